@@ -15,7 +15,7 @@ PLOTS.update(
         "offload-buckets.json": "lab.training.plot:plot_buckets",
         "chunks.json": "lab.training.plot:plot_chunks",
         "pipeline.json": "lab.training.plot:plot_pipeline",
-        "faults.json": "lab.faults.report:plot_faults",
+        "faults.json": "tests.faults.report:plot_faults",
         "messages.json": "lab.messages.plot:plot_messages",
         "plan.json": "lab.planning.plot:plot_plan",
         "layouts-*.json": "lab.planning.plot:plot_layouts",

@@ -14,11 +14,12 @@ from stretto.cli.bench.command import BenchApp, Needs
 from stretto.cli.console import Json, print_json, refusing_bad_input
 
 if TYPE_CHECKING:
+    from tests.faults.flips import FlipsSetting
+    from tests.faults.settings import FaultsSetting
+
     from lab.checkouts.settings import CheckoutsSetting
     from lab.collectives.settings import AblationsSetting, BackendSetting, CompileSetting
     from lab.experts.settings import ExpertsSetting, MoeLayersSetting
-    from lab.faults.settings import FaultsSetting
-    from lab.flips import FlipsSetting
     from lab.messages.settings import MessagesSetting
     from lab.planning.layout_settings import LayoutsSetting
     from lab.planning.settings import (
@@ -94,10 +95,10 @@ def compile_(setting: CompileSetting, out: Path) -> Any:
     return bench_compile(out, setting.largest)
 
 
-@benches.command("faults", "lab.faults.settings")
+@benches.command("faults", "tests.faults.settings")
 def faults(setting: FaultsSetting, out: Path) -> Any:
     """Kill, stop and disturb ranks at random times of training; check the reports and restarts (on CPUs)."""
-    from lab.faults.run import bench_faults
+    from tests.faults.run import bench_faults
 
     return bench_faults(setting, out)
 
@@ -377,10 +378,10 @@ def messages(ranks: int, setting: MessagesSetting, out: Path) -> Any:
     return bench_messages(ranks, setting, out)
 
 
-@benches.command("flips", "lab.flips")
+@benches.command("flips", "tests.faults.flips")
 def flips(setting: FlipsSetting, out: Path) -> Any:
     """Flip random bits of checkpoints and exported weights, one at a time, and check that each is detected (no GPU)."""
-    from lab.flips import bench_flips
+    from tests.faults.flips import bench_flips
 
     return bench_flips(setting, out)
 

@@ -210,7 +210,7 @@ _TORCH = [
     "rich.console",
     "pydantic",
 ]
-_COMMANDS = [*_TORCH, "stretto.cli.train", "stretto.cli.running", "stretto.train.launch.rank", "stretto.train.trainer"]
+_COMMANDS = [*_TORCH, "stretto.cli.train", "stretto.cli.running", "stretto.launch.rank", "stretto.train.trainer"]
 _KINDS: dict[str, Callable[[], PythonServer]] = {
     # Stretto's backend is registered in the forked processes, as in those that import torch themselves (`_become`).
     "torch": lambda: PythonServer(

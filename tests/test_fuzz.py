@@ -17,11 +17,11 @@ from stretto.collectives import verify
 from stretto.collectives.executor import simulate
 from stretto.collectives.xml import ScheduleFileError, from_xml
 from stretto.collectives.xml import to_xml as schedule_to_xml
+from stretto.huggingface.families import DECODERS
 from stretto.models import DLRMConfig, GPTConfig
 from stretto.parallel import validate
 from stretto.parallel.roles.plan import KINDS
 from stretto.planner import plan, read_architecture
-from stretto.planner.hugging_face import FAMILIES
 from stretto.train.config import load_config
 from stretto.train.preflight import preflight
 from tests.collectives.executor import programs
@@ -92,9 +92,9 @@ HUGGING_FACE = {
 @cases(60, 800)
 def test_model_configurations_are_planned_or_refused(count, tmp_path):
     def from_hugging_face(rng):
-        kind = rng.choice(list(FAMILIES))
+        kind = rng.choice(list(DECODERS))
         ending = rng.choice(("ForCausalLM", "LMHeadModel", "Model", "ForSequenceClassification", ""))
-        named = {"model_type": kind} | ({"architectures": [FAMILIES[kind].prefix + ending]} if ending else {})
+        named = {"model_type": kind} | ({"architectures": [DECODERS[kind].prefix + ending]} if ending else {})
         config = mutate(rng, HUGGING_FACE | named, (*ODD_VALUES, None))
         if rng.random() < 0.5:
             return config

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.bench.mps import share_for
+from stretto.memory.mps import share_for
 from tests.gpu import compile_once, resuming, sharing
 from tests.gpu.sharing import GpuRanks
 from tests.processes import LIMIT

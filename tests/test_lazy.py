@@ -19,23 +19,21 @@ LAZY = (
     "stretto.planner",
     "stretto.report",
     "stretto.train.checkpoint",
-    "stretto.train.launch",
+    "stretto.launch",
     "stretto.tuning",
 )
 
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A package with a lazy name, a lazy submodule and a renamed name."""
+    """A package with a lazy name and a lazy submodule."""
     made = ModuleType("made")
     made.__path__ = []
     made.__all__ = ["sqrt"]
     monkeypatch.setitem(sys.modules, "made", made)
     monkeypatch.setitem(sys.modules, "made.inner", inner := ModuleType("made.inner"))
     inner.value = 7
-    made.__getattr__, made.__dir__ = attach(
-        "made", {"sqrt": "math"}, submodules=["inner"], renamed={"root": "math.sqrt"}
-    )
+    made.__getattr__, made.__dir__ = attach("made", {"sqrt": "math"}, submodules=["inner"])
     return made
 
 
@@ -47,9 +45,7 @@ def test_names_are_found_once_and_then_are_the_packages_own(package):
     assert dir(package) == ["inner", "sqrt"]
 
 
-def test_an_old_name_warns_and_an_unknown_one_is_no_attribute(package):
-    with pytest.warns(DeprecationWarning, match=r"made\.root is now math\.sqrt"):
-        assert package.root(9) == 3
+def test_an_unknown_name_is_no_attribute(package):
     with pytest.raises(AttributeError, match="module 'made' has no attribute 'nothing'"):
         _ = package.nothing
 

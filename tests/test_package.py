@@ -191,7 +191,7 @@ def test_the_commands_work_from_a_wheel_in_an_empty_folder(installed: Path, tmp_
 @pytest.mark.exhaustive
 def test_a_short_demo_runs_from_a_wheel_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     variables = {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
-    server = PythonServer(["stretto.cli.demo", "stretto.report", "stretto.train.launch.rank"], variables)
+    server = PythonServer(["stretto.cli.demo", "stretto.report", "stretto.launch.rank"], variables)
     try:
         run = partial(subprocess.run, cwd=tmp_path, env=os.environ | variables, text=True, capture_output=True)
         found = run([server.python, "-c", "import stretto.train; print(stretto.train.__file__)"], check=True).stdout

@@ -4,7 +4,7 @@
 import ast
 import importlib.util
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -99,17 +99,62 @@ def name_module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def find_imports(tree: ast.Module, modules: set[str]) -> set[str]:
-    """The modules of Stretto that a module imports when it is imported itself."""
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def find_statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """All statements, those of functions included, but not those under TYPE_CHECKING, which never run."""
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        inner = node.orelse if is_for_types(node) else ast.iter_child_nodes(node)
+        left += [each for each in inner if not isinstance(each, ast.expr)]
+
+
+def find_homes(trees: Mapping[str, ast.Module]) -> dict[str, str]:
+    """The module of each name that a package imports lazily (`stretto.lazy`): it lists them under TYPE_CHECKING."""
+    return {
+        f"{package}.{alias.asname or alias.name}": node.module
+        for package, tree in trees.items()
+        for block in tree.body
+        if is_for_types(block)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+
+
+def find_imports(module: str, trees: Mapping[str, ast.Module], homes: Mapping[str, str]) -> set[str]:
+    """The modules of Stretto that a module imports: when it is imported itself, or in a function."""
     found = set()
-    for node in tree.body:
+    for node in find_statements(trees[module]):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names} & modules
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                submodule = f"{node.module}.{alias.name}"
-                found |= {submodule if submodule in modules else node.module} & modules
-    return found
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in trees else homes.get(name, node.module) for name in names}
+    return (found & trees.keys()) - {module}
+
+
+def test_imports_in_functions_count_and_those_for_types_do_not():
+    source = """
+import a
+if TYPE_CHECKING:
+    import b
+else:
+    import c
+def function():
+    with context:
+        from package import d, lazy, eager
+"""
+    lazy = "if TYPE_CHECKING:\n    from package.home import lazy"
+    others = ("a", "b", "c", "package.d", "package.home")
+    trees = {"own": ast.parse(source), "package": ast.parse(lazy)} | {name: ast.parse("") for name in others}
+    homes = find_homes(trees)
+    assert find_imports("own", trees, homes) == {"a", "c", "package.d", "package.home", "package"}
+    assert find_imports("package", trees, homes) == set()
 
 
 def find_circle(graph: dict[str, set[str]]) -> list[str]:
@@ -141,17 +186,20 @@ def test_circles_are_found(graph, circle):
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    modules = {name_module(path) for path in parse_files()}
-    graph = {
-        name_module(path): find_imports(tree, modules) - {name_module(path)} for path, tree in parse_files().items()
-    }
-    assert find_circle(graph) == []
+    trees = {name_module(path): tree for path, tree in parse_files().items()}
+    homes = find_homes(trees)
+    assert find_circle({module: find_imports(module, trees, homes) for module in trees}) == []
 
 
 OF_OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
 OF_OBJECTS |= {"send_object_list", "recv_object_list"}
 # Of a process that this one has started itself, and of torch's own files, by an unpickler that makes no other classes.
-UNPICKLE = {"collectives/executor/processes.py", "train/checkpoint/storage.py", "train/checkpoint/torch_format.py"}
+UNPICKLE = {
+    "collectives/executor/processes.py",
+    "stress/worker_pool.py",
+    "train/checkpoint/storage.py",
+    "train/checkpoint/torch_format.py",
+}
 
 
 def test_nothing_unpickles_what_another_rank_sends():

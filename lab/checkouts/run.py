@@ -24,8 +24,8 @@ from lab.checkouts.cases import CheckoutCase
 from lab.checkouts.ranks import CheckoutRanks, RanksFailed
 from lab.checkouts.report import Comparison, MeasuredCase, log, write_comparison
 from lab.checkouts.settings import AFTER, BEFORE, CheckoutsSetting
-from stretto.bench.mps import mps_daemon
 from stretto.cluster.detection import count_gpus
+from stretto.memory.mps import mps_daemon
 
 _MOST_STARTS = 4
 _PREPARATION = 0.6  # share of the time limit after which no further case is prepared

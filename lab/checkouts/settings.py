@@ -8,8 +8,8 @@ from typing import Annotated
 
 import stretto
 from lab.checkouts.cases import CPU_CASES, CPU_TRAINING_CASES, CheckoutCase, list_cases
-from stretto.bench.mps import share_for
 from stretto.bench.settings import Option, require_least
+from stretto.memory.mps import share_for
 
 BEFORE, AFTER = "before", "after"
 

@@ -27,6 +27,7 @@ from stretto.parallel import Grid, Pipeline, parallelize
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.pipeline.messages import MessageKey
 from stretto.parallel.pipeline.shared_memory_carrier import SharedMemoryCarrier
+from stretto.parallel.state import require_state
 from stretto.schedules import (
     PipelineSchedule,
     PipelineTimeline,
@@ -340,7 +341,7 @@ def prepare_pipeline(case: Case, grid: Grid, unit: float, latency: float) -> Pip
     parallelize(model, grid, roles={"blocks.*.linear": "colwise"}, stages=stages)
     for module in model.modules():
         if isinstance(module, SleepingBlock):
-            module.reducer = model.gradient_reducer  # type: ignore[assignment]
+            module.reducer = require_state(model, "this bench").gradient_reducer
             module.pace = pace
     carrier = DelayedCarrier(grid.group("pipe"), "cpu")
     carrier.latency, carrier.pace = latency, pace

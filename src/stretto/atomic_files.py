@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes files whole or not at all, and checks beforehand that they can be written. For all layers."""
+"""Writes files whole or not at all, deletes folders, and checks beforehand that files can be written.
+
+For all layers.
+"""
 
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -96,3 +100,21 @@ def require_writable_folder(folder: Path, what: str) -> None:
         raise ValueError(
             f"{what} is {str(folder)!r}, where nothing can be written: {error.strerror or error}"
         ) from error
+
+
+def hide_folder(path: Path) -> Path | None:
+    """Rename a folder that is to be deleted. Returns its new path; None if there is no such folder."""
+    if not os.path.lexists(path):  # a link to nothing is there, too
+        return None
+    hidden = path.with_name(f".{path.name}.deleting")
+    if os.path.lexists(hidden):
+        delete_tree(hidden)
+    return path.rename(hidden)
+
+
+def delete_tree(path: Path) -> None:
+    """Delete a folder or file at `path`. If it is a symbolic link, only the link is deleted."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -242,7 +242,7 @@ def stopped_by() -> int:
     return int(_values[_STOPPED])
 
 
-_replaces_window: Any = None  # measures a window in place of the host's waits: see train.health.device_waits
+_replaces_window: Any = None  # measures a window in place of the host's waits: see launch.watching.device_waits
 _view = 0
 
 

@@ -6,7 +6,6 @@ from the same numbers.
 """
 
 import re
-import warnings
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
@@ -47,12 +46,6 @@ class Overlap:
         if isinstance(value, Overlap):
             return value
         return cls() if value else cls(all_reduce=False, reduce_scatter=False, all_gather=False, data=False)
-
-    @classmethod
-    def none(cls) -> "Overlap":
-        """Deprecated name of `Overlap.parse(False)`."""
-        warnings.warn("Overlap.none() is now Overlap.parse(False), or overlap=False", DeprecationWarning, stacklevel=2)
-        return cls.parse(False)
 
     @property
     def hides_any(self) -> bool:

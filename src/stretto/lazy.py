@@ -6,24 +6,17 @@ from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import Any
 
-from stretto.deprecated import alias
-
 
 def attach(
-    package: str,
-    homes: Mapping[str, str],
-    *,
-    submodules: Collection[str] = (),
-    renamed: Mapping[str, str] | None = None,
+    package: str, homes: Mapping[str, str], *, submodules: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Make a package's `__getattr__` and `__dir__`, as the package lazy_loader's function of this name does.
 
         __getattr__, __dir__ = attach(__name__, {"plot_loss": "stretto.report.loss_plot"})
 
-    homes: the module of each public name. submodules: names that are modules of the package. renamed: old names, as
-    `stretto.deprecated.alias` takes them. Also import the names under TYPE_CHECKING, for type checkers and editors.
+    homes: the module of each public name. submodules: names that are modules of the package. Also import the names
+    under TYPE_CHECKING, for type checkers and editors.
     """
-    find_renamed = alias(package, renamed or {})
 
     def find(name: str) -> Any:
         if name in homes:
@@ -31,7 +24,7 @@ def attach(
         elif name in submodules:
             return import_module(f"{package}.{name}")  # the import makes it an attribute of the package
         else:
-            return find_renamed(name)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         setattr(sys.modules[package], name, value)  # the next use finds it at once
         return value
 

@@ -3,8 +3,10 @@
 
 import math
 import re
+from typing import Any
 
 MOST_BYTES = 2.0**60
+MAX_COUNT = 10**9  # of what a model has: products of a few stay exact and cheap
 _PREFIXES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -65,3 +67,9 @@ def _finite(text: str, value: float) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text!r} is not finite")
     return value
+
+
+def check_count(where: str, value: Any) -> None:
+    """Raise ValueError unless a value is a whole number from 1 to MAX_COUNT."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+        raise ValueError(f"{where} is {value!r}, but must be a whole number from 1 to {MAX_COUNT}")

@@ -20,10 +20,10 @@ from lab.commands import app as lab_app
 from stretto.cli import app
 from stretto.cli.bench import app as bench_app
 from stretto.cli.console import print_any_text
-from stretto.models.public_models import PUBLIC_MODELS
+from stretto.huggingface.public_models import PUBLIC_MODELS
+from stretto.launch.run_lock import command_lock
 from stretto.train.config import TrainConfig, load_config
 from stretto.train.config.reference import reference
-from stretto.train.launch.run_lock import command_lock
 from stretto.train.preflight import preflight
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from stretto.bench.mps import has_mps
+from stretto.memory.mps import has_mps
 from tests.gpu import resuming, sharing
 from tests.gpu.sharing import GpuRanks
 

@@ -44,14 +44,14 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import ops
-from stretto.bench.stress.catalogue import Check, StressCase
-from stretto.bench.stress.embedding import EmbeddingCase, LookUp
-from stretto.bench.stress.operators import OperatorCase, OperatorVariant
-from stretto.bench.stress.team import Team, mix
 from stretto.memory import PeerError, SymmetricMemory, allocate, failures
 from stretto.memory.gpus import NCCL_BLOCKS, bound_blocks
 from stretto.ops.embedding.launch_config import LaunchConfig
+from stretto.stress.catalogue import Check, StressCase
+from stretto.stress.operators import OperatorCase, OperatorVariant
+from stretto.stress.team import Team, mix
 from stretto.tiles.intrinsics import now
+from tests.stress.embedding import EmbeddingCase, LookUp
 
 RANKS = 4
 GROUPS = {"row": ((0, 1), (2, 3)), "column": ((0, 2), (1, 3))}

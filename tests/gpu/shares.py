@@ -6,7 +6,7 @@
 For each number of processes and each percentage, every process launches a kernel with more blocks than fit on the GPU.
 A block takes most of a multiprocessor's shared memory, so that each multiprocessor holds one, and waits until the host
 releases it. Once all processes have launched, the resident blocks are counted. If a process has fewer than it sees
-multiprocessors, other processes hold some of them. The percentages of `stretto.bench.mps.share_for` show no such
+multiprocessors, other processes hold some of them. The percentages of `stretto.memory.mps.share_for` show no such
 overlap.
 
 The processes call only CUDA's driver, since importing torch would take longer than everything else.
@@ -26,7 +26,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.mps import mps_daemon, share_for
+from stretto.memory.mps import mps_daemon, share_for
 
 _SOURCE = """
 extern "C" __global__ void hold(volatile int *stop, int *held) {

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stretto.bench.mps import has_mps, mps_daemon, share_for
+from stretto.memory.mps import has_mps, mps_daemon, share_for
 from stretto.memory.shared_gpus import OVERLAPPING, SWITCH
 from tests.gpu import compile_once
 from tests.pool import Pool

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from stretto import ops
-from stretto.bench.mps import has_mps
 from stretto.memory import shared_gpus
 from stretto.memory.gpus import find_obstacle
+from stretto.memory.mps import has_mps
 from stretto.parallel import Grid
 from stretto.train.config import make_config
 from stretto.train.trainer import train

@@ -16,7 +16,7 @@ from stretto import counters
 from stretto.train.config import TrainConfig, make_config
 from stretto.train.data import Sampler
 from stretto.train.gpt.task import GPTTask
-from stretto.train.launch import launch
+from stretto.train.job import launch
 from stretto.train.trainer import train
 
 pytestmark = pytest.mark.ranks(2, own=(2,), among=(2,))

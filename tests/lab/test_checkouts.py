@@ -31,8 +31,8 @@ from lab.checkouts.run import bench_checkouts
 from lab.checkouts.settings import CheckoutsSetting
 from lab.commands import app
 from stretto import ops
-from stretto.bench.mps import mps_daemon
 from stretto.collectives.selection import CHOICES, AlgorithmChoice
+from stretto.memory.mps import mps_daemon
 from stretto.ops.gemm.config import decode
 
 SOURCE = Path(stretto.__file__).parents[1]
@@ -285,7 +285,7 @@ def test_the_mps_daemon_is_ended_where_the_process_that_started_it_is_killed(tmp
     text = f"import sys\nopen({str(log)!r}, 'a').write(''.join(sys.argv[1:]) or sys.stdin.read())\n"
     make_mps(tmp_path, text)
     program = (
-        "import os, signal\nfrom stretto.bench.mps import mps_daemon\n"
+        "import os, signal\nfrom stretto.memory.mps import mps_daemon\n"
         "with mps_daemon(25):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ended = subprocess.run(

@@ -171,11 +171,6 @@ def test_more_packets_than_32_bits_count_are_refused():
         count_bytes("one-shot", 1 << 19, 4096, 4, torch.float32)
 
 
-def test_a_config_is_still_found_by_its_old_name():
-    with pytest.warns(DeprecationWarning, match=r"stretto\.ops\.Plan is now stretto\.ops\.KernelConfig"):
-        assert ops.Plan is KernelConfig
-
-
 def list_modules_of_a_launch(plan):
     """The modules of Stretto on the stack when a warm call launches its kernel."""
     name = f"all_gather_gemm_by_{'copies' if plan == 'copies' else 'programs'}"

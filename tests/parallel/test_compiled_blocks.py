@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stretto.models import GPT
 from stretto.parallel import Grid, checkpoint_activations, gather, parallelize
+from stretto.parallel.state import require_state
 from tests.parallel.test_parity import gpt
 from tests.parallel.training import distance
 
@@ -64,7 +65,7 @@ def compile_blocks(make_model: Callable[[], nn.Module], how: str) -> tuple[int, 
     if how.startswith("recomputed"):
         checkpoint_activations(model, "full" if how == "recomputed" else "every:2")
     elif how == "sink":
-        model.gradient_reducer.send_to(sink)
+        require_state(model, "this test").gradient_reducer.send_to(sink)
     graphs = []
 
     def count(graph: Any, inputs: Any) -> Any:

@@ -21,8 +21,8 @@ from stretto.planner.communication import linear_traffic
 from stretto.planner.grids import why_impossible
 from stretto.planner.memory import local_parameters
 from stretto.train.checkpoint import checkpoint_path
+from stretto.train.checkpoint.export import export_safetensors
 from stretto.train.checkpoint.metadata import read_metadata
-from stretto.train.checkpoint.weights import export_safetensors
 from stretto.train.replicas import _place
 from tests.conftest import Ranks
 from tests.parallel import hugging_face

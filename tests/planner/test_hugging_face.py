@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 import stretto
 from stretto.axes import GridSizes
 from stretto.cli import app
+from stretto.huggingface.families import DECODERS, FAMILIES
+from stretto.huggingface.refusals import STYLES
 from stretto.parallel import validate
-from stretto.parallel.roles import families
-from stretto.planner import hugging_face, read_architecture
+from stretto.planner import read_architecture
 from stretto.planner.grids import every_grid, why_impossible
 from stretto.planner.memory import local_parameters, memory
 from stretto.planner.workload import StepConfig, StepWorkload
-from stretto.pretrained import STYLES
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,  # no axis divides it
@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 # Those whose experts ranks divide are in test_moe_models.py.
-DENSE = [kind for kind, family in hugging_face.FAMILIES.items() if not family.divides_experts]
+DENSE = [kind for kind, decoder in DECODERS.items() if decoder.experts is None]
 HEADS = ["CausalLM", "", "SequenceClassification", "TokenClassification", "QuestionAnswering"]
 WITHOUT_DROPOUT = {"attention_dropout": 0.0, "attn_pdrop": 0.0, "classifier_dropout": 0.0}
 
@@ -110,7 +110,7 @@ def test_a_model_has_a_note_just_where_parallelize_refuses_its_roles(kind, head)
 def test_the_styles_that_the_planner_knows_a_family_by_are_those_of_transformers(kind):
     plan = config_of(kind).base_model_tp_plan or {}
     unknown = {at: style for at, style in plan.items() if style not in STYLES}
-    assert hugging_face.FAMILIES[kind].styles == ({} if kind in families.FAMILIES else unknown)
+    assert DECODERS[kind].styles == (unknown if FAMILIES[kind].roles is None else {})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.axes import GridSizes
-from stretto.models.public_models import PUBLIC_MODELS
+from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.planner import predict, read_architecture
 from stretto.planner.memory import local_parameters
 from stretto.train.gpt.model_source import HuggingFaceSource

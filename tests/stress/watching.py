@@ -32,8 +32,8 @@ def train(folder: str, rank: int, updates: int) -> None:
     import torch.distributed.checkpoint as dcp
 
     from stretto import counters
+    from stretto.launch.watching.joining import join_watched
     from stretto.parallel.comm.collectives import all_reduce
-    from stretto.train.health.joining import join_watched
 
     gc.set_threshold(20, 2, 2)
     torch.set_num_threads(1)
@@ -93,7 +93,7 @@ def train(folder: str, rank: int, updates: int) -> None:
 
 def watch(updates: int, reads: int, wanted: int) -> dict[str, object]:
     from stretto.counters import Reader, read_folder
-    from stretto.train.health import stacks
+    from stretto.launch.watching import stacks
 
     faults: list[str] = []
     with tempfile.TemporaryDirectory(prefix="stretto-watching-") as folder:

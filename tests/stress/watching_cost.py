@@ -28,9 +28,9 @@ def train(folder: str, turns: int, hidden: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from stretto import Grid, counters, parallelize
+    from stretto.launch.watching.joining import join_watched
     from stretto.memory import shared_gpus
     from stretto.models import GPT, GPTConfig
-    from stretto.train.health.joining import join_watched
 
     ranks = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -120,7 +120,7 @@ def train(folder: str, turns: int, hidden: int) -> dict[str, Any]:
 def watch(folder: Path) -> None:
     """Read all counters and take all stacks once a second, until the ranks end."""
     from stretto.counters import Reader, read_folder
-    from stretto.train.health import stacks
+    from stretto.launch.watching import stacks
 
     readers: dict[str, Reader] = {}
     while not (folder / "end").exists():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stretto.execution import StateOptions
 from stretto.optim import AdamW
 from stretto.parallel import Grid, clip_grad_norm_, clip_scale, gather, gradient_norm, no_sync, parallelize
+from stretto.parallel.state import state_of
 from stretto.train.optimizer import ShardOptimizer
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update, tiled_update
 
@@ -75,7 +76,7 @@ def train(
             if "freeze" in words or "thaw" in words:
                 for parameter in model.get_submodule("parts.0.up").parameters():
                     parameter.requires_grad_("thaw" in words)
-            with no_sync(model) if "-" in words and hasattr(model, "gradient_reducer") else nullcontext():
+            with no_sync(model) if "-" in words and state_of(model) is not None else nullcontext():
                 if "eval" in words:
                     with torch.no_grad():
                         loss_of(x, words)

@@ -14,11 +14,11 @@ from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.faults.flips import FlipsSetting, bench_flips
 from tests.processes import LIMIT
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lab.flips import FlipsSetting, bench_flips
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
 from stretto.train.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint, training_state
@@ -28,8 +28,8 @@ from stretto.train.checkpoint.integrity import seal
 from stretto.train.checkpoint.weights import import_safetensors
 from stretto.train.config import TrainConfig, config_to_toml, make_config
 from stretto.train.data import Sampler
-from stretto.train.launch.stopping import StopRequest
 from stretto.train.optimizer import ShardOptimizer, local_shard
+from stretto.train.stopping import StopRequest
 from stretto.train.trainer import train
 
 # 61 tokens: no axis divides them. Grouped-query attention, so that x divides groups and not features.

@@ -13,16 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.conftest import Ranks
+from tests.launch import launch_entries
 from tests.train import runs
-from tests.train.launch import launch_entries
 from torch import Tensor
 
+from stretto.launch.supervisor import StopTimeouts
 from stretto.train.bit_hash import hash_bits
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint
 from stretto.train.config import TrainConfig
 from stretto.train.gpt.task import GPTTask
-from stretto.train.launch import launch
-from stretto.train.launch.supervisor import StopTimeouts
+from stretto.train.job import launch
 from stretto.train.observe.metrics import CorruptionError
 from stretto.train.optimizer import local_shard
 from stretto.train.replicas import ReplicaCheck, Vote, judge

@@ -13,10 +13,10 @@ from tests.ops import test_embedding_machine_code as embedding
 from tests.ops import test_machine_code as operators
 from tests.ops import test_put as put
 from tests.ops.test_put import kernels, stubs  # noqa: F401  (fixtures)
+from tests.stress.kernels import list_kernels
 from tests.tiles.machine_code import make_channel
 
 from stretto import tiles
-from stretto.bench.stress.kernels import list_kernels
 from stretto.ops import cross_entropy, rotary
 from stretto.ops.embedding import backward_kernel, forward_kernel
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles

@@ -26,15 +26,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from stretto.atomic_files import write_atomically
-from stretto.bench.mps import has_mps, mps_daemon, share_for
 from stretto.cluster.detection import count_gpus
-from stretto.memory import allocated_bytes, shared_gpus
-from stretto.train.launch import (
+from stretto.launch import (
     allocator_environment,
     changed_environment,
     loopback_environment,
     rank_variables,
 )
+from stretto.memory import allocated_bytes, shared_gpus
+from stretto.memory.mps import has_mps, mps_daemon, share_for
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 

@@ -61,7 +61,7 @@ def export(
 
     A model that was fine-tuned from a Hugging Face folder can be written as such a folder, which from_pretrained loads.
     """
-    from stretto.train.checkpoint.weights import export_folder, export_safetensors
+    from stretto.train.checkpoint.export import export_folder, export_safetensors
 
     with refusing_bad_input(as_json=as_json):
         limit = None if max_file_gigabytes is None else round(max_file_gigabytes * 1e9)

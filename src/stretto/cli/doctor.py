@@ -7,9 +7,11 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from stretto.cli.console import Json, print_json
+import typer
+
+from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 
 KERNEL = 'extern "C" __global__ void nothing() {}'
 MINIMUMS = {"torch": (2, 11), "triton": (3, 6)}
@@ -24,12 +26,21 @@ class Finding(NamedTuple):
     so: str = ""
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Call kernels at random for half a minute, and check all results.")
+    ] = False,
+    ranks: Annotated[int, typer.Option(help="Of --kernels: processes, which share GPUs if there are fewer.")] = 2,
+    as_json: Json = False,
+) -> None:
     """Check this machine: versions, GPUs, their links, host memory, compilers; and which features use a fallback.
 
-    Compiles the backend's C++ part where that has not been done. Starts no ranks and measures nothing: `stretto probe`
-    does.
+    Compiles the backend's C++ part where that has not been done. Starts no ranks, but with --kernels, and measures
+    nothing: `stretto probe` does.
     """
+    if kernels:
+        _check_kernels(ranks, as_json=as_json)
+        return
     findings = [finding for look in LOOKS for finding in _found(look)]
     if as_json:
         print_json({"findings": [finding._asdict() for finding in findings]})
@@ -39,6 +50,34 @@ def doctor(as_json: Json = False) -> None:
         print(f"{finding.what:{width}}  {'-' if finding.state == 'missing' else '+'} {finding.found}")
         if finding.so:
             print(f"{'':{width}}    so {finding.so}")
+
+
+def _check_kernels(ranks: int, *, as_json: bool) -> None:
+    """Call the kernels of collectives and operators in every configuration, with results known to the bit."""
+    with refusing_bad_input(as_json=as_json):
+        from stretto.stress.settings import StressSetting
+
+        setting = StressSetting(ranks, minutes=0.5)
+
+        from stretto.stress.run import stress
+
+        try:
+            report = stress(setting, lambda line: print(line, file=sys.stderr, flush=True))
+        except RuntimeError as error:
+            raise fail(str(error), 1, as_json=as_json) from error
+    counts = {what: report.count(what) for what in ("wrong", "raised", "hung")}
+    if as_json:
+        print_json(
+            {"seed": report.seed, "ranks": report.ranks, "device": report.device, "results": report.results, **counts}
+        )
+    else:
+        for name, account in report.accounts.items():
+            for finding in account.findings:
+                print(f"{name}: {finding}")
+        found = ", ".join(f"{count:,} {what}" for what, count in counts.items())
+        print(f"{report.results:,} results on {report.ranks} ranks ({report.device}), seed {report.seed}: {found}")
+    if not report.is_clean:
+        raise typer.Exit(1)
 
 
 def _found(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -106,7 +145,7 @@ def _gpus() -> Iterator[Finding]:
 def _links(count: int) -> Iterator[Finding]:
     import torch
 
-    from stretto.collectives.executor.cuda.workspace import are_linked
+    from stretto.memory.copy_engine import are_linked
 
     gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
     if all(are_linked(gpu, gpus) for gpu in gpus):

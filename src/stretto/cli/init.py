@@ -9,7 +9,7 @@ import typer
 
 from stretto.atomic_files import create_atomically
 from stretto.cli.console import Json, print_json, refusing_bad_input
-from stretto.models.public_models import PUBLIC_MODELS
+from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.suggestions import name_known
 
 

@@ -278,7 +278,7 @@ def require_all(asked: dict[str, Any]) -> None:
 
 def read_workload(path: Path) -> dict[str, Any]:
     """The planner's inputs from a training configuration. The data is not opened: it may not exist yet."""
-    from stretto.models.public_models import PUBLIC_MODELS
+    from stretto.huggingface.public_models import PUBLIC_MODELS
     from stretto.train.config import TrainConfig, load_config
 
     config = load_config(path)

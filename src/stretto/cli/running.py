@@ -9,11 +9,12 @@ import typer
 
 from stretto.atomic_files import write_atomically
 from stretto.cli.console import fail, refusing_bad_input, stdout_on_stderr
+from stretto.launch import RankFailure, remove_traces
+from stretto.launch.elastic import continues_job
+from stretto.launch.run_lock import command_lock
 from stretto.report import remove_report
 from stretto.train.config import JobConfig, config_to_toml
-from stretto.train.launch import RankFailure, launch, remove_traces
-from stretto.train.launch.elastic import continues_job
-from stretto.train.launch.run_lock import command_lock
+from stretto.train.job import launch
 from stretto.train.trainer import train
 
 RANK_FAILED = 1

@@ -20,7 +20,6 @@ from stretto.cluster.model import (
     NetworkLink,
     NodeLink,
 )
-from stretto.deprecated import alias
 
 __all__ = [
     "GPU",
@@ -36,5 +35,3 @@ __all__ = [
     "name_grid",
     "read_bounded",
 ]
-
-__getattr__ = alias(__name__, {"Transfer": "MeasuredCollective"})

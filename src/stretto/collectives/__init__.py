@@ -34,7 +34,6 @@ from stretto.collectives.language import Program, ProgramError, Reference, chunk
 from stretto.collectives.schedule import PROTOCOLS, RankProgram, Schedule, Step, StepType, ThreadBlock
 from stretto.collectives.verifier import Race, Verification, verify
 from stretto.collectives.xml import ScheduleFileError, from_xml, read_schedule, to_xml, write_schedule
-from stretto.deprecated import alias
 
 if TYPE_CHECKING:
     from stretto.collectives.backend import (
@@ -99,7 +98,4 @@ def __getattr__(name: str) -> object:
         "uninstall",
     ):  # they need torch, and the rest here does not
         return getattr(import_module("stretto.collectives.backend"), name)
-    return _find_renamed(name)
-
-
-_find_renamed = alias(__name__, {"counts": "stretto.collectives.backend.call_counts"})
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

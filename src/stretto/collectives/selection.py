@@ -15,7 +15,6 @@ import torch
 from stretto.collectives.algorithms import find
 from stretto.collectives.schedule import PROTOCOLS
 from stretto.collectives.verifier import verify
-from stretto.deprecated import alias
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, read_times
 
 TABLE_VARIABLE = "STRETTO_COLLECTIVES_TABLE"
@@ -270,15 +269,3 @@ def _require_runnable(choice: AlgorithmChoice, world_size: int) -> None:
     found = verify(find(choice.algorithm).compile(ranks=world_size, in_place=False))
     if not found.ok:
         raise ValueError(f"{choice.algorithm} is not safe to run on {world_size} ranks: {found.errors[0]}")
-
-
-__getattr__ = alias(
-    __name__,
-    {
-        "Way": "AlgorithmChoice",
-        "WAYS": "CHOICES",
-        "find_ways": "find_choices",
-        "default_way": "default_choice",
-        "BY_COPIES_FROM": "COPY_ENGINE_MIN_BYTES",
-    },
-)

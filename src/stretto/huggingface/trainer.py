@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from stretto.axes import BATCH, LOSS
 from stretto.huggingface.accelerator import follow_grid
+from stretto.huggingface.folder import find_weights
+from stretto.huggingface.formulas import IGNORED_TARGET
 from stretto.huggingface.optimizer_state import load_optimizer, save_optimizer
 from stretto.memory import exchange, group_timeout
 from stretto.parallel import Grid, gather
@@ -29,14 +31,13 @@ from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.loss import is_mean_over_batch
 from stretto.parallel.layers.norm import ParallelNorm
-from stretto.parallel.roles.formulas import IGNORED_TARGET
+from stretto.parallel.state import state_of
 from stretto.train.checkpoint.weights import import_safetensors
 
 TrainerType = TypeVar("TrainerType", bound=type)
 
 # Minor versions whose methods the subclass was tried with: these are no public interface, and change between them.
 KNOWN_VERSIONS = {"transformers": ("5.23",), "accelerate": ("1.15",), "trl": ("1.16",)}
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _OPTIMIZER, _STOCK_OPTIMIZER = "optimizer", ("optimizer.pt", "optimizer.bin")
 _RANDOM_STATES = "rng_state.pth"
 
@@ -113,13 +114,13 @@ class _OnGrid:
             raise ValueError(
                 "trainer_plugin takes model=stretto.parallelize(...), and no model_init or name of a model"
             )
-        found = next((module for module in self.model.modules() if hasattr(module, "gradient_reducer")), None)
+        found = next(((module, state) for module in self.model.modules() if (state := state_of(module))), None)
         if found is None:
             raise ValueError(
                 f"trainer_plugin: this {type(self.model).__name__} is not on a grid: pass stretto.parallelize(model, "
                 "grid)"
             )
-        self._sharded, self._grid = found, found.gradient_reducer.grid  # type: ignore[union-attr, assignment]
+        self._sharded, self._grid = found[0], found[1].grid
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self._refuse_options()
         # Trainer would multiply each rank's loss by the number of ranks, for DDP to average gradients. Ours is that of
@@ -321,8 +322,7 @@ class _OnGrid:
                 torch.save(_random_states(self._grid.device), Path(output_dir) / _RANDOM_STATES)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        files = [Path(resume_from_checkpoint) / name for name in _WEIGHTS]
-        file = next((file for file in files if file.is_file()), None)
+        file = find_weights(Path(resume_from_checkpoint))
         if file is None:  # adapters
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         else:

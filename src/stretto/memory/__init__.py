@@ -7,7 +7,6 @@ out), `gpus` (whether a group's GPUs can work together), `shared_gpus` (several 
 (large allocations of pinned host memory, which are not symmetric).
 """
 
-from stretto.deprecated import alias
 from stretto.memory import failures, shared_gpus
 from stretto.memory.allocation import allocate, empty, find_symmetric, peer_tensor
 from stretto.memory.cuda import allocated_bytes
@@ -52,5 +51,3 @@ __all__ = [
     "peer_tensor",
     "store_all_gather",
 ]
-
-__getattr__ = alias(__name__, {"tell": "store_all_gather"})

@@ -79,7 +79,7 @@ def bound_blocks(multiprocessors: int) -> int:
     different orders on the ranks, from deadlocking: the remaining multiprocessors have room for NCCL's kernel and one
     block more, so each of our kernels can have at least one block resident on every rank.
     docs/decisions/014-multiprocessors-left-free.md has the argument for operators, and
-    docs/decisions/015-thread-block-limit.md for collectives. On a small GPU, or a small share of one, the bound is half.
+    docs/decisions/015-thread-block-limit.md for collectives. On a small GPU, or a small share of one, it is half.
     """
     others = max(multiprocessors // 4, min(NCCL_BLOCKS + 1, multiprocessors // 2), 1)
     return max(multiprocessors - others, 1)

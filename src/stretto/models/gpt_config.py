@@ -4,7 +4,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from stretto.models.public_models import PUBLIC_MODELS
+from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.suggestions import did_you_mean
 
 

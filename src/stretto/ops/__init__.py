@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overlapped operators: computation fused with its collective, as torch.library operators with gradients."""
 
-from stretto.deprecated import alias
 from stretto.ops import moe
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
 from stretto.ops.dispatch import counts
@@ -56,5 +55,3 @@ __all__ = [
     "tune_embedding",
     "workspaces",
 ]
-
-__getattr__ = alias(__name__, {"Plan": "KernelConfig"})

@@ -14,8 +14,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from stretto.execution import LEAST_WORKSPACE_BYTES, TWO_SLOTS_BYTES
 from stretto.memory import failures
+from stretto.memory.copy_engine import find_current
 from stretto.tiles import BlockChannel
-from stretto.tiles.streams import find_current
 
 CHANNELS = 32
 """Channels of each rank: the most pieces of its shard that are signalled separately."""

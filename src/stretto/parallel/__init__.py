@@ -108,13 +108,4 @@ _HOMES = {
     "SegmentLoadPlanner": "stretto.parallel.segment_planner",
     "SegmentSavePlanner": "stretto.parallel.segment_planner",
 }
-__getattr__, __dir__ = attach(
-    __name__,
-    _HOMES,
-    renamed={
-        "AXES": "stretto.axes.NAMES",
-        "Collective": "CollectiveCall",
-        "Layout": "ParameterLayout",
-        "deferred_reduction": "no_sync",
-    },
-)
+__getattr__, __dir__ = attach(__name__, _HOMES)

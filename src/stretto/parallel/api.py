@@ -19,12 +19,11 @@ from torch import nn
 from stretto.axes import LOSS, STAGE, check_sizes
 from stretto.execution import ExecutionKeywords, ExecutionOptions
 from stretto.parallel.grid import GradientReduction, Grid
+from stretto.parallel.state import ParallelState, set_state, state_of, wrappers_of
 from stretto.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from stretto.parallel.builder import Builder
-    from stretto.parallel.comm.gradient_reducer import GradientReducer
-    from stretto.parallel.comm.weight_gathering import WeightGatherer
     from stretto.parallel.meta import MetaInitializer
     from stretto.parallel.pipeline.cutting import Cut
     from stretto.parallel.precision import Precision
@@ -144,7 +143,7 @@ def _refuse_sharded(model: nn.Module) -> None:
     from torch.distributed.tensor import DTensor
 
     kind = type(model).__name__
-    if hasattr(model, "gradient_reducer"):
+    if state_of(model) is not None:
         raise ValueError(f"this {kind} is on a grid already: build another one to parallelize it anew")
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "stretto_layout"):
@@ -190,19 +189,7 @@ def _shard_by_roles(
     matmuls = MatmulTuner(options.tune_matmuls, grid.device, grid.communicator(STAGE))
     tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
     is_stage = cut is not None
-    builder = Builder(
-        model,
-        grid,
-        precision,
-        options.overlap,
-        matmuls,
-        options.keep_gathered,
-        tokens,
-        initializer,
-        is_stage=is_stage,
-        drops_duplicates=options.drop_duplicates,
-        expert_rows=options.expert_rows,
-    )
+    builder = Builder(model, grid, precision, options, matmuls, tokens, initializer, is_stage=is_stage)
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
     builder.gradient_reducer.averages = gradients == "mean"
     if cut is not None:
@@ -225,15 +212,18 @@ def _shard_by_roles(
         places = place_plain(model, {name: plain[name] for name in part.parameters}, builder.gradient_reducer)
         if part.role.role == "gathered":
             frees = not options.keep_gathered and not options.checkpoint_activations
-            gather_for_forward(model, part, builder.block_shard(part.whose, places, frees=frees), grid)
+            shard = builder.block_shard(part.whose, places, frees=frees)
+            builder.state.block_shards[model.get_submodule(part.whose)] = shard
+            gather_for_forward(model, part, shard, grid)
         elif part.role.role == "router":
             reducer, overlaps = builder.gradient_reducer, options.overlap.all_reduce
             route_whole_features(model, part, places, precision, grid, tokens, reducer, overlaps=overlaps)
         else:
-            read_as_tensors(model, part, places, precision, builder.gradient_reducer)
+            read_as_tensors(model, part, places, precision, builder.state)
     for owner, attribute, value in [*attributes, *buffers]:
         setattr(owner, attribute, value)
     install_loss(model, plan, builder.gradient_reducer, sharded_loss)
+    builder.state.stages = None if cut is None else cut.stages
     _finish(model, builder, by_blocks=False)
     if grid.size("x") * grid.size("y") > 1:
         model.register_forward_hook(torch.compiler.disable(_explain_sizes), always_call=True)
@@ -246,8 +236,6 @@ def _finish_blocks(model: nn.Module, options: ExecutionOptions, cut: Cut | None,
     from stretto.parallel.pipeline.cutting import wrap_forwards
     from stretto.parallel.recomputation import checkpoint_activations
 
-    if cut is not None:
-        model.pipeline_stages = cut.stages  # type: ignore[assignment]
     checkpoint_activations(model, options.recompute, blocks)
     if cut is not None:
         wrap_forwards(model, cut.stages)
@@ -269,8 +257,8 @@ def _plan_or_blocks(
     blocks: Sequence[str] | None,
 ) -> ShardingPlan | _BlockPlan:
     """How the roles of its submodules shard a model, or the blocks of one that has none."""
+    from stretto.huggingface.formulas import UnknownRolesError
     from stretto.parallel.blocks import find_blocks
-    from stretto.parallel.roles.formulas import UnknownRolesError
     from stretto.parallel.roles.plan import read_plan
     from stretto.parallel.roles.validation import validate_plan
 
@@ -311,15 +299,14 @@ def _shard_by_blocks(
     cut: Cut | None,
 ) -> Model:
     """Shard a model without roles, or its pipeline stages, over z, and return it."""
+    from stretto.huggingface.pretrained_model import is_pretrained_model
     from stretto.parallel.blocks import BlockBuilder, check_modules, warn_of_replication
     from stretto.parallel.builder import Builder
     from stretto.parallel.comm.agreement import check_ranks_agree
     from stretto.parallel.layers.gemm_layout import MatmulTuner
     from stretto.parallel.layers.loss import MeansOverBatch
     from stretto.parallel.layers.router import count_over_ranks
-    from stretto.parallel.layers.router_loss import balance_over_batch
-    from stretto.parallel.model_loss import take_means_over_batch
-    from stretto.parallel.roles import huggingface
+    from stretto.parallel.model_loss import balance_over_batch, take_means_over_batch
 
     if options.shard_sequence:
         raise ValueError("shard_sequence takes roles of all submodules, and this model is sharded block by block")
@@ -330,9 +317,7 @@ def _shard_by_blocks(
     warn_of_replication(model, grid, blocks.reason)
     matmuls = MatmulTuner(False, grid.device, grid.communicator(STAGE))
     is_stage = cut is not None
-    builder = Builder(
-        model, grid, precision, options.overlap, matmuls, options.keep_gathered, None, initializer, is_stage=is_stage
-    )
+    builder = Builder(model, grid, precision, options, matmuls, None, initializer, is_stage=is_stage)
     builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
     if cut is not None:
         builder.tied |= cut.tied
@@ -345,14 +330,15 @@ def _shard_by_blocks(
     sharded.install(frees=not options.keep_gathered and not options.recomputation.is_on)
     for owner, attribute, value in buffers:
         setattr(owner, attribute, value)
-    if huggingface.is_pretrained_model(model):
+    if is_pretrained_model(model):
         balance_over_batch(model, builder.gradient_reducer)
     for module in model.modules():
         if hasattr(module, "sum_over_ranks"):  # a router of stretto.models
             count_over_ranks(module, builder.gradient_reducer, None, overlaps=options.overlap.all_reduce)
-    if huggingface.is_pretrained_model(model) and grid.size(LOSS) > 1:
+    if is_pretrained_model(model) and grid.size(LOSS) > 1:
         means = MeansOverBatch(grid, passes_others=True, is_averaged=gradients == "mean")
         take_means_over_batch(model, means, only_with_labels=True)
+    builder.state.stages = None if cut is None else cut.stages
     _finish(model, builder, by_blocks=True)
     _finish_blocks(model, options, cut, blocks.names)
     return model
@@ -360,29 +346,35 @@ def _shard_by_blocks(
 
 def _finish(model: nn.Module, builder: Builder, *, by_blocks: bool) -> None:
     """Refuse what would lose the shards, and have gathers and reductions follow the model's passes."""
+    from stretto.huggingface.pretrained_model import (
+        generate_in_step,
+        is_pretrained_model,
+        refuse_resizing,
+        refuse_saving,
+    )
     from stretto.parallel.comm.autograd import in_backward
     from stretto.parallel.layers.dropout import AgreedRandomState
     from stretto.parallel.layers.sharded_module import refuse_copies, refuse_wrapping
-    from stretto.parallel.roles import huggingface
 
-    if huggingface.is_pretrained_model(model) and builder.grid.size("z") > 1:
-        huggingface.generate_in_step(model)
-    huggingface.refuse_saving(model)
-    huggingface.refuse_resizing(model)
+    if is_pretrained_model(model) and builder.grid.size("z") > 1:
+        generate_in_step(model)
+    refuse_saving(model)
+    refuse_resizing(model)
     refuse_copies(model)
     refuse_wrapping(model)
-    model.gradient_reducer = builder.gradient_reducer  # type: ignore[assignment]
-    model.weight_gatherer = builder.gatherer  # type: ignore[assignment]
     builder.gradient_reducer.name(model.named_parameters())
-    # The hooks hold these two, and not the builder, which holds the whole model as it was.
-    gatherer, gradient_reducer = builder.gatherer, builder.gradient_reducer
+    # The hooks hold the state, and not the builder, which holds the whole model as it was.
+    state = builder.state
+    set_state(model, state)
     begin, end = torch.compiler.disable(_begin_forward), torch.compiler.disable(_end_forward)
-    model.register_forward_pre_hook(lambda model, _: begin(model, gatherer, gradient_reducer))
-    state = AgreedRandomState(model, builder.grid, always=by_blocks)
-    if state.is_needed:
-        model.register_forward_pre_hook(torch.compiler.disable(state))
-    model.register_forward_hook(lambda *_: end(gatherer), always_call=True)
-    model.register_state_dict_pre_hook(lambda *_: None if in_backward() else gradient_reducer.drop_failed_passes())
+    model.register_forward_pre_hook(lambda model, _: begin(model, state))
+    random_state = AgreedRandomState(model, builder.grid, always=by_blocks)
+    if random_state.is_needed:
+        model.register_forward_pre_hook(torch.compiler.disable(random_state))
+    model.register_forward_hook(lambda *_: end(state), always_call=True)
+    model.register_state_dict_pre_hook(
+        lambda *_: None if in_backward() else state.gradient_reducer.drop_failed_passes()
+    )
 
 
 def validate(
@@ -414,12 +406,13 @@ def _local_attributes(model: nn.Module, plan: ShardingPlan, grid: Grid) -> list[
     return list(found.values())
 
 
-def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer: GradientReducer) -> None:
+def _begin_forward(model: nn.Module, state: ParallelState) -> None:
     from stretto.parallel.capture import note_forward
     from stretto.parallel.comm.autograd import in_backward
     from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded
 
-    gradient_reducer.grid.require_open()
+    gatherer, gradient_reducer = state.weight_gatherer, state.gradient_reducer
+    state.grid.require_open()
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise ValueError(
             "torch.func (grad, vmap, jvp, ...) was called over a parallelized model, whose gradients ranks reduce "
@@ -440,9 +433,9 @@ def _begin_forward(model: nn.Module, gatherer: WeightGatherer, gradient_reducer:
         gatherer.begin_forward()
 
 
-def _end_forward(gatherer: WeightGatherer) -> None:
-    gatherer.is_in_forward = False
-    gatherer.end_forward()
+def _end_forward(state: ParallelState) -> None:
+    state.weight_gatherer.is_in_forward = False
+    state.weight_gatherer.end_forward()
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -460,10 +453,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     method = getattr(module, name, None)
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method {name!r}{did_you_mean(name, dir(type(module)))}")
-    wrappers = vars(module).get("stretto_wrappers", [])
-    gatherer: Any = getattr(module, "weight_gatherer", None)
-    gradient_reducer: Any = getattr(module, "gradient_reducer", None)
-    if not wrappers and gatherer is None:
+    wrappers, state = wrappers_of(module), state_of(module)
+    if not wrappers and state is None:
         raise ValueError(
             f"this {type(module).__name__} is neither a model that stretto.parallelize has returned nor a block of "
             "one: register a method of the block that it is in, or name it in parallelize(..., blocks=[...])"
@@ -473,13 +464,13 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if gatherer is None or gatherer.is_in_forward:
+        if state is None or state.weight_gatherer.is_in_forward:
             return method(*args, **kwargs)
-        _begin_forward(module, gatherer, gradient_reducer)
+        _begin_forward(module, state)
         try:
             return method(*args, **kwargs)
         finally:
-            _end_forward(gatherer)
+            _end_forward(state)
 
     setattr(module, name, torch.compiler.disable(run, recursive=False))
 

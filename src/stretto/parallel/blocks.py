@@ -17,7 +17,6 @@ from stretto.execution import LEAST_COPIED_BYTES
 from stretto.parallel.builder import Builder
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
-from stretto.parallel.layers.held_tensors import wrap_forward
 from stretto.parallel.layers.plain_parts import keep_through_conversions
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
 from stretto.parallel.roles.plan import Role
@@ -174,7 +173,8 @@ class BlockBuilder:
             name = block or type(self.model).__name__
             # The model's own are needed first in the backward pass.
             shard = self.builder.block_shard(name, [*of_block.values()], frees=frees and bool(block))
-            wrap_forward(module, shard.wrap, shard.wrap_submodule)
+            self.builder.state.block_shards[module] = shard
+            self.builder.state.wrap_forward(module, shard.wrap, shard.wrap_submodule)
             if block and (module._forward_pre_hooks or module._forward_hooks):  # they may read its parameters
                 module._call_impl = shard.wrap(module._call_impl)  # type: ignore[method-assign]
             if not block:

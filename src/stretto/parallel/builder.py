@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.axes import EXPERT, EXPERT_Z, X_COPIES
-from stretto.execution import Overlap
+from stretto.execution import ExecutionOptions
+from stretto.huggingface.formulas import embedding_scale, norm_kind
+from stretto.huggingface.pretrained_model import is_conv1d
+from stretto.memory.copy_engine import have_copy_engines
 from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.parallel.comm.copy_engine_gather import (
     CopyEngineAllGather,
     CopyEngineGatherer,
-    have_copy_engines,
     make_scatter_ring,
 )
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -37,8 +39,6 @@ from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import ParameterLayout, Split, layout_of
 from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.precision import Precision
-from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.formulas import embedding_scale, norm_kind
 from stretto.parallel.roles.plan import (
     EXPERTS_PARAMETERS,
     LINEARS,
@@ -50,6 +50,7 @@ from stretto.parallel.roles.plan import (
     sharding_of,
 )
 from stretto.parallel.sharded_parameter import shard_parameter
+from stretto.parallel.state import ParallelState
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
@@ -70,8 +71,7 @@ class TiedParameter(NamedTuple):
 class Builder:
     """Builds each submodule's parallel counterpart, and one sharded parameter for all places that share a parameter.
 
-    is_stage: the model is a pipeline stage, which has several micro-batches in flight. drops_duplicates, expert_rows:
-    of experts, as in `stretto.execution.ExecutionOptions`. The attribute `tied`: the
+    is_stage: the model is a pipeline stage, which has several micro-batches in flight. The attribute `tied`: the
     parameters that the first and the last stage share, by their ids.
     """
 
@@ -80,24 +80,20 @@ class Builder:
         model: nn.Module,
         grid: Grid,
         precision: Precision,
-        overlap: Overlap,
+        options: ExecutionOptions,
         matmuls: MatmulTuner,
-        keep_gathered: bool,
         tokens: TokenShards | None,
         initializer: MetaInitializer,
         *,
         is_stage: bool = False,
-        drops_duplicates: bool = True,
-        expert_rows: int | None = None,
     ) -> None:
         self.model = model
         self.grid = grid
         self.precision = precision
-        self.keep_gathered = keep_gathered
+        self.keep_gathered = keep_gathered = options.keep_gathered
         self.tokens = tokens
-        self.drops_duplicates = drops_duplicates
-        self.expert_rows = expert_rows
-        self.overlap = overlap
+        self.options = options
+        self.overlap = overlap = options.overlap
         self.matmuls = matmuls
         self.linears = 0
         self.has_one_rank = grid.size("world") == 1 and not is_stage
@@ -112,6 +108,7 @@ class Builder:
             self.gatherer = CopyEngineGatherer(CopyEngineAllGather(over_z), self.gatherer)
         if keep_gathered:
             self.gatherer = StepGatherer(self.gatherer)
+        self.state = ParallelState(grid, options, self.gradient_reducer, self.gatherer)
         self.tied: dict[int, TiedParameter] = {}
         self._made: dict[int, nn.Parameter] = {}
         # Parameters are identified by id: they must not be freed, and their ids reused, while they are replaced.
@@ -177,7 +174,7 @@ class Builder:
         output_axis, input_axis = LINEARS[role.role]
         if self.tokens is not None and None in (output_axis, input_axis):
             raise ValueError(f"shard_sequence: {name} has the role {role.role!r}, which takes whole sequences")
-        is_transposed = huggingface.is_conv1d(module)
+        is_transposed = is_conv1d(module)
         sharding = sharding_of(role, "weight", is_transposed=is_transposed)
         rows = next((split for split in sharding.splits if split.dim == 0 and split.axis != "z"), None)
         ring = None if role.role == "head" else self.ring  # all of its slots would be as large as a head's gradient
@@ -256,14 +253,14 @@ class Builder:
 
     def _experts(self, name: str, module: nn.Module) -> nn.Module:
         grid, source = self.grid, self.initializer.real(name, module)
-        flow = TokenFlow.of(grid, shards_sequence=self.tokens is not None, drops=self.drops_duplicates)
+        flow = TokenFlow.of(grid, shards_sequence=self.tokens is not None, drops=self.options.drop_duplicates)
         group = grid.group(EXPERT) if grid.size(EXPERT) > 1 else None
         over_y, over_z, is_cut = (
             several(grid.communicator("y")),
             grid.communicator(EXPERT_Z),
             grid.size("x") * grid.size("y") > 1,
         )
-        plan = ExpertsPlan(name, flow, group, over_y, is_cut, self.expert_rows)
+        plan = ExpertsPlan(name, flow, group, over_y, is_cut, self.options.expert_rows)
         parameters, products = {}, {}
         for part in (part for part in EXPERTS_PARAMETERS if hasattr(module, part)):
             original = module.get_parameter(part)

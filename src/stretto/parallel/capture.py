@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stretto.memory import failures
 from stretto.parallel.low_precision_weights import CapturedWeights, capturing_weights
+from stretto.parallel.state import require_state
 
 WARM_UP = 3  # the first step allocates, the second runs in the learned order, the third uses all of it
 REGISTERS = "NCCL_GRAPH_REGISTER"
@@ -136,7 +137,7 @@ class _CapturedModel:
 
 
 def _mode_of(model: nn.Module) -> dict[str, bool]:
-    return {"training": model.training, "no_sync": not model.gradient_reducer.is_syncing}  # type: ignore[union-attr]
+    return {"training": model.training, "no_sync": not require_state(model, "CapturedStep").gradient_reducer.is_syncing}
 
 
 _noted: list[dict[nn.Module, None]] = []  # the models of the captures that are running

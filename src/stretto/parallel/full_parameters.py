@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.layers.held_tensors import ParameterPlace, hold
 from stretto.parallel.layout import gather, layout_of
 from stretto.parallel.sharded_parameter import ShardedParameter, write_whole
+from stretto.parallel.state import state_of
 
 
 @dataclass
@@ -88,13 +88,13 @@ def _groups(module: nn.Module, parameter: nn.Parameter) -> list[dist.ProcessGrou
     mesh = parameter.device_mesh
     groups = [mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()]
     if layout_of(parameter).pipe_copies > 1:
-        reducer = getattr(module, "gradient_reducer", None)
-        if not isinstance(reducer, GradientReducer):
+        state = state_of(module)
+        if state is None:
             raise ValueError(
                 "full_parameters takes the whole model where two stages of a pipeline share a parameter (a tied "
                 "embedding), and not a part of it"
             )
-        groups += reducer.sum_groups(parameter)
+        groups += state.gradient_reducer.sum_groups(parameter)
     return groups
 
 

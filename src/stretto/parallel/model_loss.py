@@ -11,10 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from stretto.axes import LOSS
+from stretto.huggingface import router_loss
+from stretto.huggingface.loss import (
+    calls_loss_function,
+    changes_logits,
+    computes_masked_loss,
+    refuse_losses_of_one_rank,
+    replace_loss_function,
+)
+from stretto.huggingface.pretrained_model import is_pretrained_model
+from stretto.huggingface.router_loss import RanksOfBatch
+from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
-from stretto.parallel.layers.router_loss import balance_over_batch
-from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.plan import ShardingPlan
 
 _TARGETS = ("targets", "labels")  # their names in models' forward
@@ -25,16 +34,17 @@ def install_loss(model: nn.Module, plan: ShardingPlan, gradients: GradientReduce
     grid = gradients.grid
     head = next((model.get_submodule(name) for name in plan.named("head")), None)
     loss = ParallelLoss(head) if isinstance(head, ParallelHead) else None
-    if huggingface.is_pretrained_model(model):
-        loss = huggingface.install_loss(model, loss)
-        if grid.size(LOSS) > 1 and huggingface.computes_masked_loss(model):
+    if is_pretrained_model(model):
+        if loss is not None and not replace_loss_function(model, loss):
+            loss = None
+        if grid.size(LOSS) > 1 and computes_masked_loss(model):
             means = MeansOverBatch(grid, is_averaged=gradients.averages)
             take_means_over_batch(model, means, only_with_labels=False)
             return
-        is_sharded = is_sharded and huggingface.calls_loss_function(model) and not huggingface.changes_logits(model)
+        is_sharded = is_sharded and calls_loss_function(model) and not changes_logits(model)
         balance_over_batch(model, gradients)
         if grid.size(LOSS) > 1:
-            huggingface.refuse_losses_of_one_rank(model, loss)
+            refuse_losses_of_one_rank(model, loss)
     elif loss is not None and (names := plan.named("loss")):
         replace_module(model, names[0], loss)
     else:  # the model returns whole logits, or computes its own loss
@@ -45,6 +55,14 @@ def install_loss(model: nn.Module, plan: ShardingPlan, gradients: GradientReduce
     target = next((name for name in _TARGETS if name in signature.parameters), None)
     if isinstance(head, ParallelHead) and loss is not None and target is not None and is_sharded:
         _defer_loss(model, head, signature, target)
+
+
+def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:
+    """Have the load-balancing loss that a transformers model's own code computes be that of the global batch."""
+    grid, group = gradients.grid, gradients.grid.communicator(LOSS)
+    scale = group.size() if gradients.averages else 1.0
+    ranks = RanksOfBatch(group, gather_rows, grid.size("pipe"), gradients.loss_covers_own_rows, scale)
+    router_loss.balance_over_batch(model, ranks)
 
 
 def take_means_over_batch(model: nn.Module, means: MeansOverBatch, *, only_with_labels: bool) -> None:

@@ -28,13 +28,19 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from stretto.execution import Recomputation
+from stretto.huggingface.pretrained_model import (
+    checkpoint_layers,
+    checkpoints_itself,
+    is_pretrained_model,
+    refusal_of_checkpointing,
+)
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.comm.kept_outputs import recomputation_contexts
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.pipeline.cutting import PassedBy
-from stretto.parallel.roles.huggingface import is_pretrained_model
+from stretto.parallel.state import state_of
 
 # Runs a block as torch's `checkpoint` does: its forward, or a part of that, and its arguments.
 _Runner = Callable[..., Any]
@@ -57,10 +63,7 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full", names: Seq
             module.is_traceable = False  # a graph would have no outputs for a mode to keep
         if isinstance(module, ParallelLinear):
             module.plan.shard.gatherer.stop_keeping()
-    enables = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second before transformers 5
-    enable = next((getattr(model, name) for name in enables if hasattr(model, name)), None)
-    if is_pretrained_model(model) and enable is not None:
-        enable({"use_reentrant": False})
+    if checkpoint_layers(model):
         _run_layers_by(model, recompute)
         return
     for together in _computed_together(model, blocks):
@@ -70,8 +73,8 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full", names: Seq
 
 def _computed_together(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """The runs of blocks among which segments are cut: all blocks, or those of each pipeline stage of this rank."""
-    stages = getattr(model, "pipeline_stages", None)
-    if stages is None:
+    state = state_of(model)
+    if state is None or (stages := state.stages) is None:
         return [list(blocks)]
     modules = dict(model.named_modules())
     own = {id(modules[name]): index for index, name in enumerate(stages.block_names)}
@@ -95,11 +98,8 @@ def check_blocks(model: nn.Module, recompute: str, names: Sequence[str] = ()) ->
             f"recompute is {recompute!r}, but {name} has no nn.ModuleList or nn.Sequential of blocks, so its blocks "
             "are not known: name them, parallelize(..., blocks=[...]); recompute='none' would do"
         )
-    if is_pretrained_model(model) and not getattr(model, "supports_gradient_checkpointing", True):
-        raise ValueError(
-            f"recompute is {recompute!r}, but {name} does not support activation checkpointing, as transformers says "
-            "(supports_gradient_checkpointing); recompute='none' would do"
-        )
+    if refusal := refusal_of_checkpointing(model):
+        raise ValueError(f"recompute is {recompute!r}, but {refusal}; recompute='none' would do")
     if is_pretrained_model(model) and mode.kind == "every":
         lists = [layers for layers in lists if layers and all(map(_checkpoints_itself, layers))]
         if not lists:
@@ -113,9 +113,8 @@ def check_blocks(model: nn.Module, recompute: str, names: Sequence[str] = ()) ->
 
 
 def _checkpoints_itself(layer: nn.Module) -> bool:
-    """Whether this is a transformers layer whose forward checkpoints itself (GradientCheckpointingLayer)."""
-    is_elsewhere = isinstance(layer, PassedBy)  # on another rank of a pipeline
-    return is_elsewhere or any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__)
+    """Whether this is a transformers layer whose forward checkpoints itself."""
+    return isinstance(layer, PassedBy) or checkpoints_itself(layer)  # PassedBy: on another rank of a pipeline
 
 
 def _make_runners(recompute: str, blocks: int) -> list[_Runner]:
@@ -143,9 +142,11 @@ def _run_layers_by(model: nn.Module, recompute: str) -> None:
         if isinstance(layers, nn.ModuleList) and all(map(_checkpoints_itself, layers)):
             for together in _computed_together(model, list(layers)):
                 runners |= zip(map(id, together), _make_runners(recompute, len(together)), strict=True)
-    shards = {name: getattr(vars(module).get("forward"), "block_shard", None) for name, module in model.named_modules()}
+    state = state_of(model)
+    found = {} if state is None else state.block_shards
+    shards = {name: found[module] for name, module in model.named_modules() if module in found}
     for name, module in model.named_modules():
-        held = [shard for block, shard in shards.items() if shard is not None and f"{name}.".startswith(f"{block}.")]
+        held = [shard for block, shard in shards.items() if f"{name}.".startswith(f"{block}.")]
         if held and id(module) in runners:
             runners[id(module)] = _gathering(runners[id(module)], held)
     # Layers that no segment has are computed again by themselves.

@@ -22,4 +22,4 @@ _HOMES = {
     "predict": "stretto.planner.search",
     "read_architecture": "stretto.planner.architecture_loader",
 }
-__getattr__, __dir__ = attach(__name__, _HOMES, renamed={"Plan": "GridPlan"})
+__getattr__, __dir__ = attach(__name__, _HOMES)

@@ -9,8 +9,7 @@ from typing import Any, Literal, NamedTuple
 from stretto.axes import GridSizes
 from stretto.planner.experts.layers import LatentAttentionLayer, LatentShape, MoeLayer, MoeShape
 from stretto.planner.layers import AttentionLayer, BlockLayer, ExpertsLayer, Linear, MlpLayer, NormLayer
-
-LARGEST = 10**9  # of any count: products of a few stay exact and cheap
+from stretto.quantities import MAX_COUNT
 
 
 class BlockKind(NamedTuple):
@@ -92,8 +91,8 @@ class Architecture:
     def __post_init__(self) -> None:
         for each in fields(self):
             value, least = getattr(self, each.name), 0 if each.default is not MISSING else 1
-            if each.type is int and not least <= value <= LARGEST:
-                raise ValueError(f"{self.name}: {each.name} is {value}, but must be from {least} to {LARGEST}")
+            if each.type is int and not least <= value <= MAX_COUNT:
+                raise ValueError(f"{self.name}: {each.name} is {value}, but must be from {least} to {MAX_COUNT}")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.name}: {self.kv_heads} KV heads do not divide {self.heads} heads")
         if self.experts and not 1 <= self.active_experts <= self.experts:
@@ -306,9 +305,3 @@ class Architecture:
     def splitting_sizes(self, grid: GridSizes) -> GridSizes:
         """The sizes by which a grid splits weights and work: x and y are 1 if the model is sharded by blocks."""
         return grid if self.copies(grid) == 1 else GridSizes(**grid.sizes() | {"x": 1, "y": 1})
-
-
-def check_count(where: str, value: Any) -> None:
-    """Raise ValueError unless a value is a whole number that a model may have of something."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
-        raise ValueError(f"{where} is {value!r}, but must be a whole number from 1 to {LARGEST}")

@@ -6,16 +6,17 @@ No torch, no transformers: a configuration is read as data.
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from stretto.cluster import check_depth, read_bounded
+from stretto.huggingface.config_json import read_sizes
+from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.models.gpt_config import PRESETS, GPTConfig
-from stretto.models.public_models import PUBLIC_MODELS
-from stretto.planner.architecture import Architecture, check_count
-from stretto.planner.experts.layers import MoeShape
-from stretto.planner.hugging_face import from_hugging_face
+from stretto.planner.architecture import Architecture
+from stretto.planner.experts.layers import LatentShape, MoeShape
+from stretto.quantities import check_count
 from stretto.suggestions import are_missing, did_you_mean, did_you_mean_file
 
 MAX_FILE_BYTES = 1 << 20
@@ -61,6 +62,18 @@ def read_architecture(model: Any, seq_len: int) -> Architecture:
         f"a {type(model).__name__} does not say its sizes: give a name, a GPTConfig, a config.json, or a model that "
         "has one of these as its .config"
     )
+
+
+def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[str] = ()) -> Architecture:
+    """A transformers configuration, as its config.json has it, and the head that its `architectures` say.
+
+    classes: names of a model's class and those that it is derived from, which say it in their place. Raises ValueError
+    for a model type whose blocks, or a class whose head, are not known, and for a missing or impossible number.
+    """
+    sizes = read_sizes(name, config, classes)
+    moe, latent = sizes.get("moe"), sizes.get("latent")
+    shapes = {"moe": moe and MoeShape(**moe), "latent": latent and LatentShape(**latent)}
+    return Architecture(**sizes | shapes)
 
 
 def from_gpt(name: str, config: GPTConfig) -> Architecture:

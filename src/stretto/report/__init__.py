@@ -36,4 +36,4 @@ _HOMES = {
     "Timeline": "stretto.train.observe.timeline",
     "read_timeline": "stretto.train.observe.timeline",
 }
-__getattr__, __dir__ = attach(__name__, _HOMES, renamed={"Run": "RunRecord"})
+__getattr__, __dir__ = attach(__name__, _HOMES)

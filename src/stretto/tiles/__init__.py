@@ -16,7 +16,6 @@ memory.
     interpreter, compile_only        kernels without a GPU: run by Triton's interpreter, or only compiled
 """
 
-from stretto.deprecated import alias
 from stretto.tiles.call_state import arrive_produced, call_number, call_slot, claim, claim_move, may_publish
 from stretto.tiles.calls import begin_call, end_call, end_unsignalled_call
 from stretto.tiles.channel import BlockChannel, Channel
@@ -112,5 +111,3 @@ __all__ = [
     "unpack",
     "whole_tiles",
 ]
-
-__getattr__ = alias(__name__, {"open_lane": "open_side_stream"})

@@ -11,12 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.memory import MAX_SIGNALS, SymmetricMemory, allocate, failures, find_own_rank, group_timeout
+from stretto.memory.copy_engine import SideStream
 from stretto.tiles.call_state import HEADER, WaitLimit, make_state
 from stretto.tiles.calls import begin_call
 from stretto.tiles.intrinsics import INTERPRETED, register_record
 from stretto.tiles.launches import Launches, launch_kernel
 from stretto.tiles.mapping import DynamicMapping, Mapping, StaticMapping
-from stretto.tiles.streams import SideStream
 from stretto.tiles.waits import OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PACKETS, OF_PEER
 
 _ALIGNMENT = 128

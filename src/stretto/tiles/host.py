@@ -7,29 +7,24 @@ that CUDA graphs replay), a wait as a kernel of one block. On the host backend t
 
 import contextlib
 import ctypes
-import warnings
 
 from torch import Tensor
 
-from stretto.memory.host import find_fence
+from stretto.memory.copy_engine import find_driver, find_handle, set_flag
 from stretto.tiles.channel import BlockChannel
 from stretto.tiles.launches import launch_kernel
 from stretto.tiles.signals import wait_for_all, wait_for_channel
-from stretto.tiles.streams import find_driver, find_handle
 
 
 def copy_engine(
-    channel: BlockChannel, *, stream_index: int = 0, forks: bool = True, lane: int | None = None
+    channel: BlockChannel, *, stream_index: int = 0, forks: bool = True
 ) -> contextlib.AbstractContextManager[None]:
     """Context in which `rank_copy_data`, `rank_notify` and `rank_wait` run on a side stream, concurrently with kernels.
 
     They run after all earlier work of the current stream; with forks=False, after the work that it had when the side
-    stream was opened, earlier in the call. stream_index: the index of the side stream (`lane` is its deprecated name).
+    stream was opened, earlier in the call. stream_index: the index of the side stream.
     Leaving the context does not wait: launch the kernels that overlap with the copies, then call `join_copies`.
     """
-    if lane is not None:
-        warnings.warn("copy_engine's lane is now stream_index", DeprecationWarning, stacklevel=2)
-        stream_index = lane
     if forks:
         open_side_stream(channel, stream_index)
     return channel.side_stream(stream_index) or contextlib.nullcontext()
@@ -116,7 +111,7 @@ def rank_notify(channel: BlockChannel, index: int, rank: int) -> None:
     _require_inside(channel, index, rank)
     channel.current  # noqa: B018  (it raises)
     # Copy the value that the counter has when the call ends (`sends`), which lies on the device, not on the host.
-    _set_word(*channel.notified_words(index, rank))
+    set_flag(*channel.notified_words(index, rank))
 
 
 def rank_wait(channel: BlockChannel, index: int, rank: int) -> None:
@@ -156,18 +151,7 @@ def rank_set_slot(channel: BlockChannel, tile: int, rank: int, value: Tensor) ->
     """Write `value` (int32 [1], on the device) into `rank`'s slot of a peer tile; ordered as `rank_notify`."""
     if not 0 <= tile < channel.peer_tiles:
         raise ValueError(f"the channel has peer_tiles 0 to {channel.peer_tiles - 1}, not {tile}")
-    _set_word(channel.slot_word(rank, tile), value)
-
-
-def _set_word(word: Tensor, value: Tensor) -> None:
-    """Copy value [1] to word [1], both int32, ordered after all earlier stores."""
-    if word.device.type == "cpu":
-        fence = find_fence()
-        if fence is not None:
-            fence()
-        word.numpy()[0] = value.item()
-    else:
-        find_driver().copy(word.data_ptr(), value.data_ptr(), value.element_size(), find_handle(word.device))
+    set_flag(channel.slot_word(rank, tile), value)
 
 
 def _require_inside(channel: BlockChannel, index: int, rank: int) -> None:

@@ -9,8 +9,8 @@ from collections import deque
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import AnyConfig
-from stretto.train.launch import resolve_device
-from stretto.train.launch.elastic import fit_started_ranks, resume_job
+from stretto.train.devices import resolve_device
+from stretto.train.job import fit_started_ranks, resume_job
 from stretto.train.observe.metrics import METRICS_FILE, has_history, read_steps, require_loggers
 from stretto.train.path_checks import check_folder
 

@@ -36,6 +36,7 @@ from stretto.optim.state.updates import (
 from stretto.parallel import Grid, clip_scale
 from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
 from stretto.parallel.layout import check_is_sharded, layout_of, local
+from stretto.parallel.state import require_state
 from stretto.train.config import RunConfig
 from stretto.train.optimizer import local_shard
 
@@ -73,9 +74,7 @@ class StoredOptimizer:
     ) -> None:
         self.name, self.dtype = name, dtype
         options = options or StateOptions("host")
-        reducer = getattr(model, "gradient_reducer", None)
-        if reducer is None:
-            raise ValueError("StoredOptimizer needs a model that stretto.parallelize has returned")
+        reducer = require_state(model, "StoredOptimizer").gradient_reducer
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for parameter_name, parameter in model.named_parameters():
             check_is_sharded(parameter_name, parameter)

@@ -21,6 +21,11 @@ from stretto import counters
 from stretto.atomic_files import write_atomically
 from stretto.axes import NAMES
 from stretto.counters import note, phase
+from stretto.launch.elastic import CHECKED, mark_begun, mark_ended
+from stretto.launch.run_lock import training_lock
+from stretto.launch.watching import device_waits
+from stretto.launch.watching.joining import watched
+from stretto.launch.watching.slow_ranks import SLOW_RANK_FILE
 from stretto.memory import allocated_bytes, failures
 from stretto.parallel import Grid, count_collectives
 from stretto.train.checkpoint import checkpoint_path, newest_checkpoint, prepare_folder
@@ -33,13 +38,7 @@ from stretto.train.config import config_to_toml
 from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
-from stretto.train.health import device_waits
-from stretto.train.health.joining import watched
-from stretto.train.health.slow_ranks import SLOW_RANK_FILE
-from stretto.train.launch import resolve_device
-from stretto.train.launch.elastic import CHECKED, mark_begun, mark_ended
-from stretto.train.launch.run_lock import training_lock
-from stretto.train.launch.stopping import StopRequest
+from stretto.train.devices import resolve_device
 from stretto.train.nonfinite import require_finite_start, save_batch
 from stretto.train.observe.metrics import (
     SUMMARY_FILE,
@@ -56,6 +55,7 @@ from stretto.train.observe.tracing import StepTracer, steps_to_trace
 from stretto.train.optimizer import scheduled_rate
 from stretto.train.preflight import preflight
 from stretto.train.replicas import ReplicaCheck
+from stretto.train.stopping import StopRequest
 from stretto.train.task import TrainTask
 
 logger = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ def _slow_rank() -> dict[str, Any]:
 
 
 def _measure_waits(grid: Grid, *, is_captured: bool) -> None:
-    """Choose how this rank measures the time of a step in which it waits: see `health.slow_ranks`."""
+    """Choose how this rank measures the time of a step in which it waits: see `launch.watching.slow_ranks`."""
     if grid.device.type != "cuda":
         counters.measure_windows("cpu")
     elif is_captured:  # collectives in a CUDA graph are not recorded

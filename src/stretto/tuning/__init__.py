@@ -38,6 +38,4 @@ _NEEDING_TORCH = (
     "slowest_times",
     "time_runs",
 )
-__getattr__, __dir__ = attach(
-    __name__, dict.fromkeys(_NEEDING_TORCH, "stretto.tuning.autotuner"), renamed={"Store": "TuningStore"}
-)
+__getattr__, __dir__ = attach(__name__, dict.fromkeys(_NEEDING_TORCH, "stretto.tuning.autotuner"))

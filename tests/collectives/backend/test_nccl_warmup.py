@@ -11,8 +11,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.collectives.backend import native
-from stretto.collectives.backend.dispatcher import Dispatcher
-from stretto.collectives.backend.factory import find_dispatcher
+from stretto.collectives.backend.dispatcher import Dispatcher, find_dispatcher
 from stretto.collectives.backend.nccl_warmup import NcclWarmup
 from stretto.collectives.backend.runner import FastestRun, Member
 from stretto.memory import PeerError

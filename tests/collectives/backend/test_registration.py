@@ -16,9 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives.backend import operations
-from torch.torch_version import TorchVersion
 
-import stretto.collectives
 from stretto.collectives import call_counts, install
 from stretto.collectives.algorithms import find
 
@@ -28,11 +26,6 @@ def run_python(code, **environment):
     path = os.pathsep.join(sys.path)
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-
-
-def test_counts_is_still_found_and_warns_with_its_new_name():
-    with pytest.warns(DeprecationWarning, match=r"stretto\.collectives\.counts is now .*\.call_counts"):
-        assert stretto.collectives.counts is call_counts
 
 
 def test_importing_stretto_imports_no_torch_and_builds_nothing():
@@ -87,7 +80,6 @@ print(call_counts())
 
 
 @pytest.mark.usefixtures("forks_torch_processes")
-@pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.15", reason="torch allows a backend in Python")
 def test_without_a_compiler_the_error_names_what_is_missing(tmp_path):
     done = run_python(START, PATH="", STRETTO_CACHE=str(tmp_path))
     assert done.returncode != 0
@@ -97,15 +89,7 @@ def test_without_a_compiler_the_error_names_what_is_missing(tmp_path):
     assert "or use the backend gloo or nccl" in last
 
 
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.15", reason="torch allows no backend in Python")
-def test_without_a_compiler_the_backend_runs_in_python(tmp_path):
-    done = run_python(START + RUN, PATH="", STRETTO_CACHE=str(tmp_path))
-    assert (done.returncode, done.stdout) == (0, "{('allreduce', 'schedule ring-all-reduce'): 1}\n"), done.stderr
-    assert "the backend runs in Python" in done.stderr
-
-
 @pytest.mark.usefixtures("forks_torch_processes")
-@pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.15", reason="torch allows a backend in Python")
 def test_a_compiler_that_fails_is_quoted(tmp_path):
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'bindings.cpp:1: error: no such thing' >&2\nexit 1\n")

@@ -13,9 +13,10 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from torch._C._distributed_c10d import Work
 
 from stretto.collectives.algorithms import find
-from stretto.collectives.backend import cuda_runner, python_backend
+from stretto.collectives.backend import cuda_runner
 from stretto.collectives.backend.calls import BackendCall
 from stretto.collectives.backend.dispatcher import Dispatcher
 from stretto.collectives.backend.native import load_extension
@@ -126,6 +127,46 @@ class Kernel:
         self.ended.append(name)
 
 
+class EnqueuedWork(Work):
+    """The class of this name in native/work.hpp, on streams that are threads."""
+
+    def __init__(self, outputs, tensors):
+        super().__init__()
+        self._outputs, self._tensors = list(outputs), list(tensors)
+        self._stream = torch.cuda.current_stream()
+        self.end = self._stream.record_event()
+        # With tensors now, since it records the current stream's work.
+        self._future = self._make_future() if tensors else None
+
+    def __del__(self):
+        for tensor in self._tensors:
+            tensor.record_stream(self._stream)
+
+    def wait(self, timeout=timedelta(0)):
+        torch.cuda.current_stream().wait_event(self.end)
+        self._tensors.clear()
+        limit = time.monotonic() + timeout.total_seconds()
+        while timeout and not self.end.query():
+            if time.monotonic() >= limit:
+                raise RuntimeError(f"the schedule has not ended within {timeout.total_seconds():g} s")
+            time.sleep(0.001)
+        return True
+
+    def is_completed(self):
+        return self.end.query()
+
+    def get_future(self):
+        if self._future is None:
+            torch.cuda.current_stream().wait_event(self.end)  # the future remembers the current stream
+            self._future = self._make_future()
+        return self._future
+
+    def _make_future(self):
+        future = torch.futures.Future(devices=["cuda"])
+        future.set_result(self._outputs)
+        return future
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """A runner whose kernels wait for `kernel.release`, and the process's streams."""
@@ -140,9 +181,7 @@ def gpu(monkeypatch):
     kernel = Kernel(streams, own)
     monkeypatch.setattr(cuda_runner, "FusedScheduleKernel", lambda *_, **__: kernel)
     monkeypatch.setattr(
-        cuda_runner,
-        "make_enqueued_work",
-        lambda rank, title, outputs, tensors=(): python_backend.PythonEnqueuedWork(outputs, tensors),
+        cuda_runner, "make_enqueued_work", lambda rank, title, outputs, tensors=(): EnqueuedWork(outputs, tensors)
     )
     recorded = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))

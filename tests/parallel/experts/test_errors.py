@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from stretto.execution import ExecutionOptions
+from stretto.huggingface.formulas import UnknownRolesError
 from stretto.models import GPT
 from stretto.parallel import Grid, parallelize, validate
-from stretto.parallel.roles.formulas import UnknownRolesError
 from tests.parallel.experts.training import gpt
 
 

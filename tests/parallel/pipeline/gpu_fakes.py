@@ -28,8 +28,9 @@ class LateCopies:
     def ready(self):
         return None
 
-    def empty(self, channel, layout):
-        return torch.empty(layout.num_bytes, dtype=torch.uint8).fill_(99).view(layout.dtype).view(layout.shape)
+    def empty(self, channel, shape, dtype):
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return torch.empty(num_bytes, dtype=torch.uint8).fill_(99).view(dtype).view(shape)
 
     def copy(self, channel, pairs, after):
         self._last[channel] = LateEvent(pairs, self._draw.randrange(4), self._last.get(channel))

@@ -21,6 +21,7 @@ from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
 from stretto.parallel.pipeline.actions import ActionRunner
+from stretto.parallel.state import require_state
 from stretto.schedules import Action, PipelineOperation
 from tests.parallel.pipeline.training import STAGES
 from tests.peak_memory import PeakMemory
@@ -153,7 +154,7 @@ def storages_kept(schedule: str, recompute: str) -> list[str]:
     """Micro-batches of which something lives on when it should not."""
     grid = Grid(pipe=2)
     model = parallelize(gpt(), grid, stages=STAGES.get(schedule, StageOptions()), recompute=recompute)
-    stages = model.pipeline_stages
+    stages = require_state(model, "this test").stages
     now: list[Action] = []
     made: dict[tuple[int, int | None], list[StorageWeakRef]] = {}
     sent: dict[tuple[int, int | None], list[StorageWeakRef]] = {}

@@ -13,13 +13,14 @@ from tests.conftest import Ranks
 from tests.train import runs
 from tests.train.checkpoint import saver_runs
 
+from stretto.launch import RankFailure
+from stretto.launch.supervisor import StopTimeouts
 from stretto.train.checkpoint import checkpoint_path, find_checkpoint
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.staging import Key, Ownership, Staging
 from stretto.train.checkpoint.storage import LocalBox, ShardedState, read_tensor
 from stretto.train.config import JobConfig
-from stretto.train.launch import RankFailure, launch
-from stretto.train.launch.supervisor import StopTimeouts
+from stretto.train.job import launch
 from stretto.train.observe.metrics import DivergenceError
 
 MakeRanks = Callable[[int], Ranks]

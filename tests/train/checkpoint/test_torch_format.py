@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from stretto.models import GPT
 from stretto.train.checkpoint import load_checkpoint
-from stretto.train.checkpoint.weights import export_safetensors
+from stretto.train.checkpoint.export import export_safetensors
 from stretto.train.config import TrainConfig
 from stretto.train.gpt.preflight import open_data
 from stretto.train.preflight import preflight

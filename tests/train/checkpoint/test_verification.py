@@ -20,22 +20,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.cli.test_commands import stretto_command
 from tests.conftest import Ranks
+from tests.faults.flips import FlipsSetting
 from tests.train import runs
 from torch.distributed import checkpoint as dcp
 from typer.testing import CliRunner
 
-from lab.flips import FlipsSetting
 from stretto.cli.checkpoint import app as checkpoint_app
 from stretto.models import GPT
 from stretto.train.checkpoint import checkpoint_path, newest_checkpoint, verification
 from stretto.train.checkpoint import metadata as metadata_module
+from stretto.train.checkpoint.export import export_safetensors
 from stretto.train.checkpoint.file_tensors import CheckedTensor
 from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.safetensors_checksums import BLOCK, digits_of, make_header, read_header
 from stretto.train.checkpoint.torch_format import read_index
 from stretto.train.checkpoint.verification import verify
-from stretto.train.checkpoint.weights import export_safetensors, import_safetensors
+from stretto.train.checkpoint.weights import import_safetensors
 
 MakeRanks = Callable[[int], Ranks]
 

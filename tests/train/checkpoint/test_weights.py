@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 from stretto import Grid, parallelize
 from stretto.train.checkpoint import checkpoint_path
-from stretto.train.checkpoint.weights import export_safetensors, import_safetensors
+from stretto.train.checkpoint.export import export_safetensors
+from stretto.train.checkpoint.weights import import_safetensors
 from stretto.train.optimizer import local_shard
 
 MakeRanks = Callable[[int], Ranks]

@@ -15,7 +15,7 @@ from stretto.train.config import ConfigError, ModelConfig, config_to_toml, load_
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import GridConfig
 from stretto.train.config.rules import nearest_grid
-from stretto.train.launch import resolve_device
+from stretto.train.devices import resolve_device
 
 SMALLEST: dict[str, Any] = {
     "out": "runs/test",

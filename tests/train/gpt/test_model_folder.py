@@ -19,9 +19,10 @@ from tests.conftest import Ranks
 from tests.train import model_folders, runs
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from stretto.models.public_models import PUBLIC_MODELS
+from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.train.checkpoint import checkpoint_path
-from stretto.train.checkpoint.weights import export_folder, import_safetensors
+from stretto.train.checkpoint.export import export_folder
+from stretto.train.checkpoint.weights import import_safetensors
 from stretto.train.config import ConfigError, TrainConfig
 from stretto.train.gpt.model_source import FolderSource
 from stretto.train.preflight import preflight

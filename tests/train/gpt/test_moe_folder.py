@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stretto.train.checkpoint import checkpoint_path
+from stretto.train.checkpoint.export import export_folder
 from stretto.train.checkpoint.metadata import saved_tensors
-from stretto.train.checkpoint.weights import export_folder
 from stretto.train.preflight import preflight
 
 MakeRanks = Callable[[int], Ranks]

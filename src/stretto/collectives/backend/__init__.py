@@ -4,7 +4,7 @@
 What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
 
     1. torch, c10d         the group's Backend object, which `factory.py` made when the group was made
-    2. native/backend.hpp  `StrettoBackend::allreduce` (or python_backend.py, without a compiler)
+    2. native/backend.hpp  `StrettoBackend::allreduce`
          native/fast_calls.hpp   on GPUs launches calls of a kind that was made before; for all others, Python is asked:
     3. dispatcher.py       `Dispatcher.__call__` decides what runs the call, counts it, and logs it at debug level
          calls.py            describes the call (`BackendCall`), and checks whether any schedule could run it
@@ -40,7 +40,6 @@ from stretto.collectives.backend.api import (
 )
 from stretto.collectives.backend.dispatcher import InstalledSchedule
 from stretto.collectives.backend.native import CompilerError
-from stretto.deprecated import alias
 
 __all__ = [
     "CompilerError",
@@ -52,5 +51,3 @@ __all__ = [
     "run_collective",
     "uninstall",
 ]
-
-__getattr__ = alias(__name__, {"Installed": "InstalledSchedule", "counts": "call_counts"})

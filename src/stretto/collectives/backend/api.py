@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.backend.calls import COLLECTIVES, BackendCall
-from stretto.collectives.backend.dispatcher import Dispatcher, InstalledSchedule
-from stretto.collectives.backend.factory import find_dispatcher
+from stretto.collectives.backend.dispatcher import Dispatcher, InstalledSchedule, find_dispatcher
 from stretto.collectives.collective import Collective
 from stretto.collectives.executor.plan import digest
 from stretto.collectives.schedule import Schedule

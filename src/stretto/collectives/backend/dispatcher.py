@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.backend.calls import NON_COLLECTIVE, BackendCall, find_obstacle
 from stretto.collectives.backend.debug_check import DebugCheck
 from stretto.collectives.backend.nccl_warmup import NcclWarmup
-from stretto.collectives.backend.runner import FastestRun, Member, Runner, runner_for
+from stretto.collectives.backend.runner import FastestRun, Member, Runner
 from stretto.collectives.log_once import LogOnce
 from stretto.collectives.schedule import Schedule
 from stretto.memory import failures, is_debugging
@@ -223,7 +225,7 @@ class Dispatcher:
     def runner(self, device_type: str) -> Runner | None:
         """The group's runner for tensors on such devices, made at its first use; None where there is none."""
         if device_type not in self._runners:
-            self._runners[device_type] = runner_for(device_type, self.member, self._fast)
+            self._runners[device_type] = _make_runner(device_type, self.member, self._fast)
         return self._runners[device_type]
 
     @contextlib.contextmanager
@@ -302,7 +304,8 @@ class Dispatcher:
 def _on_gpu_of(call: BackendCall) -> contextlib.AbstractContextManager[object]:
     """A context in which the current GPU is that of the call's tensors, where memory and kernels of the group are."""
     tensors = (*call.inputs, *call.outputs)
-    return torch.cuda.device(tensors[0].device) if tensors and tensors[0].is_cuda else contextlib.nullcontext()
+    is_on_gpu = bool(tensors) and tensors[0].is_cuda and torch.cuda.is_initialized()
+    return torch.cuda.device(tensors[0].device) if is_on_gpu else contextlib.nullcontext()
 
 
 _IGNORE_STRIDES = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "scatter")
@@ -325,3 +328,47 @@ def _refuse_gaps(call: BackendCall, reason: str) -> None:
                 f"{call.operation} into an output of shape {tuple(output.shape)} with strides {output.stride()}: gloo, "
                 f"which runs this call ({reason}), does not support that: pass a contiguous output"
             )
+
+
+def _make_runner(device_type: str, member: Member, fast: Any) -> Runner | None:
+    """Make the runner for this group's tensors on devices of this type; None where Stretto has none.
+
+    This is the one place to plug in a device's executor.
+    """
+    match device_type:
+        case "cpu":
+            from stretto.collectives.backend.host_runner import HostRunner
+
+            return HostRunner(member)
+        case "cuda":
+            from stretto.collectives.backend.cuda_runner import CudaRunner
+
+            return CudaRunner(member, fast)
+        case _:
+            return None
+
+
+_dispatchers: WeakValueDictionary[str, Dispatcher] = WeakValueDictionary()
+"""By the names of their groups, which are unique in a process at any time."""
+
+
+def register_dispatcher(dispatcher: Dispatcher) -> None:
+    """Have `find_dispatcher` find the dispatcher of a group, as long as something else holds it."""
+    _dispatchers[dispatcher.member.name] = dispatcher
+
+
+def find_dispatcher(group: dist.ProcessGroup | None) -> Dispatcher:
+    """The dispatcher of a group (None: the default group). ValueError for a group of another backend."""
+    if not dist.is_initialized():
+        raise ValueError('there is no process group: call torch.distributed.init_process_group("stretto") first')
+    known = dist.group.WORLD if group is None else group
+    if not isinstance(known, dist.ProcessGroup):
+        raise ValueError(f"this process (rank {dist.get_rank()}) is not in the group")
+    # By name: torch may wrap a backend (TORCH_DISTRIBUTED_DEBUG=DETAIL), or drop its Python object.
+    found = _dispatchers.get(known.group_name)
+    if found is not None and not found.is_closed:
+        return found
+    raise ValueError(
+        f"the group's backend is {dist.get_backend_config(known)}, not stretto: name stretto in init_process_group or "
+        "new_group"
+    )

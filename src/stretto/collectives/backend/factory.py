@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from stretto.collectives.backend.dispatcher import Dispatcher
+from stretto.collectives.backend.api import install_folder
+from stretto.collectives.backend.dispatcher import Dispatcher, register_dispatcher
 from stretto.collectives.backend.host_fallback import HostFallback
 from stretto.collectives.backend.native import find_extension, make_backend, make_fast_calls
 from stretto.collectives.backend.nccl_warmup import NcclWarmup
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store
 
 SCHEDULES_VARIABLE = "STRETTO_SCHEDULES"
-_dispatchers: WeakValueDictionary[str, Dispatcher] = WeakValueDictionary()
-"""By the names of their groups, which are unique in a process at any time."""
 
 
 def create_backend(request: Any, options: object = None) -> "Backend":
@@ -43,23 +41,6 @@ def create_backend(request: Any, options: object = None) -> "Backend":
         request.group_id,
         list(request.global_ranks_in_group),
         options,
-    )
-
-
-def find_dispatcher(group: dist.ProcessGroup | None) -> Dispatcher:
-    """The dispatcher of a group (None: the default group). ValueError for a group of another backend."""
-    if not dist.is_initialized():
-        raise ValueError('there is no process group: call torch.distributed.init_process_group("stretto") first')
-    known = dist.group.WORLD if group is None else group
-    if not isinstance(known, dist.ProcessGroup):
-        raise ValueError(f"this process (rank {dist.get_rank()}) is not in the group")
-    # By name: torch may wrap a backend (TORCH_DISTRIBUTED_DEBUG=DETAIL), or drop its Python object.
-    found = _dispatchers.get(known.group_name)
-    if found is not None and not found.is_closed:
-        return found
-    raise ValueError(
-        f"the group's backend is {dist.get_backend_config(known)}, not stretto: name stretto in init_process_group or "
-        "new_group"
     )
 
 
@@ -82,7 +63,7 @@ def _create(
     else:
         cuda = _create_nccl(store, rank, size, timeout, name, ranks, options)
         dispatcher = Dispatcher(member, {"cpu": "gloo", "cuda": "nccl"}, NcclWarmup(cuda, member), fast)
-    _dispatchers[name] = dispatcher
+    register_dispatcher(dispatcher)
     if size > 1 and (folder := os.environ.get(SCHEDULES_VARIABLE)):
         dispatcher.load_schedules = partial(_load_schedules, name, folder)
     milliseconds = round(timeout.total_seconds() * 1000)
@@ -93,8 +74,6 @@ def _create(
 
 
 def _load_schedules(group_name: str, folder: str) -> None:
-    from stretto.collectives.backend.api import install_folder  # which imports this module
-
     install_folder(folder, c10d._resolve_process_group(group_name))  # type: ignore[arg-type]  # a GroupName is a str
 
 

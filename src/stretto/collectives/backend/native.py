@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the C++ classes that torch calls, once; Python's classes serve where there is no compiler.
+"""Compiles the C++ classes that torch calls, once.
 
-torch 2.11 to 2.14 have no constructor for a Python subclass of their Backend, so that class has to be C++; later
-versions have one, with gaps (`python_backend`). It is compiled against the headers that torch ships, by the compiler
-that torch.utils.cpp_extension would take ($CXX, or c++), into $STRETTO_CACHE (or ~/.cache/stretto), by `stretto doctor`
-or at first use. One process at a time compiles, and the others wait for its lock, which the kernel releases when a
-process ends in any way. All that it writes is in a folder beside the library, which is renamed into its place; the
-compiler ends with the process, and the next one that compiles removes the folder.
+torch 2.11 to 2.14 have no constructor for a Python subclass of their Backend, and later versions forward only `wait`
+and `get_future` of the Works that one returns, so that class has to be C++. It is compiled against the headers that
+torch ships, by the compiler that torch.utils.cpp_extension would take ($CXX, or c++), into $STRETTO_CACHE (or
+~/.cache/stretto), by `stretto doctor` or at first use. One process at a time compiles, and the others wait for its
+lock, which the kernel releases when a process ends in any way. All that it writes is in a folder beside the library,
+which is renamed into its place; the compiler ends with the process, and the next one that compiles removes the folder.
 """
 
 import contextlib
@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 from torch.utils import cpp_extension
 
 from stretto.memory import failures
@@ -58,24 +57,16 @@ def make_backend(
 
     fast: of `make_fast_calls`.
 
-    CompilerError where it cannot be compiled and this torch allows no backend in Python.
+    CompilerError where it cannot be compiled.
     """
     module = find_extension()
-    if module is None:
-        from stretto.collectives.backend.python_backend import PythonBackend
-
-        return PythonBackend(rank, size, cpu, cuda, dispatch, split, milliseconds)
     options = module.StrettoOptions(milliseconds)
     return module.StrettoBackend(rank, size, cpu, cuda, dispatch, split, options, fast or module.FastCalls())
 
 
 def make_fast_calls() -> Any:
-    """Make what runs repeated calls of one group without Python (native/fast_calls.hpp); None without a compiler.
-
-    CompilerError as of `make_backend`.
-    """
-    module = find_extension()
-    return None if module is None else module.FastCalls()
+    """Make what runs repeated calls of one group without Python (native/fast_calls.hpp). CompilerError."""
+    return find_extension().FastCalls()
 
 
 def make_work(rank: int, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> Any:
@@ -83,12 +74,7 @@ def make_work(rank: int, operation: str, outputs: Sequence[Tensor], inputs: Sequ
 
     operation: its name in profiles, which show it with the shapes of its inputs if it has any.
     """
-    module = find_extension()
-    if module is None:
-        from stretto.collectives.backend.python_backend import PythonWork
-
-        return PythonWork(outputs)
-    return module.ScheduledWork(rank, operation, list(outputs), list(inputs))
+    return find_extension().ScheduledWork(rank, operation, list(outputs), list(inputs))
 
 
 def make_enqueued_work(rank: int, operation: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor] = ()) -> Any:
@@ -98,40 +84,25 @@ def make_enqueued_work(rank: int, operation: str, outputs: Sequence[Tensor], ten
     have ended, even if the caller frees it. The Work's attribute `end` has `wait`, `query` and `synchronize` as a
     torch.cuda.Event that was recorded after the kernels.
     """
-    module = find_extension()
-    if module is None:
-        from stretto.collectives.backend.python_backend import PythonEnqueuedWork
-
-        return PythonEnqueuedWork(outputs, tensors)
-    return module.EnqueuedWork(rank, operation, list(outputs), list(tensors))
+    return find_extension().EnqueuedWork(rank, operation, list(outputs), list(tensors))
 
 
 def profiled(operation: str, tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
     """A context that profiles show as a range `stretto:operation` with these tensors' shapes, as c10d's ranges."""
     if not torch.autograd._profiler_enabled():
         return _NO_RANGE
-    module = find_extension()
-    name = f"stretto:{operation}"
-    return torch.profiler.record_function(name) if module is None else module.Range(name, list(tensors))
+    return find_extension().Range(f"stretto:{operation}", list(tensors))
 
 
 _NO_RANGE = contextlib.nullcontext()
 
 
 @functools.cache
-def find_extension() -> ModuleType | None:
-    """The compiled classes; compiles them first, if nobody has. None without a compiler if this torch needs none."""
-    try:
-        module = load_extension()
-        failures.when_table_exists(lambda summary: module.set_failure_check(summary, failures.check))
-        return module
-    except CompilerError as error:
-        if TorchVersion(torch.__version__) < "2.15":
-            raise
-        logger.warning(
-            "the backend runs in Python, where no Work knows that it has ended before it is awaited: %s", error
-        )
-        return None
+def find_extension() -> ModuleType:
+    """The compiled classes; compiles them first, if nobody has. CompilerError if that fails."""
+    module = load_extension()
+    failures.when_table_exists(lambda summary: module.set_failure_check(summary, failures.check))
+    return module
 
 
 MODULE = "stretto_c10d_backend"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of what runs schedules on one type of device, and where each type's runner is chosen."""
+"""The interface of what runs schedules on one type of device."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,21 +85,3 @@ class Runner(Protocol):
 
     def close(self, seconds: float) -> None:
         """Accept no more calls, wait up to `seconds` for those that have started, and free everything. Idempotent."""
-
-
-def runner_for(device_type: str, member: Member, fast: Any = None) -> Runner | None:
-    """Make the runner for this group's tensors on devices of this type; None where Stretto has none.
-
-    This is the one place to plug in a device's executor.
-    """
-    match device_type:
-        case "cpu":
-            from stretto.collectives.backend.host_runner import HostRunner
-
-            return HostRunner(member)
-        case "cuda":
-            from stretto.collectives.backend.cuda_runner import CudaRunner
-
-            return CudaRunner(member, fast)
-        case _:
-            return None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hierarchical collectives: one phase between nodes and one inside them, over torch.distributed's groups.
 
+Experimental: see the docstring of `stretto`.
+
 from stretto.collectives.two_level import TwoLevelGroup
 
 two_level = TwoLevelGroup()  # finds from the hosts which ranks share a node
@@ -45,7 +47,6 @@ from stretto.collectives.two_level.inter_node import GroupTransport, Message, Tr
 from stretto.collectives.two_level.model import TYPICAL, Links, choose, find_crossovers, predict
 from stretto.collectives.two_level.nodes import Nodes
 from stretto.collectives.two_level.work import MessageWork, Work
-from stretto.deprecated import alias
 
 __all__ = [
     "TYPICAL",
@@ -62,5 +63,3 @@ __all__ = [
     "find_crossovers",
     "predict",
 ]
-
-__getattr__ = alias(__name__, {"Call": "TwoLevelCall", "Transfer": "MessageWork"})

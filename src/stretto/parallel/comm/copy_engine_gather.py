@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.memory.copy_engine import find_handle
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import collective
 from stretto.parallel.comm.weight_gathering import GatheredWeight, GatherSource, WeightGatherer, WeightToGather
@@ -273,15 +274,6 @@ class CopyEngineGatherer(WeightGatherer):
         return self.copies.was_overwritten(key, version)
 
 
-def have_copy_engines(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether copy engines reach the whole group: GPUs of one machine, with NVLink between all. Collective."""
-    if group.size() == 1 or device.type != "cuda":
-        return False
-    from stretto.collectives.executor.cuda.workspace import has_nvlink
-
-    return has_nvlink(group, device)
-
-
 def make_scatter_ring(group: dist.ProcessGroup) -> "ScatterRing":
     """Make what reduce-scatters gradients by copy engines."""
     from stretto.parallel.comm.copy_engine_scatter import (
@@ -292,11 +284,7 @@ def make_scatter_ring(group: dist.ProcessGroup) -> "ScatterRing":
 
 
 def _find_stream(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    from stretto.tiles.streams import find_handle
-
-    return find_handle(device)
+    return find_handle(device) if device.type == "cuda" else 0
 
 
 def _batches(keys: Sequence[object]) -> Iterator[Sequence[object]]:

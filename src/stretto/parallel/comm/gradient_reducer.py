@@ -66,6 +66,7 @@ from stretto.parallel.comm.rank_order import RULE, RankOrder
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
+from stretto.parallel.state import require_state
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
@@ -700,9 +701,7 @@ def no_sync(model: nn.Module, *, unsharded: bool | None = None) -> Iterator[None
 
     ValueError for a model that is not on a grid.
     """
-    reducer = getattr(model, "gradient_reducer", None)
-    if not isinstance(reducer, GradientReducer):
-        raise ValueError("no_sync takes a model that stretto.parallelize has returned")
+    reducer = require_state(model, "no_sync").gradient_reducer
     if unsharded and reducer.sink is not None:
         raise ValueError(
             "no_sync(unsharded=True) keeps unsharded gradients, which optimizer_state 'device' and "

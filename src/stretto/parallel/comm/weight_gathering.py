@@ -22,6 +22,7 @@ from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import Pending, start_gather_rows
 from stretto.parallel.comm.rank_order import Event, RankOrder
 from stretto.parallel.layout import Version, local, version_of
+from stretto.parallel.state import require_state
 
 # How many weights are gathered ahead of the one in use: one is enough while gathering takes less time than a product.
 PREFETCH_DEPTH = 1
@@ -320,9 +321,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
 
     ValueError for a model that is not on a grid, and for one of `parallelize(keep_gathered=False)`.
     """
-    gatherer = getattr(model, "weight_gatherer", None)
-    if not isinstance(gatherer, WeightGatherer):
-        raise ValueError("gather_once takes a model that stretto.parallelize has returned")
+    gatherer = require_state(model, "gather_once").weight_gatherer
     if not isinstance(gatherer, StepGatherer):
         raise ValueError(
             "gather_once keeps gathered weights, which keep_gathered=False frees; keep_gathered=True would do"

@@ -408,7 +408,6 @@ class BlockShard:
                 self._hold_in_backward(found, wholes)
             return found
 
-        run.block_shard = self  # type: ignore[attr-defined]
         return torch.compiler.disable(run, recursive=False)
 
     def wrap_submodule(self, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,14 +5,12 @@ A forward that writes to its own parameters (an average of other weights, a code
 the first batch) would write to a copy: the parameter is a shard, and the tensor in its place was gathered or cast.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class ParameterPlace(NamedTuple):
@@ -34,12 +32,6 @@ def hold(places: Sequence[ParameterPlace], tensors: Sequence[Tensor]) -> Iterato
     finally:
         for place, parameter in zip(places, kept, strict=True):
             _put(place, parameter)
-
-
-def wrap_forward(module: nn.Module, wrap: _Wrapper, wrap_method: _Wrapper | None = None) -> None:
-    """Replace a module's forward by `wrap(forward)`; `register_forward_method` does so with its other methods."""
-    module.forward = wrap(module.forward)
-    vars(module).setdefault("stretto_wrappers", []).append(wrap_method or wrap)
 
 
 def check_places(name: str, places: Sequence[ParameterPlace], parameters: Sequence[Tensor]) -> None:

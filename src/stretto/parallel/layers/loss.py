@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from stretto.axes import LOSS
 from stretto.execution import LOGITS_ROW_MULTIPLE, LOGITS_SLICE
+from stretto.huggingface.formulas import IGNORED_TARGET
 from stretto.ops import cross_entropy
 from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.comm.collectives import all_reduce
@@ -21,7 +22,6 @@ from stretto.parallel.layers.embedding import check_ids
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.norm import statistics_dtype
 from stretto.parallel.layers.sharded_module import gather_features
-from stretto.parallel.roles.formulas import IGNORED_TARGET
 
 
 class ParallelHead(ParallelLinear):

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.huggingface.family_roles import wildcard
 from stretto.parallel.comm.autograd import scale_gradient, with_gradient_of_its_own
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
-from stretto.parallel.layers.held_tensors import ParameterPlace, hold, hold_and_check, wrap_forward
+from stretto.parallel.layers.held_tensors import ParameterPlace, hold, hold_and_check
 from stretto.parallel.layers.sharded_module import (
     check_features,
     cut_features,
@@ -29,10 +30,10 @@ from stretto.parallel.layers.sharded_module import (
 )
 from stretto.parallel.layout import layout_of, local
 from stretto.parallel.precision import Precision
-from stretto.parallel.roles.families import wildcard
 from stretto.parallel.roles.plan import PlainPart, ShardingPlan
 from stretto.parallel.segment_planner import refuse_default_planners
 from stretto.parallel.sharded_parameter import note_layout
+from stretto.parallel.state import ParallelState
 
 _MUCH = 0.05  # part of a model's parameters above which a warning says that all ranks compute them
 
@@ -87,7 +88,7 @@ def read_as_tensors(
     part: PlainPart,
     places: Sequence[tuple[nn.Module, str]],
     precision: Precision,
-    gradients: GradientReducer,
+    state: ParallelState,
 ) -> None:
     """Let the code that reads the parameters in these places see plain tensors: what this rank has of each.
 
@@ -96,9 +97,9 @@ def read_as_tensors(
     """
 
     def read(forward: Callable[..., Any]) -> Callable[..., Any]:
-        return _reading(forward, part.whose, places, precision, gradients, casts=part.is_module)
+        return _reading(forward, part.whose, places, precision, state.gradient_reducer, casts=part.is_module)
 
-    wrap_forward(_reader_of(model, part.whose), read)
+    state.wrap_forward(_reader_of(model, part.whose), read)
 
 
 def gather_for_forward(model: nn.Module, part: PlainPart, shard: BlockShard, grid: Grid) -> None:

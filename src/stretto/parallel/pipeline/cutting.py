@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.execution import ExecutionOptions, StageOptions
+from stretto.huggingface.pretrained_model import order_of_pipeline_plan
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.builder import TiedParameter
 from stretto.parallel.comm.agreement import JointRefusal, check_ranks_agree
@@ -183,7 +184,7 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
     They come in the order of transformers' plan for pipelines, else as the code calls them, or as they are registered.
     """
     parents = {parent for name in blocks for parent in _from_outside(name)}
-    planned = _planned_order(model)
+    planned = order_of_pipeline_plan(model)
     beside: dict[str, bool] = {}
     for parent in sorted(parents, key=lambda name: name.count(".") if name else -1):
         owner = model.get_submodule(parent)
@@ -293,17 +294,6 @@ def _from_outside(name: str) -> list[str]:
     """The names of the modules that a dotted name is in: the model's, which is empty, a, a.b of a.b.c."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(len(parts))]
-
-
-def _planned_order(model: nn.Module) -> dict[str, bool]:
-    """Which modules come before the blocks by `base_model_pp_plan` of a transformers model."""
-    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
-    prefix = getattr(model, "base_model_prefix", "")
-    prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
-    if "layers" not in plan:
-        return {}
-    place = list(plan).index("layers")
-    return {prefix + name: index < place for index, name in enumerate(plan) if index != place}
 
 
 def _find_cuts(

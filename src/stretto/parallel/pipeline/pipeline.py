@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.axes import EXPERT, LOSS, STAGE, STAGE_AXES, WEIGHT_AXES, check_sizes
+from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.parallel.comm.agreement import JointRefusal
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_buckets import accumulate
-from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import StepGatherer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.linear import ParallelLinear
@@ -34,7 +34,7 @@ from stretto.parallel.pipeline.failure_reports import StepFailures
 from stretto.parallel.pipeline.messages import Carrier, MessageKey
 from stretto.parallel.pipeline.micro_batches import BatchCutter
 from stretto.parallel.pipeline.stages import ModelStages, whole_model
-from stretto.parallel.roles.huggingface import is_pretrained_model
+from stretto.parallel.state import require_state
 from stretto.schedules import (
     SCHEDULES,
     Action,
@@ -91,13 +91,12 @@ class Pipeline:
         extra_warm_up: int = 0,
         carrier: str | Carrier | None = None,
     ) -> None:
-        reducer = getattr(model, "gradient_reducer", None)
-        if not isinstance(reducer, GradientReducer):
-            raise ValueError("Pipeline takes a model that stretto.parallelize has returned")
+        state = require_state(model, "Pipeline")
+        reducer = state.gradient_reducer
         self.model = model
         self.grid = grid
         self.micro_batch_size = micro_batch_size
-        self.stages: ModelStages = getattr(model, "pipeline_stages", None) or ModelStages.whole(type(model).__name__)
+        self.stages: ModelStages = state.stages or ModelStages.whole(type(model).__name__)
         self.computed: list[ComputedAction] = []
         self._failure: str | None = None
         self._reducer = reducer
@@ -397,5 +396,5 @@ class Pipeline:
 
 def _find_gatherer(model: nn.Module, stages: int) -> StepGatherer | None:
     """What keeps the weights that a stage has gathered for a step; None where nothing does."""
-    gatherer = getattr(model, "weight_gatherer", None)
+    gatherer = require_state(model, "Pipeline").weight_gatherer
     return gatherer if stages > 1 and isinstance(gatherer, StepGatherer) else None

@@ -30,6 +30,7 @@ from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.pipeline.activations import Activations, OutputLayouts, StandIns, depend_on, tensors_of
+from stretto.parallel.state import state_of
 
 
 class PassedOver(NamedTuple):
@@ -82,7 +83,7 @@ class ModelPart:
 
 @dataclass
 class ModelStages:
-    """The stages of a parallelized model, as the attribute `pipeline_stages` of it.
+    """The stages of a parallelized model.
 
     cuts: stage s has the blocks cuts[s]:cuts[s + 1]. stage_ranks: the pipe rank of each stage. rank: this one's.
     block_names: of all blocks. current: the pass that runs now. is_tied: whether this rank holds parameters that
@@ -351,7 +352,8 @@ class ModelStages:
 
 def whole_model(model: nn.Module) -> nn.Module:
     """The model, or, of one that is cut into pipeline stages, the whole model on the meta device."""
-    stages = getattr(model, "pipeline_stages", None)
+    state = state_of(model)
+    stages = None if state is None else state.stages
     return model if stages is None or stages.skeleton is None else stages.skeleton
 
 

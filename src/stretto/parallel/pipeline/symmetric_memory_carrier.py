@@ -19,6 +19,7 @@ before the host's signal, and this before the host of the receiver enqueues its 
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,12 +29,12 @@ from torch import Tensor
 
 from stretto.execution import MESSAGE_RINGS_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS
 from stretto.memory import SymmetricMemory, allocate, group_timeout
+from stretto.memory.copy_engine import ChannelStreams
 from stretto.parallel.pipeline.message_format import MAX_BYTES_OF_HEADER, MessageHeader, TensorLayout
 from stretto.parallel.pipeline.shared_memory_carrier import (
     Finished,
     SharedMemoryCarrier,
     SlicedMessage,
-    copy_all,
 )
 
 _ALIGNMENT = 128
@@ -46,7 +47,7 @@ class Copies(Protocol):
     def ready(self) -> Any:
         """An event after all work so far of the caller's current stream."""
 
-    def empty(self, channel: int, layout: TensorLayout) -> Tensor:
+    def empty(self, channel: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a tensor that copies of the channel will fill."""
 
     def copy(self, channel: int, pairs: list[tuple[Tensor, Tensor]], after: Any) -> Any:
@@ -104,7 +105,7 @@ class SymmetricMemoryCarrier(SharedMemoryCarrier):
             raise ValueError(f"symmetric memory carries messages of tensors on GPUs, not on {device}")
 
     def _make_copies(self) -> Copies:
-        return _CudaCopies(self.device)
+        return ChannelStreams(self.device)
 
     def _allocate_data(self, num_bytes: int) -> SymmetricMemory:
         with torch.cuda.device(self.device):
@@ -206,7 +207,7 @@ class SymmetricMemoryCarrier(SharedMemoryCarrier):
 
     def _empty(self, peer: int, layout: TensorLayout) -> Tensor:
         if self._is_data(layout):
-            return self._copies.empty(self.size + peer, layout)
+            return self._copies.empty(self.size + peer, layout.shape, layout.dtype)
         return super()._empty(peer, layout)
 
 
@@ -228,37 +229,3 @@ class _DataIncoming:
     taken: int = 0
     messages: deque[tuple[SlicedMessage, SlicedMessage]] = field(default_factory=deque)
     copying: deque[Any] = field(default_factory=deque)
-
-
-class _CudaCopies:
-    """Copies on streams of one GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._streams: dict[int, torch.cuda.Stream] = {}
-
-    def ready(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def empty(self, channel: int, layout: TensorLayout) -> Tensor:
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream(channel)):
-            return torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
-
-    def copy(
-        self, channel: int, pairs: list[tuple[Tensor, Tensor]], after: torch.cuda.Event | None
-    ) -> torch.cuda.Event:
-        stream = self._stream(channel)
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            if after is not None:
-                after.wait(stream)
-            copy_all(pairs)
-            event = torch.cuda.Event()
-            event.record(stream)
-        return event
-
-    def _stream(self, channel: int) -> torch.cuda.Stream:
-        if channel not in self._streams:
-            self._streams[channel] = torch.cuda.Stream(self.device)
-        return self._streams[channel]

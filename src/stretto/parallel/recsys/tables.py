@@ -51,6 +51,7 @@ class ShardedTables(nn.ModuleDict):
         self.placement, self.group, self.dtype = placement, group, dtype
         self._operators = choose_operators(implementation, dtype, device, {table.dim for table in placement.tables})
         self.fused_update: FusedUpdate | None = None
+        self.replicated_gradients: ReplicatedGradients | None = None  # of the model's other parameters
         # What is the same on all ranks, and another for other tables.
         self.name = hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
         self.dims = tuple(sum(placement.tables[table].dim for table in of_rank) for of_rank in placement.owned)
@@ -153,9 +154,7 @@ def distribute_tables(
     model.reorder(placement.order)  # type: ignore[operator]
     # The last MLP's gradients are there first: one bucket a module, each on its way while the next is computed.
     replicated = [list(child.parameters()) for name, child in model.named_children() if name != "tables"]
-    model.replicated_gradients = ReplicatedGradients(  # type: ignore[assignment]
-        [bucket for bucket in replicated if bucket], grid.group("data")
-    )
+    sharded.replicated_gradients = ReplicatedGradients([bucket for bucket in replicated if bucket], grid.group("data"))
     return placement
 
 

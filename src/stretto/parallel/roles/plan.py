@@ -5,7 +5,6 @@
 """
 
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
@@ -14,10 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, LOSS, REPLICAS, axes_of, group_sizes, layout_sizes
+from stretto.huggingface.family_roles import wildcard
+from stretto.huggingface.formulas import UnknownRolesError
+from stretto.huggingface.pretrained_model import is_conv1d
+from stretto.huggingface.roles import norms_next_to_linears, plan_of
 from stretto.parallel.layout import Split
-from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.families import wildcard
-from stretto.parallel.roles.formulas import UnknownRolesError
 from stretto.suggestions import did_you_mean, name_known
 
 KINDS = {
@@ -50,10 +50,6 @@ KINDS = {
 PLAIN = ("replicated", "gathered", "inner_parameter", "router")
 
 
-# Names of roles before this release, which still work and warn.
-_OLD_ROLES = {"normal": "colwise", "swapped": "rowwise"}
-
-
 @dataclass(frozen=True)
 class Role:
     """The role of a submodule, which determines how `parallelize` splits its parameters and activations.
@@ -81,9 +77,6 @@ class Role:
         for name in ("role", "unit_name", "shared_by"):
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f"a role's {name} is {value!r}, but must be text")
-        if (new := _OLD_ROLES.get(self.role)) is not None:
-            warnings.warn(f"the role {self.role!r} is now {new!r}", DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "role", new)
         if self.role not in KINDS:
             raise ValueError(f"{self.role!r} is not a role{name_known(self.role, KINDS, 'the roles are')}")
         for name in ("segments", "unit"):
@@ -198,7 +191,7 @@ def read_plan(
             if name not in found:
                 found[name] = role
                 of_own_plan.add(name)
-    for name, kind in huggingface.norms_next_to_linears(model, found).items():
+    for name, kind in norms_next_to_linears(model, found).items():
         found.setdefault(name, Role(kind))
     attributes: dict[str, str | None] = {}
     for pattern, axis in {**own_attributes, **(local_attributes or {})}.items():
@@ -224,7 +217,7 @@ def _copied(role: Role, module: nn.Module, x: int) -> Role:
     weight = getattr(module, "weight", None)
     if not role.shared or not isinstance(weight, Tensor):
         return role
-    return role.on(weight.shape[1 if huggingface.is_conv1d(module) else 0], x)
+    return role.on(weight.shape[1 if is_conv1d(module) else 0], x)
 
 
 def _with_role(
@@ -272,7 +265,7 @@ def _own_plan(
     own = getattr(model, "parallel_plan", None)
     if callable(own):
         return own(), {}
-    return huggingface.plan_of(model, {name: role.role for name, role in known.items()}, sizes)
+    return plan_of(model, {name: role.role for name, role in known.items()}, sizes)
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes
-from stretto.parallel.roles import huggingface
-from stretto.parallel.roles.formulas import UnknownRolesError, check_experts, check_loss, embedding_scale, norm_kind
+from stretto.huggingface.formulas import UnknownRolesError, check_experts, check_loss, embedding_scale, norm_kind
+from stretto.huggingface.pretrained_model import is_conv1d, is_linear, is_pretrained_model
+from stretto.huggingface.roles import refuse_alibi, roles_tried
 from stretto.parallel.roles.plan import (
     EXPERTS_PARAMETERS,
     LINEARS,
@@ -48,7 +49,7 @@ def validate_plan(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]
     except ValueError as error:
         roles = {name: role.role for name, role in plan.roles.items()}
         roles |= {part.whose if part.is_module else part.parameters[0]: part.role.role for part in plan.plain}
-        if tried := huggingface.roles_tried(model, roles):
+        if tried := roles_tried(model, roles):
             raise type(error)(f"{error}{tried}") from None
         raise
 
@@ -76,8 +77,8 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
     _check_plain(model, modules, plan, sizes)
     _check_loss(modules, plan)
     _refuse_functional_dropout(modules)
-    if huggingface.is_pretrained_model(model) and sizes["x"] > 1:
-        huggingface.refuse_alibi(model, plan.named("colwise", "expand"))
+    if is_pretrained_model(model) and sizes["x"] > 1:
+        refuse_alibi(model, plan.named("colwise", "expand"))
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
@@ -294,7 +295,7 @@ def _check_loss(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
                 "logits. Give that role too, or compute the loss with stretto.parallel.mean_over_batch"
             )
         head: Any = modules[heads[0]]
-        check_loss(modules[name], name, head.weight.shape[1 if huggingface.is_conv1d(head) else 0])
+        check_loss(modules[name], name, head.weight.shape[1 if is_conv1d(head) else 0])
 
 
 def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: GridSizes) -> None:
@@ -315,7 +316,7 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: G
             if role.role == "experts":
                 cut = experts_sharding(part, parameter.shape, sizes.sizes()).on(sizes.sizes())
             else:
-                cut = sharding_of(role, part, is_transposed=huggingface.is_conv1d(module)).on(sizes.sizes())
+                cut = sharding_of(role, part, is_transposed=is_conv1d(module)).on(sizes.sizes())
             first, first_cut = of_parameter.setdefault(id(parameter), (f"{name}.{part}", cut))
             if cut != first_cut:
                 raise ValueError(
@@ -325,10 +326,10 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: G
 
 
 def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, int], hidden: int | None) -> None:
-    if not huggingface.is_linear(module):
+    if not is_linear(module):
         _expect(name, module, role, nn.Linear)
     shape: Any = module.weight.shape
-    outputs, inputs = (shape[1], shape[0]) if huggingface.is_conv1d(module) else (shape[0], shape[1])
+    outputs, inputs = (shape[1], shape[0]) if is_conv1d(module) else (shape[0], shape[1])
     output_axis, input_axis = LINEARS[role.role]
 
     def named(count: int, what: str) -> str:
@@ -348,7 +349,7 @@ def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
     if output_axis is not None:
         check_divides(units, sizes[output_axis], output_axis, name, what, is_shared=role.shared > 0)
     # z cuts dim 0 of the weight further: the output features as nn.Linear stores them, Conv1D's input features.
-    is_by_input = huggingface.is_conv1d(module)
+    is_by_input = is_conv1d(module)
     axis = input_axis if is_by_input else output_axis
     rows = (inputs if is_by_input else outputs) // (1 if axis is None else sizes[axis] // role.copies)
     of_rank = "" if axis is None else f" (its rows, of which each {axis} rank has {rows})"

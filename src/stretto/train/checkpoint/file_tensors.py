@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stretto.pretrained import FP8_BLOCK
+from stretto.huggingface.refusals import FP8_BLOCK
 from stretto.train.checkpoint.safetensors_checksums import StoredTensor
 
 if TYPE_CHECKING:

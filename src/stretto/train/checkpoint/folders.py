@@ -3,18 +3,16 @@
 
 import logging
 import os
-import re
-import shutil
 import zlib
 from pathlib import Path
 
+from stretto.atomic_files import delete_tree, hide_folder
 from stretto.train.checkpoint.integrity import DamagedError
-from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.checkpoint.metadata import is_checkpoint_name, read_metadata
 from stretto.train.checkpoint.torch_format import read_index
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-([0-9]{8,})")
 _EARLIER = "earlier-run-"  # folders of checkpoints that another run has written
 # Environment variable with checksums of the messages already printed about checkpoints; child processes inherit it.
 _PRINTED = "STRETTO_PRINTED_CHECKPOINTS"
@@ -23,11 +21,6 @@ _PRINTED = "STRETTO_PRINTED_CHECKPOINTS"
 def checkpoint_path(out: Path, step: int) -> Path:
     """The folder of the checkpoint of `step`, of the run in `out`."""
     return out / "checkpoints" / f"step-{step:08d}"
-
-
-def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder's name is that of a checkpoint of a run."""
-    return _NAME.fullmatch(name) is not None
 
 
 def unreadable(path: Path) -> str:
@@ -151,27 +144,9 @@ def remove_folder(path: Path) -> None:
         delete_tree(doomed)
 
 
-def hide_folder(path: Path) -> Path | None:
-    """Rename a checkpoint that is to be deleted. Returns its new path; None if there is no such checkpoint."""
-    if not os.path.lexists(path):  # a link to nothing is there, too
-        return None
-    hidden = path.with_name(f".{path.name}.deleting")
-    if os.path.lexists(hidden):
-        delete_tree(hidden)
-    return path.rename(hidden)
-
-
-def delete_tree(path: Path) -> None:
-    """Delete a folder or file at `path`. If it is a symbolic link, only the link is deleted."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
 def checkpoints_by_step(out: Path) -> list[Path]:
     """List the checkpoints of the run in `out`, complete or not, oldest first."""
-    found = [path for path in (out / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)]
+    found = [path for path in (out / "checkpoints").glob("step-*") if is_checkpoint_name(path.name)]
     return sorted(found, key=step_of)
 
 

@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, TypeAlias
 
+from stretto.launch.failures import JobError
+
 # Below, threads cost more than they save: zlib takes about 3 GB/s on one core.
 THREADED_BYTES = 1 << 23
 MOST_THREADS = 8
@@ -28,12 +30,16 @@ _OWN_CHECKSUM = re.compile(rb'"(?:stretto\.)?checksum": ?"crc32:([0-9a-f]{8})"')
 _NONE = b"0" * 8
 
 
-class DamagedError(ValueError):
+class DamagedError(JobError, ValueError):
     """Bytes of a checkpoint's or an exported model's file are not those that were written. The message names them."""
+
+    would_recur = True
 
 
 class DamagedCheckpointError(DamagedError):
     """A checkpoint is damaged. All ranks raise it alike. `path`: the checkpoint's folder."""
+
+    has_advice = True
 
     def __init__(self, message: str, path: Path) -> None:
         super().__init__(message)

@@ -3,6 +3,7 @@
 which tensors of a model are saved."""
 
 import json
+import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stretto.cluster import read_bounded
+from stretto.huggingface.config_json import first_entry_that_differs
 from stretto.suggestions import did_you_mean_file
 from stretto.train.checkpoint.integrity import PATTERN, DamagedError, check_seal, seal, to_text
 
@@ -28,15 +30,16 @@ MAX_METADATA_BYTES = 1 << 28  # a box of a tensor takes about 100
 # Options of the model that a resumed run may change, because the parameters' meaning does not depend on them. With
 # learned positions, another max_seq_len changes a shape, which is checked anyway.
 FREE_MODEL_OPTIONS = ("dropout", "max_seq_len", "balance_loss", "bias_rate", "z_loss", "capacity_factor")
-# The same of entries of a config.json, and any whose name has "drop" in it.
-FREE_CONFIG_ENTRIES = (
-    *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"),
-)
 
+_FOLDER_NAME = re.compile(r"step-[0-9]{8,}")
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}  # bytes, by dtype
 _Index = Annotated[int, Field(ge=0)]
 _Checksum = Annotated[str, Field(pattern=PATTERN)]
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder's name is that of a checkpoint of a run."""
+    return _FOLDER_NAME.fullmatch(name) is not None
 
 
 class StoredBox(BaseModel):
@@ -269,18 +272,11 @@ def first_option_that_differs(found: Mapping[str, Any], wanted: Mapping[str, Any
         return f"it is of kind {kinds[0]!r} there and {kinds[1]!r} here"
     if kinds[0] == "huggingface":
         there = found.get("config")
-        return _first_entry_that_differs(there if isinstance(there, dict) else {}, wanted["config"])
+        return first_entry_that_differs(there if isinstance(there, dict) else {}, wanted["config"])
     found, wanted = _with_defaults(found), _with_defaults(wanted)
     for name, value in wanted.items():
         if name in found and name not in FREE_MODEL_OPTIONS and found[name] != value:
             return f"model.{name} is {found[name]!r} there and {value!r} here; model.{name}={found[name]!r} would do"
-    return None
-
-
-def _first_entry_that_differs(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    for name in sorted(found.keys() | wanted.keys()):
-        if name not in FREE_CONFIG_ENTRIES and "drop" not in name and found.get(name) != wanted.get(name):
-            return f"{name} of its config.json is {found.get(name)!r} there and {wanted.get(name)!r} here"
     return None
 
 
@@ -320,3 +316,10 @@ def persistent_buffers(model: "nn.Module") -> "dict[str, Tensor]":
 def saved_tensors(model: "nn.Module") -> dict[str, "Tensor"]:
     """The parameters of a model and its persistent buffers, by name; a parameter held twice has its first name."""
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
+
+
+def first_names(model: "nn.Module") -> dict[str, str]:
+    """The first name of each parameter and buffer, by all of its names: those of a tied parameter have one."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = {alias: first[id(parameter)] for alias, parameter in model.named_parameters(remove_duplicate=False)}
+    return own | {name: name for name in persistent_buffers(model)}

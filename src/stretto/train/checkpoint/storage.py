@@ -48,9 +48,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from stretto.atomic_files import delete_tree, hide_folder
 from stretto.counters import advance
 from stretto.train.checkpoint.file_objects import ChecksummedFiles, MemoryFile
-from stretto.train.checkpoint.folders import delete_tree, hide_folder
 from stretto.train.checkpoint.integrity import DamagedError, file_checksum
 from stretto.train.checkpoint.metadata import (
     FORMAT_VERSION,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders that torch.distributed.checkpoint has written without Stretto, as FSDP2's and torchtitan's users do.
 
-Their index, `.metadata`, is a pickle. It is read by an unpickler that makes nothing but the index's own data classes,
-so that nothing in a folder can run code, and then described as an index of Stretto's (`CheckpointMetadata`).
+Their index, `.metadata`, is a pickle. torch reads it by `pickle.load`, which can run code, and torch's weights-only
+unpickler lacks the protocol in which torch writes it (4). So it is read by an unpickler that makes nothing but the
+index's own data classes, and then described as an index of Stretto's (`CheckpointMetadata`).
 """
 
 import io
@@ -27,6 +28,7 @@ from stretto.train.checkpoint.metadata import (
     StoredBox,
     TensorEntry,
     check_files,
+    is_checkpoint_name,
     persistent_buffers,
     read_metadata,
 )
@@ -69,8 +71,6 @@ def read_index(path: Path) -> CheckpointMetadata:
 
 def is_torch_checkpoint(path: Path) -> bool:
     """Whether a folder has torch's index but not Stretto's, and is not an incomplete checkpoint of Stretto."""
-    from stretto.train.checkpoint.folders import is_checkpoint_name
-
     is_there = (path / INDEX_FILE).is_file() and not (path / METADATA_FILE).exists()
     real = path.resolve()  # "." and links may lead to a checkpoint of Stretto's
     return is_there and not (is_checkpoint_name(real.name) and real.parent.name == "checkpoints")
@@ -94,6 +94,12 @@ class _IndexUnpickler(pickle._Unpickler):
         return super().find_class(module, name)
 
 
+def _load_index(content: bytes) -> tuple[Any, dict[tuple[str, tuple[int, ...]], Any]]:
+    """torch's index, and the place of each box by the tensor's name and the box's offsets."""
+    index = _IndexUnpickler(io.BytesIO(content)).load()
+    return index, {(key.fqn, tuple(key.offset or ())): place for key, place in index.storage_data.items()}
+
+
 def read_pieces(path: Path) -> list[StoredPiece]:
     """List all that a folder's index says is in its files: pieces of tensors, and objects. Raises DamagedError.
 
@@ -102,8 +108,7 @@ def read_pieces(path: Path) -> list[StoredPiece]:
     file = path / INDEX_FILE
     content = read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index")
     try:
-        index = _IndexUnpickler(io.BytesIO(content)).load()
-        places = {(key.fqn, tuple(key.offset or ())): place for key, place in index.storage_data.items()}
+        index, places = _load_index(content)
         pieces = []
         for name, entry in index.state_dict_metadata.items():
             if hasattr(entry, "chunks"):
@@ -137,9 +142,8 @@ class _Names:
 def _read_torch_index(path: Path) -> CheckpointMetadata:
     content = read_bounded(path / INDEX_FILE, MAX_METADATA_BYTES, "a checkpoint's index")
     try:
-        index = _IndexUnpickler(io.BytesIO(content)).load()
+        index, places = _load_index(content)
         entries = {name: entry for name, entry in index.state_dict_metadata.items() if hasattr(entry, "chunks")}
-        places = {(key.fqn, tuple(key.offset or ())): place for key, place in index.storage_data.items()}
         names = _read_names(path, {name: tuple(entry.size) for name, entry in entries.items()})
         tensors = {new: _entry(path, old, entries[old], places) for old, new in names.stored.items()}
     except ValidationError as error:

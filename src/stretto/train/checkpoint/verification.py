@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from stretto.cluster import read_bounded
+from stretto.huggingface.folder import WEIGHTS_FILES
 from stretto.suggestions import did_you_mean_file
 from stretto.train.checkpoint.folders import checkpoints_by_step
 from stretto.train.checkpoint.integrity import Damage, DamagedError, file_checksum, read_range
@@ -31,7 +32,6 @@ from stretto.train.checkpoint.weights import files_of_index
 
 _BLOCKS_AT_ONCE = 16
 _OVERLAP = "two pieces overlap"
-_WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
 
 
 @dataclass
@@ -73,7 +73,7 @@ def verify(path: Path) -> list[VerificationResult]:
             return [_verify_torch_folder(path)]
         if (path / METADATA_FILE).is_file() or (path / INDEX_FILE).is_file():
             return [_verify_checkpoint(path)]
-        if index := next((path / name for name in _WEIGHTS if (path / name).is_file()), None):
+        if index := next((path / name for name in reversed(WEIGHTS_FILES) if (path / name).is_file()), None):
             return [_verify_weights(path, index)]
         if files := sorted(path.glob("*.safetensors")):
             return [_verify_files(path, files)]

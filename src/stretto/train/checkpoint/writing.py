@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from stretto.launch.failures import JobError
+from stretto.launch.watching.ranks import WRITES_FILE
 from stretto.train.checkpoint.storage import AtomicWriter, ShardedState, StateSavePlanner
-from stretto.train.health.ranks import WRITES_FILE
 
 OVERHEAD = 0.01
 """Of a checkpoint's tensors: what headers, padding and the index add, at most, beside BYTES_OF_BOX."""
@@ -38,8 +39,18 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota,
 _RETRIES, _PAUSE = 20, 0.05  # of deleting a partial folder into which other ranks may still write; seconds
 
 
-class NoSpaceError(OSError):
+class WriteError(JobError, OSError):
+    """A checkpoint could not be written. rank: the one whose part it was, if it is known."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class NoSpaceError(WriteError):
     """The file system has no room for a checkpoint."""
+
+    is_whole, blames_rank = True, False
 
 
 def free_bytes(out: Path) -> int:
@@ -160,15 +171,16 @@ def _without_zip_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _explain(error: dcp.CheckpointException, path: Path, needed: int, free: int) -> OSError:
+def _explain(error: dcp.CheckpointException, path: Path, needed: int, free: int) -> WriteError:
     """Make one rank's error of torch's CheckpointException, a BaseException with a traceback for each rank."""
     causes = {rank: cause for rank, (cause, _) in error.failures.items()}
     for rank, cause in causes.items():
         if isinstance(cause, OSError) and cause.errno in _FULL:
             what = describe_lack(path.parent.parent, needed, free, was=True)
-            return NoSpaceError(f"{what} (rank {rank}: {os.strerror(cause.errno)})")
+            return NoSpaceError(f"{what} (rank {rank}: {os.strerror(cause.errno)})", rank)
     rank, cause = next(iter(causes.items()))
-    return OSError(f"the checkpoint {path} could not be written: on rank {rank}, {type(cause).__name__}: {cause}")
+    why = f"on rank {rank}, {type(cause).__name__}: {cause}"
+    return WriteError(f"the checkpoint {path} could not be written: {why}", rank)
 
 
 def _divide(plan: SavePlan, count: int) -> Iterator[SavePlan]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from stretto.models.public_models import PUBLIC_MODELS
+from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.suggestions import are_missing
 from stretto.train.config.options import (
     MAX_LAYERS,

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.huggingface.folder import load_tokenizer_of
 from stretto.train.data.cache import cached_file
 from stretto.train.data.dataset import IGNORED_TARGET, SequenceDataset
 from stretto.train.data.files import cut_short, file_size, reading
 from stretto.train.data.stream import Segment, TokenStream
-from stretto.train.data.text import cache_key, load_model_tokenizer, open_bytes, vocab_of
+from stretto.train.data.text import cache_key, open_bytes, vocab_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +42,7 @@ def open_chat(files: Sequence[Path], folder: Path, *, seq_len: int) -> "ChatData
     there is none, or nothing in it is a target.
     """
     text = open_bytes(files)
-    tokenizer = load_model_tokenizer(folder)
+    tokenizer = load_tokenizer_of(folder)
     if importlib.util.find_spec("jinja2") is None:
         raise ValueError("chat templates need the package jinja2: pip install 'stretto[huggingface]'")
     try:

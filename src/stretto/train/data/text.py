@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 
 from stretto.cluster import read_bounded
+from stretto.huggingface.folder import load_tokenizer_of
 from stretto.train.data.cache import cached_file
 from stretto.train.data.files import cut_short, file_size, read_head, reading
 from stretto.train.data.stream import Segment, TokenStream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -104,35 +104,11 @@ def load_tokenizer(path: Path) -> tuple["Tokenizer", bytes]:
     return tokenizer, content
 
 
-def load_model_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a Hugging Face model's folder, as transformers does. Nothing is downloaded, no code run.
-
-    Raises ValueError for a folder without one, for one that is not of the package tokenizers, and without transformers.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(
-            f"the tokenizer of the folder {folder} needs the package transformers: pip install 'stretto[huggingface]'"
-        )
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of any kind, as the files are
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{folder}: transformers loads no tokenizer from this folder: {reason}") from error
-    if not hasattr(tokenizer, "backend_tokenizer"):
-        raise ValueError(
-            f"{folder}: its {type(tokenizer).__name__} is not of the package tokenizers: write a tokenizer.json, and "
-            "name it as the tokenizer"
-        )
-    return tokenizer
-
-
 def _tokenizer_of_model(folder: Path) -> tuple["Tokenizer", bytes]:
     """The tokenizer of a model's folder as `load_tokenizer` returns one, with what describes it."""
     from tokenizers import Tokenizer
 
-    description = load_model_tokenizer(folder).backend_tokenizer.to_str()
+    description = load_tokenizer_of(folder).backend_tokenizer.to_str()
     tokenizer = Tokenizer.from_str(description)
     tokenizer.no_padding()
     tokenizer.no_truncation()

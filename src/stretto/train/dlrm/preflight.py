@@ -13,6 +13,7 @@ from stretto.train.data.clicks import ClickDataset, CriteoClicks, SyntheticClick
 from stretto.train.data.clicks.criteo import NUMBERS
 from stretto.train.path_checks import check_outside_data
 
+DTYPES = {"fp32": "float32", "fp64": "float64"}  # torch's names, by train.dtype
 _ITEMSIZE = {"fp32": 4, "fp64": 8}  # bytes of a number, by train.dtype
 
 
@@ -40,9 +41,8 @@ def check_dlrm(config: DLRMTrainConfig) -> CheckpointMetadata | None:
     import torch
 
     from stretto.parallel.recsys.pooled_exchange import choose_operators
-    from stretto.train.dlrm.task import DTYPES
 
-    dtype = DTYPES[config.train.dtype]
+    dtype = getattr(torch, DTYPES[config.train.dtype])
     choose_operators(config.train.implementation, dtype, torch.device(config.device), [model.dim])
     return metadata
 

@@ -20,12 +20,10 @@ from stretto.train.config.dlrm import DLRMTrainConfig, describe
 from stretto.train.data import Sampler, rank_rows
 from stretto.train.data.clicks import BatchPrefetcher, ClickBatch
 from stretto.train.dlrm.evaluation import evaluate
-from stretto.train.dlrm.preflight import check_dlrm_checkpoint, open_clicks, optimizer_name
+from stretto.train.dlrm.preflight import DTYPES, check_dlrm_checkpoint, open_clicks, optimizer_name
 from stretto.train.optimizer import TableOptimizer, build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
 from stretto.train.task import Evaluation, TrainTask
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class DLRMTask(TrainTask):
@@ -39,7 +37,7 @@ class DLRMTask(TrainTask):
         self.model_config = config.model.to_dlrm()
         self.sampler = Sampler(self.data.samples, options.batch, options.seed)
         self._prefetcher = BatchPrefetcher(self._read_step, last=options.steps)
-        self.dtype = DTYPES[options.dtype]
+        self.dtype = getattr(torch, DTYPES[options.dtype])
         with torch.device("meta"):
             self.model = DLRM(self.model_config).to(self.dtype)
         self.placement = distribute_tables(

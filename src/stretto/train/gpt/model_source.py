@@ -6,8 +6,6 @@ transformers before a model is built, so that a wrong folder raises an error imm
 """
 
 import contextlib
-import importlib.util
-import json
 import os
 from abc import ABC, abstractmethod
 from dataclasses import asdict
@@ -15,12 +13,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.cluster import read_bounded
+from stretto.huggingface.families import DECODERS
+from stretto.huggingface.folder import (
+    build_causal_lm,
+    read_config,
+    read_with_transformers,
+    require_transformers,
+    require_weights,
+)
+from stretto.huggingface.public_models import PUBLIC_MODELS
+from stretto.huggingface.refusals import refusal_of_attention_dropout, refusal_of_quantization
 from stretto.models import GPTConfig
-from stretto.models.public_models import PUBLIC_MODELS
 from stretto.planner import read_architecture
-from stretto.planner.hugging_face import FAMILIES
-from stretto.pretrained import refusal_of_attention_dropout, refusal_of_quantization
 from stretto.suggestions import did_you_mean_file
 
 if TYPE_CHECKING:
@@ -28,8 +32,6 @@ if TYPE_CHECKING:
 
     from stretto.planner.architecture import Architecture
 
-MAX_CONFIG_BYTES = 1 << 20
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _LENGTHS = ("max_position_embeddings", "n_positions")  # entries of a config.json that bound the sequence length
 
 
@@ -119,7 +121,7 @@ class HuggingFaceSource(ModelSource):
 
     def __init__(self, name: str, *, without_dropout: bool = False) -> None:
         """name: in PUBLIC_MODELS. without_dropout: set all dropout probabilities of the configuration to 0."""
-        _require_transformers("name", name)
+        require_transformers("name", name)
         self.origin = name
         self.config = PUBLIC_MODELS[name]
         self._without_dropout = without_dropout
@@ -140,7 +142,7 @@ class HuggingFaceSource(ModelSource):
 
     @cached_property
     def _architecture(self) -> "Architecture | None":
-        if self.config.get("model_type") not in FAMILIES:
+        if self.config.get("model_type") not in DECODERS:
             return None
         config = {name: value for name, value in self.config.items() if not self._without_dropout or "drop" not in name}
         with contextlib.suppress(ValueError):  # of a known family, but with experts, say
@@ -156,34 +158,12 @@ class HuggingFaceSource(ModelSource):
         return AutoConfig.for_model(**self.config)
 
     def build(self) -> "nn.Module":
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        try:
-            config = self._read_with_transformers()
-            if hasattr(config, "quantization_config"):  # weights are dequantized as they are read
-                del config.quantization_config
-            if self._without_dropout:
-                for name, value in config.to_dict().items():
-                    if "drop" in name and isinstance(value, float):
-                        setattr(config, name, 0.0)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        except (ValueError, KeyError, OSError, ImportError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ValueError(f"{self.origin}: transformers builds no causal language model of it: {reason}") from error
-        _require_given_targets(model)
-        return model.train()
+        return build_causal_lm(self.origin, self._read_with_transformers, without_dropout=self._without_dropout)
 
     def arguments(self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int") -> dict[str, Any]:
-        # Labels would be shifted, and each sequence lose its last target; `shift_labels` are taken as they are.
-        return {
-            "input_ids": tokens,
-            "labels": targets,
-            "shift_labels": targets,
-            "num_items_in_batch": num_targets,
-            "use_cache": False,
-        }
+        from stretto.huggingface.loss import arguments_with_targets
+
+        return arguments_with_targets(tokens, targets, num_targets)
 
 
 class FolderSource(HuggingFaceSource):
@@ -198,12 +178,12 @@ class FolderSource(HuggingFaceSource):
     def __init__(self, folder: str, *, without_dropout: bool = False) -> None:
         """without_dropout: as of `HuggingFaceSource`."""
         self.folder = Path(os.path.expanduser(folder))
-        _require_transformers("path", folder)
+        require_transformers("path", folder)
         if not self.folder.is_dir():
             raise ValueError(f"model.path is {folder!r}, but there is no such folder{did_you_mean_file(self.folder)}")
         self.origin = str(self.folder)
-        self.config = _read_config(self.folder)
-        self.weights_file: Path = _find_weights(self.folder)
+        self.config = read_config(self.folder)
+        self.weights_file: Path = require_weights(self.folder)
         self._without_dropout = without_dropout
         if refusal := refusal_of_attention_dropout({} if without_dropout else self.config):
             raise ValueError(f"{self.folder}: {refusal}, or set model.dropout=0")
@@ -214,9 +194,7 @@ class FolderSource(HuggingFaceSource):
         return super().description() | {"path": str(self.folder.absolute())}
 
     def _read_with_transformers(self) -> Any:
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        return read_with_transformers(self.folder)
 
     def build(self) -> "nn.Module":
         from stretto.train.checkpoint.weights import untie_as_in
@@ -229,55 +207,3 @@ class FolderSource(HuggingFaceSource):
         from stretto.train.checkpoint.weights import import_safetensors
 
         import_safetensors(model, self.weights_file)
-
-
-def _require_transformers(option: str, value: str) -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(
-            f"model.{option} is {value!r}, but the package transformers is not installed: "
-            "pip install 'stretto[huggingface]'"
-        )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder}: is no Hugging Face folder: it has no config.json")
-    try:
-        config = json.loads(read_bounded(path, MAX_CONFIG_BYTES, "a model's configuration"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is no configuration: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ValueError(f"{path}: is no configuration of a model: it has no text model_type")
-    return config
-
-
-def _find_weights(folder: Path) -> Path:
-    found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-    if found is None:
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        hint = (
-            f"; {others[0]} is a pickle, which can run code and is not read: load it with transformers where you trust "
-            "it, and write it with save_pretrained"
-            if others
-            else ""
-        )
-        raise ValueError(f"{folder}: has no weights: neither {' nor '.join(WEIGHTS)}{hint}")
-    return found
-
-
-def _require_given_targets(model: "nn.Module") -> None:
-    """Raise ValueError for a model whose forward would not hand shifted targets and their number to its loss."""
-    import inspect
-
-    from stretto.parallel.roles.huggingface import calls_loss_function
-
-    parameters = inspect.signature(model.forward).parameters.values()
-    takes_others = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    if not takes_others or not calls_loss_function(model):
-        raise ValueError(
-            f"{type(model).__name__} does not compute its loss by transformers' loss_function with the caller's "
-            "options, so that the mean over the global batch cannot be taken: train it in a loop of your own"
-        )

@@ -15,8 +15,8 @@ from stretto.axes import check_sizes, name_grid
 from stretto.cluster import Cluster
 from stretto.cluster.host_memory import check_room, host_memory_limit
 from stretto.cluster.local_ranks import count_ranks_here
+from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.models import GPTConfig
-from stretto.models.public_models import PUBLIC_MODELS
 from stretto.planner import predict
 from stretto.planner.architecture import Architecture
 from stretto.planner.grid_plan import GridPlan
@@ -112,7 +112,7 @@ def open_folder(config: TrainConfig) -> HuggingFaceSource | None:
 
 def _check_router_loss(config: TrainConfig, folder: HuggingFaceSource, model: "nn.Module") -> None:
     """Raise ValueError for a load-balancing loss of the model's own code that would be added once a micro-batch."""
-    from stretto.parallel.roles.huggingface import balances_load
+    from stretto.huggingface.router_loss import balances_load
 
     if not folder.config.get("output_router_logits") or not balances_load(model):
         return

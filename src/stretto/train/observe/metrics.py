@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.atomic_files import write_atomically
+from stretto.launch.failures import JobError
 from stretto.train.config.options import RunOptions
 
 if TYPE_CHECKING:
@@ -28,16 +29,21 @@ SUMMARY_FILE = "summary.json"
 _TAIL_BYTES = 1 << 18  # of a metrics.jsonl, which hold many steps
 
 
-class DivergenceError(ArithmeticError):
+class DivergenceError(JobError, ArithmeticError):
     """The loss, the gradient's norm or a weight is no longer a finite number."""
 
+    kind, has_advice, would_recur = "diverged", True, True
 
-class CorruptionError(RuntimeError):
+
+class CorruptionError(JobError, RuntimeError):
     """Ranks that must hold the same weights hold others. `ranks`: those that differ from the majority, or all."""
+
+    kind, is_whole = "corrupted", True
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         super().__init__(message)
-        self.ranks = tuple(ranks)
+        self.ranks, self.rank = tuple(ranks), min(ranks)
+        self.blames_rank = len(ranks) == 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CorruptionError, (str(self), self.ranks)

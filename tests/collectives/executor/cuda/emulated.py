@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
-from stretto.collectives.executor.cuda.copy_engine.streams import SIDE_STREAMS
 from stretto.collectives.executor.cuda.workspace import (
     MAX_BLOCKS,
     STATE_WORDS,
@@ -26,6 +25,7 @@ from stretto.collectives.executor.cuda.workspace import (
     words_of_broken_off,
 )
 from stretto.memory import PeerError
+from stretto.memory.copy_engine import SIDE_STREAMS
 from stretto.memory.failures import RECORD_WORDS, SUMMARY_ADDRESS
 
 HERE = Path(__file__).parent

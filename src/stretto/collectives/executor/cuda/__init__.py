@@ -6,8 +6,5 @@ from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.variant import Variant
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
-from stretto.deprecated import alias
 
 __all__ = ["CollectiveWorkspace", "CudaCommunicator", "FusedScheduleKernel", "InterpretedSchedule", "Variant"]
-
-__getattr__ = alias(__name__, {"LaneKernel": "FusedScheduleKernel", "Workspace": "CollectiveWorkspace"})

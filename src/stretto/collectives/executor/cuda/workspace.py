@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.collectives.executor.cuda.copy_engine.streams import CopyStreams, CudaCopyStreams
 from stretto.collectives.executor.cuda.nvrtc import Function, Launchable, load_or_compile
 from stretto.memory import failures, find_symmetric, group_timeout
 from stretto.memory.compilation import CallLimit, note_loaded_kernel
+from stretto.memory.copy_engine import CopyStreams, CudaCopyStreams, has_nvlink
 from stretto.memory.cuda import CudaMemory
-from stretto.memory.gpus import NVML_NVLINK, bound_blocks, nvml_supports
-from stretto.memory.plain_data import all_gather_data
+from stretto.memory.gpus import bound_blocks
 
 MAX_BLOCKS = 1024
 FLAGS = 32 << 10
@@ -70,17 +69,6 @@ def require_lines(protocol: str, name: str, *, has_nvlink: bool) -> None:
             f"{name} by LL128 needs NVLink between all ranks' GPUs, which keeps lines of 128 bytes whole, and these "
             "are linked otherwise: take LL or Simple"
         )
-
-
-def has_nvlink(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether NVLink links each rank's GPU to every other's, the same on all ranks. Collective."""
-    own = str(torch.cuda.get_device_properties(device).uuid)
-    return all(all_gather_data(are_linked(own, all_gather_data(own, group, str)), group, bool))
-
-
-def are_linked(own: str, gpus: list[str]) -> bool:
-    """Whether NVLink links this GPU to all others, by their UUIDs; False if the driver's NVML does not report it."""
-    return nvml_supports(NVML_NVLINK, own, gpus) is True
 
 
 class Waiting(Protocol):

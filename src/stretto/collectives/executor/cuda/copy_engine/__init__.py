@@ -3,6 +3,6 @@
 
 - lowering.py: which messages can be copies, and which operations remain for kernels;
 - planner.py, direct.py: the operations of a call of one size, and their order;
-- executor.py: issues it, on the streams of streams.py;
+- executor.py: issues it, on the streams of `stretto.memory.copy_engine`;
 - flags.cu: the kernels that signal to peers and wait for them.
 """

@@ -32,7 +32,6 @@ from stretto.collectives.executor.cuda.copy_engine.planner import (
     PipelinedCopyPlanner,
     require_copyable,
 )
-from stretto.collectives.executor.cuda.copy_engine.streams import CopyStreams
 from stretto.collectives.executor.cuda.fused.program import FusedProgram, lower_to_fused_program
 from stretto.collectives.executor.cuda.variant import Variant, read_sources, require_runnable, write_macros
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace, SymmetricView
@@ -43,6 +42,7 @@ from stretto.collectives.executor.layout import (
     find_sizes,
 )
 from stretto.collectives.schedule import Schedule
+from stretto.memory.copy_engine import CopyStreams
 
 PROTOCOL = "Copy"
 _WAIT = ("state", "report", "failed", "limit", "kernel", "base", "index")

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recognizes transformers' models and linears, and adapts a model's methods to sharded parameters.
+
+transformers is not imported: classes are identified by their names and attributes.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def is_pretrained_model(model: nn.Module) -> bool:
+    """Whether this is a transformers model, by its class's attributes."""
+    return hasattr(model, "base_model_prefix") and hasattr(model, "config")
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is transformers' Conv1D: a linear that stores [in, out]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a custom transformers class computes nn.Linear (Falcon's), or its transpose."""
+    kind = type(module)
+    is_falcon = kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon"
+    return is_falcon or is_conv1d(module)
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The model without its head; itself, if it has none."""
+    return base_and_prefix(model)[0]
+
+
+def base_and_prefix(model: nn.Module) -> tuple[nn.Module, str]:
+    """The model without its head, and its name within the whole (with a dot)."""
+    prefix = getattr(model, "base_model_prefix", "")
+    inner = getattr(model, str(prefix), None) if prefix else None
+    return (inner, f"{prefix}.") if isinstance(inner, nn.Module) else (model, "")
+
+
+def generate_in_step(model: nn.Module) -> None:
+    """Have `generate` run on every rank until the last is done: each step gathers weights from all ranks.
+
+    Sets Hugging Face's option synced_gpus, which is off by default.
+    """
+    generate: Any = getattr(model, "generate", None)
+    if not callable(generate) or "synced_gpus" not in inspect.signature(generate).parameters:
+        return
+
+    @functools.wraps(generate)
+    def generate_on_every_rank(*args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
+        return generate(*args, synced_gpus=True if synced_gpus is None else synced_gpus, **kwargs)
+
+    model.generate = generate_on_every_rank  # type: ignore[assignment]
+
+
+def refuse_saving(model: nn.Module) -> None:
+    """Have `save_pretrained` raise ValueError for sharded parameters, before it writes half of a folder."""
+    save: Any = getattr(model, "save_pretrained", None)
+    if not callable(save):
+        return
+
+    @functools.wraps(save)
+    def save_whole(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("state_dict")
+        held = model.parameters() if given is None else given.values()
+        if any(isinstance(tensor, DTensor) for tensor in held):
+            raise ValueError(
+                "save_pretrained does not know that parameters are cut over ranks: call stretto.parallel.gather on "
+                "each, on every rank, and pass them as state_dict=, or `stretto export` a checkpoint"
+            )
+        return save(*args, **kwargs)
+
+    model.save_pretrained = save_whole  # type: ignore[assignment]
+
+
+def refuse_resizing(model: nn.Module) -> None:
+    """Have `resize_token_embeddings` raise ValueError: it would replace sharded parameters by unsharded ones."""
+    resize: Any = getattr(model, "resize_token_embeddings", None)
+    if not callable(resize):
+        return
+
+    @functools.wraps(resize)
+    def resize_before(new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        if new_num_tokens is None:  # asks for the embedding
+            return resize(new_num_tokens, *args, **kwargs)
+        raise ValueError(
+            f"resize_token_embeddings({new_num_tokens}): the embedding of a parallelized model is sharded. Resize it "
+            "before parallelize; Stretto pads a vocabulary that x does not divide"
+        )
+
+    model.resize_token_embeddings = resize_before  # type: ignore[assignment]
+
+
+def order_of_pipeline_plan(model: nn.Module) -> dict[str, bool]:
+    """Which modules come before the blocks by `base_model_pp_plan` of a transformers model."""
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    if "layers" not in plan:
+        return {}
+    prefix, place = base_and_prefix(model)[1], list(plan).index("layers")
+    return {prefix + name: index < place for index, name in enumerate(plan) if index != place}
+
+
+def checkpoints_itself(layer: nn.Module) -> bool:
+    """Whether this is a layer whose forward checkpoints itself (GradientCheckpointingLayer)."""
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__)
+
+
+def checkpoint_layers(model: nn.Module) -> bool:
+    """Have a transformers model checkpoint its layers, by `_gradient_checkpointing_func` of those that do so
+    themselves; returns False for a model that has no such function."""
+    enables = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second before transformers 5
+    enable = next((getattr(model, name) for name in enables if hasattr(model, name)), None)
+    if not is_pretrained_model(model) or enable is None:
+        return False
+    enable({"use_reentrant": False})
+    return True
+
+
+def refusal_of_checkpointing(model: nn.Module) -> str | None:
+    """Why activation checkpointing of a transformers model is refused; None if it is not."""
+    if not is_pretrained_model(model) or getattr(model, "supports_gradient_checkpointing", True):
+        return None
+    return (
+        f"{type(model).__name__} does not support activation checkpointing, as transformers says "
+        "(supports_gradient_checkpointing)"
+    )

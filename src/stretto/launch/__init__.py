@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the ranks of a job on this machine, watches them, stops them, and starts them again: for any `Job`.
+
+Modules: `launcher` (starts ranks), `rank` (the process of one), `supervisor` (forwards signals, ends all ranks when one
+has failed), `failures` (kinds of failures, and which is the cause), `restarts` with `slots` and `journal`, `elastic`
+(jobs that torchrun starts again), `leftovers`, `run_lock`; `watching` finds stuck and slow ranks, under torchrun too.
+"""
+
+from typing import TYPE_CHECKING
+
+from stretto.lazy import attach
+
+if TYPE_CHECKING:
+    from stretto.launch.failures import RankFailure
+    from stretto.launch.job import Job
+    from stretto.launch.launcher import (
+        allocator_environment,
+        changed_environment,
+        launch_job,
+        loopback_environment,
+        rank_variables,
+        remove_traces,
+    )
+    from stretto.launch.supervisor import StopTimeouts
+
+__all__ = [
+    "Job",
+    "RankFailure",
+    "StopTimeouts",
+    "allocator_environment",
+    "changed_environment",
+    "launch_job",
+    "loopback_environment",
+    "rank_variables",
+    "remove_traces",
+]
+
+_HOMES = {"Job": "job", "RankFailure": "failures", "StopTimeouts": "supervisor"}
+__getattr__, __dir__ = attach(__name__, {name: f"stretto.launch.{_HOMES.get(name, 'launcher')}" for name in __all__})

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copy engines of GPUs: which groups they reach, copies and flags in stream order, and the streams that they run on.
+
+    used by                                                       streams            a copy has arrived when
+    tiles.host: operators, weights' gathers, gradients' scatters  `SideStream`       a flag follows it (`set_flag`)
+    collectives' executor                                         `CudaCopyStreams`  a kernel after it has signalled
+    pipelines' messages                                           `ChannelStreams`   the host has seen its event
+
+Each user has slots of its own: where peers write, and when a slot may be used again. `Driver` calls CUDA's driver by
+addresses and handles: one operator makes dozens of copies and signals, and on some hosts each costs ten microseconds
+through torch.
+"""
+
+import ctypes
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.memory.gpus import NVML_NVLINK, nvml_supports
+from stretto.memory.host import find_fence
+from stretto.memory.plain_data import all_gather_data
+
+SIDE_STREAMS = ("copy", "flag", "wait")
+
+_MOST_KEPT = 64
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_BY_ADDRESS = 4  # CU_MEMORYTYPE_UNIFIED
+_kept: dict[int, torch.cuda.Stream] = {}
+
+
+def have_copy_engines(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether copy engines reach the whole group: GPUs of one machine, with NVLink between all. Collective."""
+    if group.size() == 1 or device.type != "cuda":
+        return False
+    return has_nvlink(group, device)
+
+
+def has_nvlink(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether NVLink links each rank's GPU to every other's, the same on all ranks. Collective."""
+    own = str(torch.cuda.get_device_properties(device).uuid)
+    return all(all_gather_data(are_linked(own, all_gather_data(own, group, str)), group, bool))
+
+
+def are_linked(own: str, gpus: list[str]) -> bool:
+    """Whether NVLink links this GPU to all others, by their UUIDs; False if the driver's NVML does not report it."""
+    return nvml_supports(NVML_NVLINK, own, gpus) is True
+
+
+def find_handle(device: torch.device) -> int:
+    """Return the current stream's handle."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def find_current(device: torch.device) -> torch.cuda.Stream:
+    """Return the current stream as a cached object; torch makes a new one each time."""
+    handle = find_handle(device)
+    stream = _kept.get(handle)
+    if stream is None or stream.device_index != device.index:  # the default stream's handle is 0 on every device
+        if len(_kept) == _MOST_KEPT:
+            _kept.clear()
+        stream = _kept[handle] = torch.cuda.current_stream(device)
+    return stream
+
+
+class _Memcpy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D: a copy of rows that are `pitch` bytes apart, each starting at a column."""
+
+    _fields_ = [
+        field
+        for end in ("source", "target")
+        for field in (
+            (f"{end}_column", ctypes.c_size_t),
+            (f"{end}_row", ctypes.c_size_t),
+            (f"{end}_kind", ctypes.c_int),
+            (f"{end}_host", ctypes.c_void_p),
+            (f"{end}_device", ctypes.c_uint64),
+            (f"{end}_array", ctypes.c_void_p),
+            (f"{end}_pitch", ctypes.c_size_t),
+        )
+    ] + [("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
+
+
+class Driver:
+    """CUDA's driver functions by raw addresses and stream handles. RuntimeError if a call fails."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        word = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self._copy = _declare(library.cuMemcpyAsync, [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, word[0]])
+        self._copy_rows = _declare(library.cuMemcpy2DAsync_v2, [ctypes.POINTER(_Memcpy2D), word[0]])
+        self._record = _declare(library.cuEventRecord, [ctypes.c_void_p, ctypes.c_void_p])
+        self._follow = _declare(library.cuStreamWaitEvent, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint])
+        self._await = _declare(library.cuStreamWaitValue32_v2, word)
+        self._write = _declare(library.cuStreamWriteValue32_v2, word)
+
+    def copy(self, destination: int, source: int, size: int, stream: int) -> None:
+        """Copy `size` bytes between addresses, in stream order."""
+        failed = self._copy(destination, source, size, stream)
+        if failed:
+            raise RuntimeError(f"CUDA error {failed} of a copy of {size} bytes")
+
+    def copy_rows(self, target: tuple[int, int], source: tuple[int, int], size: int, count: int, stream: int) -> None:
+        """Copy `count` rows of `size` bytes between addresses and pitches (bytes from row to row), in stream order."""
+        rows = _Memcpy2D(width=size, height=count)
+        rows.target_kind = rows.source_kind = _BY_ADDRESS
+        (rows.target_device, rows.target_pitch), (rows.source_device, rows.source_pitch) = target, source
+        failed = self._copy_rows(ctypes.byref(rows), stream)
+        if failed:
+            raise RuntimeError(f"CUDA error {failed} of a copy of {count} rows of {size} bytes")
+
+    def record(self, event: int, stream: int) -> None:
+        """Record an event after the work that a stream has so far."""
+        failed = self._record(event, stream)
+        if failed:
+            raise RuntimeError(f"CUDA error {failed} of an event's recording")
+
+    def follow(self, stream: int, event: int) -> None:
+        """Make the stream wait for an event."""
+        failed = self._follow(stream, event, 0)
+        if failed:
+            raise RuntimeError(f"CUDA error {failed} of a stream's wait for an event")
+
+    def await_count(self, address: int, count: int, stream: int) -> None:
+        """Make the stream wait until an int32 has reached `count`, then set it to 0."""
+        failed = self._await(stream, address, count, _AT_LEAST) or self._write(stream, address, 0, 0)
+        if failed:
+            raise RuntimeError(
+                f"CUDA error {failed}: this driver's streams cannot wait for a word in memory, as copies of tiles that "
+                'a kernel stores do; operators do without them by a plan with transfer="programs"'
+            )
+
+
+@functools.cache
+def find_driver() -> Driver:
+    """Return this machine's driver, loaded once."""
+    return Driver()
+
+
+def set_flag(word: Tensor, value: Tensor) -> None:
+    """Signal in stream order: copy value [1] to word [1], both int32, after all earlier copies and stores.
+
+    A copy of 4 bytes from device memory, so that CUDA graphs replay. In host memory it is written immediately.
+    """
+    if word.device.type == "cpu":
+        fence = find_fence()
+        if fence is not None:
+            fence()
+        word.numpy()[0] = value.item()
+    else:
+        find_driver().copy(word.data_ptr(), value.data_ptr(), value.element_size(), find_handle(word.device))
+
+
+class SideStream:
+    """A side stream for copies, which forks from and joins whichever stream is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._opened, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self._before: list[tuple[int, int, int]] = []
+
+    def open(self) -> None:
+        """Fork: order later work of this stream after the current stream's work so far."""
+        self._opened.record(find_current(self.device))
+        self.stream.wait_event(self._opened)
+
+    def join(self) -> None:
+        """Join: order later work of the current stream after this stream's work so far."""
+        self._joined.record(self.stream)
+        find_current(self.device).wait_event(self._joined)
+
+    def __enter__(self) -> None:
+        """Make this the current stream until exit."""
+        self._before.append(torch._C._cuda_getCurrentStream(self.device.index))
+        stream = self.stream
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._cuda_setStream(*self._before.pop())
+
+
+class CopyStreams(Protocol):
+    """The streams of a call: "caller", the stream that was current at `fork`, and `SIDE_STREAMS`."""
+
+    def fork(self) -> None:
+        """Have the side streams go on after what the caller's stream has."""
+
+    def handle(self, stream: str) -> int:
+        """The handle of a stream, to launch on."""
+
+    def mark(self, event: Hashable, stream: str) -> None:
+        """Record an event on a stream; its name may be used again once `follow` has been called for it."""
+
+    def follow(self, event: Hashable, stream: str) -> None:
+        """Have a stream wait for an event."""
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: str) -> None:
+        """Copy between addresses of GPUs that this one can reach, on a stream."""
+
+    def join(self) -> None:
+        """Have the caller's stream go on after the side streams."""
+
+
+class CudaCopyStreams:
+    """CUDA streams for copies. Works under graph capture: the streams fork from the caller's and join it.
+
+    Events go through the driver: torch's own take the host several times as long.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {name: torch.cuda.Stream(device, priority=-1) for name in SIDE_STREAMS}  # as the group's
+        self._handles = {name: stream.cuda_stream for name, stream in self._streams.items()}
+        self._events: dict[Hashable, torch.cuda.Event] = {}
+        self._known: dict[Hashable, int] = {}
+        self._driver = find_driver()
+
+    def fork(self) -> None:
+        """Have the side streams go on after what the caller's stream has."""
+        self._handles["caller"] = find_handle(self._device)
+        self.mark("forked", "caller")
+        for stream in SIDE_STREAMS:
+            self.follow("forked", stream)
+
+    def handle(self, stream: str) -> int:
+        """The handle of a stream, to launch on."""
+        return self._handles[stream]
+
+    def mark(self, event: Hashable, stream: str) -> None:
+        """Record an event on a stream; its name may be used again once `follow` has been called for it."""
+        known = self._known.get(event)
+        if known is None:
+            made = self._events[event] = torch.cuda.Event()
+            made.record(self._streams.get(stream))  # torch creates the event when it is first recorded
+            known = self._known[event] = made.cuda_event
+        self._driver.record(known, self._handles[stream])
+
+    def follow(self, event: Hashable, stream: str) -> None:
+        """Have a stream wait for an event."""
+        self._driver.follow(self._handles[stream], self._known[event])
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: str) -> None:
+        """Copy between addresses on a stream. Raises RuntimeError with CUDA's error number if it refuses."""
+        self._driver.copy(target, source, num_bytes, self._handles[stream])
+
+    def join(self) -> None:
+        """Have the caller's stream go on after the side streams."""
+        for stream in SIDE_STREAMS:
+            self.mark("joined", stream)
+            self.follow("joined", "caller")
+
+
+class ChannelStreams:
+    """Copies of tensors on streams of one GPU, one for each channel, whose ends the host can ask for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def ready(self) -> torch.cuda.Event:
+        """Record an event after all work so far of the caller's current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def empty(self, channel: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate memory for a tensor that copies of the channel will fill."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream(channel)):
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def copy(
+        self, channel: int, pairs: list[tuple[Tensor, Tensor]], after: torch.cuda.Event | None
+    ) -> torch.cuda.Event:
+        """Start to copy (target, source) of each, not before the event `after`; returns the event of their end."""
+        stream = self._stream(channel)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            if after is not None:
+                after.wait(stream)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+    def _stream(self, channel: int) -> torch.cuda.Stream:
+        if channel not in self._streams:
+            self._streams[channel] = torch.cuda.Stream(self.device)
+        return self._streams[channel]
+
+
+def _declare(function: Any, arguments: list[Any]) -> Any:
+    function.argtypes = arguments
+    return function

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of `python -m tests.stress`, checked without torch."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.atomic_files import require_writable
+from stretto.bench.settings import require_least
+from stretto.stress.catalogue import CATALOGUES
+from stretto.stress.ledger import Ledger
+
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True)
+class StressSetting:
+    """Settings of a stress run. Raises ValueError for impossible settings, patterns that match nothing, and a file
+    to resume from that is not a stress result.
+
+    minutes: no batch begins later. only: patterns of configurations' names. seed: None for a new one. results: the run
+    ends when each configuration has this many. resume: a file whose results the run continues. limit: seconds that a
+    batch may take (None: the defaults). calls: of a batch (None: by the number of ranks). stops_at_first: end at the
+    first finding. prepare: a module whose `install` ranks call before all else, such as tests.stress.late_warps.
+    """
+
+    ranks: int
+    minutes: float
+    only: str | None = None
+    seed: int | None = None
+    results: int | None = None
+    resume: Path | None = None
+    catalogues: tuple[str, ...] = CATALOGUES
+    limit: float | None = None
+    calls: int | None = None
+    stops_at_first: bool = False
+    prepare: str = ""
+
+    def __post_init__(self) -> None:
+        require_least(2, ranks=self.ranks)
+        if self.ranks > MOST_RANKS:
+            raise ValueError(f"ranks is {self.ranks}, but must be at most {MOST_RANKS}")
+        if not 0 < self.minutes < math.inf:
+            raise ValueError(f"minutes is {self.minutes}, but must be more than 0")
+        if self.results is not None:
+            require_least(1, results=self.results)
+        if self.seed is not None:
+            require_least(0, seed=self.seed)
+        if self.resume is not None:
+            require_writable(self.resume, "--resume")
+        Ledger(self.resume)  # raises for a file of another kind

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stress configurations of copy engines' weight all-gather and gradient reduce-scatter."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather
+from stretto.parallel.comm.copy_engine_scatter import SLOTS, CopyEngineReduceScatter
+from stretto.parallel.comm.weight_gathering import WeightToGather
+from stretto.parallel.layout import version_of
+from stretto.stress.catalogue import Check, Configuration, StressCase
+from stretto.stress.team import Team
+
+FAMILY = "pushed weights"
+ENTRIES = 6
+_BEGIN = "tiles.calls.begin_call"
+_WAIT = "tiles.signals.wait_for_all"
+_SCATTER = ("parallel.comm.copy_engine_scatter.begin_scatter", "parallel.comm.copy_engine_scatter.sum_parts")
+
+
+class CopyEngineGatherCase(StressCase):
+    """Forward passes of a few weights, each gathered while the ones before it are used."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team, *, dtype: torch.dtype | None) -> None:
+        self._team = team
+        rows, columns = (96, 64) if team.is_cuda else (8, 4)
+        # The last rank has fewer rows of the last weight.
+        self._rows = [rows, rows // 2, team.world * (rows // team.world) - 1]
+        self._columns = columns
+        self._gather = CopyEngineAllGather(team.group, "cuda" if team.is_cuda else "host")
+        self._shards: list[Tensor] = []
+        self._parameters: list[Tensor] = []
+        mesh = DeviceMesh.from_group(team.group, team.device.type)
+        for number, count in enumerate(self._rows):
+            shard = self._own_rows(self._draw(0, number), count).clone()
+            size = torch.Size((count, columns))
+            parameter = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=size, stride=(columns, 1))
+            parameter.stretto_layout = None  # type: ignore[attr-defined]  # as `parallelize` leaves it
+            self._shards.append(shard)
+            self._parameters.append(parameter)
+            self._gather.register(number, WeightToGather(parameter, count, dtype))
+        self._wholes = [[self._draw(entry, number) for number in range(len(self._rows))] for entry in range(ENTRIES)]
+        self._dtype = dtype or torch.float32
+
+    def _draw(self, entry: int, number: int) -> Tensor:
+        shape = (self._rows[number], self._columns)
+        return self._team.integers(shape, entry, number, low=-100, high=100).float()
+
+    def _own_rows(self, whole: Tensor, rows: int) -> Tensor:
+        chunk = -(-rows // self._team.world)
+        return whole[self._team.rank * chunk : (self._team.rank + 1) * chunk]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        wholes = self._wholes[entry]
+        for shard, whole, rows in zip(self._shards, wholes, self._rows, strict=True):
+            shard.copy_(self._own_rows(whole, rows))
+        with torch.enable_grad():
+            self._gather.begin()
+        checks = []
+        for number, parameter in enumerate(self._parameters):
+            found = self._gather.take(number, version_of(parameter), in_backward=False)
+            assert found is not None, "a weight of this pass was not pushed"
+            checks.append(Check(found.clone(), wholes[number].to(self._dtype)))
+        self._gather.end()
+        return checks
+
+    def poison(self) -> None:
+        """Fill the workspaces with poison."""
+        for place in self._gather._places.values():
+            place.whole.fill_(float("nan"))
+
+    def check(self) -> None:
+        """Raise the error that the device has reported."""
+        if self._gather._channel is not None:
+            self._gather._channel.check()
+
+
+class CopyEngineScatterCase(StressCase):
+    """Reduce-scatters of a few gradients, all in flight at once."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team, *, dtype: torch.dtype, result: torch.dtype, starts: int) -> None:
+        self._team, self._result = team, result
+        rows, columns = (96, 64) if team.is_cuda else (8, 4)
+        self._rows = [max(rows - 7 * number, 1) for number in range(starts)]
+        part = -(-rows // team.world) * columns * dtype.itemsize
+        self._scatter = CopyEngineReduceScatter(team.group, part, "cuda" if team.is_cuda else "host")
+        self._gradients: list[list[Tensor]] = []
+        self._expected: list[list[Tensor]] = []
+        for entry in range(ENTRIES):
+            every = [
+                [team.integers((count, columns), entry, number, peer, low=-8, high=8) for peer in range(team.world)]
+                for number, count in enumerate(self._rows)
+            ]
+            self._gradients.append([one[team.rank].to(dtype) for one in every])
+            sums = [torch.stack(one).sum(0) for one in every]
+            self._expected.append([self._own_rows(one).to(result) for one in sums])
+
+    def _own_rows(self, whole: Tensor) -> Tensor:
+        chunk = -(-whole.shape[0] // self._team.world)
+        return whole[self._team.rank * chunk : (self._team.rank + 1) * chunk]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        expected = self._expected[entry]
+        pending = [
+            self._scatter.start(gradient, right.shape[0], self._result)
+            for gradient, right in zip(self._gradients[entry], expected, strict=True)
+        ]
+        return [Check(one.wait(), right) for one, right in zip(pending, expected, strict=True)]
+
+    def poison(self) -> None:
+        """Fill the workspaces with poison."""
+        size = SLOTS * self._team.world * self._scatter._part
+        self._scatter._channel.tensor((size,), torch.uint8).fill_(0xFF)
+
+    def check(self) -> None:
+        """Raise the error that the device has reported."""
+        self._scatter._channel.check()
+
+
+def list_configurations() -> list[Configuration]:
+    """All configurations of copy engines in training."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return [
+        Configuration(
+            "pushed/gather", FAMILY, (_BEGIN, _WAIT), "weights of one pass, in their own dtype",
+            partial(CopyEngineGatherCase, dtype=None),
+        ),
+        Configuration(
+            "pushed/gather-bf16", FAMILY, (_BEGIN, _WAIT), "weights that are cast to bf16",
+            partial(CopyEngineGatherCase, dtype=bf16),
+        ),
+        Configuration(
+            "pushed/scatter", FAMILY, _SCATTER, "one gradient at a time, fp32",
+            partial(CopyEngineScatterCase, dtype=fp32, result=fp32, starts=1),
+        ),
+        Configuration(
+            "pushed/scatter-ring", FAMILY, _SCATTER, "as many gradients in flight as there are slots, bf16",
+            partial(CopyEngineScatterCase, dtype=bf16, result=fp32, starts=SLOTS),
+        ),
+    ]  # fmt: skip

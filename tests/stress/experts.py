@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stress configurations of kernels of experts, loss and rotary positions, which each rank launches by itself."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stretto.stress.catalogue import Check, Configuration, StressCase
+from stretto.stress.team import Team
+
+ENTRIES = 6
+K = 3
+_CLEARING = tuple(f"ops.moe.grouped_matmul.{name}" for name in ("clear_padding_rows", "clear_empty_experts"))
+_COPIES = tuple(f"ops.moe.copies_kernels.{name}" for name in ("sum_rows", "weigh_rows", "multiply_rows"))
+_LOSS = tuple(f"ops.cross_entropy.{name}" for name in ("reduce_rows", "differentiate_rows"))
+_ROTARY = tuple(f"ops.rotary.{name}" for name in ("split_heads", "join_heads"))
+_GATES = tuple(f"ops.moe.activation.{name}" for name in ("gate_by_silu", "differentiate_silu_gate"))
+
+
+class CopiesCase(StressCase):
+    """Sums, products and gradients of copies of tokens, of small whole numbers, which bf16 and fp32 hold exactly."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        self._tokens, self._columns = (500, 1160) if team.is_cuda else (5, 40)
+        self._calls = []
+        for entry in range(ENTRIES):
+            words = entry, team.rank
+            copies = self._tokens * K
+            positions = torch.randperm(copies + 4, generator=team.draw("positions", *words), device=team.device)
+            positions = positions[:copies].view(self._tokens, K)
+            x = team.integers((self._tokens, self._columns), "x", *words, low=-3, high=3)
+            rows = team.integers((copies + 4, self._columns), "rows", *words, low=-3, high=3)
+            weights = team.integers((self._tokens, K), "weights", *words, low=-4, high=4)
+            is_valid = team.integers((self._tokens, K), "is_valid", *words, low=0) > 0
+            self._calls.append((x, rows, positions, weights, is_valid))
+        self._expected = [self._compute(*call) for call in self._calls]
+
+    def _compute(
+        self, x: Tensor, rows: Tensor, positions: Tensor, weights: Tensor, is_valid: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The same in fp64 by other operators, with an intermediate of [t, k, h]."""
+        copies = rows[positions]
+        sums = (copies * weights[:, :, None]).sum(1)
+        valid = (copies * is_valid[:, :, None]).sum(1)
+        weighed = x[:, None] * weights[:, :, None]
+        spread = torch.zeros_like(rows).index_copy_(0, positions.reshape(-1), weighed.flatten(0, 1))
+        return sums, valid, weighed.flatten(0, 1), spread, (x[:, None] * copies).sum(2)
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        from stretto.ops.moe import copies_kernels
+
+        x, rows, positions, weights, is_valid = self._calls[entry]
+        narrow, narrow_x, factors = rows.bfloat16(), x.bfloat16(), weights.float()
+        slots = torch.arange(positions.numel(), device=x.device)
+        found = [
+            copies_kernels.sum_on_gpu(narrow, positions, factors, None),
+            copies_kernels.sum_on_gpu(narrow, positions, None, is_valid),
+            copies_kernels.weigh_on_gpu(narrow_x, factors, slots),
+            *copies_kernels.weigh_and_multiply_on_gpu(narrow_x, narrow, positions, factors),
+        ]
+        return [
+            Check(one.contiguous(), right.to(one.dtype))
+            for one, right in zip(found, self._expected[entry], strict=True)
+        ]
+
+
+class GatedCase(StressCase):
+    """Gated SiLU and its gradient, which must be right, and have the same bits each time."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        shape = (300, 1160) if team.is_cuda else (3, 40)
+        self._calls = [
+            (
+                (team.integers((shape[0], 2 * shape[1]), "x", entry, team.rank, low=-9, high=9) / 4).bfloat16(),
+                team.integers(shape, "grad", entry, team.rank, low=-9, high=9).bfloat16(),
+            )
+            for entry in range(ENTRIES)
+        ]
+        self._expected = [self._run(entry) for entry in range(ENTRIES)]
+        for (x, grad), found in zip(self._calls, self._expected, strict=True):
+            wide = x.double().requires_grad_()
+            gate, up = wide.chunk(2, 1)
+            out = gate * gate.sigmoid() * up
+            (of_x,) = torch.autograd.grad(out, wide, grad.double())
+            for one, right in zip(found, (out.detach(), of_x) * 2, strict=True):
+                if not torch.allclose(one.double(), right, rtol=2**-8, atol=1e-4):
+                    raise AssertionError("the kernels of gated SiLU compute something else")
+
+    def _run(self, entry: int) -> tuple[Tensor, ...]:
+        from stretto.ops.moe import activation
+
+        x, grad = self._calls[entry]
+        gate, up = x.chunk(2, 1)
+        of_both = torch.cat(activation.differentiate_swiglu(gate, up, grad), 1)
+        product = activation.multiply_by_silu(gate, up)
+        return activation.gate_on_gpu(x), activation.gate_gradient_on_gpu(x, grad), product, of_both
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        return [Check(found, right) for found, right in zip(self._run(entry), self._expected[entry], strict=True)]
+
+
+class ClearingCase(StressCase):
+    """Zeros in rows of padding and in gradients of experts without rows, and all else as it was."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        rows, columns, self._inner = (400, 1160, 300) if team.is_cuda else (40, 30, 9)
+        self._whole = team.integers((rows, columns), "whole", low=1, high=9).bfloat16()
+        self._offsets = []
+        for entry in range(ENTRIES):
+            counts = team.integers((5,), "counts", entry, team.rank, low=0, high=rows // 5, density=0.6)
+            ends = counts.cumsum(0).to(torch.int32)
+            self._offsets.append(torch.cat((torch.zeros_like(ends[:1]), ends)))
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        from stretto.ops.moe.grouped_matmul import clear_empty, clear_padding
+
+        offsets, found = self._offsets[entry], self._whole.clone()
+        clear_padding(found, offsets)
+        numbers = torch.arange(len(found), device=found.device)
+        rows = Check(found, self._whole.masked_fill((numbers >= offsets[-1])[:, None], 0))
+        gradients = self._whole[: self._inner].repeat(5, 1, 1)
+        expected = gradients.masked_fill((offsets[1:] == offsets[:-1])[:, None, None], 0)
+        clear_empty(gradients, offsets)
+        return [rows, Check(gradients, expected)]
+
+
+class LossCase(StressCase):
+    """Statistics and gradients of cross-entropy, which must be right, and have the same bits each time."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        rows, columns, self._counted = (60, 20032, 20011) if team.is_cuda else (3, 64, 61)
+        self._calls = [
+            (
+                (team.integers((rows, columns), "logits", entry, team.rank, low=-40, high=40) / 4).bfloat16(),
+                team.integers((rows,), "targets", entry, team.rank, low=-9, high=columns).long(),
+            )
+            for entry in range(ENTRIES)
+        ]
+        self._scale = torch.full((rows,), 0.5, device=team.device)
+        self._expected = [self._run(entry) for entry in range(ENTRIES)]
+        for (logits, targets), (found, gradient) in zip(self._calls, self._expected, strict=True):
+            wide = logits[:, : self._counted].double().requires_grad_()
+            is_here = (targets >= 0) & (targets < self._counted)
+            of_target = wide.gather(1, targets.clamp(0, self._counted - 1)[:, None]).squeeze(1)
+            loss = wide.logsumexp(1) - torch.where(is_here, of_target, 0)
+            (right,) = torch.autograd.grad(loss.sum() / 2, wide)
+            pairs = (found, loss.detach(), 1e-5), (gradient[:, : self._counted], right, 2**-8)
+            if not all(torch.allclose(one.double(), other, rtol=far, atol=1e-7) for one, other, far in pairs):
+                raise AssertionError("the kernels of cross-entropy compute something else")
+
+    def _run(self, entry: int) -> tuple[Tensor, Tensor]:
+        from stretto.ops import cross_entropy
+
+        logits, targets = self._calls[entry]
+        highest, sums, of_target = cross_entropy.read_statistics(logits, targets, self._counted)
+        gradient = logits.clone()
+        cross_entropy.write_gradients(gradient, targets, highest, sums, self._scale, self._counted)
+        return sums.log() + highest - of_target, gradient
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        return [Check(found, right) for found, right in zip(self._run(entry), self._expected[entry], strict=True)]
+
+
+class RotaryCase(StressCase):
+    """Heads that are split and rotated, and joined again, with cosines and sines that are small whole numbers."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        self._queries = 3
+        tokens, groups, half = (130, 4, 40) if team.is_cuda else (3, 2, 3)
+        self._calls = [
+            (
+                team.integers((2, tokens, groups, self._queries + 2, 2 * half), "qkv", entry, team.rank).bfloat16(),
+                team.integers((tokens, half), "cos", entry, team.rank, low=-2, high=2).float(),
+                team.integers((tokens, half), "sin", entry, team.rank, low=-2, high=2).float(),
+            )
+            for entry in range(ENTRIES)
+        ]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        from stretto.ops.rotary import rotate_and_split, rotate_back_and_join
+
+        qkv, cos, sin = self._calls[entry]
+        found = rotate_and_split(qkv, cos, sin, self._queries)
+        parts = [part.flatten(2, 3) for part in qkv.double().split((self._queries, 1, 1), 3)]
+        expected = self._turn(parts[0], cos, sin), self._turn(parts[1], cos, sin), parts[2]
+        back = self._turn(parts[0], cos, -sin), self._turn(parts[1], cos, -sin), parts[2]
+        query, key, value = (part.to(qkv.dtype) for part in parts)
+        joined = rotate_back_and_join(query, key, value, cos, sin)
+        right = torch.cat([part.unflatten(2, (qkv.shape[2], -1)) for part in back], 3)
+        pairs = zip((*found, joined), (*expected, right), strict=True)
+        return [Check(one, other.to(one.dtype)) for one, other in pairs]
+
+    @staticmethod
+    def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """heads [batch, tokens, heads, 2 * half], in fp64."""
+        first, second = heads.chunk(2, -1)
+        c, s = cos.double()[:, None], sin.double()[:, None]
+        return torch.cat((first * c - second * s, second * c + first * s), -1)
+
+
+def list_configurations() -> list[Configuration]:
+    """All configurations of experts, that of the loss, and that of rotary positions."""
+    return [
+        Configuration("attention/rotary", "attention", _ROTARY, "heads rotated and split, and joined", RotaryCase),
+        Configuration("experts/copies", "experts", _COPIES, "sums, products and gradients of copies", CopiesCase),
+        Configuration("experts/gated", "experts", _GATES, "gated SiLU and its gradient", GatedCase),
+        Configuration("experts/clearing", "experts", _CLEARING, "zeros where no expert writes", ClearingCase),
+        Configuration("loss/cross-entropy", "loss", _LOSS, "cross-entropy and its gradient", LossCase),
+    ]

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stress configurations of optimizers' kernels, and of optimizer state that is offloaded to the host."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stretto.execution import StateOptions
+from stretto.memory import failures
+from stretto.optim.state.store import OptimizerStateStore, StoredParameter
+from stretto.stress.catalogue import Check, Configuration, StressCase
+from stretto.stress.team import Team
+from stretto.train.bit_hash import multipliers
+from stretto.train.stored_optimizer import NoRanks, adamw_update, build_store
+
+ENTRIES = 6
+_ADAMW = "optim.adamw_kernel._adamw"
+_HASH = "train.bit_hash_kernel._add_hash"
+_MIXED = tuple(f"optim.state.kernels.{name}" for name in ("_adamw_mixed", "_sgd_mixed", "_round", "_join", "_scale"))
+
+
+class AdamWCase(StressCase):
+    """Steps of the AdamW kernel from one state, which must give the same bits each time."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        self._device = team.device
+        self._numbers = 5000 if team.is_cuda else 300
+        self._gradients = [
+            team.integers((self._numbers,), entry, team.rank, low=-50, high=50).float() / 16 for entry in range(ENTRIES)
+        ]
+        self._scale = torch.tensor(0.5, device=team.device)
+        self._corrections = torch.tensor([0.25, 1.5, 0.875], device=team.device)
+        self._expected = [self._step(entry) for entry in range(ENTRIES)]
+        for entry, (parameter, *_) in enumerate(self._expected):
+            gradient = self._gradients[entry].double() * 0.5
+            first, second = 0.1 + 0.25 * gradient, 0.0625 + 0.25 * gradient * gradient
+            right = 0.875 - 0.25 * first / (second.sqrt() * 1.5 + 1e-3)
+            if not torch.allclose(parameter.double(), right, atol=1e-5):
+                raise AssertionError("AdamW's kernel does another step")
+
+    def _step(self, entry: int) -> tuple[Tensor, ...]:
+        from stretto.optim.adamw_kernel import launch
+
+        parameter = torch.ones(self._numbers, device=self._device)
+        first, second = torch.full_like(parameter, 2 / 15), torch.full_like(parameter, 1 / 12)
+        copy = torch.empty(self._numbers, dtype=torch.bfloat16, device=self._device)
+        options = {"betas": (0.75, 0.75), "eps": 1e-3}
+        numbers = parameter, self._gradients[entry], first, second, self._corrections
+        launch(*numbers, self._scale, failures.failure_flag(self._device), copy, options)
+        return parameter, first, second, copy
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        return [Check(found, right) for found, right in zip(self._step(entry), self._expected[entry], strict=True)]
+
+
+class MixedPrecisionCase(StressCase):
+    """Steps of AdamW and SGD on split bf16 weights from one state, which must give the same bits each time."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        self._device = team.device
+        self._numbers = 5000 if team.is_cuda else 300
+        self._wide = team.integers((self._numbers,), "weights", low=-1000, high=1000).float() / 1024
+        self._gradients = [
+            team.integers((self._numbers,), entry, team.rank, low=-50, high=50).half() / 16 for entry in range(ENTRIES)
+        ]
+        self._expected = [self._step(entry) for entry in range(ENTRIES)]
+        for entry, (momentum, *_) in enumerate(self._expected):
+            if not torch.allclose(momentum, self._gradients[entry].float() * 0.5 + 0.25 * self._wide + 0.5):
+                raise AssertionError("SGD's kernel does another step")
+
+    def _step(self, entry: int) -> tuple[Tensor, ...]:
+        from stretto.optim.state import kernels
+
+        weight = torch.empty(self._numbers, dtype=torch.bfloat16, device=self._device)
+        low = torch.empty(self._numbers, dtype=torch.int16, device=self._device)
+        first, second = (torch.ones(self._numbers, device=self._device) for _ in range(2))
+        buffer, wide = torch.ones_like(first), torch.empty_like(first)
+        kernels.launch_round(self._wide, weight, low)
+        gradient = torch.empty_like(first)
+        half, none = torch.tensor(0.5, device=self._device), torch.zeros(1, dtype=torch.int32, device=self._device)
+        failed = failures.failure_flag(self._device)
+        kernels.launch_scale(self._gradients[entry], half, gradient)
+        kernels.launch_sgd(
+            weight, self._gradients[entry], buffer, low, lr=half, scale=half, skip=none, failed=failed,
+            options=(0.5, 0.25),
+        )  # fmt: skip
+        kernels.launch(
+            weight, gradient, first, second, low, corrections=torch.tensor([0.25, 1.5, 0.875], device=self._device),
+            scale=half, skip=none, failed=failed, options={"betas": (0.75, 0.75), "eps": 1e-3},
+        )  # fmt: skip
+        kernels.launch_join(weight, low, wide)
+        return buffer, weight, low, first, second, wide
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        return [Check(found, right) for found, right in zip(self._step(entry), self._expected[entry], strict=True)]
+
+
+class HostStateCase(StressCase):
+    """Steps whose state is fetched from the host in small buckets and written back; all three overlap."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        self._numbers = 40_000 if team.is_cuda else 600
+        self._wide = team.integers((self._numbers,), "weights", low=-1000, high=1000).float() / 1024
+        self._gradients = [
+            team.integers((self._numbers,), entry, team.rank, low=-50, high=50).bfloat16() / 16
+            for entry in range(ENTRIES)
+        ]
+        self._stores = [
+            self._build(team.device, StateOptions(location, bucket_size=64 * (50 if team.is_cuda else 1)))
+            for location in ("host", "device")
+        ]
+        self._expected = [self._step(self._stores[1], entry) for entry in range(ENTRIES)]
+
+    def _build(self, device: torch.device, options: StateOptions) -> OptimizerStateStore:
+        parameter = StoredParameter("flat", self._wide.shape, (), 1, 0.0)
+        make = adamw_update(betas=(0.75, 0.75), eps=1e-3)
+        store = build_store([parameter], make, torch.bfloat16, options, device, NoRanks())
+        store.set_weight(0, self._wide)
+        store.prepare()
+        return store
+
+    def _step(self, store: OptimizerStateStore, entry: int) -> tuple[Tensor, ...]:
+        """Two steps from one state; the second reads the state that the first has written back."""
+        store.residence.synchronize()
+        for array in store.slots(0).values():
+            array.zero_()
+        store.set_weight(0, self._wide)
+        store.set_scalars({})
+        for _ in range(2):
+            store.add(0, self._gradients[entry])
+            store.finish()
+            store.step(0.25)
+        store.residence.synchronize()
+        return store.weights.clone(), *(array.to(store.device, copy=True) for array in store.slots(0).values())
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Make the call with input number `entry`, and pair its results with the expected ones."""
+        found = self._step(self._stores[0], entry)
+        return [Check(one, right) for one, right in zip(found, self._expected[entry], strict=True)]
+
+
+class HashCase(StressCase):
+    """Hashes of words of 4, 2 and 1 bytes (`train.verify_steps`), which must be those of torch's operators."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        self._device = team.device
+        count = 70_001 if team.is_cuda else 301
+        dtypes = (torch.int32, torch.int16, torch.uint8)
+        self._words, self._expected = [], []
+        for entry in range(ENTRIES):
+            dtype = dtypes[entry % len(dtypes)]
+            numbers = torch.iinfo(dtype)
+            words = team.integers((count,), "words", entry, team.rank, low=numbers.min, high=numbers.max).to(dtype)
+            self._words.append(words)
+            right = (words.cpu().long() * multipliers(0, count)).sum()
+            self._expected.append(right.to(team.device).view(1))
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        from stretto.train import bit_hash_kernel
+
+        total = torch.zeros(1, dtype=torch.int64, device=self._device)
+        bit_hash_kernel.launch(self._words[entry], total)
+        return [Check(total, self._expected[entry])]
+
+
+def list_configurations() -> list[Configuration]:
+    """All configurations of optimizers, and that of the hash of weights."""
+    return [
+        Configuration("weights/hash", "optimizer", (_HASH,), "hashes that replicas compare", HashCase),
+        Configuration("optimizer/adamw", "optimizer", (_ADAMW,), "one kernel a parameter", AdamWCase),
+        Configuration(
+            "optimizer/mixed", "optimizer", _MIXED, "AdamW and SGD on split bf16 weights", MixedPrecisionCase
+        ),
+        Configuration(
+            "optimizer/host",
+            "optimizer",
+            _MIXED[:1],
+            "state on the host, many small buckets",
+            HostStateCase,
+            takes_graphs=False,
+        ),
+    ]
