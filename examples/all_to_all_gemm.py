@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-all + GEMM in one kernel, written with the tile-centric primitives (docs/tiles.md, "An all-to-all").
+"""All-to-all + GEMM in one kernel, written with the tile-centric primitives (docs/tiles.md names the design).
 
 Each rank has rows for every rank, as a mixture of experts has tokens, and multiplies the rows that it receives by its
 own weight.

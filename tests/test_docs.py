@@ -66,6 +66,13 @@ def test_every_page_is_in_the_sites_navigation() -> None:
     assert {page for page in pages if f": {page}\n" not in navigation} == set()
 
 
+def test_the_index_lists_every_page() -> None:
+    listed = LINK.findall((ROOT / "docs" / "index.md").read_text().partition("## All pages")[2])
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    pages -= {"index.md", *(page for page in pages if re.match(r"decisions/\d", page))}
+    assert sorted(listed) == sorted([*pages, "../CHANGELOG.md", "../CONTRIBUTING.md"])
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
 def test_a_page_begins_with_what_its_reader_can_do_with_it(page: Path) -> None:
     text = re.sub(r"<!--.*?-->", "", prose(page), flags=re.DOTALL).partition("\n")[2]

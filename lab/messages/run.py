@@ -24,8 +24,8 @@ from lab.messages.settings import LIBRARY, MessagesSetting
 from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, shared_where_few, write_result
 from stretto.bench.pictures import draw_result
 from stretto.memory import shared_gpus
-from stretto.parallel.pipeline.messages import MessageKey, Transport
-from stretto.parallel.pipeline.transports import CARRIERS, choose_transport
+from stretto.parallel.pipeline.messages import MessageKey, MessageTransport
+from stretto.parallel.pipeline.transports import TRANSPORTS, choose_transport
 
 MIB = 1 << 20
 COLUMNS = (
@@ -118,9 +118,9 @@ def _compare(rows: list[dict[str, Any]]) -> None:
 
 
 def _transport_trips(pair: Any, device: torch.device, stack: ExitStack, notes: list[str]) -> dict[str, Run]:
-    """The transports that work between the two ranks, each with its trips; `notes` gets the reasons why others do not."""
+    """The transports that work between the two ranks, with their trips; `notes` gets why others do not."""
     found: dict[str, Run] = {}
-    for name, kind in CARRIERS.items():
+    for name, kind in TRANSPORTS.items():
         try:
             transport = stack.enter_context(kind(pair, device))
         except FAILURES as error:
@@ -130,7 +130,7 @@ def _transport_trips(pair: Any, device: torch.device, stack: ExitStack, notes: l
     return found
 
 
-def _trips(transport: Transport) -> Run:
+def _trips(transport: MessageTransport) -> Run:
     def run(tensor: Tensor, count: int) -> list[float]:
         other = 1 - transport.rank
         seconds = []

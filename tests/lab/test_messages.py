@@ -7,7 +7,7 @@ import pytest
 
 from lab.messages import run
 from lab.messages.settings import LIBRARY, MessagesSetting
-from stretto.parallel.pipeline.transports import CARRIERS
+from stretto.parallel.pipeline.transports import TRANSPORTS
 
 
 @pytest.mark.long
@@ -22,7 +22,7 @@ def test_every_transport_of_cpu_ranks_is_measured(ranks, tmp_path, monkeypatch):
     assert measured == {(*name, size) for name in names for size in (0.1, 1)}
     assert all(row["milliseconds"] > 0 for row in result["rows"])
     assert {row["to_library"] for row in result["rows"] if row["by"] in (LIBRARY, "gloo")} > {1.0}
-    assert result["chosen"] in CARRIERS
+    assert result["chosen"] in TRANSPORTS
     assert any(note.startswith("symmetric memory: not measured") for note in result["notes"])
 
 

@@ -30,7 +30,7 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.pipeline.actions import ActionRunner, ComputedAction, PipelineStep, StageRank
 from stretto.parallel.pipeline.failure_reports import StepFailures
-from stretto.parallel.pipeline.messages import MessageKey, Transport
+from stretto.parallel.pipeline.messages import MessageKey, MessageTransport
 from stretto.parallel.pipeline.micro_batches import BatchCutter
 from stretto.parallel.pipeline.stages import ModelStages, whole_model
 from stretto.parallel.pipeline.transports import make_transport
@@ -71,7 +71,7 @@ class Pipeline:
     limit: for "message-driven": micro-batches in flight (default: the number of stages).
     serve_first: for "message-driven": what is computed first if an activation and a gradient are both waiting.
     extra_warm_up: for "1f1b": additional forward passes before the first backward pass.
-    transport: transports messages between ranks: a name in `stretto.parallel.pipeline.transports.CARRIERS`, or a transport
+    transport: of messages between ranks: a name in `stretto.parallel.pipeline.transports.TRANSPORTS`, or a transport
         object (default: the fastest one that connects these ranks).
 
     A failure on any rank raises an error on all ranks, which names the rank that caused it, within the grid's timeout.
@@ -89,7 +89,7 @@ class Pipeline:
         limit: int | None = None,
         serve_first: ServeFirst | None = None,
         extra_warm_up: int = 0,
-        transport: str | Transport | None = None,
+        transport: str | MessageTransport | None = None,
     ) -> None:
         state = require_state(model, "Pipeline")
         reducer = state.gradient_reducer
@@ -127,7 +127,7 @@ class Pipeline:
         self._failures = StepFailures(f"stretto pipeline {self._number}")
         self._transport = (
             transport
-            if isinstance(transport, Transport)
+            if isinstance(transport, MessageTransport)
             else make_transport(grid.group("pipe"), grid.device, transport)
         )
         self._rank = StageRank(model, self.stages, self._transport, reducer, _find_gatherer(model, self.stages.count))
