@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from stretto.atomic_files import write_atomically
-from stretto.launch.job import Job
+from stretto.launch.job import LaunchJob
 from stretto.launch.watching.monitor import Stall
 
 # Errors of ranks that lost their connection to a peer: they are consequences of a failure and do not explain it. torch
@@ -145,7 +145,7 @@ class RankFailure(RuntimeError):
 
     stopped_by: signal.Signals | None = None
 
-    def __init__(self, failure: Failure, job: Job, trace_file: Path | None) -> None:
+    def __init__(self, failure: Failure, job: LaunchJob, trace_file: Path | None) -> None:
         self.failure, self.rank, self.kind, self.reason = failure, failure.rank, failure.kind, failure.reason
         self.checkpoint = newest = job.newest_checkpoint()
         if newest is not None and job.unreadable(newest) in failure.reason:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Job(ABC):
+class LaunchJob(ABC):
     """A job of several ranks: how it is started, and, by its methods, what of it lies on the disk.
 
     argument: what each rank's entry is called with. loader: the function ("module:function") that makes it of `text` in
@@ -34,15 +34,15 @@ class Job(ABC):
         """Whether each rank needs a GPU."""
 
     @abstractmethod
-    def on_started_ranks(self) -> "Job":
+    def on_started_ranks(self) -> "LaunchJob":
         """The job on as many ranks as another launcher has started, from the job's own newest checkpoint."""
 
     @abstractmethod
-    def on_slots(self, slots: int) -> "tuple[Job, str] | None":
+    def on_slots(self, slots: int) -> "tuple[LaunchJob, str] | None":
         """The job on the largest grid for so many ranks, and why that was taken; None if there is none."""
 
     @abstractmethod
-    def resuming(self, checkpoint: Path | None) -> "Job":
+    def resuming(self, checkpoint: Path | None) -> "LaunchJob":
         """The job from a checkpoint: the one named, or the newest that can be loaded (None)."""
 
     @abstractmethod

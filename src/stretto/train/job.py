@@ -9,7 +9,7 @@ from typing import cast
 
 from stretto.cluster.local_ranks import is_rank
 from stretto.launch.elastic import continues_job, own_checkpoint
-from stretto.launch.job import Job
+from stretto.launch.job import LaunchJob
 from stretto.launch.launcher import launch_job
 from stretto.launch.supervisor import StopTimeouts
 from stretto.train.checkpoint import newest_checkpoint, unreadable
@@ -32,7 +32,7 @@ def launch(
     return launch_job(entry, TrainingJob(config), timeouts)
 
 
-class TrainingJob(Job):
+class TrainingJob(LaunchJob):
     """A training, as `stretto.launch` sees it."""
 
     argument: JobConfig
