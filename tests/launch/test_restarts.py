@@ -516,7 +516,7 @@ def test_an_answer_after_the_end_of_an_attempt_excludes_no_slot() -> None:
     slots.readmit_all()
     may_answer.set()
     deadline = time.monotonic() + 20
-    while not probe.has_ended() and time.monotonic() < deadline:
+    while probe.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert probe.silent == [slots.all[1]]
     assert slots.usable() == slots.all

@@ -132,7 +132,7 @@ class Restarts:
             if due and self._allows_more(attempt, len(due)):
                 self._pending = _BackgroundProbe(self._slots, due)
             return False
-        if not self._pending.has_ended():
+        if self._pending.is_alive():
             return False
         due, silent, self._pending = self._pending.due, self._pending.silent, None
         self._slots.postpone(silent)
@@ -256,24 +256,19 @@ class Restarts:
             time.sleep(PAUSE_POLL)
 
 
-class _BackgroundProbe:
-    """Probes slots in a thread, since a probe of a GPU that does not answer takes a minute.
+class _BackgroundProbe(threading.Thread):
+    """Probes slots, as a GPU that does not answer takes a minute. May outlast the attempt; changes no slot.
 
-    due: the slots that are probed; silent: those of them that did not answer. The thread may outlast the attempt and
-    changes no slot.
+    due: the slots that are probed; silent: those of them that did not answer, all until it is known.
     """
 
     def __init__(self, slots: Slots, due: list[Slot]) -> None:
-        self.due = due
-        self.silent = due  # until it is known
-        self._thread = threading.Thread(target=self._probe, args=(slots,), daemon=True)
-        self._thread.start()
+        super().__init__(daemon=True)
+        self._slots, self.due, self.silent = slots, due, due
+        self.start()
 
-    def _probe(self, slots: Slots) -> None:
-        self.silent = slots.find_silent(self.due)
-
-    def has_ended(self) -> bool:
-        return not self._thread.is_alive()
+    def run(self) -> None:
+        self.silent = self._slots.find_silent(self.due)
 
 
 def run_with_restarts(run_attempt: RunAttempt, job: LaunchJob, timeouts: StopTimeouts) -> Signals | None:
