@@ -465,7 +465,7 @@ def test_ctrl_c_with_a_stuck_rank_reports_which_one_and_what_is_not_saved(
     assert launch(launch_entries.train_with_stuck_rank, config, timeouts) == signal.SIGINT
     sender.join()
     (message,) = [record.getMessage() for record in caplog.records if "did not stop" in record.getMessage()]
-    assert message.startswith("rank 1 did not stop within 4 s (phase data of step 6; rank 0 waits for it)"), message
+    assert message.startswith("rank 1 did not stop within 4 s (step 6, phase data; rank 0 waits for it"), message
     assert message.endswith("the last checkpoint is step 4: step 5 is not saved")
     assert_nothing_left(out, pids(out, 2))
 

@@ -21,7 +21,7 @@ from tests.launch.restart_entries import plan_faults
 from tests.launch.test_launch import QUICK
 from tests.train import runs
 
-from stretto.launch import Job, RankFailure, restarts
+from stretto.launch import LaunchJob, RankFailure, restarts
 from stretto.launch import slots as slots_module
 from stretto.launch.failures import Failure
 from stretto.launch.restarts import Restarts
@@ -174,7 +174,7 @@ class Attempts:
         self.slots = Slots([Slot(number) for number in range(config.ranks)], config.train.retry_after)
 
     def __call__(
-        self, job: Job, run_id: str, environment: dict[str, str], wants_stop: Callable[[], bool]
+        self, job: LaunchJob, run_id: str, environment: dict[str, str], wants_stop: Callable[[], bool]
     ) -> signal.Signals | None:
         self.run_id, self.wants_stop = run_id, wants_stop
         self.configs.append(job.argument)
@@ -516,7 +516,7 @@ def test_an_answer_after_the_end_of_an_attempt_excludes_no_slot() -> None:
     slots.readmit_all()
     may_answer.set()
     deadline = time.monotonic() + 20
-    while not probe.has_ended() and time.monotonic() < deadline:
+    while probe.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert probe.silent == [slots.all[1]]
     assert slots.usable() == slots.all

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the ranks of a job on this machine, watches them, stops them, and starts them again: for any `Job`.
+"""Starts the ranks of a job on this machine, watches them, stops them, and starts them again: for any `LaunchJob`.
 
 Modules: `launcher` (starts ranks), `rank` (the process of one), `supervisor` (forwards signals, ends all ranks when one
 has failed), `failures` (kinds of failures, and which is the cause), `restarts` with `slots` and `journal`, `elastic`
@@ -12,7 +12,7 @@ from stretto.lazy import attach
 
 if TYPE_CHECKING:
     from stretto.launch.failures import RankFailure
-    from stretto.launch.job import Job
+    from stretto.launch.job import LaunchJob
     from stretto.launch.launcher import (
         allocator_environment,
         changed_environment,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stretto.launch.supervisor import StopTimeouts
 
 __all__ = [
-    "Job",
+    "LaunchJob",
     "RankFailure",
     "StopTimeouts",
     "allocator_environment",
@@ -35,5 +35,5 @@ __all__ = [
     "remove_traces",
 ]
 
-_HOMES = {"Job": "job", "RankFailure": "failures", "StopTimeouts": "supervisor"}
+_HOMES = {"LaunchJob": "job", "RankFailure": "failures", "StopTimeouts": "supervisor"}
 __getattr__, __dir__ = attach(__name__, {name: f"stretto.launch.{_HOMES.get(name, 'launcher')}" for name in __all__})

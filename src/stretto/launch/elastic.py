@@ -2,7 +2,7 @@
 """Lets a job continue after its ranks were restarted, by Stretto's launcher or by torchrun's agents.
 
 torchrun restarts all ranks when one fails (`--max-restarts`) or when a node joins or leaves (`--nnodes=1:2`), maybe
-with another WORLD_SIZE, for which the job must have a grid (`Job.on_started_ranks`).
+with another WORLD_SIZE, for which the job must have a grid (`LaunchJob.on_started_ranks`).
 
 Rank 0 leaves a mark in the run's folder once training begins: the job's id (TORCHELASTIC_RUN_ID) and the step after
 which it began. A rank that finds its own job's mark resumes the newest checkpoint after that step; older checkpoints
@@ -19,7 +19,7 @@ from typing import Any
 
 from stretto.atomic_files import write_atomically
 from stretto.cluster.local_ranks import is_rank
-from stretto.launch.job import Job
+from stretto.launch.job import LaunchJob
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def step_of_start(out: Path, job: str | None = None) -> int | None:
     return None if mark is None or job not in (None, mark["job"]) else int(mark["start"])
 
 
-def own_checkpoint(job: Job, checkpoint: Path | None, name: str | None = None) -> Path | None:
+def own_checkpoint(job: LaunchJob, checkpoint: Path | None, name: str | None = None) -> Path | None:
     """The checkpoint, if the marked job has written it and not an earlier run. name: the job's id, if it matters."""
     start = step_of_start(job.out, name)
     return checkpoint if checkpoint is not None and start is not None and job.step_of(checkpoint) > start else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from stretto.atomic_files import write_atomically
-from stretto.launch.job import Job
+from stretto.launch.job import LaunchJob
 from stretto.launch.watching.monitor import Stall
 
 # Errors of ranks that lost their connection to a peer: they are consequences of a failure and do not explain it. torch
@@ -145,14 +145,12 @@ class RankFailure(RuntimeError):
 
     stopped_by: signal.Signals | None = None
 
-    def __init__(self, failure: Failure, job: Job, trace_file: Path | None) -> None:
+    def __init__(self, failure: Failure, job: LaunchJob, trace_file: Path | None) -> None:
         self.failure, self.rank, self.kind, self.reason = failure, failure.rank, failure.kind, failure.reason
-        self.checkpoint = newest = job.newest_checkpoint()
-        if newest is not None and job.unreadable(newest) in failure.reason:
-            self.checkpoint = job.newest_checkpoint(before=newest)  # the newest is damaged
+        self.checkpoint, advice = job.where_to_continue(failure.reason)
         lines = [failure.reason if failure.is_whole else f"rank {failure.rank} of {job.ranks} failed: {failure.reason}"]
         if not failure.has_advice:
-            lines.append(job.where_to_continue(self.checkpoint, is_latest=self.checkpoint == newest))
+            lines.append(advice)
         if trace_file is not None:
             lines.append(f"the rank's traceback is in {trace_file}")
         super().__init__("\n".join(lines))

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes a job to `launch`, which starts, watches and restarts ranks of any kind: see `stretto.train.job`."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 
-@dataclass(frozen=True)
-class Job(ABC):
+class LaunchJob(Protocol):
     """A job of several ranks: how it is started, and, by its methods, what of it lies on the disk.
 
     argument: what each rank's entry is called with. loader: the function ("module:function") that makes it of `text` in
@@ -29,46 +26,32 @@ class Job(ABC):
     max_restarts: int
     retry_after: float
 
-    @abstractmethod
     def uses_gpus(self) -> bool:
         """Whether each rank needs a GPU."""
 
-    @abstractmethod
-    def on_started_ranks(self) -> "Job":
+    def on_started_ranks(self) -> "LaunchJob":
         """The job on as many ranks as another launcher has started, from the job's own newest checkpoint."""
 
-    @abstractmethod
-    def on_slots(self, slots: int) -> "tuple[Job, str] | None":
+    def on_slots(self, slots: int) -> "tuple[LaunchJob, str] | None":
         """The job on the largest grid for so many ranks, and why that was taken; None if there is none."""
 
-    @abstractmethod
-    def resuming(self, checkpoint: Path | None) -> "Job":
+    def resuming(self, checkpoint: Path | None) -> "LaunchJob":
         """The job from a checkpoint: the one named, or the newest that can be loaded (None)."""
 
-    @abstractmethod
     def newest_checkpoint(self, before: Path | None = None) -> Path | None:
         """The newest complete checkpoint, older than `before` if that is given."""
 
-    @abstractmethod
     def step_of(self, checkpoint: Path) -> int:
         """The step after which a checkpoint was written."""
 
-    @abstractmethod
     def last_step(self) -> int | None:
         """The last step in `steps_file`; None without one."""
 
-    @abstractmethod
-    def unreadable(self, checkpoint: Path) -> str:
-        """How an error begins that says that a checkpoint is damaged."""
+    def where_to_continue(self, reason: str) -> tuple[Path | None, str]:
+        """The newest checkpoint that can be loaded, if a failure's reason says that one cannot, and how to use it."""
 
-    @abstractmethod
-    def where_to_continue(self, checkpoint: Path | None, *, is_latest: bool = True) -> str:
-        """Say in a line which checkpoint to continue from, and how."""
-
-    @abstractmethod
     def remove_leftovers(self) -> None:
         """Delete what killed ranks have left half-written. Only where no rank is writing."""
 
-    @abstractmethod
     def report(self, text: str) -> None:
         """Show the user a line."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.atomic_files import write_atomically
-from stretto.launch.job import Job
+from stretto.launch.job import LaunchJob
 
 RESTARTS_FILE = "restarts.jsonl"
 
@@ -22,7 +22,7 @@ class StepWatch:
     Each attempt replaces the file when it begins, without the lines of steps after the one from which it continues.
     """
 
-    def __init__(self, job: Job, after: int) -> None:
+    def __init__(self, job: LaunchJob, after: int) -> None:
         self._job, self._after = job, after
         self._before = _state(job.steps_file)
 

@@ -34,7 +34,7 @@ from stretto import counters
 from stretto.cluster.local_ranks import is_rank
 from stretto.launch.elastic import ATTEMPT, CHECKED, remove_mark
 from stretto.launch.failures import ERROR_FILE, Failure, RankFailure
-from stretto.launch.job import Job
+from stretto.launch.job import LaunchJob
 from stretto.launch.leftovers import list_segments, remove_orphans, remove_partial_files
 from stretto.launch.rank import STORE_SOCKET
 from stretto.launch.restarts import run_with_restarts
@@ -50,7 +50,7 @@ NCCL_REGISTERS = "NCCL_GRAPH_REGISTER"
 POLL = 0.1  # seconds between two looks at the ranks' processes
 
 
-def launch_job(entry: Entry, job: Job, timeouts: StopTimeouts | None = None) -> signal.Signals | None:
+def launch_job(entry: Entry, job: LaunchJob, timeouts: StopTimeouts | None = None) -> signal.Signals | None:
     """Call `entry(job.argument)` on every rank. Returns when all have ended: None, or the signal that stopped them.
 
     entry: a function at the top of a module, which ranks import by name; it must return soon after SIGTERM. Raises
@@ -80,7 +80,7 @@ def remove_traces(out: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _run_here(entry: Entry, job: Job) -> signal.Signals | None:
+def _run_here(entry: Entry, job: LaunchJob) -> signal.Signals | None:
     """Call `entry` in this process. Its exception is raised as the RankFailure of a separate process would be."""
     call = record(entry) if is_rank() else entry  # `record` writes a file that torchrun reads
     try:
@@ -115,7 +115,7 @@ def _signals_received() -> Iterator[list[signal.Signals]]:
 
 def _run_ranks(
     entry: Entry,
-    job: Job,
+    job: LaunchJob,
     run_id: str | None = None,
     environment: Mapping[str, str] | None = None,
     wants_stop: Callable[[], bool] = lambda: False,
@@ -212,7 +212,7 @@ def _guarded(folder: Path, grace: float) -> Iterator[None]:
             guard.communicate(b"done\n")
 
 
-def _rank_arguments(entry: Entry, job: Job, file: Path) -> tuple[str, ...]:
+def _rank_arguments(entry: Entry, job: LaunchJob, file: Path) -> tuple[str, ...]:
     """The arguments of a rank's Python: `rank` and those of its command line."""
     function = f"{entry.__module__}:{entry.__qualname__}"
     return "-m", "stretto.launch.rank", function, job.loader, str(file), str(os.getpid())
@@ -275,7 +275,7 @@ def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _explain(failure: Failure, job: Job) -> RankFailure:
+def _explain(failure: Failure, job: LaunchJob) -> RankFailure:
     """Make the exception for a failed rank, and write its traceback, if it has one, to the run's folder."""
     trace_file = None
     if failure.trace is not None:

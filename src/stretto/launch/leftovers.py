@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from stretto.launch.elastic import MARK
-from stretto.launch.job import Job
+from stretto.launch.job import LaunchJob
 from stretto.launch.journal import RESTARTS_FILE
 from stretto.launch.run_lock import training_lock
 
@@ -27,7 +27,7 @@ NAMESPACES = Path("/proc/self/ns")
 FIRST_IPC, FIRST_PID = 0xEFFFFFFF, 0xEFFFFFFC
 
 
-def remove_partial_files(job: Job) -> None:
+def remove_partial_files(job: LaunchJob) -> None:
     """Delete the half-written files of a run whose ranks have ended, unless another run trains in its folder."""
     if not job.out.is_dir():
         return

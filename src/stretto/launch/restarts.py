@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 from stretto.axes import shown_sizes
 from stretto.launch.elastic import ATTEMPT, own_checkpoint, step_of_start
 from stretto.launch.failures import RankFailure
-from stretto.launch.job import Job
+from stretto.launch.job import LaunchJob
 from stretto.launch.journal import Journal, StepWatch
 from stretto.launch.slots import Slot, Slots, environment_of
 from stretto.launch.supervisor import StopTimeouts, Supervisor
@@ -31,7 +32,7 @@ WATCH = 0.5  # seconds between polls of the run's folder and of slots that may b
 # Starts the ranks once and waits for them. Takes the job, the run's id, more environment for the ranks, and a function
 # that is asked several times a second whether they are to stop. Returns the signal that stopped them, if any; raises
 # RankFailure.
-RunAttempt = Callable[[Job, str, dict[str, str], Callable[[], bool]], Signals | None]
+RunAttempt = Callable[[LaunchJob, str, dict[str, str], Callable[[], bool]], Signals | None]
 
 
 def would_recur(failure: RankFailure, newest: Path | None) -> bool:
@@ -47,7 +48,7 @@ def would_recur(failure: RankFailure, newest: Path | None) -> bool:
 class _Attempt:
     """One start of the ranks. resumed: the step after which it trains; None of a run that has no checkpoint yet."""
 
-    job: Job
+    job: LaunchJob
     slots: list[Slot]
     resumed: int | None
 
@@ -55,7 +56,7 @@ class _Attempt:
 class Restarts:
     """The loop's state. `run` is called once."""
 
-    def __init__(self, run_attempt: RunAttempt, job: Job, timeouts: StopTimeouts, slots: Slots) -> None:
+    def __init__(self, run_attempt: RunAttempt, job: LaunchJob, timeouts: StopTimeouts, slots: Slots) -> None:
         self._run_attempt, self._job, self._slots = run_attempt, job, slots
         self._id = uuid.uuid4().hex
         self._between = Supervisor(timeouts)  # without ranks: it records signals between two attempts
@@ -131,7 +132,7 @@ class Restarts:
             if due and self._allows_more(attempt, len(due)):
                 self._pending = _BackgroundProbe(self._slots, due)
             return False
-        if not self._pending.has_ended():
+        if self._pending.is_alive():
             return False
         due, silent, self._pending = self._pending.due, self._pending.silent, None
         self._slots.postpone(silent)
@@ -175,7 +176,7 @@ class Restarts:
         slot = attempt.slots[failure.rank] if failure.rank < len(attempt.slots) else None
         start = step_of_start(self._job.out, self._id)
         reached = None if start is None else max(start, self._reached)
-        known = {
+        known: dict[str, Any] = {
             "kind": failure.kind,
             "rank": failure.rank,
             "slot": None if slot is None else slot.number,
@@ -244,7 +245,7 @@ class Restarts:
             resumed = self._job.step_of(checkpoint)
         return _Attempt(job, self._slots.take(job.ranks), resumed), why
 
-    def _choose(self, slots: int) -> tuple[Job, str] | None:
+    def _choose(self, slots: int) -> tuple[LaunchJob, str] | None:
         """The job on the largest grid for so many slots."""
         return self._grids.get(slots) if slots < self._job.ranks else self._job.on_slots(slots)
 
@@ -255,27 +256,22 @@ class Restarts:
             time.sleep(PAUSE_POLL)
 
 
-class _BackgroundProbe:
-    """Probes slots in a thread, since a probe of a GPU that does not answer takes a minute.
+class _BackgroundProbe(threading.Thread):
+    """Probes slots, as a GPU that does not answer takes a minute. May outlast the attempt; changes no slot.
 
-    due: the slots that are probed; silent: those of them that did not answer. The thread may outlast the attempt and
-    changes no slot.
+    due: the slots that are probed; silent: those of them that did not answer, all until it is known.
     """
 
     def __init__(self, slots: Slots, due: list[Slot]) -> None:
-        self.due = due
-        self.silent = due  # until it is known
-        self._thread = threading.Thread(target=self._probe, args=(slots,), daemon=True)
-        self._thread.start()
+        super().__init__(daemon=True)
+        self._slots, self.due, self.silent = slots, due, due
+        self.start()
 
-    def _probe(self, slots: Slots) -> None:
-        self.silent = slots.find_silent(self.due)
-
-    def has_ended(self) -> bool:
-        return not self._thread.is_alive()
+    def run(self) -> None:
+        self.silent = self._slots.find_silent(self.due)
 
 
-def run_with_restarts(run_attempt: RunAttempt, job: Job, timeouts: StopTimeouts) -> Signals | None:
+def run_with_restarts(run_attempt: RunAttempt, job: LaunchJob, timeouts: StopTimeouts) -> Signals | None:
     """Run attempts until the run has ended. Returns the signal that stopped it, if one did.
 
     Raises the last attempt's failure. Appends a line to `out/restarts.jsonl` for each failure.

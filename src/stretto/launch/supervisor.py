@@ -69,30 +69,20 @@ class Supervisor:
         self._timeouts = timeouts
         self.watch = watch
         self._ranks: dict[int, _RankProcess] = {}
-        self._stop_signal: signal.Signals | None = None
+        self.stop_signal: signal.Signals | None = None  # the first that asked this process to stop
         self._stop_requested = 0.0
         self._is_second_request = False
-        self._is_asked = False
+        self.was_asked = False  # by `request_stop`
         self._has_forwarded = False
         self._is_over = False  # all ranks were killed: those that end from now on have not failed
         self._killed: float | None = None  # time.monotonic() of the first kill
         self._killed_groups: set[int] = set()  # of ranks that had ended
         self.failures: list[Failure] = []
 
-    @property
-    def stop_signal(self) -> signal.Signals | None:
-        """The first signal that asked this process to stop."""
-        return self._stop_signal
-
-    @property
-    def was_asked(self) -> bool:
-        """Whether `request_stop` was called."""
-        return self._is_asked
-
     def request_stop(self) -> None:
         """Stop the ranks at the next `check`, as after a signal; `stop_signal` does not report it."""
-        if not self._is_asked and self._stop_signal is None:
-            self._is_asked, self._stop_requested = True, time.monotonic()
+        if not self.was_asked and self.stop_signal is None:
+            self.was_asked, self._stop_requested = True, time.monotonic()
 
     def add(self, rank: int, process: subprocess.Popen[bytes], error_file: Path) -> None:
         self._ranks[rank] = _RankProcess(process, error_file)
@@ -139,7 +129,7 @@ class Supervisor:
 
     @property
     def _is_stopping(self) -> bool:
-        return self._is_asked or self._stop_signal is not None
+        return self.was_asked or self.stop_signal is not None
 
     def _seconds_of_stop(self) -> float:
         """Seconds since the ranks were asked to stop."""
@@ -203,8 +193,8 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._stop_signal is None:
-            self._stop_signal, self._stop_requested = signal.Signals(number), time.monotonic()
+        if self.stop_signal is None:
+            self.stop_signal, self._stop_requested = signal.Signals(number), time.monotonic()
         elif time.monotonic() - self._stop_requested > ONE_REQUEST:
             self._is_second_request = True
 
@@ -231,8 +221,8 @@ class Supervisor:
                 continue
             status = rank.process.poll()
             # A scheduler may signal the ranks, too, when it signals this process.
-            was_asked = self._has_forwarded or self._stop_signal is not None
-            if was_asked and status is not None and -status in (signal.SIGTERM, self._stop_signal):
+            was_asked = self._has_forwarded or self.stop_signal is not None
+            if was_asked and status is not None and -status in (signal.SIGTERM, self.stop_signal):
                 continue  # it was asked to stop before it had installed its signal handler
             if rank.error_file.exists():
                 found = read_error(rank.error_file)

@@ -12,23 +12,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from stretto.launch.failures import Failure
-from stretto.launch.job import Job
+from stretto.launch.job import LaunchJob
 from stretto.launch.watching import evidence
 from stretto.launch.watching.connections import Connections, describe_lost
 from stretto.launch.watching.monitor import Monitor, Stall, list_ranks
-from stretto.launch.watching.ranks import LocalRanks, write_json
+from stretto.launch.watching.ranks import LocalRanks, is_saving, write_json
 from stretto.launch.watching.slow_ranks import SLOW_RANK_FILE
 
 logger = logging.getLogger(__name__)
 
-MAX_SHOWN = 4  # ranks whose phases are shown one by one
 LAST_LOOK = 1.0  # seconds, and two looks, until the counters of ranks show what has just happened
 
 
 class RankWatch:
     """Watches a job's ranks. folder: of their counters."""
 
-    def __init__(self, folder: Path, job: Job) -> None:
+    def __init__(self, folder: Path, job: LaunchJob) -> None:
         self._folder, self._job = folder, job
         self.monitor = Monitor(LocalRanks(folder), job.ranks, job.timeout)
         self._connections = Connections()
@@ -60,8 +59,7 @@ class RankWatch:
 
     def is_saving(self, running: Collection[int], limit: float) -> bool:
         """Whether a rank writes a checkpoint, and has written some of it in the last `limit` seconds."""
-        known = [self.monitor.states[rank] for rank in running if rank in self.monitor.states]
-        return any(state.phase == "save" and state.idle < limit for state in known)
+        return is_saving([self.monitor.states[rank] for rank in running if rank in self.monitor.states], limit)
 
     def stopped_by(self) -> signal.Signals | None:
         """The signal for which the ranks have agreed to stop; None if they have not."""
@@ -89,8 +87,7 @@ class RankWatch:
         lost = {each.rank: each.reason for each in failures if each.kind == "lost connection"}
         if not lost:
             return None
-        first, later = self._connections.find_lost(self._pids(), list(lost))
-        rank, description = describe_lost(first, list(lost), later)
+        rank, description = describe_lost(self._connections.find_lost(self._pids(), list(lost)), list(lost))
         own = next((each for each in failures if each.rank == rank), None)
         reason = f"{description}: {(own or failures[0]).reason}"
         order = (0, min(each.order[1] for each in failures))
@@ -98,8 +95,17 @@ class RankWatch:
         return Failure(rank, reason, trace, order, "lost connection", blames_rank=False, is_whole=True)
 
     def describe_unstopped(self, running: Collection[int], seconds: float) -> str:
-        """Say which of the ranks that still run did not stop in so many seconds, and which steps are not saved."""
-        return describe_unstopped(self._job, self.monitor, running, seconds)
+        """Say in a line which of the ranks that still run did not stop in so many seconds, and what is not saved."""
+        monitor = self.monitor
+        stall = monitor.find_stall(running, max(seconds / 2, 2 * monitor.interval))  # others wait for those of a stall
+        who = sorted(running if stall is None else stall.culprits)
+        where = "; ".join(dict.fromkeys(monitor.describe_place(rank) for rank in who if rank in monitor.states))
+        if stall is not None:
+            where += monitor.describe_waiting(stall.waiting, who)
+        return (
+            f"{list_ranks(who)} did not stop within {seconds:.0f} s{f' ({where})' if where else ''} and all ranks are "
+            f"killed; {describe_saved(self._job)}"
+        )
 
     def _pids(self) -> dict[int, int]:
         """The processes of ranks, by their counters: what was started may stand before the rank itself."""
@@ -110,38 +116,7 @@ class RankWatch:
         return stall if folder is None else replace(stall, text=f"{stall.text}; stacks are in {folder}")
 
 
-def describe_unstopped(job: Job, monitor: Monitor, running: Collection[int], seconds: float) -> str:
-    """Describe in one line which ranks did not stop, where they are, and which steps of the job are not saved.
-
-    monitor: distinguishes a stuck rank from those that wait for it. running: the ranks whose processes still run.
-    seconds: since they were asked to stop.
-    """
-    stall = monitor.find_stall(running, max(seconds / 2, 2 * monitor.interval))
-    who = sorted(running if stall is None else stall.culprits)
-    places = _places(monitor, who)
-    if stall is not None and stall.waiting:
-        wait = "wait" if len(stall.waiting) > 1 else "waits"
-        places += f"; {list_ranks(stall.waiting)} {wait} for {'it' if len(who) == 1 else 'them'}"
-    where = f" ({places.removeprefix('; ')})" if places else ""
-    return (
-        f"{list_ranks(who)} did not stop within {seconds:.0f} s{where} and all ranks are killed; {describe_saved(job)}"
-    )
-
-
-def _places(monitor: Monitor, ranks: Collection[int]) -> str:
-    """The phases and steps of ranks that have begun."""
-    known = {rank: monitor.states[rank] for rank in ranks if rank in monitor.states}
-    places = {
-        rank: f"phase {state.phase}" + ("" if state.step is None else f" of step {state.step}")
-        for rank, state in known.items()
-    }
-    if len(set(places.values())) == 1 and len(known) == len(ranks):
-        return next(iter(places.values()))
-    shown = [f"rank {rank}: {place}" for rank, place in list(places.items())[:MAX_SHOWN]]
-    return ", ".join(shown) + (", ..." if len(places) > MAX_SHOWN else "")
-
-
-def describe_saved(job: Job) -> str:
+def describe_saved(job: LaunchJob) -> str:
     """Say which checkpoint is a job's newest, and which finished steps it does not have."""
     newest, reached = job.newest_checkpoint(), job.last_step()
     saved = 0 if newest is None else job.step_of(newest)

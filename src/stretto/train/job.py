@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from stretto.cluster.local_ranks import is_rank
 from stretto.launch.elastic import continues_job, own_checkpoint
-from stretto.launch.job import Job
+from stretto.launch.job import LaunchJob
 from stretto.train.checkpoint import newest_checkpoint, unreadable
 from stretto.train.checkpoint.folders import remove_leftovers, step_of
 from stretto.train.config.gpt import TrainConfig
@@ -35,25 +35,17 @@ def launch(
     return launch_job(entry, TrainingJob(config), timeouts)
 
 
-class TrainingJob(Job):
+class TrainingJob(LaunchJob):
     """A training, as `stretto.launch` sees it."""
 
-    argument: JobConfig
+    loader = "stretto.train.config:job_from_json"
 
     def __init__(self, config: JobConfig) -> None:
-        super().__init__(
-            argument=config,
-            loader="stretto.train.config:job_from_json",
-            text=config.model_dump_json(),
-            out=config.out,
-            steps_file=config.out / METRICS_FILE,
-            ranks=config.ranks,
-            grid=dict(config.grid.sizes()),
-            steps=config.train.steps,
-            timeout=config.train.timeout,
-            max_restarts=config.train.max_restarts,
-            retry_after=config.train.retry_after,
-        )
+        self.argument, self.text = config, config.model_dump_json()
+        self.out, self.steps_file = config.out, config.out / METRICS_FILE
+        self.ranks, self.grid = config.ranks, config.grid.sizes()
+        self.steps, self.timeout = config.train.steps, config.train.timeout
+        self.max_restarts, self.retry_after = config.train.max_restarts, config.train.retry_after
 
     def uses_gpus(self) -> bool:
         return resolve_device(self.argument).device == "cuda"
@@ -79,15 +71,15 @@ class TrainingJob(Job):
     def last_step(self) -> int | None:
         return last_step(self.out)
 
-    def unreadable(self, checkpoint: Path) -> str:
-        return unreadable(checkpoint)
-
-    def where_to_continue(self, checkpoint: Path | None, *, is_latest: bool = True) -> str:
-        if checkpoint is None:
-            return "there is no checkpoint to continue from"
-        if not is_latest:
-            return f"the checkpoint before it is {checkpoint}: continue with --set train.resume={checkpoint}"
-        return f"the last checkpoint is {checkpoint}: continue with --set train.resume=latest"
+    def where_to_continue(self, reason: str) -> tuple[Path | None, str]:
+        newest = self.newest_checkpoint()
+        if newest is None:
+            return None, "there is no checkpoint to continue from"
+        if unreadable(newest) not in reason:
+            return newest, f"the last checkpoint is {newest}: continue with --set train.resume=latest"
+        if (older := self.newest_checkpoint(before=newest)) is None:
+            return None, "there is no checkpoint to continue from"
+        return older, f"the checkpoint before it is {older}: continue with --set train.resume={older}"
 
     def remove_leftovers(self) -> None:
         remove_leftovers(self.out)

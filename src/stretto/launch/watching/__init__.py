@@ -8,7 +8,3 @@ part: it shares its counters), `device_waits` (a rank's part on GPUs: how long N
 
 Your own training loop calls `note` and `advance`: see `stretto.counters`.
 """
-
-from stretto.counters import advance, note, phase
-
-__all__ = ["advance", "note", "phase"]

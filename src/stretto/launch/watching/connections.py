@@ -38,16 +38,12 @@ class Connections:
             self._most |= counts
             self._lost = {pair: self._lost.get(pair, now) for pair, most in self._most.items() if counts[pair] < most}
 
-    def find_lost(
-        self, pids: Mapping[int, int], failed: Sequence[int]
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The pairs of ranks, one of which is in `failed`, that have fewer connections than they had: those that were
-        seen first, and those that came later."""
+    def find_lost(self, pids: Mapping[int, int], failed: Sequence[int]) -> list[tuple[int, int]]:
+        """The pairs of ranks, one of which is in `failed`, that were the first to have fewer connections."""
         counts = count_connections(pids)
         pairs = sorted(pair for pair, most in self._most.items() if counts[pair] < most and set(pair) & set(failed))
         since = {pair: self._lost.get(pair, float("inf")) for pair in pairs}
-        first = min(since.values(), default=0.0)
-        return [pair for pair in pairs if since[pair] == first], [pair for pair in pairs if since[pair] > first]
+        return [pair for pair in pairs if since[pair] == min(since.values())]
 
 
 def count_connections(pids: Mapping[int, int]) -> Counter[tuple[int, int]]:
@@ -75,23 +71,11 @@ def count_connections(pids: Mapping[int, int]) -> Counter[tuple[int, int]]:
     return found
 
 
-def describe_lost(
-    pairs: Sequence[tuple[int, int]], failed: Sequence[int], later: Sequence[tuple[int, int]] = ()
-) -> tuple[int, str]:
+def describe_lost(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> tuple[int, str]:
     """Describe lost connections. Returns the rank that all of them have in common, else the lowest, and a sentence.
 
-    pairs, later: of `Connections.find_lost`; empty if that is not known, and then only that the ranks `failed` lost
-    some.
+    pairs: of `Connections.find_lost`; empty if that is not known, and then only that the ranks `failed` lost some.
     """
-    rank, text = _describe_first(pairs, failed)
-    return rank, f"{text}: then {_list_pairs(later)}" if later else text
-
-
-def _list_pairs(pairs: Sequence[tuple[int, int]]) -> str:
-    return ", ".join(f"{one} and {other}" for one, other in pairs)
-
-
-def _describe_first(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> tuple[int, str]:
     if not pairs:
         whose = "its connection to another rank" if len(failed) == 1 else "connections to other ranks"
         return min(failed), f"{list_ranks(tuple(failed))} lost {whose}, and all processes live"
@@ -102,4 +86,5 @@ def _describe_first(pairs: Sequence[tuple[int, int]], failed: Sequence[int]) -> 
     if counts[common] == len(pairs):
         peers = [rank for pair in pairs for rank in pair if rank != common]
         return common, f"rank {common} lost its connections to {list_ranks(peers)}, and all processes live"
-    return common, f"pairs of ranks lost their connections, and all processes live: {_list_pairs(pairs)}"
+    named = ", ".join(f"{one} and {other}" for one, other in pairs)
+    return common, f"pairs of ranks lost their connections, and all processes live: {named}"

@@ -21,8 +21,10 @@ def collect(out: Path, monitor: Monitor, text: str, running: Collection[int] | N
 
     Returns the folder, or None where it cannot be made (a full disk).
     """
-    folder = _make_folder(out)
-    if folder is None:
+    folder = out / FOLDER / datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # nodes that share a disk may share a folder
+    except OSError:
         return None
     ranks = monitor.watched(running)
     with suppress(OSError):  # the disk may be full by now; the message goes to the screen in any case
@@ -31,21 +33,6 @@ def collect(out: Path, monitor: Monitor, text: str, running: Collection[int] | N
                 write_stacks(folder, monitor.local.counters[rank], may_signal=True)
         (folder / "report.txt").write_text(f"{text}\n\n{_table(monitor, ranks)}\n")
     return folder
-
-
-def _make_folder(out: Path) -> Path | None:
-    """Make the folder: the node that is first; other nodes of the job get one with a number where they share a disk."""
-    name = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
-    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
-        folder = out / FOLDER / f"{name}{suffix}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError:
-            return None
-        return folder
-    return None
 
 
 def _table(monitor: Monitor, ranks: list[int]) -> str:

@@ -16,7 +16,7 @@ Ranks for which no rank waits and which use a CPU are not blamed: they may all b
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stretto.counters import Wait
@@ -182,9 +182,7 @@ class Monitor:
             if rank not in self._stacks or self._stacks[rank][0] != key:
                 self._stacks[rank] = (key, self.local.with_stack(state))
             known = self._stacks[rank][1]
-            self.states[rank] = RankState(
-                **{**vars(state), **{name: getattr(known, name) for name in _OF_STACK}},
-            )
+            self.states[rank] = replace(state, **{name: getattr(known, name) for name in _OF_STACK})
 
     def _find_culprits(self, stuck: Collection[int]) -> tuple[StallKind, tuple[int, ...]] | None:
         if silent := [rank for rank in stuck if rank in self.silent and rank not in self._failed]:
@@ -293,7 +291,7 @@ class Monitor:
         self, parts: list[str], culprits: tuple[int, ...], waiting: tuple[int, ...], seconds: float
     ) -> str:
         message = f"{'; '.join(parts)}: no progress for {seconds:.3g} s (train.timeout is {self.timeout:g} s)"
-        return message + self._describe_waiting(waiting, culprits)
+        return message + self.describe_waiting(waiting, culprits)
 
     def _describe_culprit(self, rank: int, *, in_save: bool = False) -> str:
         state = self.states.get(rank)
@@ -310,7 +308,8 @@ class Monitor:
         why = f": {state.state}" if state.state else ""
         return f"{self._name(rank)} is stuck in {place}{f', at {where}' if where else ''}{why}"
 
-    def _describe_waiting(self, waiting: tuple[int, ...], culprits: tuple[int, ...]) -> str:
+    def describe_waiting(self, waiting: Collection[int], culprits: Collection[int]) -> str:
+        """Say who waits for the culprits, and in what; "" if nobody does."""
         if not waiting:
             return ""
         found = [wait for rank in waiting if (wait := self.states[rank].wait) is not None]

@@ -5,7 +5,7 @@ import json
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -85,42 +85,26 @@ def _typed(kind: Any, value: Any) -> Any:
     return value
 
 
-@dataclass
-class _Seen:
-    """The last progress of a rank, by the clock of who looks."""
-
-    progress: object
-    since: float
-    cpu: float
-    save: object = None
-    save_since: float = 0.0
-
-
 class LocalRanks:
     """Looks at the ranks of this machine that share their counters in a folder. clock: seconds."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self._clock = folder, clock
         self._readers: dict[str, Reader] = {}
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[tuple[int, str], tuple[object, float]] = {}  # what has progressed -> how far, and since when
+        self._cpu: dict[int, float] = {}  # at the main thread's last progress
         self.counters: dict[int, Counters] = {}
 
     def look(self) -> dict[int, RankState]:
         """The states of all ranks that have begun, without stacks. Takes 0.1 ms a rank."""
-        now, found = self._clock(), {}
+        found = {}
         for counters in read_folder(self.folder, self._readers):
             rank = counters.rank
             cpu = stacks.cpu_seconds(counters.pid)
-            seen = self._seen.get(rank)
-            progress = (counters.pid, counters.progress)
-            if seen is None or seen.progress != progress:
-                before = seen
-                seen = self._seen[rank] = _Seen(progress, now, cpu)
-                if before is not None:
-                    seen.save, seen.save_since = before.save, before.save_since
-            saves = (counters.save, counters.save_progress)
-            if seen.save != saves:
-                seen.save, seen.save_since = saves, now
+            idle = self._seconds_since_change(rank, "main", (counters.pid, counters.progress))
+            save_idle = self._seconds_since_change(rank, "save", (counters.save, counters.save_progress))
+            if idle == 0.0:
+                self._cpu[rank] = cpu
             self.counters[rank] = counters
             found[rank] = RankState(
                 rank=rank,
@@ -128,12 +112,12 @@ class LocalRanks:
                 pid=counters.pid,
                 phase=counters.phase,
                 step=counters.step,
-                idle=now - seen.since,
-                cpu=cpu - seen.cpu,
+                idle=idle,
+                cpu=cpu - self._cpu.get(rank, cpu),
                 wait=counters.wait,
                 entered=counters.entered,
                 save=counters.save,
-                save_idle=now - seen.save_since if counters.save is not None else 0.0,
+                save_idle=save_idle if counters.save is not None else 0.0,
                 state=stacks.process_state(counters.pid) if counters.is_running else stacks.GONE,
                 waits=counters.wait is not None,
                 has_failed=counters.has_failed,
@@ -144,9 +128,13 @@ class LocalRanks:
 
     def forgive(self, seconds: float) -> None:
         """Move all last progress on by so many seconds, in which this process was stopped itself."""
-        for seen in self._seen.values():
-            seen.since += seconds
-            seen.save_since += seconds
+        self._seen = {what: (progress, since + seconds) for what, (progress, since) in self._seen.items()}
+
+    def _seconds_since_change(self, rank: int, thread: str, progress: object) -> float:
+        now, (before, since) = self._clock(), self._seen.get((rank, thread), (None, 0.0))
+        if before != progress:
+            self._seen[rank, thread] = progress, (since := now)
+        return now - since
 
     def with_stack(self, state: RankState) -> RankState:
         """The state with where its threads are, read from outside; as it is where that is impossible. Takes 20 ms."""
@@ -186,6 +174,11 @@ def _describe_frames(frames: Sequence[stacks.Frame]) -> tuple[str, ...]:
 
 def _has_any(parts: Sequence[str], path: str) -> bool:
     return any(part in path for part in parts)
+
+
+def is_saving(states: Iterable[RankState], limit: float) -> bool:
+    """Whether a rank writes a checkpoint, and has written some of it in so many seconds."""
+    return any(state.phase == "save" and min(state.idle, state.save_idle or limit) < limit for state in states)
 
 
 def write_stacks(folder: Path, counters: Counters, *, may_signal: bool) -> None:

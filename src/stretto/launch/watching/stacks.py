@@ -115,22 +115,17 @@ def _find_py_spy() -> str | None:
 
 
 def ask(pid: int) -> str | None:
-    """Make a process write its own stacks by a signal; None if it does not. Only for one that will be ended anyway.
+    """Make a process write its own stacks by a signal; None if it does not, as one that is stopped.
 
-    The handler reads frames without the interpreter's lock and may crash. A stopped process is continued for it, for
-    some milliseconds, and stopped again.
+    Only for one that will be ended anyway: the handler reads frames without the interpreter's lock and may crash.
     """
     if not _catches(pid, STACK_SIGNAL):
         return None
-    was_stopped = process_state(pid) == STATES["T"]
     try:
-        path = _stack_file(pid)
-        if path is None:
+        if (path := _stack_file(pid)) is None:
             return None
         before = size = path.stat().st_size
-        _signal_main_thread(pid, STACK_SIGNAL)
-        if was_stopped:
-            os.kill(pid, signal.SIGCONT)
+        os.kill(pid, STACK_SIGNAL)
         deadline = time.monotonic() + ANSWER
         while time.monotonic() < deadline:
             time.sleep(0.02)
@@ -142,10 +137,6 @@ def ask(pid: int) -> str | None:
             return file.read().decode(errors="replace") or None
     except OSError:
         return None
-    finally:
-        if was_stopped:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGSTOP)
 
 
 def _stack_file(pid: int) -> Path | None:
@@ -183,13 +174,6 @@ def cpu_seconds(pid: int) -> float:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-def _signal_main_thread(pid: int, number: int) -> None:
-    """Signal a process so that its main thread handles it, before it goes on if it was stopped."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "tgkill") or libc.tgkill(pid, pid, number) != 0:
-        os.kill(pid, number)
 
 
 def _catches(pid: int, number: int) -> bool:

@@ -34,7 +34,7 @@ from typing import Any, BinaryIO
 from stretto.counters import Counters
 from stretto.launch.watching import evidence
 from stretto.launch.watching.monitor import MAX_GAP, Monitor, Stall
-from stretto.launch.watching.ranks import LocalRanks, RankState, write_json
+from stretto.launch.watching.ranks import LocalRanks, RankState, is_saving, write_json
 from stretto.launch.watching.slow_ranks import SLOW_RANK_FILE
 
 GRACE = 60.0  # seconds that ranks without a parent have to stop, while none of them writes a checkpoint
@@ -133,7 +133,6 @@ class RankWatcher:
         self._use(settings)
         self._nodes: NodeExchange | None = None
         self._answered = time.monotonic()
-        self._orphaned: float | None = None
         self._has_ended_all = False
 
     def _use(self, settings: Mapping[str, Any]) -> None:
@@ -162,8 +161,9 @@ class RankWatcher:
             others = self._exchange()
             self._monitor.look(others)
         running = [rank for rank in self._monitor.watched(None) if rank in self._monitor.states]
-        if self._orphaned is not None or self._have_lost_parent():
-            self._end_orphans()
+        if self._have_lost_parent():
+            end_ranks(self._local, GRACE)
+            self._has_ended_all = True
             return
         has_asked = any(self._monitor.states[rank].has_failed for rank in running)
         if (stall := self._monitor.find_stall(running, self._timeout / 2 if has_asked else None)) is not None:
@@ -224,15 +224,6 @@ class RankWatcher:
         for counters in mine:
             _signal(counters, signal.SIGKILL)
 
-    def _end_orphans(self) -> None:
-        """torchrun was killed: the kernel has sent SIGTERM to its ranks; kill those that do not end in time."""
-        now = time.monotonic()
-        if self._orphaned is None:
-            self._orphaned = now
-        if now - self._orphaned > GRACE and not _is_saving(self._monitor.states.values()):
-            for counters in self._local.counters.values():
-                _signal(counters, signal.SIGKILL)
-
 
 def guard(settings: Mapping[str, Any], stdin: BinaryIO) -> None:
     """Wait until the launcher ends. If it was killed, end its ranks as `RankWatcher` does, and remove its folder.
@@ -241,25 +232,25 @@ def guard(settings: Mapping[str, Any], stdin: BinaryIO) -> None:
     """
     if stdin.readline().strip() == b"done":
         return
-    local, since = LocalRanks(Path(settings["folder"])), time.monotonic()
-    while True:
-        states = local.look()
-        left = [counters for counters in local.counters.values() if counters.is_running]
-        if not left:
-            break
-        waited = time.monotonic() - since
-        if waited > settings["grace"] + GRACE and not _is_saving(states.values()):
-            break  # they wait in the kernel, and nothing ends them
-        if waited > settings["grace"] and not _is_saving(states.values()):
-            for counters in left:
-                _signal(counters, signal.SIGKILL)
-        time.sleep(0.1)
+    end_ranks(LocalRanks(Path(settings["folder"])), settings["grace"])
     shutil.rmtree(settings["remove"], ignore_errors=True)
 
 
-def _is_saving(states: Iterable[RankState]) -> bool:
-    """Whether a rank writes a checkpoint, and has written some of it lately."""
-    return any(state.phase == "save" and min(state.idle, state.save_idle or GRACE) < GRACE for state in states)
+def end_ranks(local: LocalRanks, grace: float) -> None:
+    """Wait until this machine's ranks have ended, which were asked to; kill those that do not in so many seconds.
+
+    Ranks have longer while one writes a checkpoint. Gives up ranks that wait in the kernel, where nothing ends them.
+    """
+    since = time.monotonic()
+    while True:
+        states = local.look()
+        left = [counters for counters in local.counters.values() if counters.is_running]
+        late = 0.0 if is_saving(states.values(), GRACE) else time.monotonic() - since - grace
+        if not left or late > GRACE:
+            return
+        for counters in left if late > 0 else ():
+            _signal(counters, signal.SIGKILL)
+        time.sleep(0.1)
 
 
 def _parent_of(counters: Counters) -> int:
