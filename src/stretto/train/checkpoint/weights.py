@@ -6,13 +6,11 @@ torch is imported only after a checkpoint or a file has been found, so that a wr
 
 import json
 import os
-import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +22,10 @@ from stretto.huggingface.folder import (
     build_causal_lm,
     config_of_export,
     find_weights,
-    read_with_transformers,
     require_transformers,
     require_weights,
 )
-from stretto.huggingface.weight_names import NamesInFiles, match_names
+from stretto.huggingface.weight_names import NamesInFiles, advise_tying, is_kept_in_fp32, match_names
 from stretto.train.checkpoint.file_tensors import (
     CheckedTensor,
     FileTensor,
@@ -401,23 +398,13 @@ def _open_weights(model: "nn.Module", file: Path) -> Iterator[list[tuple[str, Fi
         wanted |= {name: shape for name, shape in buffers.items() if name in found}
         found |= {name: tensors[name].shape for name in names.unknown}
         if difference := first_difference(found, wanted):
-            raise ValueError(f"{file} is of another model: {difference}{_advise_tying(model, found, wanted)}")
+            raise ValueError(f"{file} is of another model: {difference}{advise_tying(model, found, wanted)}")
         held = saved_tensors(model)
         for name, source in sources:
             if refusal := refusal_of_dtypes(name, source.dtypes, held[name].dtype):
                 raise ValueError(f"{file}: {refusal}")
         _warn_of_differences(file, names.dropped, [name for name in buffers if name not in found])
         yield sources
-
-
-def _advise_tying(model: "nn.Module", found: Collection[str], wanted: Collection[str]) -> str:
-    """What to do where the first missing parameter is one that a Hugging Face model can tie to one of the file's."""
-    missing = next((name for name in wanted if name not in found), None)
-    can_tie = getattr(model, "_tied_weights_keys", None)
-    tied_to = can_tie.get(missing) if isinstance(can_tie, Mapping) else None
-    if tied_to not in found:
-        return ""
-    return f"; if it is {tied_to}, tie_word_embeddings=True in the configuration would do"
 
 
 def _tensor_of(opened: Any, stored: StoredTensor) -> PlainTensor:
@@ -456,12 +443,11 @@ def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[d
     if all(name in own for name in names):
         return dict(own), False
     require_transformers("path", str(source))
-    model = build_causal_lm(str(source), partial(read_with_transformers, source), without_dropout=False)
+    model = build_causal_lm(str(source), source)
     untie_as_in(model, require_weights(source))
     first = first_names(model)
     matched = match_names(model, with_scales(names), first, saved_tensors(model))
     there = {first[name]: in_file for in_file, name in matched.own_names.items()}
-    in_fp32 = [str(name) for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     weights: dict[str, _Weight] = {}
     for name, weight in own.items():
         shape = weight.entry.shape
@@ -470,9 +456,8 @@ def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[d
                 rows = shape[1] // len(parts)
                 weights |= {part: replace(weight, part=(expert, at * rows, rows)) for at, part in enumerate(parts)}
         else:
-            keeps = any(re.search(rf"(^|\.){re.escape(part)}($|\.)", name) for part in in_fp32)
             weights[name if name in names else there.get(name, name)] = (
-                replace(weight, dtype="float32") if keeps else weight
+                replace(weight, dtype="float32") if is_kept_in_fp32(model, name) else weight
             )
     return weights, bool(matched.dropped)
 
