@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.planner.test_hugging_face import config_of, model_of
+from tests.huggingface.test_config_json import config_of, model_of
 
 import stretto
 from stretto.axes import GridSizes

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.huggingface.test_config_json import config_of, model_of
 from tests.planner.test_blocks import MACHINE
-from tests.planner.test_hugging_face import config_of, model_of
 
 import stretto
 from stretto.axes import GridSizes

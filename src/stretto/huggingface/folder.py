@@ -7,7 +7,7 @@ Nothing is ever downloaded, and no code of a folder is run.
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,26 +80,23 @@ def config_of_export(config: Mapping[str, Any], dtype: str | None) -> tuple[dict
     return config, config[key]
 
 
-def read_with_transformers(folder: Path) -> Any:
-    """transformers' configuration of a folder."""
-    from transformers import AutoConfig
+def build_causal_lm(origin: str, source: Path | Mapping[str, Any], *, without_dropout: bool = False) -> "nn.Module":
+    """Build transformers' causal language model of a folder, or of the entries of a config.json: on meta, in fp32.
 
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def build_causal_lm(origin: str, read_config: Callable[[], Any], *, without_dropout: bool) -> "nn.Module":
-    """Build transformers' causal language model of a configuration on the meta device, in fp32.
-
-    origin: what messages call it. read_config: returns transformers' configuration. Raises ValueError where
-    transformers cannot build it, and for a model whose loss does not take the targets of the global batch.
+    origin: what messages call it. without_dropout: set all dropout probabilities of the configuration to 0. Raises
+    ValueError where transformers cannot build it, and for a model whose loss does not take the targets of the global
+    batch.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from stretto.huggingface.loss import require_given_targets
 
     try:
-        config = read_config()
+        if isinstance(source, Path):
+            config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        else:
+            config = AutoConfig.for_model(**source)
         if hasattr(config, "quantization_config"):  # weights are dequantized as they are read
             del config.quantization_config
         if without_dropout:

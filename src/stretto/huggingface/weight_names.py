@@ -170,3 +170,19 @@ def _in_order(name: str, parts: Collection[_Part], experts: int) -> list[list[st
             if (expert, part) not in found:
                 raise ValueError(f"{like.before}{expert}{like.after} is missing, which is a part of {name}")
     return [[found[expert, part] for part in sorted(around)] for expert in range(experts)]
+
+
+def advise_tying(model: "nn.Module", found: Collection[str], wanted: Collection[str]) -> str:
+    """What to do where the first missing parameter is one that a Hugging Face model can tie to one of the file's."""
+    missing = next((name for name in wanted if name not in found), None)
+    can_tie = getattr(model, "_tied_weights_keys", None)
+    tied_to = can_tie.get(missing) if isinstance(can_tie, Mapping) else None
+    if tied_to not in found:
+        return ""
+    return f"; if it is {tied_to}, tie_word_embeddings=True in the configuration would do"
+
+
+def is_kept_in_fp32(model: "nn.Module", name: str) -> bool:
+    """Whether the model's class keeps a parameter in fp32, whatever dtype the others are loaded in."""
+    parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(rf"(^|\.){re.escape(str(part))}($|\.)", name) for part in parts)

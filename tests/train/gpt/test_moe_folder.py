@@ -99,6 +99,16 @@ def test_an_export_before_any_training_has_the_tensors_of_the_folder_in_bits(
     preflight(model_folders.configure(tmp_path / "again", tmp_path / "exported"))
 
 
+def test_a_folder_whose_dropout_was_switched_off_is_exported_under_its_own_names(
+    ranks: MakeRanks, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "model", "mixtral", attention_dropout=0.1)
+    config = model_folders.configure(tmp_path / "run", folder, "grid.z=2", "model.dropout=0", *NO_CHANGE)
+    model_folders.train_on_grid(ranks, config)
+    export_folder(config.out, tmp_path / "exported")
+    assert load_file(tmp_path / "exported" / SINGLE).keys() == load_file(folder / SINGLE).keys()
+
+
 def test_a_folder_in_fp8_is_exported_in_bf16_without_entries_for_fp8_or_further_layers(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:

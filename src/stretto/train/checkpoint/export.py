@@ -6,11 +6,9 @@ torch is imported only after a checkpoint has been found, so that a wrong path i
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +19,10 @@ from stretto.huggingface.folder import (
     build_causal_lm,
     config_of_export,
     find_weights,
-    read_with_transformers,
     require_transformers,
     require_weights,
 )
-from stretto.huggingface.weight_names import match_names
+from stretto.huggingface.weight_names import is_kept_in_fp32, match_names
 from stretto.train.checkpoint.file_tensors import (
     PlainTensor,
     with_scales,
@@ -242,12 +239,11 @@ def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[d
     if all(name in own for name in names):
         return dict(own), False
     require_transformers("path", str(source))
-    model = build_causal_lm(str(source), partial(read_with_transformers, source), without_dropout=False)
+    model = build_causal_lm(str(source), source)
     untie_as_in(model, require_weights(source))
     first = first_names(model)
     matched = match_names(model, with_scales(names), first, saved_tensors(model))
     there = {first[name]: in_file for in_file, name in matched.own_names.items()}
-    in_fp32 = [str(name) for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     weights: dict[str, _Weight] = {}
     for name, weight in own.items():
         shape = weight.entry.shape
@@ -256,9 +252,8 @@ def _weights_under_names_of(source: Path, own: Mapping[str, _Weight]) -> tuple[d
                 rows = shape[1] // len(parts)
                 weights |= {part: replace(weight, part=(expert, at * rows, rows)) for at, part in enumerate(parts)}
         else:
-            keeps = any(re.search(rf"(^|\.){re.escape(part)}($|\.)", name) for part in in_fp32)
             weights[name if name in names else there.get(name, name)] = (
-                replace(weight, dtype="float32") if keeps else weight
+                replace(weight, dtype="float32") if is_kept_in_fp32(model, name) else weight
             )
     return weights, bool(matched.dropped)
 

@@ -6,14 +6,14 @@ torch is imported only after a file has been found, so that a wrong path is repo
 
 import json
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.cluster import read_bounded
-from stretto.huggingface.weight_names import NamesInFiles, match_names
+from stretto.huggingface.weight_names import NamesInFiles, advise_tying, match_names
 from stretto.train.checkpoint.file_tensors import (
     CheckedTensor,
     FileTensor,
@@ -196,23 +196,13 @@ def _open_weights(model: "nn.Module", file: Path) -> Iterator[list[tuple[str, Fi
         wanted |= {name: shape for name, shape in buffers.items() if name in found}
         found |= {name: tensors[name].shape for name in names.unknown}
         if difference := first_difference(found, wanted):
-            raise ValueError(f"{file} is of another model: {difference}{_advise_tying(model, found, wanted)}")
+            raise ValueError(f"{file} is of another model: {difference}{advise_tying(model, found, wanted)}")
         held = saved_tensors(model)
         for name, source in sources:
             if refusal := refusal_of_dtypes(name, source.dtypes, held[name].dtype):
                 raise ValueError(f"{file}: {refusal}")
         _warn_of_differences(file, names.dropped, [name for name in buffers if name not in found])
         yield sources
-
-
-def _advise_tying(model: "nn.Module", found: Collection[str], wanted: Collection[str]) -> str:
-    """What to do where the first missing parameter is one that a Hugging Face model can tie to one of the file's."""
-    missing = next((name for name in wanted if name not in found), None)
-    can_tie = getattr(model, "_tied_weights_keys", None)
-    tied_to = can_tie.get(missing) if isinstance(can_tie, Mapping) else None
-    if tied_to not in found:
-        return ""
-    return f"; if it is {tied_to}, tie_word_embeddings=True in the configuration would do"
 
 
 def _tensor_of(opened: Any, stored: StoredTensor) -> PlainTensor:

@@ -17,7 +17,6 @@ from stretto.huggingface.families import DECODERS
 from stretto.huggingface.folder import (
     build_causal_lm,
     read_config,
-    read_with_transformers,
     require_transformers,
     require_weights,
 )
@@ -152,13 +151,8 @@ class HuggingFaceSource(ModelSource):
     def description(self) -> dict[str, Any]:
         return {"kind": "huggingface", "path": self.origin, "config": self.config}
 
-    def _read_with_transformers(self) -> Any:
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(**self.config)
-
     def build(self) -> "nn.Module":
-        return build_causal_lm(self.origin, self._read_with_transformers, without_dropout=self._without_dropout)
+        return build_causal_lm(self.origin, self.config, without_dropout=self._without_dropout)
 
     def arguments(self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int") -> dict[str, Any]:
         from stretto.huggingface.loss import arguments_with_targets
@@ -193,13 +187,10 @@ class FolderSource(HuggingFaceSource):
     def description(self) -> dict[str, Any]:
         return super().description() | {"path": str(self.folder.absolute())}
 
-    def _read_with_transformers(self) -> Any:
-        return read_with_transformers(self.folder)
-
     def build(self) -> "nn.Module":
         from stretto.train.checkpoint.weights import untie_as_in
 
-        model = super().build()
+        model = build_causal_lm(self.origin, self.folder, without_dropout=self._without_dropout)
         untie_as_in(model, self.weights_file)
         return model
 
