@@ -18,8 +18,8 @@ from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions, StateOptions
 from stretto.models import GPTConfig
 from stretto.planner import GridPlan, predict, read_architecture
-from stretto.planner.capacity import most_allocated, peak
-from stretto.planner.experts.ted import least_memory, list_memory
+from stretto.planner.capacity import max_allocated, peak
+from stretto.planner.experts.ted import list_memory, min_memory
 from stretto.planner.memory import step_memory, whole_logits
 from stretto.planner.workload import StepConfig, StepWorkload
 
@@ -115,7 +115,7 @@ def _candidates(gpus: int, most_tensor: int) -> Iterator[tuple[str, int, int]]:
 
 
 def _largest(gpus: int, most_tensor: int) -> Fit:
-    limit = most_allocated(GPU_BYTES)
+    limit = max_allocated(GPU_BYTES)
     fitting = []
     for base, experts, tensor in _candidates(gpus, most_tensor):
         num_bytes = ted_bytes(base, experts, gpus, tensor, is_tiled=most_tensor > 1)
@@ -147,7 +147,7 @@ def _largest_by_equation(gpus: int, most_tensor: int) -> float:
     return max(
         sizes[base] * (2 + experts) / 3
         for base, experts, tensor in _candidates(gpus, most_tensor)
-        if least_memory(sizes[base] * 1e9, experts, gpus, tensor) <= GPU_BYTES
+        if min_memory(sizes[base] * 1e9, experts, gpus, tensor) <= GPU_BYTES
     )
 
 

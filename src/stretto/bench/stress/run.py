@@ -23,7 +23,7 @@ RESULTS_A_BATCH = 2_400  # of all ranks together, on GPUs
 FLOOR = 2_400  # results that every configuration gets before any gets more
 _SECONDS_OF_BATCH = 0.8
 _MOST_TIMES = 8  # how many times as many calls as a configuration's first batch a later one may have
-LEAST_CALLS, MOST_CALLS = 60, 1_200
+MIN_CALLS, MAX_CALLS = 60, 1_200
 CPU_CALLS = 6  # interpreted kernels are thousands of times slower
 FIRST_LIMIT = 300.0  # seconds for a batch in which kernels are compiled
 LIMIT = 120.0
@@ -168,7 +168,7 @@ class _StressRun:
     def _choose_calls(self) -> int:
         if not self._has_gpus:
             return CPU_CALLS
-        return min(max(-(-RESULTS_A_BATCH // self._setting.ranks), LEAST_CALLS), MOST_CALLS)
+        return min(max(-(-RESULTS_A_BATCH // self._setting.ranks), MIN_CALLS), MAX_CALLS)
 
     def run(self) -> StressReport:
         """Run batch after batch until the time is over or all configurations have enough results."""

@@ -26,7 +26,7 @@ from stretto.train.launch.supervisor import StopTimeouts, Supervisor
 from stretto.train.observe.progress import print_line
 from stretto.train.smaller_grids import ChosenGrid, choose_grid
 
-MOST_PAUSE = 60.0  # seconds
+MAX_PAUSE = 60.0  # seconds
 PAUSE_POLL = 0.05
 WATCH = 0.5  # seconds between polls of the run's folder and of slots that may be retried
 # A checkpoint that cannot be resumed: a failure that comes back, unless there is an older one.
@@ -228,7 +228,7 @@ class Restarts:
         lost = None if reached is None else max(0, reached - resumed)
         known |= {"step_resumed": resumed, "steps_lost": lost, "grid": dict(following.config.grid.sizes())}
         self._journal.add(failure.failed_at, known, restarted=True)
-        pause = 0.0 if self._failures == 1 else min(2.0 ** min(self._failures - 2, 10), MOST_PAUSE)
+        pause = 0.0 if self._failures == 1 else min(2.0 ** min(self._failures - 2, 10), MAX_PAUSE)
         print_line(
             f"restart {self._journal.restarts}: {str(failure).splitlines()[0]}"
             + ("; " if lost is None else f"; step {reached} was reached, {_steps(lost)} to repeat; ")
