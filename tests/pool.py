@@ -54,7 +54,7 @@ FEW = 4  # workers that are started at first: the others only for a job of more 
 PATIENCE = 10  # ranks get this many times a job's limit: machines are slow and loaded, and caches empty
 START_LIMIT = 1200.0  # seconds for all workers to come up
 MANY_OBJECTS = 1000
-MOST_COLLECTIONS = 5
+MAX_COLLECTIONS = 5
 JOIN_LIMIT = 100.0  # seconds for all ranks to join the process group
 JOIN_ATTEMPTS = 3
 GRACE = 30.0  # seconds for the other ranks to end once one has raised
@@ -490,7 +490,7 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], b
         dist.destroy_process_group()
     # Until the process groups' threads have ended: what one collection frees may hold, in C++, what only the next one
     # finds. The rest would be frozen and never be freed.
-    for _ in range(MOST_COLLECTIONS):
+    for _ in range(MAX_COLLECTIONS):
         for clear in caches:
             clear()
         gc.collect()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(importlib.util.find_spec("stretto").origin).parent
-MOST_FILES = 20
-MOST_PARAMETERS = 12
-MOST_SHORT_FILES = 25
+MAX_FILES = 20
+MAX_PARAMETERS = 12
+MAX_SHORT_FILES = 25
 SHORT = 60  # lines
 
 
@@ -56,7 +56,7 @@ def test_no_two_classes_share_a_name():
 
 def test_no_folder_has_more_files_than_a_reader_takes_in():
     counts = Counter(path.parent.relative_to(SOURCE) for path in parse_files() if path.name != "__init__.py")
-    assert {str(folder): count for folder, count in counts.items() if count > MOST_FILES} == {}
+    assert {str(folder): count for folder, count in counts.items() if count > MAX_FILES} == {}
 
 
 def test_few_files_are_so_short_that_another_could_hold_them():
@@ -65,7 +65,7 @@ def test_few_files_are_so_short_that_another_could_hold_them():
         for path in parse_files()
         if path.name not in ("__init__.py", "__main__.py") and len(path.read_text().splitlines()) < SHORT
     ]
-    assert len(short) <= MOST_SHORT_FILES, short
+    assert len(short) <= MAX_SHORT_FILES, short
 
 
 def is_schema(node: ast.FunctionDef) -> bool:
@@ -89,7 +89,7 @@ def test_no_function_has_so_many_parameters_that_their_order_must_be_looked_up()
     for path, node in nodes_of(ast.FunctionDef):
         arguments = node.args
         count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
-        if count > MOST_PARAMETERS and path.parts[0] != "cli" and not is_schema(node):
+        if count > MAX_PARAMETERS and path.parts[0] != "cli" and not is_schema(node):
             wide[f"{path}: {node.name}"] = count
     assert wide == {}
 

@@ -19,7 +19,7 @@ BOUND = 0.02
 """Medians of ratios that differ from 1 by less count as equal."""
 
 _NORMAL_QUANTILE = 1.96  # for 95% confidence
-_LEAST_RATIOS = 6  # the fewest whose smallest and largest enclose the median with that confidence
+_MIN_RATIOS = 6  # the fewest whose smallest and largest enclose the median with that confidence
 
 COLUMNS = (
     Column("case", "case"),
@@ -51,7 +51,7 @@ class RatioEstimate(NamedTuple):
         """
         if abs(self.ratio - 1) <= BOUND:
             return "same"
-        if self.rounds < _LEAST_RATIOS or (self.low <= 1 + BOUND and self.high >= 1 - BOUND):
+        if self.rounds < _MIN_RATIOS or (self.low <= 1 + BOUND and self.high >= 1 - BOUND):
             return "unclear"
         return "slower" if self.low > 1 + BOUND else "faster"
 

@@ -27,11 +27,11 @@ from lab.checkouts.settings import AFTER, BEFORE, CheckoutsSetting
 from stretto.cluster.detection import count_gpus
 from stretto.memory.mps import mps_daemon
 
-_MOST_STARTS = 4
+_MAX_STARTS = 4
 _PREPARATION = 0.6  # share of the time limit after which no further case is prepared
 _START_LIMIT, _PREPARE_LIMIT, _RUN_LIMIT = 120.0, 60.0, 45.0  # seconds; a wait on the device times out after 30
 _TARGET_SECONDS = 4e-3  # of a measurement
-_MOST_REPLAYS = 64
+_MAX_REPLAYS = 64
 _CONNECTIONS = 32  # queues to the GPU, of all ranks; with the few that MPS gives, streams of a rank wait for each other
 
 
@@ -81,7 +81,7 @@ def _measure_placement(
     order: Sequence[str],
 ) -> None:
     """Start both sets of ranks, prepare and measure the cases; restart without any case that killed the ranks."""
-    for attempt in range(_MOST_STARTS):
+    for attempt in range(_MAX_STARTS):
         began = time.monotonic()
         prepare_until = began + _PREPARATION * (deadline - began)
         with contextlib.ExitStack() as stack:
@@ -100,7 +100,7 @@ def _measure_placement(
             log(f"{order[0]} first: {len(times)} cases prepared after {seconds:.0f} s, {len(outcome.refused)} not")
             if _measure(setting, sets, times, outcome, deadline, placement):
                 return
-    outcome.failure = f"ranks were lost {_MOST_STARTS} times: {list(outcome.refused.values())[-1]}"
+    outcome.failure = f"ranks were lost {_MAX_STARTS} times: {list(outcome.refused.values())[-1]}"
 
 
 def _start(
@@ -171,7 +171,7 @@ def _prepare(
             log(f"{case.name}: {error}")
             return None
         calls = case.options["calls"]
-        times[case.name] = min(_MOST_REPLAYS, max(1, round(_TARGET_SECONDS / (seconds * calls))))
+        times[case.name] = min(_MAX_REPLAYS, max(1, round(_TARGET_SECONDS / (seconds * calls))))
     return times
 
 

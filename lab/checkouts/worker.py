@@ -210,7 +210,8 @@ class _WorkerRank:
         kind = getattr(torch, dtype)
         x = torch.randn(rows, k, device=self.device).to(kind)
         weight = (torch.randn(n, k, device=self.device) / k**0.5).to(kind)
-        make_config = getattr(ops, "KernelConfig", None) or getattr(ops, "Plan")  # noqa: B009  (its name in older checkouts)
+        names = ("KernelConfig", "Plan")  # the latter: in older checkouts
+        make_config = next(getattr(ops, name) for name in names if hasattr(ops, name))
         run, implementation = getattr(ops, operator), make_config(**plan)
         return _CaseCall(lambda: run(x, weight, implementation=implementation), calls, _nothing)
 

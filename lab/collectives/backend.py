@@ -28,7 +28,7 @@ from stretto.bench.interleaved import TimingEffort, name_size, time_interleaved
 from stretto.cluster.detection import count_gpus
 
 _PRODUCT = 4096  # rows, columns and inner size of the products that overlap a collective
-_MOST_PRODUCTS = 64
+_MAX_PRODUCTS = 64
 _ONE_CALL = 1 << 30  # bytes for `time_interleaved`, which then times one call at a time
 ALONE_COLUMNS = (
     Column("collective", "collective"),
@@ -140,7 +140,7 @@ def _measure_overlapped(groups: _Groups, setting: BackendSetting, collective: st
     }
     alone = time_interleaved(probes, _ONE_CALL, is_graph=False, effort=TimingEffort(rounds=1, replays=5))
     wanted = setting.work * alone["collective"].seconds / alone["product"].seconds
-    products = min(_MOST_PRODUCTS, max(1, math.ceil(wanted)))  # all ranks have the slowest one's times
+    products = min(_MAX_PRODUCTS, max(1, math.ceil(wanted)))  # all ranks have the slowest one's times
 
     def work() -> None:
         for _ in range(products):

@@ -31,7 +31,7 @@ from stretto.suggestions import did_you_mean_file
 if TYPE_CHECKING:
     from stretto.train.config import TrainConfig
 
-MOST_LAYOUTS = 64
+MAX_LAYOUTS = 64
 _SECTIONS = ("config", "layouts", "peers")
 StatePlace = Literal["fp32", "host"]
 
@@ -129,8 +129,8 @@ def read_layouts(path: Path) -> LayoutFile:
     for name, part in parts.items():
         if not isinstance(part, dict):
             raise ValueError(f"{path}: {name} is {part!r}, but must be a table")
-    if not 1 <= len(parts["layouts"]) <= MOST_LAYOUTS:
-        raise ValueError(f"{path} has {len(parts['layouts'])} layouts, but there must be 1 to {MOST_LAYOUTS}")
+    if not 1 <= len(parts["layouts"]) <= MAX_LAYOUTS:
+        raise ValueError(f"{path} has {len(parts['layouts'])} layouts, but there must be 1 to {MAX_LAYOUTS}")
     layouts = {name: _read_layout(path, name, parts["config"], own) for name, own in parts["layouts"].items()}
     file = LayoutFile(path, layouts, {name: _read_peer(path, name, own) for name, own in parts["peers"].items()})
     shared = _describe_shared(file.first)

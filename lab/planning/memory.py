@@ -28,8 +28,8 @@ from stretto.planner.capacity import outside_of_allocator, reserved
 from stretto.planner.workload import Dtype
 
 _TINY_MEMORY = 64 << 20  # of the GPU that --cpu pretends to have
-_MOST_LAYERS, _MOST_SEQUENCES = 48, 64
-_MOST_STEP_SECONDS = 2.0  # runs whose predicted step takes longer are left out, so that many runs fit in minutes
+_MAX_LAYERS, _MAX_SEQUENCES = 48, 64
+_MAX_STEP_SECONDS = 2.0  # runs whose predicted step takes longer are left out, so that many runs fit in minutes
 COLUMNS = (
     Column("run", "run"),
     Column("predicted_allocated_gib", "allocated: predicted (GiB)", "{:.2f}"),
@@ -116,8 +116,8 @@ def choose_runs(setting: MemorySetting, kinds: Sequence[_Kind], cluster: Cluster
 
 def _predict_all(kind: _Kind, cluster: Cluster, limit: float) -> Iterator[PlannedRun]:
     """Every number of layers and sequences of a kind that is predicted to need less than `limit` bytes."""
-    for layers in range(1, _MOST_LAYERS + 1):
-        for batch in range(1, _MOST_SEQUENCES + 1):
+    for layers in range(1, _MAX_LAYERS + 1):
+        for batch in range(1, _MAX_SEQUENCES + 1):
             workload = kind.workload(layers, batch)
             plan = predict(
                 workload.model,
@@ -133,7 +133,7 @@ def _predict_all(kind: _Kind, cluster: Cluster, limit: float) -> Iterator[Planne
             needed = plan.reserved_memory + outside_of_allocator(cluster.require("gpu.memory"))
             if needed > limit:
                 break
-            if plan.step_time <= _MOST_STEP_SECONDS:
+            if plan.step_time <= _MAX_STEP_SECONDS:
                 name = f"{kind.name}, {layers} layers, {batch} x {workload.seq_len} tokens"
                 yield PlannedRun(name, workload, plan.peak_memory, needed, plan.fits)
 

@@ -18,8 +18,8 @@ from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions, StateOptions
 from stretto.models import GPTConfig
 from stretto.planner import GridPlan, predict, read_architecture
-from stretto.planner.capacity import most_allocated, peak
-from stretto.planner.experts.ted import least_memory, list_memory
+from stretto.planner.capacity import max_allocated, peak
+from stretto.planner.experts.ted import list_memory, min_memory
 from stretto.planner.memory import step_memory, whole_logits
 from stretto.planner.workload import StepConfig, StepWorkload
 
@@ -33,7 +33,7 @@ BASES = {
 }
 TENSOR = {"1.3B": 1, "2.7B": 2, "6.7B": 4, "13B": 8}  # section 7.4.4
 EXPERTS = (4, 8, 16, 32, 64, 128)
-MOST_TENSOR = 6
+MAX_TENSOR = 6
 # Section 7.2: upper bound of fp32 gradients of an optimizer tile. Without tiles, all parameters of a GPU have them.
 TILE_BYTES = 1e9
 STATE = StateOptions("device")  # 16-bit weights and gradients, as there
@@ -87,9 +87,9 @@ class Fit:
 
 def plan_sizes(gpus: int) -> dict[str, Any]:
     """The largest mixture that fits with tensor parallelism and without it, on `gpus` GPUs of Summit."""
-    with_tensor = _largest(gpus, MOST_TENSOR)
+    with_tensor = _largest(gpus, MAX_TENSOR)
     alone = _largest(gpus, 1)
-    by_equation = [_largest_by_equation(gpus, most) for most in (MOST_TENSOR, 1)]
+    by_equation = [_largest_by_equation(gpus, most) for most in (MAX_TENSOR, 1)]
     return {
         "gpus": gpus,
         "largest": str(with_tensor),
@@ -115,7 +115,7 @@ def _candidates(gpus: int, most_tensor: int) -> Iterator[tuple[str, int, int]]:
 
 
 def _largest(gpus: int, most_tensor: int) -> Fit:
-    limit = most_allocated(GPU_BYTES)
+    limit = max_allocated(GPU_BYTES)
     fitting = []
     for base, experts, tensor in _candidates(gpus, most_tensor):
         num_bytes = ted_bytes(base, experts, gpus, tensor, is_tiled=most_tensor > 1)
@@ -147,7 +147,7 @@ def _largest_by_equation(gpus: int, most_tensor: int) -> float:
     return max(
         sizes[base] * (2 + experts) / 3
         for base, experts, tensor in _candidates(gpus, most_tensor)
-        if least_memory(sizes[base] * 1e9, experts, gpus, tensor) <= GPU_BYTES
+        if min_memory(sizes[base] * 1e9, experts, gpus, tensor) <= GPU_BYTES
     )
 
 

@@ -12,7 +12,7 @@ from stretto.bench.settings import Option, Ranks, Repeats, Rounds, SeqLen, Vocab
 from stretto.bench.training.settings import PADDED_VOCAB, TrainingWorkload, model_config
 
 DTYPES = ("bf16", "fp32")
-MOST_UNITS = 1 << 16  # of a schedule that is simulated
+MAX_UNITS = 1 << 16  # of a schedule that is simulated
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ class SchedulesSetting:
             if size is None:
                 raise ValueError(f"--sizes has {text!r}, but a size is stages x micro-batches, such as 4x16")
             stages, micro_batches = int(size[1]), int(size[2])
-            if stages < 2 or stages * micro_batches > MOST_UNITS:
+            if stages < 2 or stages * micro_batches > MAX_UNITS:
                 raise ValueError(
-                    f"--sizes has {text!r}, but a pipeline has at least 2 stages, and here at most {MOST_UNITS} "
+                    f"--sizes has {text!r}, but a pipeline has at least 2 stages, and here at most {MAX_UNITS} "
                     "micro-batches of all stages"
                 )
             found.append((stages, micro_batches))

@@ -84,7 +84,7 @@ class Pace:
         time.sleep(max(0.0, self.free_at - time.perf_counter()))
 
 
-LEAST_WAIT = 2e-4
+MIN_WAIT = 2e-4
 """Seconds. A message that is taken in less was there."""
 
 
@@ -195,7 +195,7 @@ class DelayedTransport(SharedMemoryTransport):
         found = self._seen.pop(key, None) or self._early.pop(key, None)
         due, tensors = found or _split(super().take(key, source))
         time.sleep(max(0.0, due - time.perf_counter()))
-        if time.perf_counter() - began > LEAST_WAIT:
+        if time.perf_counter() - began > MIN_WAIT:
             self.pace.waited()
         return tensors
 

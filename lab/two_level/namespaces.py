@@ -25,7 +25,7 @@ INTERFACE = "stretto"  # a node's network interface, in its namespace
 _MTU = 9000
 _BURST_BYTES = _MTU + 100  # a token bucket must hold a whole packet with its headers
 _QUEUE_BYTES = 64 * 2**20  # never full: with dropped packets, TCP's retransmission would be measured
-MOST_NODES = 64
+MAX_NODES = 64
 _TCP = (
     # a connection that was idle between two collectives keeps its window, and is not paced
     "net.ipv4.tcp_slow_start_after_idle=0",
@@ -46,8 +46,8 @@ class Network:
     trunk_bandwidth: float
 
     def __post_init__(self) -> None:
-        if not 2 <= self.nodes <= MOST_NODES:
-            raise ValueError(f"a network of {self.nodes} nodes: 2 to {MOST_NODES} will do")
+        if not 2 <= self.nodes <= MAX_NODES:
+            raise ValueError(f"a network of {self.nodes} nodes: 2 to {MAX_NODES} will do")
         if self.leaf_nodes < 1 or self.nodes % self.leaf_nodes:
             raise ValueError(f"{self.leaf_nodes} nodes a switch do not make up {self.nodes} nodes; 1 would do")
         for name in ("node_bandwidth", "loopback_bandwidth", "trunk_bandwidth"):

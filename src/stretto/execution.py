@@ -25,7 +25,7 @@ class Overlap:
     copy_engines: if NVLink connects the GPUs of z, copy engines reduce-scatter linears' gradients
         (`stretto.parallel.comm.copy_engine_scatter`), and, where all_gather is on and weights stay gathered for the
         backward pass, gather all weights of a forward pass from its beginning on
-        (`stretto.parallel.comm.copy_engine_gather`); of a model without roles, only parameters of LEAST_COPIED_BYTES
+        (`stretto.parallel.comm.copy_engine_gather`); of a model without roles, only parameters of MIN_COPIED_BYTES
         and more are gathered by copy engines, and NCCL reduces the gradients. Over more than two ranks, copy engines
         sum gradients in another order than NCCL, so their last bits may differ.
     """
@@ -352,11 +352,11 @@ BUCKET_BYTES = 64 * 2**20
 SCATTERS_IN_FLIGHT = 8
 # Of a whole parameter of a block without roles that copy engines gather by itself: smaller ones cost the host more than
 # one message of all.
-LEAST_COPIED_BYTES = 1 << 25
+MIN_COPIED_BYTES = 1 << 25
 # What operators send within a product lies in two slots in turn, up to this size. Calls that send more use one slot and
 # begin with a barrier, whose time then matters less than the memory.
 TWO_SLOTS_BYTES = 256 << 20
-LEAST_WORKSPACE_BYTES = 1 << 20
+MIN_WORKSPACE_BYTES = 1 << 20
 # Of the rings on a GPU through which messages of a pipeline come, one for each other rank: slots, bytes of a slot, and
 # the most that all rings of a rank take, however many ranks there are.
 MESSAGE_SLOTS = 8

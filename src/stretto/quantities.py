@@ -5,7 +5,7 @@ import math
 import re
 from typing import Any
 
-MOST_BYTES = 2.0**60
+MAX_BYTES = 2.0**60
 MAX_COUNT = 10**9  # of what a model has: products of a few stay exact and cheap
 _PREFIXES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -20,7 +20,7 @@ def read_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no size: write 4096, 64KiB, 1MiB (2^20 bytes) or 1MB (10^6)")
     is_binary, prefix = match[3] or not match[4], match[2].upper()
     size = float(match[1]) * (_BINARY.get(prefix, 1) if is_binary else _PREFIXES[prefix])
-    if _finite(text, size) > MOST_BYTES:
+    if _finite(text, size) > MAX_BYTES:
         raise ValueError(f"{text} is more than 2^60 bytes, the most; 1TiB would do")
     if size != int(size):
         raise ValueError(f"{text} is {size:g} bytes, which must be a whole number; {math.ceil(size)} would do")

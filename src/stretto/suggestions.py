@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-MOST = 3  # suggestions of one message
+MAX_SUGGESTIONS = 3  # suggestions of one message
 _SHORTEST_PART = 3  # letters of a name of which others may be longer forms
 
 
@@ -19,9 +19,9 @@ def similar_names(given: str, known: Iterable[str]) -> list[str]:
     by_letters = {_letters(name): name for name in known if _digits(name) == _digits(given)}
     by_letters.pop("", None)  # a model is a submodule of its own, named "", which no misspelt name means
     wanted = _letters(given)
-    close = get_close_matches(wanted, by_letters, n=MOST, cutoff=0.6)
+    close = get_close_matches(wanted, by_letters, n=MAX_SUGGESTIONS, cutoff=0.6)
     if not close and len(wanted) >= _SHORTEST_PART:
-        close = [letters for letters in by_letters if wanted in letters][:MOST]
+        close = [letters for letters in by_letters if wanted in letters][:MAX_SUGGESTIONS]
     best = close[:1] if close and _is_certain(wanted, close) else close
     return [by_letters[letters] for letters in best]
 

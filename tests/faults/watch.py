@@ -38,7 +38,7 @@ RECORDED_FILE = "recorded.json"
 DISK_BYTES = 128 << 20
 POLL = 0.02  # seconds
 PATIENCE = 90.0  # seconds over the time limit after which a job without output or progress is given up
-MOST_COMMANDS = 30  # of a job: more would not get it any further
+MAX_COMMANDS = 30  # of a job: more would not get it any further
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. "
 
 
@@ -157,7 +157,7 @@ class Watcher:
     def run(self) -> dict[str, Any]:
         """Run the job to its end, and return the records."""
         self._isolate()
-        for _ in range(MOST_COMMANDS):
+        for _ in range(MAX_COMMANDS):
             if self._run_command() == 0:
                 break
         return {

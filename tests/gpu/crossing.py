@@ -63,9 +63,9 @@ STAND_IN_WARPS = 16
 """A multiprocessor then has no room for a program that takes all registers, as beside a block of NCCL's."""
 
 _BATCH = 2 * ORDERS_OF_GROUPS  # rounds between two looks by the host
-_MOST_GAP = 60_000  # cycles that a rank's GPU sleeps between two launches of a round: up to 30 microseconds
+_MAX_GAP = 60_000  # cycles that a rank's GPU sleeps between two launches of a round: up to 30 microseconds
 _LATE = 0.25  # share of rounds in which one of a rank's streams sleeps longer
-_MOST_LATE = 400_000
+_MAX_LATE = 400_000
 _LONG = 100_000_000  # cycles: tens of milliseconds
 _NEVER = 2**31 - 1
 _MANY_PROGRAMS = 1024  # more than a GPU has places for: the library clamps what may wait
@@ -464,8 +464,8 @@ def _run_round(state: _State, kinds: dict[str, str], number: int, are_wrong: dic
             for other, event in before.items():
                 if other != name:
                     stream.wait_event(event)
-            cycles = slept + (own.randrange(_MOST_LATE) if name == late else 0)
-            slept += own.randrange(_MOST_GAP)
+            cycles = slept + (own.randrange(_MAX_LATE) if name == late else 0)
+            slept += own.randrange(_MAX_GAP)
             if cycles:
                 torch.cuda._sleep(cycles)
             if name == STAND_IN:

@@ -51,7 +51,7 @@ SWEEP = {
 }
 """Percentages to try, by the number of processes."""
 
-_MULTIPROCESSORS, _MOST_SHARED_BYTES = 16, 8  # CU_DEVICE_ATTRIBUTE_... and CU_FUNC_ATTRIBUTE_... of cuda.h
+_MULTIPROCESSORS, _MAX_SHARED_BYTES = 16, 8  # CU_DEVICE_ATTRIBUTE_... and CU_FUNC_ATTRIBUTE_... of cuda.h
 
 
 class _Driver:
@@ -83,7 +83,7 @@ def hold(rank: int, percentage: int, cubin: bytes, barrier: Barrier, found: "Syn
     driver.cuDeviceGetAttribute(ctypes.byref(count), _MULTIPROCESSORS, 0)
     driver.cuModuleLoadData(ctypes.byref(module), cubin)
     driver.cuModuleGetFunction(ctypes.byref(kernel), module, b"hold")
-    driver.cuFuncSetAttribute(kernel, _MOST_SHARED_BYTES, _SHARED_BYTES)
+    driver.cuFuncSetAttribute(kernel, _MAX_SHARED_BYTES, _SHARED_BYTES)
     driver.cuMemHostAlloc(ctypes.byref(host), 4096, 0)
     assert host.value is not None
     words = (ctypes.c_int * 2).from_address(host.value)

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 _BATCH_LIMIT = 75.0  # seconds, after which a batch counts as hung
 _START_SECONDS = 400.0  # for the ranks to start, and to finish the batch that runs when the time is over
 _TEST_SECONDS = 600.0
-_MOST_WORDS = 160  # of a finding
+_MAX_WORDS = 160  # of a finding
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,12 @@ def _stress(
         report = json.loads(done.stdout.splitlines()[-1])
         rows = report["configurations"]
     except (IndexError, ValueError, KeyError):
-        return "", 0.0, f"the stress failed: {(done.stdout + done.stderr).strip()[-_MOST_WORDS:]}"
+        return "", 0.0, f"the stress failed: {(done.stdout + done.stderr).strip()[-_MAX_WORDS:]}"
     found = next((row for row in rows if row["wrong"] or row["raised"] or row["hung"]), None)
     if found is None:
         return "", report["seconds"], f"{report['results']:,} results were right"
     how = next(what for what in ("wrong", "hung", "raised") if found[what])
-    last = found["findings"][0].strip().splitlines()[-1][-_MOST_WORDS:] if found["findings"] else ""
+    last = found["findings"][0].strip().splitlines()[-1][-_MAX_WORDS:] if found["findings"] else ""
     return f"{how}: {found['name']}", report["seconds"], last
 
 

@@ -33,7 +33,7 @@ gather_module = importlib.import_module("stretto.ops.all_gather_matmul")
 scatter_module = importlib.import_module("stretto.ops.matmul_reduce_scatter")
 
 WORLD = 4
-_LEAST_ADDRESS = 1 << 32
+_MIN_ADDRESS = 1 << 32
 BLOCKS = Blocks(64, 64, 64, 2, 4, 2, 6)
 
 
@@ -371,7 +371,7 @@ def agree(found: Any, expected: Any) -> bool:
     Where Triton gets a tensor, a known launch passes an address, with the same alignment.
     """
     if isinstance(expected, Address):
-        return isinstance(found, int) and found > _LEAST_ADDRESS and found % 16 == expected % 16
+        return isinstance(found, int) and found > _MIN_ADDRESS and found % 16 == expected % 16
     if isinstance(expected, list | tuple):
         same = isinstance(found, list | tuple) and len(found) == len(expected)
         return same and all(agree(*pair) for pair in zip(found, expected, strict=True))

@@ -21,7 +21,7 @@ TASKS: dict[str, tuple[Any, dict[str, str]]] = {
     "seq2seq": (AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
 }
 BATCH, SEQ_LEN, VOCAB = 4, 16, 96
-MOST_PARAMETERS = 3_000_000
+MAX_PARAMETERS = 3_000_000
 
 _SIZES = {
     32: "hidden_size d_model n_embd dim emb_dim embedding_size hidden_dim word_embed_proj_dim rnn_hidden_size",
@@ -89,7 +89,7 @@ def build(family: str, task: str) -> nn.Module:
         torch.manual_seed(0)
         with torch.device("meta"):
             count = sum(parameter.numel() for parameter in TASKS[task][0].from_config(config).parameters())
-        if count > MOST_PARAMETERS:
+        if count > MAX_PARAMETERS:
             raise ValueError(f"{count} parameters: this configuration's sizes have other names")
         torch.manual_seed(0)
         return TASKS[task][0].from_config(config).train()

@@ -22,7 +22,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, parallelize
 from stretto.planner import GridPlan, predict, read_architecture
 from stretto.planner.compute import COPY_EFFICIENCY, ELEMENT_WISE_EFFICIENCY
-from stretto.planner.optimizer_state import exposed_sums, most_parameters, state_on_host
+from stretto.planner.optimizer_state import exposed_sums, max_parameters, state_on_host
 from stretto.planner.workload import NumberTypes
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update
 
@@ -181,7 +181,7 @@ def test_as_many_parameters_are_reported_to_fit_the_host_as_do():
         (StateOptions("host", step_on="host", bucket_size=1 << 20), 12_000_000 + 12 * (1 << 20) + 12_000_000, None),
         (StateOptions("host", step_on="host"), 64e6, None),
     ]:
-        found = most_parameters(lambda count: state_on_host(types, options, count), room)  # noqa: B023
+        found = max_parameters(lambda count: state_on_host(types, options, count), room)  # noqa: B023
         assert most is None or found == most
         assert state_on_host(types, options, found) <= room < state_on_host(types, options, found + 1)
 

@@ -149,7 +149,7 @@ def test_a_long_schedule_is_replayed_in_part_and_goes_on_as_it_did(name, monkeyp
     choice = ScheduleChoice(name, virtual, limit=8 if name == "message-driven" else None)
     plan = made_up(choice, 4, 202 if name != "interleaved" else 200, (1.0, 1.2, 0.8), 0.1)
     whole = replay(plan).time
-    monkeypatch.setattr("stretto.planner.pipeline.cost.MOST_REPLAYED", 10)
+    monkeypatch.setattr("stretto.planner.pipeline.cost.MAX_REPLAYED", 10)
     assert replay(plan).time == pytest.approx(whole, rel=2e-3)
 
 
@@ -345,7 +345,7 @@ def test_memory_that_is_short_is_answered_by_recomputation_or_a_schedule_that_ke
 def test_many_grids_are_searched_by_their_bounds_and_a_note_names_what_was_skipped(monkeypatch):
     options: dict[str, Any] = {"gpus": 16, "batch": 16, "seq_len": 1024, "pipe": "auto"}
     whole = stretto.plan(MODEL, cluster(), **options)
-    monkeypatch.setattr("stretto.planner.pipeline.search.MOST_LISTED", 5)
+    monkeypatch.setattr("stretto.planner.pipeline.search.MAX_LISTED", 5)
     found = stretto.plan(MODEL, cluster(), **options)
     assert len(found) < len(whole)
     assert [(plan.grid, plan.step_time) for plan in found[:5]] == [(plan.grid, plan.step_time) for plan in whole[:5]]

@@ -20,8 +20,8 @@ from stretto.planner.experts.ted import (
     expert_replicas,
     explain_memory,
     largest_base,
-    least_memory,
     list_memory,
+    min_memory,
 )
 
 
@@ -29,7 +29,7 @@ def test_the_equations_of_memory_by_hand():
     # 6.7B with 16 experts on 32 GPUs, x = 4, which are 8 data-parallel ranks: more experts than these can divide.
     assert count_expert_parameters(6.7e9, 16) == pytest.approx(35.7333e9, rel=1e-5)
     assert count_other_parameters(6.7e9) == pytest.approx(4.46667e9, rel=1e-5)
-    assert least_memory(6.7e9, 16, 32, 4) == pytest.approx(4 * 6.7e9 * (0.25 + 18 / 32))  # 21.775 GB
+    assert min_memory(6.7e9, 16, 32, 4) == pytest.approx(4 * 6.7e9 * (0.25 + 18 / 32))  # 21.775 GB
     assert largest_base(16e9, 1) == 4e9
     assert largest_base(16e9, 6) == 24e9  # 6 times as large on Summit
     assert largest_base(40e9, 8) / largest_base(40e9, 1) == 8
@@ -43,7 +43,7 @@ def test_equation_7_4_for_a_model_is_7_5_except_for_embeddings_norms_and_router(
     grid = GridSizes(data=gpus // tensor, x=tensor, expert=experts)
     base = 32 * 12 * 4096**2
     others = model.parameters - model.expert_parameters - 2 / 3 * base
-    by_hand = least_memory(base, experts, gpus, tensor) + others * (4 / tensor + 12 / gpus)
+    by_hand = min_memory(base, experts, gpus, tensor) + others * (4 / tensor + 12 / gpus)
     # Every rank of x has the router, positions and norms whole.
     whole = 2048 * 4096 + 16 * experts * 4096 + 65 * 2 * 4096 + 16 * 5 * 4096
     most = whole * (1 - 1 / tensor) * (4 + 12 * tensor / gpus)

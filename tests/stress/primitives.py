@@ -19,7 +19,7 @@ BEGIN = "tiles.calls.begin_call"
 ENTRIES = 6
 _LARGEST = 1 << 20  # of the numbers that are sent
 _WARPS = 4
-_LEAST_NUMBERS = 2048
+_MIN_NUMBERS = 2048
 
 
 class TileCase(StressCase):
@@ -36,7 +36,7 @@ class TileCase(StressCase):
         self.team = team
         self.rows, self.columns, self.tile_rows = (64, 128, 16) if team.is_cuda else (8, 16, 4)
         self.world, self.rank = team.world, team.rank
-        self.numbers = self.world * max(self.rows * self.columns, _LEAST_NUMBERS)
+        self.numbers = self.world * max(self.rows * self.columns, _MIN_NUMBERS)
         self.channels = 2
         self.producer = tiles.shard_tiles(self.rows, self.world, self.tile_rows, channels=self.channels)
         self.own_tiles = self.rows // self.tile_rows

@@ -201,7 +201,7 @@ def test_only_so_many_batches_are_kept(tmp_path: Path) -> None:
     task = mock.MagicMock()
     task.config.out = tmp_path
     task.read_batch.return_value = {"tokens": np.arange(3)}
-    with mock.patch.object(dist, "get_rank", return_value=0), mock.patch.object(nonfinite, "MOST_BATCHES", 2):
+    with mock.patch.object(dist, "get_rank", return_value=0), mock.patch.object(nonfinite, "MAX_BATCHES", 2):
         assert [nonfinite.save_batch(task, step)[:24] for step in (1, 2, 2, 3)] == [
             "; its batch is saved in ", "; its batch is saved in ", "; its batch is saved in ",
             "; its batch is not saved",

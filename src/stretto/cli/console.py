@@ -19,7 +19,7 @@ from stretto.cli.help import write_help
 from stretto.suggestions import similar_names
 
 BAD_INPUT = 2
-MOST = 2**62
+MAX_INTEGER = 2**62
 
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, for machines.")]
 
@@ -40,7 +40,7 @@ class Command(TyperCommand):
                 for number in given if isinstance(given, list | tuple) else [given]:
                     if isinstance(number, float) and not math.isfinite(number):
                         ctx.fail(f"{_shown_name(parameter)} is {number}, but must be a finite number.")
-                    if isinstance(number, int) and abs(number) > MOST:
+                    if isinstance(number, int) and abs(number) > MAX_INTEGER:
                         ctx.fail(f"{_shown_name(parameter)} is {number}, but must lie between -2^62 and 2^62.")
             return rest
         except UsageError as error:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NOT_VERIFIED = 1
 MESSAGE_DRIVEN = "message-driven"
 SHOWN_RANKS = 64
-LEAST_WIDTH, MOST_WIDTH = 60, 400  # characters of a drawing
+MIN_WIDTH, MAX_WIDTH = 60, 400  # characters of a drawing
 
 app = App(help="Draw, time and verify pipeline schedules.")
 
@@ -304,7 +304,7 @@ def draw_characters(timeline: "PipelineTimeline", width: int) -> list[str]:
     """
     schedule = timeline.schedule
     lead = len(f"rank {schedule.pipe - 1}  ")
-    width = min(MOST_WIDTH, max(LEAST_WIDTH, width)) - lead
+    width = min(MAX_WIDTH, max(MIN_WIDTH, width)) - lead
     spans = [
         end - start
         for starts, ends in zip(timeline.starts, timeline.ends, strict=True)

@@ -53,7 +53,7 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
     from rich.table import Table
 
     from stretto.axes import EXPERT, INNER_TO_OUTER, STAGE_AXES
-    from stretto.planner.capacity import USABLE, most_allocated
+    from stretto.planner.capacity import USABLE, max_allocated
     from stretto.planner.optimizer_state import USABLE_OF_HOST
 
     fitting = sum(plan.fits for plan in plans)
@@ -89,7 +89,7 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
     whole = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     console.width = max(console.width, whole)  # a narrow terminal wraps lines; a figure cut short would be another one
     console.print(table)
-    usable = most_allocated(cluster.require("gpu.memory"))
+    usable = max_allocated(cluster.require("gpu.memory"))
     _print_text(
         f"fits: allocates at most {_memory(usable)}, which with fragmentation and all that is outside of torch's "
         f"allocator takes {USABLE:.0%} of a GPU's memory here",

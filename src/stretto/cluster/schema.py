@@ -17,7 +17,7 @@ from stretto.suggestions import did_you_mean
 LARGEST_COUNT = 10**9
 LARGEST_QUANTITY = 1e24
 LONGEST_TEXT = 1000
-MOST_ROWS = 4096
+MAX_ROWS = 4096
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class Kind(Enum):
     QUANTITY = f"a finite number greater than 0 and at most {LARGEST_QUANTITY:g}"
     TEXT = f"printable text of 1 to {LONGEST_TEXT} characters"
     TABLE = "a table"
-    ROWS = f"a list of at most {MOST_ROWS} tables"
+    ROWS = f"a list of at most {MAX_ROWS} tables"
     NOTES = "a table of texts"
 
 
@@ -125,7 +125,7 @@ def _convert(declared: Field[Any], value: Any, where: str, key: str) -> Any:
             _check_shape(isinstance(value, dict), value, kind, f"{where}: {key}")
             return build(of, value, where, f"{key}.")
         case Kind.ROWS:
-            is_list = isinstance(value, list) and len(value) <= MOST_ROWS
+            is_list = isinstance(value, list) and len(value) <= MAX_ROWS
             is_rows = is_list and all(isinstance(row, dict) for row in value)
             _check_shape(is_rows, value, kind, f"{where}: {key}")
             return tuple(build(of, row, where, f"{key}[{i}].") for i, row in enumerate(value))

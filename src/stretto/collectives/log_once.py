@@ -4,7 +4,7 @@
 import logging
 
 logger = logging.getLogger("stretto.collectives")
-_MOST = 65536
+_MAX_LINES = 65536
 
 
 class LogOnce:
@@ -22,7 +22,7 @@ class LogOnce:
         """Log a line, unless it was logged before."""
         if line in self._lines:
             return
-        if len(self._lines) == _MOST:  # of a job whose every call is another size
+        if len(self._lines) == _MAX_LINES:  # of a job whose every call is another size
             self._lines.clear()
         self._lines.add(line)
         logger.debug("%s", line)

@@ -24,7 +24,7 @@ from stretto.launch.journal import Journal, StepWatch
 from stretto.launch.slots import Slot, Slots, environment_of
 from stretto.launch.supervisor import StopTimeouts, Supervisor
 
-MOST_PAUSE = 60.0  # seconds
+MAX_PAUSE = 60.0  # seconds
 PAUSE_POLL = 0.05
 WATCH = 0.5  # seconds between polls of the run's folder and of slots that may be retried
 
@@ -198,7 +198,7 @@ class Restarts:
         lost = None if reached is None else max(0, reached - resumed)
         known |= {"step_resumed": resumed, "steps_lost": lost, "grid": dict(following.job.grid)}
         self._journal.add(failure.failure.order[1], known, restarted=True)
-        pause = 0.0 if self._failures == 1 else min(2.0 ** min(self._failures - 2, 10), MOST_PAUSE)
+        pause = 0.0 if self._failures == 1 else min(2.0 ** min(self._failures - 2, 10), MAX_PAUSE)
         self._job.report(
             f"restart {self._journal.restarts}: {str(failure).splitlines()[0]}"
             + ("; " if lost is None else f"; step {reached} was reached, {_steps(lost)} to repeat; ")

@@ -26,7 +26,7 @@ from stretto.memory.plain_data import all_gather_data
 
 SIDE_STREAMS = ("copy", "flag", "wait")
 
-_MOST_KEPT = 64
+_MAX_KEPT = 64
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _BY_ADDRESS = 4  # CU_MEMORYTYPE_UNIFIED
 _kept: dict[int, torch.cuda.Stream] = {}
@@ -60,7 +60,7 @@ def find_current(device: torch.device) -> torch.cuda.Stream:
     handle = find_handle(device)
     stream = _kept.get(handle)
     if stream is None or stream.device_index != device.index:  # the default stream's handle is 0 on every device
-        if len(_kept) == _MOST_KEPT:
+        if len(_kept) == _MAX_KEPT:
             _kept.clear()
         stream = _kept[handle] = torch.cuda.current_stream(device)
     return stream

@@ -31,7 +31,7 @@ may fail too (cudaErrorInvalidValue), so blocks are so large that few allocation
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU that the process uses
 _TOUCHED_AT_ONCE = 1 << 30  # bytes, of one task of a thread
-_MOST_THREADS = 16
+_MAX_THREADS = 16
 
 _registered: dict[int, int] = {}
 """The bytes of each registered block of this process, by its address."""
@@ -100,7 +100,7 @@ def _map(num_bytes: int) -> tuple[Any, mmap.mmap]:
 def _touch(tensor: Tensor) -> None:
     """Write to each page with several threads; CUDA would fault in one after the other when it pins them."""
     parts = tensor.split(_TOUCHED_AT_ONCE)
-    threads = min(len(os.sched_getaffinity(0)), len(parts), _MOST_THREADS)
+    threads = min(len(os.sched_getaffinity(0)), len(parts), _MAX_THREADS)
     with ThreadPoolExecutor(threads, "stretto-touch") as pool:
         list(pool.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))  # torch releases the interpreter's lock
 

@@ -13,7 +13,7 @@ from stretto.ops.gemm.tile import Scales
 from stretto.ops.workspace import find_group, find_known
 
 _FP8_GRAIN = 16  # elements: rows of fp8 are multiples of 16 bytes, as TMA and torch's own products require
-_MOST_KNOWN = 4096
+_MAX_KNOWN = 4096
 _BY_TMA = ", by TMA"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -234,7 +234,7 @@ def require_agreement(call: str, by_tma: bool, group: str, device: torch.device)
                 f"ranks of a group make the same calls, with the same shapes and in the same order: rank {rank} calls "
                 f"{sent}; rank {peer} calls {other}"
             )
-    if len(compared.known) >= _MOST_KNOWN:
+    if len(compared.known) >= _MAX_KNOWN:
         compared.known.clear()
     compared.known[call] = all(other.endswith(_BY_TMA) for other in received)
     return compared.known[call]

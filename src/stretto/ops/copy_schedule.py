@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from stretto import tiles
 from stretto.ops.gemm.config import KernelConfig, divide_up
 
-_MOST_PIECES = 8  # that an owner's tiles are split into, without the last wave's
+_MAX_PIECES = 8  # that an owner's tiles are split into, without the last wave's
 
 
 class PieceSizes(NamedTuple):
@@ -48,7 +48,7 @@ def size_pieces(tiles_per_owner: int, tile_bytes: int, config: KernelConfig) -> 
     """The sizes of the pieces of `tiles_per_owner` tiles for each owner: of about the configuration's piece_bytes."""
     assert config.blocks is not None
     size = divide_up(
-        tiles_per_owner, max(1, min(tiles_per_owner * tile_bytes // config.piece_bytes, _MOST_PIECES, tiles_per_owner))
+        tiles_per_owner, max(1, min(tiles_per_owner * tile_bytes // config.piece_bytes, _MAX_PIECES, tiles_per_owner))
     )
     threads = 1 if tiles.INTERPRETED.value else 32 * config.blocks.num_warps
     return PieceSizes(divide_up(tiles_per_owner, size) + 1, size, threads)

@@ -49,7 +49,7 @@ from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
 logger = logging.getLogger("stretto.ops")
 
 _NEAR = 1.5  # a measurement counts for up to so many times as many rows, or as few
-_MOST_CHOICES = 4096
+_MAX_CHOICES = 4096
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 _P = ParamSpec("_P")
@@ -303,13 +303,13 @@ def choose_config(
     machine = machine._replace(by_tma=require_agreement(description, machine.by_tma, group, x.device))
     asked = problem, machine, implementation
     if asked not in known.choices:
-        if len(known.choices) == _MOST_CHOICES:
+        if len(known.choices) == _MAX_CHOICES:
             known.choices.clear()
         known.choices[asked] = config, why = _choose(known, *asked)
         logger.debug("group %s: %s runs as %s: %s", group, problem.name, config.encode(), why)
     config, _ = known.choices[asked]
     if key is not None:
-        if len(known.recalled) == _MOST_CHOICES:
+        if len(known.recalled) == _MAX_CHOICES:
             known.recalled.clear()
         known.recalled[key] = config
     known.counts[problem.operator, config.implementation] += 1

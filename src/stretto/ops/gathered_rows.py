@@ -18,7 +18,7 @@ from stretto.ops.gemm.stream_k import multiply_unit
 from stretto.ops.gemm.tile import load_bias, multiply_columns, order_tiles, scale_tile, store_tile, tile_width
 from stretto.ops.workspace import PEER_TILES, count_bytes
 
-_MOST_PIECES = 8
+_MAX_PIECES = 8
 _MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
 _ALIGNMENT = 128  # bytes: tensors in a workspace begin at multiples of it
 _SCALES_AT_ONCE = tl.constexpr(256)
@@ -65,7 +65,7 @@ def map_rows(
     """
     assert config.blocks is not None
     # Powers of two, since a kernel is compiled for each of these numbers.
-    pieces = max(1, min(rows * row_bytes // config.piece_bytes, divide_up(rows, config.blocks.m), _MOST_PIECES))
+    pieces = max(1, min(rows * row_bytes // config.piece_bytes, divide_up(rows, config.blocks.m), _MAX_PIECES))
     pieces = 1 << (pieces.bit_length() - 1)
     moved = config.blocks.m
     if config.transfer == "programs":

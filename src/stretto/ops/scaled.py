@@ -40,7 +40,7 @@ from stretto.ops.matmul_reduce_scatter import divide_first_dim, launch_scatter, 
 from stretto.ops.workspace import find_group
 
 _TENSORS = slice(1, 6)  # of `_run`'s arguments: x, weight, their scales and bias
-_LEAST_DEPTH = 32  # the smallest step over k in which tensor cores take fp8
+_MIN_DEPTH = 32  # the smallest step over k in which tensor cores take fp8
 _QUANTIZED = (*DTYPES, torch.float64)
 
 
@@ -181,8 +181,8 @@ def _run_into(
         m = x.shape[0] * (find_group(group).size() if operator == "all_gather_matmul" else 1)
         problem = describe_problem(operator, m, x, weight, group)
         config = choose_config(problem, x, weight, group, implementation, key)
-    if config.blocks is not None and config.blocks.k < _LEAST_DEPTH:
-        raise ValueError(f"k of blocks for fp8 is {_LEAST_DEPTH} or more, not {config.blocks.k}")
+    if config.blocks is not None and config.blocks.k < _MIN_DEPTH:
+        raise ValueError(f"k of blocks for fp8 is {_MIN_DEPTH} or more, not {config.blocks.k}")
     rows, n = _count_rows(operator, x, group), weight.shape[0]
     if 0 in (rows, n, x.shape[1]):  # nothing to wait for
         zeros = x.new_zeros(rows, n, dtype=out_dtype)

@@ -31,7 +31,7 @@ from stretto.ops.workspace import OperatorWorkspace, abandon
 
 _PACKET_BYTES = 4
 _THREADS_OF_A_WARP = 64 if torch.version.hip else 32
-_MOST_PACKETS = (1 << 31) - (1 << 20)  # of a rank: with the last chunk's, in 32 bits
+_MAX_PACKETS = (1 << 31) - (1 << 20)  # of a rank: with the last chunk's, in 32 bits
 _UNEVEN = 1.15  # tiles are split over k if whole ones would take this many times as long
 
 
@@ -57,9 +57,9 @@ def count_packets(m: int, n: int, dtype: torch.dtype) -> int:
 def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> int:
     """The bytes of a slot for the packets of a call; m: of the whole x. ValueError for more than the kernel counts."""
     packets = count_packets(m, n, dtype)
-    if packets > _MOST_PACKETS:
+    if packets > _MAX_PACKETS:
         raise ValueError(
-            f"a product of {m} x {n} {dtype} makes {packets} packets, and a kernel counts up to {_MOST_PACKETS}: give "
+            f"a product of {m} x {n} {dtype} makes {packets} packets, and a kernel counts up to {_MAX_PACKETS}: give "
             'implementation="library", or fewer rows at a time'
         )
     match form:

@@ -33,7 +33,7 @@ _SCALED: dict[str, Callable[..., Tensor]] = {
     "matmul_all_reduce": scaled_matmul_all_reduce,
 }
 _COLD_BYTES = 256 << 20  # weights rotate through so many bytes, so that no cache holds one
-_MOST_WEIGHTS = 64
+_MAX_WEIGHTS = 64
 
 
 def tune(
@@ -109,7 +109,7 @@ class RotatingOperands:
         world = dist.get_world_size(group)
         if operator != "matmul_all_reduce" and m % world:
             raise ValueError(f"{world} ranks do not divide {m} rows: {-(-m // world) * world} rows will do")
-        count = 1 if device.type == "cpu" else max(1, min(_COLD_BYTES // (n * k * dtype.itemsize), _MOST_WEIGHTS))
+        count = 1 if device.type == "cpu" else max(1, min(_COLD_BYTES // (n * k * dtype.itemsize), _MAX_WEIGHTS))
         x = torch.randn(m // world if operator == "all_gather_matmul" else m, k, device=device).to(dtype)
         sizes = (k, n) if transposed else (n, k)
         factor = 1.0 if dtype == FP8 else k**-0.5

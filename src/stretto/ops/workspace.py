@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from stretto.execution import LEAST_WORKSPACE_BYTES, TWO_SLOTS_BYTES
+from stretto.execution import MIN_WORKSPACE_BYTES, TWO_SLOTS_BYTES
 from stretto.memory import failures
 from stretto.memory.copy_engine import find_current
 from stretto.tiles import BlockChannel
@@ -88,7 +88,7 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
     """
     cache = _find_cache(name)
     slots = 1 if purpose in ("barrier", "copy_engine") and size > TWO_SLOTS_BYTES else 2
-    key = purpose, max(1 << (size - 1).bit_length(), LEAST_WORKSPACE_BYTES), device
+    key = purpose, max(1 << (size - 1).bit_length(), MIN_WORKSPACE_BYTES), device
     if key not in cache.workspaces:
         require_no_capture(device)
         group = find_group(name)

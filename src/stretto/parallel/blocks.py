@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from stretto.execution import LEAST_COPIED_BYTES
+from stretto.execution import MIN_COPIED_BYTES
 from stretto.parallel.builder import Builder
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
@@ -82,7 +82,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _is_large_embedding(module: nn.Module) -> bool:
     """Whether this is an embedding, whose weight autograd does not save, of many bytes."""
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.nbytes > LEAST_COPIED_BYTES
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.nbytes > MIN_COPIED_BYTES
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ RESERVED = 1.02
 # The fraction of a GPU's memory that a plan may take: the rest covers errors of the prediction.
 USABLE = 0.95
 _OUTSIDE = 1.4e9  # bytes of a process outside of the allocator (lab/results/memory): CUDA's context and kernels' code
-_MOST_OUTSIDE = 0.02  # of the GPU's memory; a core of a CPU takes less
+_MAX_OUTSIDE = 0.02  # of the GPU's memory; a core of a CPU takes less
 
 
 def peak(components: Mapping[str, float]) -> float:
@@ -24,9 +24,9 @@ def reserved(allocated: float) -> float:
 
 def outside_of_allocator(capacity: float) -> float:
     """Bytes of a device with this capacity that a process takes outside of the allocator."""
-    return min(_OUTSIDE, _MOST_OUTSIDE * capacity)
+    return min(_OUTSIDE, _MAX_OUTSIDE * capacity)
 
 
-def most_allocated(capacity: float) -> float:
+def max_allocated(capacity: float) -> float:
     """Bytes that may be allocated at the peak of a plan that fits a device of so many."""
     return (USABLE * capacity - outside_of_allocator(capacity)) / RESERVED

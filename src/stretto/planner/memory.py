@@ -14,10 +14,10 @@ from typing import NamedTuple
 from stretto.axes import GridSizes
 from stretto.execution import (
     BUCKET_BYTES,
-    LEAST_COPIED_BYTES,
-    LEAST_WORKSPACE_BYTES,
     LOGITS_ROW_MULTIPLE,
     LOGITS_SLICE,
+    MIN_COPIED_BYTES,
+    MIN_WORKSPACE_BYTES,
     SCATTERS_IN_FLIGHT,
     TWO_SLOTS_BYTES,
 )
@@ -279,7 +279,7 @@ def workspaces(gathered: float, ranks: int) -> float:
     """
     total = 0.0
     for sent in (gathered, gathered * (ranks - 1) / ranks):
-        size = max(1 << (max(math.ceil(sent), 1) - 1).bit_length(), LEAST_WORKSPACE_BYTES)
+        size = max(1 << (max(math.ceil(sent), 1) - 1).bit_length(), MIN_WORKSPACE_BYTES)
         total += size if size > TWO_SLOTS_BYTES else 2 * size
     return total
 
@@ -294,7 +294,7 @@ def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_
     by_engines = options.overlap.copy_engines and options.overlap.hides_any and config.grid.pipe == 1
     if not (keeps and has_nvlink and by_engines and config.grid.z > 1):
         return 0, 0
-    least = LEAST_COPIED_BYTES / workload.element
+    least = MIN_COPIED_BYTES / workload.element
     of_block, tables = [*model.gathered_tensors], list[int]()
     if model.is_sharded_by_blocks:
         of_block += [linear.weights for linear in model.linears]

@@ -174,7 +174,7 @@ def state_on_host(types: NumberTypes, options: StateOptions, parameters: float) 
     return of_number.state * parameters + staged
 
 
-def most_parameters(needed: Callable[[int], float], num_bytes: float) -> int:
+def max_parameters(needed: Callable[[int], float], num_bytes: float) -> int:
     """How many parameters a rank may have if so many need `needed` bytes, and there are `num_bytes`."""
     low, high = 0, int(num_bytes) + 1  # each takes more than a byte
     while high - low > 1:
@@ -183,7 +183,7 @@ def most_parameters(needed: Callable[[int], float], num_bytes: float) -> int:
     return low
 
 
-def least_on_device(types: NumberTypes, options: StateOptions, parameters: float) -> float:
+def min_on_device(types: NumberTypes, options: StateOptions, parameters: float) -> float:
     """Bytes that a rank with so many parameters needs on the device at least, without any activations."""
     fixed = sum(parameters_and_optimizer(types, options, parameters).values())
     beginning = take_over(types, options, parameters) or {}

@@ -12,7 +12,7 @@ from stretto.cluster import Cluster
 from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap, StateOptions
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
-from stretto.planner.capacity import most_allocated
+from stretto.planner.capacity import max_allocated
 from stretto.planner.communication import bandwidths
 from stretto.planner.compute import Device
 from stretto.planner.experts.search import BestTimes, best_of_each_grid, choose_expert_grids
@@ -35,7 +35,7 @@ from stretto.schedules.generators import V_SHAPED
 
 MAX_GPUS = 1 << 20
 # With more grids of a model with experts than this, grids whose lower bound is slower than the tenth plan are skipped.
-MOST_WITH_EXPERTS = 100
+MAX_WITH_EXPERTS = 100
 
 
 def plan(
@@ -77,7 +77,7 @@ def plan(
         device = Device(machine, dtype) if cost == "full" else None
     except ValueError as error:
         raise ValueError(f"{error}; --cost paper (cost='paper') ranks grids only by communication") from None
-    limit = most_allocated(machine.require("gpu.memory"))
+    limit = max_allocated(machine.require("gpu.memory"))
     of_pipelines = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS}
     pipelines = make_pipeline_space(architecture, ranks, **of_pipelines)
     space = make_search_space(workload, machine, cost, **asked)
@@ -105,7 +105,7 @@ def _search_grids(searched: PipelineSearch, ranks: int) -> tuple[list[Candidate]
     """The best candidate of each grid without pipeline stages, and notes on those that were left out: of many grids
     with ways to divide experts, the slow ones."""
     workload, grids = searched.workload, list(every_grid(ranks))
-    if workload.model.moe is None or len(grids) <= MOST_WITH_EXPERTS:
+    if workload.model.moe is None or len(grids) <= MAX_WITH_EXPERTS:
         found = []
         for grid in grids:
             ways = choose_expert_grids(workload, searched.cluster, searched.space, grid)
@@ -198,7 +198,7 @@ def predict(
     schedule = _choose_schedule(sizes.pipe, options, **of_schedule)
     config = StepConfig(sizes, size, options, state, clips, schedule)
     device = Device(cluster, dtype) if cost == "full" else None
-    limit = most_allocated(cluster.require("gpu.memory"))
+    limit = max_allocated(cluster.require("gpu.memory"))
     if schedule is None:
         only = judge(workload, config, cluster, device, bandwidths(cluster, sizes), limit, size, None)
     else:

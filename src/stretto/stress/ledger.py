@@ -9,7 +9,7 @@ from typing import Any
 from stretto.atomic_files import write_atomically
 
 _VERSION = 1
-_MOST_FINDINGS = 5  # that are kept of a configuration
+_MAX_FINDINGS = 5  # that are kept of a configuration
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Account:
 
     def note(self, text: str) -> None:
         """Keep a finding, if there is room."""
-        if len(self.findings) < _MOST_FINDINGS:
+        if len(self.findings) < _MAX_FINDINGS:
             self.findings.append(text)
 
 

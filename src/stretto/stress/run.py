@@ -22,15 +22,15 @@ from stretto.stress.worker_pool import Replies, WorkerPool
 RESULTS_A_BATCH = 2_400  # of all ranks together, on GPUs
 FLOOR = 2_400  # results that every configuration gets before any gets more
 _SECONDS_OF_BATCH = 0.8
-_MOST_TIMES = 8  # how many times as many calls as a configuration's first batch a later one may have
-LEAST_CALLS, MOST_CALLS = 60, 1_200
+_MAX_TIMES = 8  # how many times as many calls as a configuration's first batch a later one may have
+MIN_CALLS, MAX_CALLS = 60, 1_200
 CPU_CALLS = 6  # interpreted kernels are thousands of times slower
 FIRST_LIMIT = 300.0  # seconds for a batch in which kernels are compiled
 LIMIT = 120.0
 _MODE_WEIGHTS = {"eager": 5, "graph": 3, "groups": 2}
 _POISONED = 0.3  # fraction of batches before which workspaces are poisoned; always before the second
 _BATCHES_IN_A_ROW = 5  # in a row, of a configuration whose ranks restart for another symmetric-memory backend
-_MOST_FAILURES = 2  # batches that hang or raise before the run leaves their configuration out
+_MAX_FAILURES = 2  # batches that hang or raise before the run leaves their configuration out
 _PROGRESS_SECONDS = 10.0  # between lines of progress
 
 
@@ -168,7 +168,7 @@ class _StressRun:
     def _choose_calls(self) -> int:
         if not self._has_gpus:
             return CPU_CALLS
-        return min(max(-(-RESULTS_A_BATCH // self._setting.ranks), LEAST_CALLS), MOST_CALLS)
+        return min(max(-(-RESULTS_A_BATCH // self._setting.ranks), MIN_CALLS), MAX_CALLS)
 
     def run(self) -> StressReport:
         """Run batch after batch until the time is over or all configurations have enough results."""
@@ -201,7 +201,7 @@ class _StressRun:
 
     def _choose(self) -> str | None:
         """The configuration with the fewest results; None where all have enough."""
-        open_ones = [name for name in self._chosen if self._failures[name] < _MOST_FAILURES]
+        open_ones = [name for name in self._chosen if self._failures[name] < _MAX_FAILURES]
         # Configurations for which the ranks restart run once.
         open_ones = [name for name in open_ones if not (self._runs_separately(name) and self._batches[name])]
         if self._setting.results is not None:
@@ -219,7 +219,7 @@ class _StressRun:
         seconds = self._seconds.get((self._pool.starts, name, mode))
         if self._setting.calls or seconds is None or not self._has_gpus:
             return self._calls
-        return self._calls * min(max(int(_SECONDS_OF_BATCH / max(seconds, 1e-3)), 1), _MOST_TIMES)
+        return self._calls * min(max(int(_SECONDS_OF_BATCH / max(seconds, 1e-3)), 1), _MAX_TIMES)
 
     def _run_batch(self, name: str) -> None:
         number = self._batches[name]

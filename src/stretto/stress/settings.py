@@ -10,7 +10,7 @@ from stretto.bench.settings import require_least
 from stretto.stress.catalogue import CATALOGUES
 from stretto.stress.ledger import Ledger
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class StressSetting:
 
     def __post_init__(self) -> None:
         require_least(2, ranks=self.ranks)
-        if self.ranks > MOST_RANKS:
-            raise ValueError(f"ranks is {self.ranks}, but must be at most {MOST_RANKS}")
+        if self.ranks > MAX_RANKS:
+            raise ValueError(f"ranks is {self.ranks}, but must be at most {MAX_RANKS}")
         if not 0 < self.minutes < math.inf:
             raise ValueError(f"minutes is {self.minutes}, but must be more than 0")
         if self.results is not None:

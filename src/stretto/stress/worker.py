@@ -33,8 +33,8 @@ GROUP_LIMIT = timedelta(seconds=100)
 
 _RECENT = 3  # calls before an input is used again: a workspace's stale data of the same input would pass the check
 _LATE_ON_DEVICE, _LATE_ON_HOST = 0.04, 0.004  # fractions of calls
-_MOST_CYCLES = 600_000  # that the GPU of a late rank sleeps
-_MOST_SECONDS = 0.003  # that the host of a late rank sleeps
+_MAX_CYCLES = 600_000  # that the GPU of a late rank sleeps
+_MAX_SECONDS = 0.003  # that the host of a late rank sleeps
 _CPU_LATE, _CPU_MOST_SECONDS = 0.2, 0.01
 _TRACE_CHARACTERS = 2000
 
@@ -345,9 +345,9 @@ def _be_late(state: _State) -> None:
             time.sleep(own.random() * _CPU_MOST_SECONDS)
         return
     if own.random() < _LATE_ON_DEVICE:
-        torch.cuda._sleep(own.randrange(_MOST_CYCLES))
+        torch.cuda._sleep(own.randrange(_MAX_CYCLES))
     if own.random() < _LATE_ON_HOST:
-        time.sleep(own.random() * _MOST_SECONDS)
+        time.sleep(own.random() * _MAX_SECONDS)
 
 
 def _judge(case: "StressCase", checks: "Sequence[Check]", count: "torch.Tensor") -> None:

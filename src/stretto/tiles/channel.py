@@ -20,7 +20,7 @@ from stretto.tiles.mapping import DynamicMapping, Mapping, StaticMapping
 from stretto.tiles.waits import OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PACKETS, OF_PEER
 
 _ALIGNMENT = 128
-_MOST_KEPT = 1024  # tensors that a channel knows
+_MAX_KEPT = 1024  # tensors that a channel knows
 _MODES = ("local", "p2p", "broadcast")
 
 
@@ -141,7 +141,7 @@ class BlockChannel:
         key = tuple(shape), dtype, offset, rank
         found = self._tensors.get(key)
         if found is None:
-            if len(self._tensors) == _MOST_KEPT:
+            if len(self._tensors) == _MAX_KEPT:
                 self._tensors.clear()
             found = self._tensors[key] = self._find_tensor(shape, dtype, offset, rank)
         return found

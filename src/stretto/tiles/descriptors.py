@@ -9,7 +9,7 @@ and on how the descriptor pads and rounds; everything else belongs to the compil
 from collections.abc import Hashable
 from typing import Any
 
-_MOST_KEPT = 256  # of one parameter
+_MAX_KEPT = 256  # of one parameter
 _NAMES = {"launcher", "tensordesc_indices", "tensordesc_meta"}
 
 
@@ -68,7 +68,7 @@ class _Descriptors:
         key = matrix.base.data_ptr(), tuple(matrix.shape), tuple(matrix.strides), matrix.padding, rounds
         made = self._known.get(key)
         if made is None:
-            if len(self._known) == _MOST_KEPT:
+            if len(self._known) == _MAX_KEPT:
                 self._known.clear()
             made = self._known[key] = list(self._make(matrix, self._meta))
         return made

@@ -14,8 +14,8 @@ from triton.runtime import driver
 from stretto.memory.compilation import note_loaded_kernel
 from stretto.tiles.descriptors import remember_descriptors
 
-_MOST_KEPT = 1024
-_MOST_REMEMBERED = 256
+_MAX_KEPT = 1024
+_MAX_REMEMBERED = 256
 _ALIGNMENT = 16  # bytes, and what Triton has numbers be multiples of
 
 # Triton may round a * b + c once (fma) or twice. By default, which an environment variable can change, it rounds once,
@@ -93,7 +93,7 @@ class Launches:
             return
         compiled = launch_kernel(kernel, programs, *arguments, on_load=self._on_load, **options)
         if compiled is not None:  # an interpreted kernel is not compiled
-            if len(self._known) == _MOST_KEPT:
+            if len(self._known) == _MAX_KEPT:
                 self._known.clear()
             remember_descriptors(compiled)
             # Keep the kernel alive, too: another object could get the id of one that is freed.
@@ -101,7 +101,7 @@ class Launches:
 
     def remember(self, argument: Any) -> None:
         """Cache the launch arguments of this object, a tuple whose tensors keep their addresses."""
-        if len(self._addresses) == _MOST_REMEMBERED:
+        if len(self._addresses) == _MAX_REMEMBERED:
             self._addresses.clear()
         self._addresses[id(argument)] = argument, pass_addresses(argument)
 

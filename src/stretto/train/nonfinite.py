@@ -17,7 +17,7 @@ from stretto.train.optimizer import local_shard
 from stretto.train.task import TrainTask
 
 FOLDER = "nonfinite"  # of the run's folder
-MOST_BATCHES = 100  # that a run saves: weeks of skipped steps must not fill the disk
+MAX_BATCHES = 100  # that a run saves: weeks of skipped steps must not fill the disk
 
 
 def require_finite_start(task: TrainTask, source: Path) -> None:
@@ -59,8 +59,8 @@ def save_batch(task: TrainTask, step: int) -> str:
     folder = task.config.out / FOLDER / f"step-{step:08d}"
     rank = dist.get_rank()
     try:
-        if folder.parent.is_dir() and sum(1 for other in folder.parent.iterdir() if other != folder) >= MOST_BATCHES:
-            return f"; its batch is not saved, since {folder.parent} has those of {MOST_BATCHES} steps"
+        if folder.parent.is_dir() and sum(1 for other in folder.parent.iterdir() if other != folder) >= MAX_BATCHES:
+            return f"; its batch is not saved, since {folder.parent} has those of {MAX_BATCHES} steps"
         from safetensors.numpy import save
 
         content = save(task.read_batch(step), {"step": str(step), "rank": str(rank)})

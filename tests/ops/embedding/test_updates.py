@@ -65,7 +65,7 @@ def test_gradients_dense_and_sparse_are_the_unfused_ones(interpret, ranks, calls
 
 def differentiate_by_64_bits(first, calls):
     """As `differentiate`, with places in the gradient as there are more than 32 bits count."""
-    with mock.patch.object(backward, "_MOST_BY_32_BITS", -1):
+    with mock.patch.object(backward, "_MAX_BY_32_BITS", -1):
         return differentiate(first, calls)
 
 

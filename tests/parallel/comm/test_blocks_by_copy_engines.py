@@ -56,7 +56,7 @@ def setup(z: int, *, by_copies: bool, dtype: torch.dtype | None = None) -> tuple
         mock.patch.object(builder, "have_copy_engines", return_value=True),
         mock.patch.object(builder, "CopyEngineAllGather", partial(CopyEngineAllGather, backend="host")),
         mock.patch.object(builder, "make_scatter_ring", partial(ScatterRing, backend="host")),
-        mock.patch.object(block_shard, "LEAST_COPIED_BYTES", 26 * WIDTH * 2),
+        mock.patch.object(block_shard, "MIN_COPIED_BYTES", 26 * WIDTH * 2),
     ):
         model = parallelize(Stack(), grid, overlap=Overlap(copy_engines=by_copies), dtype=dtype)
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))

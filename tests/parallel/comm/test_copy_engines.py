@@ -48,7 +48,7 @@ class Setup:
             mock.patch.object(module, "have_copy_engines", lambda group, device: group.size() > 1),
             mock.patch.object(module, "CopyEngineAllGather", partial(CopyEngineAllGather, backend="host")),
             mock.patch.object(module, "make_scatter_ring", partial(ScatterRing, backend="host")),
-            mock.patch.object(block_shard, "LEAST_COPIED_BYTES", 1),
+            mock.patch.object(block_shard, "MIN_COPIED_BYTES", 1),
         ):
             overlap = Overlap(copy_engines=is_pushed)
             self.model = parallelize(GPT(CONFIG), self.grid, overlap=overlap, dtype=dtype, blocks=blocks)

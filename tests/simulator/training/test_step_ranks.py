@@ -126,10 +126,10 @@ def test_messages_of_two_axes_share_a_ranks_link():
 
 
 def test_steps_of_too_many_messages_or_operations_are_refused(monkeypatch):
-    monkeypatch.setattr(messages, "MOST_MESSAGES", 1000)
+    monkeypatch.setattr(messages, "MAX_MESSAGES", 1000)
     with pytest.raises(ValueError, match=r"messages, and 1,000 are simulated at most; .* closed-form would do"):
         simulate_step(workload(), configure({"x": 2, "z": 4}), made_up(), fidelity="event-driven")
-    monkeypatch.setattr(simulation, "MOST_OPERATIONS", 100)
+    monkeypatch.setattr(simulation, "MAX_OPERATIONS", 100)
     with pytest.raises(ValueError, match="operations on the ranks to simulate, and 100 are simulated at most"):
         simulate_step(workload(), configure({"x": 2, "z": 4}), made_up())
 

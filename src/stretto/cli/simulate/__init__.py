@@ -22,7 +22,7 @@ app.add_lazy("dlrm", "stretto.cli.simulate.dlrm:dlrm")
 app.add_lazy("trace", "stretto.cli.simulate.trace:trace")
 app.add_lazy("export", "stretto.cli.simulate.trace:export")
 
-_MOST_BY_DEFAULT = 4096  # GPUs of a cluster that are simulated without --gpus: of more, a network takes long to make
+_MAX_BY_DEFAULT = 4096  # GPUs of a cluster that are simulated without --gpus: of more, a network takes long to make
 Topology = Annotated[
     str | None,
     typer.Option(
@@ -220,14 +220,14 @@ class NetworkOptions:
         found = Cluster.find(self.cluster)
         if self.gpus is not None:
             return of_cluster(found, self.gpus)
-        if ranks is not None and (found.gpus is None or found.gpus > _MOST_BY_DEFAULT):
+        if ranks is not None and (found.gpus is None or found.gpus > _MAX_BY_DEFAULT):
             nodes = max(1, -(-ranks // found.gpus_per_node))
             return of_cluster(found, nodes * found.gpus_per_node)
         if found.gpus is None:
             raise ValueError(f"cluster {found.name!r} does not limit its nodes: give --gpus")
-        if found.gpus > _MOST_BY_DEFAULT:
+        if found.gpus > _MAX_BY_DEFAULT:
             raise ValueError(
-                f"cluster {found.name!r} has {found.gpus:,} GPUs; for more than {_MOST_BY_DEFAULT:,}, give --gpus"
+                f"cluster {found.name!r} has {found.gpus:,} GPUs; for more than {_MAX_BY_DEFAULT:,}, give --gpus"
             )
         return of_cluster(found, found.gpus)
 

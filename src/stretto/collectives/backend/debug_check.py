@@ -15,7 +15,7 @@ from stretto.collectives.backend.runner import Member
 from stretto.memory import store_all_gather
 
 _WITH_ROOT = {"broadcast", "reduce"}  # c10d passes a root only for these
-_MOST_SHAPES = 4
+_MAX_SHAPES = 4
 
 
 class DebugCheck:
@@ -61,10 +61,10 @@ def _describe_shapes(call: BackendCall) -> str:
         return ""  # each pair of ranks has its own sizes
     # An all-gather's list may have parts of several sizes; all ranks have the same list.
     tensors = (call.outputs if call.operation == "allgather" else call.inputs) or call.outputs
-    shapes = [str(list(tensor.shape)) for tensor in tensors[:_MOST_SHAPES]]
+    shapes = [str(list(tensor.shape)) for tensor in tensors[:_MAX_SHAPES]]
     if call.note.endswith("sizes"):
         shapes = [re.sub(r"^\[\d+", "[*", shape) for shape in shapes]
-    if rest := tensors[_MOST_SHAPES:]:
+    if rest := tensors[_MAX_SHAPES:]:
         shapes.append(f"{len(rest)} more of {sum(tensor.numel() for tensor in rest)} elements")
     return f" of {', '.join(shapes)}" if shapes else ""
 

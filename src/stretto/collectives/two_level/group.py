@@ -40,7 +40,7 @@ from stretto.memory.plain_data import all_gather_data
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 300.0
-_LEAST_PART_BYTES = 16  # one element of any dtype
+_MIN_PART_BYTES = 16  # one element of any dtype
 
 RequestedAlgorithm = Literal["auto", "ring", "recursive", "flat"]
 
@@ -81,8 +81,8 @@ class TwoLevelGroup:
     ) -> None:
         if not 0 < timeout < math.inf:
             raise ValueError(f"timeout is {timeout}, but must be a finite number of seconds, greater than 0")
-        if part_bytes < _LEAST_PART_BYTES:
-            raise ValueError(f"part_bytes is {part_bytes}, but must be at least {_LEAST_PART_BYTES}")
+        if part_bytes < _MIN_PART_BYTES:
+            raise ValueError(f"part_bytes is {part_bytes}, but must be at least {_MIN_PART_BYTES}")
         self.rank, self.world = find_own_rank(group)
         self.links = links
         self.calls: Counter[TwoLevelCall] = Counter()

@@ -30,7 +30,7 @@ from stretto.collectives.two_level.work import Deadline
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_MOST_NAMED = 16
+_MAX_NAMED = 16
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class IntraNodeGroup:
         """The phase and the peers, for error messages."""
         ranks = self.nodes.ranks[self.node]
         others = [str(rank) for place, rank in enumerate(ranks) if place != self.place]
-        named = ", ".join(others[:_MOST_NAMED]) + (", ..." if len(others) > _MOST_NAMED else "")
+        named = ", ".join(others[:_MAX_NAMED]) + (", ..." if len(others) > _MAX_NAMED else "")
         name = "the library's collective" if self.nodes.count == 1 else "phase inside the node"
         return f"{name}, step 1 of 1, with rank {named}"
 

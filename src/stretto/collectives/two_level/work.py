@@ -111,7 +111,7 @@ class _StreamWork:
         return self._event.query()
 
 
-_LEAST = timedelta(milliseconds=1)  # 0 would mean no limit
+_MIN_TIMEOUT = timedelta(milliseconds=1)  # 0 would mean no limit
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Deadline:
         """Wait for a message. PeerError, which names `doing`, if it fails or the time is up."""
         left = timedelta(seconds=self.end - time.monotonic())
         with self.watch(doing):
-            done = transfer.wait() if self.on_stream else transfer.wait(max(left, _LEAST))
+            done = transfer.wait() if self.on_stream else transfer.wait(max(left, _MIN_TIMEOUT))
             if not done:
                 raise RuntimeError("it was not done within the limit, or aborted")
 

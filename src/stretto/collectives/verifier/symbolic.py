@@ -18,7 +18,7 @@ from stretto.collectives.verifier.graph import Graph
 EMPTY = -1
 MAX_WRONG = 1000
 """The check stops after this many wrong chunks."""
-_MOST_LEAVES = 2**62  # a chunk may be added to itself without end, and no collective asks for so many
+_MAX_LEAVES = 2**62  # a chunk may be added to itself without end, and no collective asks for so many
 
 
 class Values:
@@ -47,7 +47,7 @@ class Values:
             found = self._sums[key] = len(self._sides)
             self._sides.append(key)
             self._depths.append(max(self.depth(one), self.depth(other)) + 1)
-            self._sizes.append(min(self.size(one) + self.size(other), _MOST_LEAVES))
+            self._sizes.append(min(self.size(one) + self.size(other), _MAX_LEAVES))
         return found
 
     def depth(self, value: int) -> int:
@@ -55,7 +55,7 @@ class Values:
         return self._depths[value] if value >= 0 else 0
 
     def size(self, value: int) -> int:
-        """The number of input chunks that were added, with repetitions, up to _MOST_LEAVES."""
+        """The number of input chunks that were added, with repetitions, up to _MAX_LEAVES."""
         return self._sizes[value] if value >= 0 else 1
 
     def leaves(self, value: int) -> Counter[tuple[int, int]]:
@@ -82,8 +82,8 @@ class Values:
         """Describe a value for error messages."""
         if value == EMPTY:
             return "nothing"
-        if self.size(value) == _MOST_LEAVES:
-            return f"a sum of {_MOST_LEAVES} input chunks or more"
+        if self.size(value) == _MAX_LEAVES:
+            return f"a sum of {_MAX_LEAVES} input chunks or more"
         leaves = sorted(self.leaves(value).items())
         listed = " + ".join(
             (f"{times} x " if times > 1 else "") + f"in[{index}] of rank {rank}" for (rank, index), times in leaves[:6]

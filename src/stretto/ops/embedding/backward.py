@@ -55,7 +55,7 @@ from stretto.ops.workspace import find_group, find_kept, is_kept
 
 _CHANNELS = 8  # the most signals for each rank's rows of the gradient
 _launches: defaultdict[torch.device, tiles.Launches] = defaultdict(tiles.Launches)
-_MOST_BY_32_BITS = 1 << 31  # places in a gradient, in QUANTUMs; more take 64 bits
+_MAX_BY_32_BITS = 1 << 31  # places in a gradient, in QUANTUMs; more take 64 bits
 _KEYS = LaunchConfig(bags=8, rows=1, slice=8, num_warps=2, programs=16, order="by_table")  # how keys are found
 
 
@@ -289,7 +289,7 @@ def sort_lookups(
     # The largest key is that of a lookup without a row.
     keys = torch.full((total,), rows, dtype=torch.int32 if rows < 2**31 - 1 else torch.int64, device=device)
     quanta = staging.shape[1] // QUANTUM.value
-    by_32_bits = placement.batch * quanta <= _MOST_BY_32_BITS
+    by_32_bits = placement.batch * quanta <= _MAX_BY_32_BITS
     places = torch.zeros(total, dtype=torch.int32 if by_32_bits else torch.int64, device=device)
     is_scaled = lookups.weights is not None or lookups.mode == "mean"
     scales = torch.empty(total, dtype=torch.float32, device=device) if is_scaled else None

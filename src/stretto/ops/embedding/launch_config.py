@@ -22,7 +22,7 @@ from stretto.ops.embedding.table_set import TableSet
 from stretto.tiles import kind_of
 
 _LONG_BAGS = 16  # average indices of a bag; from here on a tile is one bag
-_MOST_TABLES_KEPT = 256
+_MAX_TABLES_KEPT = 256
 
 
 class LaunchConfig(NamedTuple):
@@ -141,7 +141,7 @@ def cache_on_device(words: tuple[tuple[int, ...], ...], device: torch.device) ->
     if key not in _kept:
         if _is_capturing(device):
             raise ValueError("a CUDA graph takes tables that a call has had before: call the operator once with these")
-        while len(_kept) >= _MOST_TABLES_KEPT:
+        while len(_kept) >= _MAX_TABLES_KEPT:
             del _kept[next(iter(_kept))]
         _kept[key] = torch.tensor(words, dtype=torch.int64, device=device)
     return hold_for_replays(_kept[key])
@@ -180,7 +180,7 @@ def describe_tables(tables: TableSet, first_column: int, batch: int, width: int,
     return described._replace(batch=batch, width=width, total=total)
 
 
-@functools.lru_cache(maxsize=_MOST_TABLES_KEPT)
+@functools.lru_cache(maxsize=_MAX_TABLES_KEPT)
 def _describe_tables(tables: TableSet, first_column: int, width: int) -> KernelTables:
     shapes = tuple(zip(tables.addresses, tables.rows, tables.dims, strict=True))
     itemsize = tables.dtype.itemsize if tables.dtype else 4

@@ -13,7 +13,7 @@ from torch import Tensor
 from stretto.ops.checks import DTYPES
 
 MAX_DIM = 2048
-_MOST_KEPT = 256
+_MAX_KEPT = 256
 _OPERATOR = "embedding_all_to_all"
 
 
@@ -74,7 +74,7 @@ def find_tables(tables: Sequence[Tensor], device: torch.device) -> TableSet:
     found = _found.get(looks)
     if found is None:
         found = accept_tables(tables, device, addresses)
-        if len(_found) >= _MOST_KEPT:
+        if len(_found) >= _MAX_KEPT:
             _found.clear()
         _found[looks] = found
     return found

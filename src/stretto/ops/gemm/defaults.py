@@ -39,7 +39,7 @@ SCATTER_PIECE_BYTES = 6 << 20
 COOL_ROWS = 4096
 """Above, a gather is faster in tiles of 128 columns, by two programs on a multiprocessor: power is the limit."""
 
-MOST_GATHERED_ROWS = 4
+MAX_GATHERED_ROWS = 4
 """The most `group_rows` where copy engines bring the rows. fp8 has no such limit, since it reads the L2 cache at twice
 the rate."""
 
@@ -49,9 +49,9 @@ NARROW_SPEED = 0.85
 ONE_SHOT_BYTES = 900_000
 """What one shot may send more than two shots do, which wait for each other: as much as travels in that time."""
 
-_LEAST_STAGES = 3  # of loads in flight, where memory bandwidth is the limit
+_MIN_STAGES = 3  # of loads in flight, where memory bandwidth is the limit
 _PAYING_BYTES = 164 << 10  # of shared memory on a multiprocessor: with more, products of 64 rows take 1% longer
-_MOST_BYTES = 200 << 10
+_MAX_BYTES = 200 << 10
 
 
 def default_config(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig, str]:
@@ -107,7 +107,7 @@ def default_blocks(problem: GemmProblem, machine: Machine, transfer: str | None 
         blocks = wide if _estimate(problem, shards, wide) <= narrow_takes else narrow
         if is_gather and problem.m > COOL_ROWS and machine.by_tma and itemsize == 2:
             blocks = Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * machine.processors)
-        most = MOST_GATHERED_ROWS if is_gather and itemsize > 1 else blocks.group_rows
+        most = MAX_GATHERED_ROWS if is_gather and itemsize > 1 else blocks.group_rows
         most = min(blocks.group_rows, most, count_grouped_rows(problem, transfer) // blocks.m)
         blocks = blocks._replace(group_rows=max(1, most))
     return blocks if machine.is_hopper else blocks._replace(num_stages=min(blocks.num_stages, 3))
@@ -209,8 +209,8 @@ def _find_width(rows: int, n: int, processors: int) -> int:
 def _small_m_blocks(rows: int, columns: int, depth: int, processors: int) -> Blocks:
     """Blocks with as many stages as pay; where these are too few, of half the depth."""
     stage = (rows + columns) * depth * 2
-    stages = min(6, max(_PAYING_BYTES // stage, min(_LEAST_STAGES, _MOST_BYTES // stage)))
-    if stages < _LEAST_STAGES:
+    stages = min(6, max(_PAYING_BYTES // stage, min(_MIN_STAGES, _MAX_BYTES // stage)))
+    if stages < _MIN_STAGES:
         return _small_m_blocks(rows, columns, depth // 2, processors)
     return Blocks(rows, columns, depth, 1, 4, stages, processors)
 

@@ -17,8 +17,8 @@ from stretto.ops.gemm.config import Blocks, divide_up, has_power_of_two_columns
 from stretto.ops.gemm.tile import halve, multiply_tile, unite
 
 _FIX_UP_STEPS = 20  # over k that a program could multiply in the time of a fix-up
-_MOST_SPLITS = 4  # work units of one tile
-_LEAST_SAVED = 0.05  # of all waves: idle programs leave their power to the others, which then are faster
+_MAX_SPLITS = 4  # work units of one tile
+_MIN_SAVED = 0.05  # of all waves: idle programs leave their power to the others, which then are faster
 
 
 class StreamK(NamedTuple):
@@ -42,9 +42,9 @@ DATA_PARALLEL = StreamK(0, 0, None, None, None)
 
 def count_splits(count: int, k: int, blocks: Blocks) -> int:
     """The best number of work units for each tile of the last wave of `count` tiles; 1: tiles are not split."""
-    splits = min(range(1, _MOST_SPLITS + 1), key=lambda splits: _count_last(count, k, blocks, splits))
+    splits = min(range(1, _MAX_SPLITS + 1), key=lambda splits: _count_last(count, k, blocks, splits))
     saved = _count_last(count, k, blocks, 1) - _count_last(count, k, blocks, splits)
-    return splits if saved > _LEAST_SAVED * divide_up(count, blocks.programs) else 1
+    return splits if saved > _MIN_SAVED * divide_up(count, blocks.programs) else 1
 
 
 def count_waves(count: int, k: int, blocks: Blocks) -> float:

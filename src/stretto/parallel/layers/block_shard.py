@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
-from stretto.execution import LEAST_COPIED_BYTES
+from stretto.execution import MIN_COPIED_BYTES
 from stretto.parallel.comm.autograd import (
     at_end_of_backward,
     in_backward,
@@ -190,7 +190,7 @@ class BlockShard:
             for index in indices:
                 parameter = self.parameters[index]
                 shape, dtype = layout_of(parameter).shape, self.precision.sent(parameter.dtype)
-                if copies and torch.Size(shape).numel() * (dtype or parameter.dtype).itemsize >= LEAST_COPIED_BYTES:
+                if copies and torch.Size(shape).numel() * (dtype or parameter.dtype).itemsize >= MIN_COPIED_BYTES:
                     self._copied[index] = WeightToGather(parameter, shape[0], dtype)
                 else:
                     left.append(index)

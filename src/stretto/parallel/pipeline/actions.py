@@ -31,7 +31,7 @@ from stretto.schedules import (
 
 WAIT_MARK = "stretto waited "
 """In a trace, the name of what marks the end of a wait: the seconds before the message was sent, and those after."""
-LEAST_MARKED = 5e-5
+MIN_MARKED = 5e-5
 """Waits of fewer seconds are not marked."""
 
 _F, _B = PipelineOperation.FORWARD, PipelineOperation.BACKWARD
@@ -207,7 +207,7 @@ class ActionRunner:
             sent, *message = self.transport.take(MessageKey(operation, stage, number), self.stages.stage_ranks[source])
         assert sent is not None
         self.message = min(self.waited, max(0.0, time.time() - float(sent)))
-        if self.waited > LEAST_MARKED:
+        if self.waited > MIN_MARKED:
             with record_function(f"{WAIT_MARK}{self.waited - self.message:.6f} {self.message:.6f}"):
                 pass
         return message

@@ -20,7 +20,7 @@ from stretto.memory import PeerError
 
 GRACE = 1.5
 """Seconds that a rank has to write its report, from the moment that another rank asks for it."""
-MOST_PATIENCE = 10.0
+MAX_PATIENCE = 10.0
 """Seconds that a rank waits at most for the others to notice a failure, beside GRACE."""
 _PERIOD = 0.02
 
@@ -148,7 +148,7 @@ class StepFailures:
         is_own = not isinstance(error, PeerError) and not is_of_collective(error)
         first_line = str(error).strip().partition("\n")[0][:300]
         found: list[str] = []
-        patience = min(limit, MOST_PATIENCE) + GRACE
+        patience = min(limit, MAX_PATIENCE) + GRACE
 
         def ask() -> None:
             own = f"raised {type(error).__name__}: {first_line}" if is_own else ""

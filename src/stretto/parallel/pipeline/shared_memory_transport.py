@@ -40,8 +40,8 @@ from stretto.parallel.pipeline.message_format import (
 )
 from stretto.parallel.pipeline.messages import MessageTransport
 
-MOST_SLOT_BYTES = 1 << 19
-MOST_BYTES_OF_RINGS = 64 << 20
+MAX_SLOT_BYTES = 1 << 19
+MAX_BYTES_OF_RINGS = 64 << 20
 """All rings of a rank take no more than this, however many ranks there are, unless slots would be too small."""
 
 _FILLED, _FREED, _FAILED = range(3)
@@ -73,8 +73,8 @@ class SharedMemoryTransport(MessageTransport):
         self._check_device(torch.device(device))
         size = dist.get_world_size(group)
         if slot_bytes is None:
-            fair = MOST_BYTES_OF_RINGS // (slots * max(size - 1, 1)) // _ALIGNMENT * _ALIGNMENT
-            slot_bytes = max(min(MOST_SLOT_BYTES, fair), MAX_BYTES_OF_HEADER)
+            fair = MAX_BYTES_OF_RINGS // (slots * max(size - 1, 1)) // _ALIGNMENT * _ALIGNMENT
+            slot_bytes = max(min(MAX_SLOT_BYTES, fair), MAX_BYTES_OF_HEADER)
         if slot_bytes < MAX_BYTES_OF_HEADER or slot_bytes % _ALIGNMENT:
             raise ValueError(f"a slot has a multiple of 64 bytes from {MAX_BYTES_OF_HEADER} on, not {slot_bytes}")
         if slots < 1:

@@ -13,7 +13,7 @@ from stretto.planner.workload import StepWorkload
 
 # Of each grid, so many ways to divide experts are predicted as a whole: those that send for the shortest time, and the
 # one that holds fewest of the experts' weights at once.
-MOST_WAYS = 3
+MAX_WAYS = 3
 
 
 def choose_expert_grids(
@@ -32,11 +32,11 @@ def choose_expert_grids(
     if len(grids) == 1:
         return [(grids[0], None)]
     possible = [each for each in grids if why_no_experts(model, each) is None]
-    if len(possible) > MOST_WAYS:
+    if len(possible) > MAX_WAYS:
         layer = model.kinds[-1].model
         frugal = min(possible, key=lambda each: expert_weights(layer, each))
         times = {each: sending_seconds(workload, each, cluster) for each in possible}
-        possible = sorted(possible, key=lambda each: times[each])[:MOST_WAYS]
+        possible = sorted(possible, key=lambda each: times[each])[:MAX_WAYS]
         possible += [frugal] * (frugal not in possible)
     return [(each, None) for each in possible]
 

@@ -36,7 +36,7 @@ def zero_memory(parameters: float, replicas: float) -> float:
     return (WEIGHT_AND_GRADIENT + STATE / replicas) * parameters
 
 
-def least_memory(base: float, experts: int, gpus: int, tensor: int) -> float:
+def min_memory(base: float, experts: int, gpus: int, tensor: int) -> float:
     """Equation 7.5: bytes of a GPU at least, with `tensor` ranks of x."""
     return 4 * base * (1 / tensor + (experts + 2) / gpus)
 

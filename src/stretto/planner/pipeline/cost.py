@@ -44,7 +44,7 @@ from stretto.schedules import (
 )
 
 # Of a schedule with more actions, a part is simulated, and the rest extrapolated from its last micro-batches.
-MOST_REPLAYED = 5_000
+MAX_REPLAYED = 5_000
 
 
 class StagePasses(NamedTuple):
@@ -183,7 +183,7 @@ def replay(plan: PipelineEstimate, *, has_messages: bool = True) -> ReplayedPhas
     schedule, pipe, count = plan.schedule, plan.config.grid.pipe, plan.micro_batches
     actions = (3 if plan.schedule.name.startswith(("zb", "dual")) else 2) * len(plan.layout.ranks)
     least = 8 * pipe + 2 * (schedule.limit or schedule.extra_warm_up)
-    part = max(least, MOST_REPLAYED // actions) // pipe * pipe
+    part = max(least, MAX_REPLAYED // actions) // pipe * pipe
     if count <= part + pipe:
         return _simulate(plan, count, has_messages)
     before, last = _simulate(plan, part - pipe, has_messages), _simulate(plan, part, has_messages)

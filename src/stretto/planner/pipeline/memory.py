@@ -91,7 +91,7 @@ def checkpoint_interval(layers: int, pipe: int) -> int:
     return min(divisors(max(1, layers // pipe)), key=lambda factor: (abs(factor - root), factor))
 
 
-def most_local_parameters(model: Architecture, grid: GridSizes) -> float:
+def max_local_parameters(model: Architecture, grid: GridSizes) -> float:
     """Parameters that the rank with most of them holds: of a pipeline, of the first stage or the last."""
     if grid.pipe == 1:
         return local_parameters(model, grid)

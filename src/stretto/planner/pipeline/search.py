@@ -33,13 +33,13 @@ from stretto.planner.pipeline.cost import (
     pipeline_cost,
 )
 from stretto.planner.pipeline.memory import RankMemory, StageMemory, checkpoint_interval, pipeline_memory, stage_memory
-from stretto.planner.pipeline.space import MOST_VIRTUAL_STAGES, PipelineSpace, why_no_schedule
+from stretto.planner.pipeline.space import MAX_VIRTUAL_STAGES, PipelineSpace, why_no_schedule
 from stretto.planner.pipeline.stage_times import RankStages, StageLayout, StepEdges, measure_parts, place_stages
 from stretto.planner.search_space import SearchSpace, StepChoice, set_imbalance
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 
 # With more grids with pipelines than this, grids whose lower bound is slower than the tenth plan are skipped.
-MOST_LISTED = 200
+MAX_LISTED = 200
 REPLAYED = 10
 LISTED_WITH_EXPERTS = 3
 
@@ -83,7 +83,7 @@ class PipelineSearch:
         """
         model, batch = self.workload.model, self.workload.batch
         grids = [grid for pipe in self.pipelines.pipes if pipe > 1 for grid in grids_of_stages(ranks, pipe)]
-        if len(grids) <= MOST_LISTED and model.moe is None:
+        if len(grids) <= MAX_LISTED and model.moe is None:
             return [candidate for grid in grids if (candidate := self.search_grid(grid)) is not None], []
         possible = [grid for grid in grids if why_impossible(model, grid, batch) is None]
         best: list[Candidate] = []
@@ -151,10 +151,10 @@ class PipelineSearch:
         )
         local = workload.batch // grid.batch_parts
         options = ExecutionOptions(recompute=self.space.recomputes[0])
-        bubble = (grid.pipe - 1) / self._most_virtual_stages / local
-        return self._least_phase(grid, local, options, of_any_way) * (1 + bubble) + optimizer
+        bubble = (grid.pipe - 1) / self._max_virtual_stages / local
+        return self._min_phase(grid, local, options, of_any_way) * (1 + bubble) + optimizer
 
-    def _least_phase(self, grid: GridSizes, size: int, options: ExecutionOptions, of_any_way: bool = False) -> float:
+    def _min_phase(self, grid: GridSizes, size: int, options: ExecutionOptions, of_any_way: bool = False) -> float:
         """Seconds that forward and backward passes of a rank's stages take at least, with micro-batches of a size."""
         assert self.device is not None
         workload, sizes = self.workload, self.workload.model.splitting_sizes(grid)
@@ -182,8 +182,8 @@ class PipelineSearch:
         if grid not in self._sent:
             volume = blocks_volume(workload.model, sizes, workload.tokens / grid.replicas, workload.element)
             sent = seconds(volume, self._rates_of(grid), grid)
-            sums = self._least_waits * (sent.all_reduce_x + sent.all_reduce_y)
-            of_experts = self._least_of_experts(sizes)
+            sums = self._min_waits * (sent.all_reduce_x + sent.all_reduce_y)
+            of_experts = self._min_of_experts(sizes)
             gather = sent.all_gather_z + of_experts.all_gather_z
             scatter = sent.reduce_scatter_z + of_experts.reduce_scatter_z
             rows = of_experts.all_reduce_x + of_experts.all_reduce_y + of_experts.all_to_all
@@ -198,7 +198,7 @@ class PipelineSearch:
         passes = max(forward, 0.0 if options.keep_gathered else gather) + max(backward, over_z)
         return (count_of_batches * passes + sums) / grid.pipe
 
-    def _least_of_experts(self, grid: GridSizes) -> Volume:
+    def _min_of_experts(self, grid: GridSizes) -> Volume:
         """Seconds of experts' communication in a step, without start-ups and recomputation."""
         workload = self.workload
         if workload.model.moe is None:
@@ -212,12 +212,12 @@ class PipelineSearch:
         return self._rates[grid]
 
     @property
-    def _most_virtual_stages(self) -> int:
+    def _max_virtual_stages(self) -> int:
         """By how much virtual stages, or zero bubbles, shorten bubbles at most."""
-        return max(MOST_VIRTUAL_STAGES, self.pipelines.virtual_stages or 1)
+        return max(MAX_VIRTUAL_STAGES, self.pipelines.virtual_stages or 1)
 
     @property
-    def _least_waits(self) -> float:
+    def _min_waits(self) -> float:
         """A lower bound of the exposed part of the sums over x and y, and of the slowdown by them.
 
         Half of them are in the forward pass, where at most half can be hidden.
@@ -257,10 +257,10 @@ class PipelineSearch:
                 if size * self.workload.seq_len % config.token_parts:
                     continue
                 limit = most if best is None else min(most, best.cost.step_time)
-                bubble = (grid.pipe - 1) / self._most_virtual_stages * size / local
-                if self.device and self._least_phase(grid, size, choice.options) * (1 + bubble) > limit:
+                bubble = (grid.pipe - 1) / self._max_virtual_stages * size / local
+                if self.device and self._min_phase(grid, size, choice.options) * (1 + bubble) > limit:
                     continue
-                least = self._least_memory(config)
+                least = self._min_memory(config)
                 if frugal is None or least < frugal[0]:
                     frugal = least, config
                 if least > self.limit:  # and larger ones need more
@@ -280,7 +280,7 @@ class PipelineSearch:
             return self._impossible(grid, f"with shard_sequence, x={grid.x} divides no micro-batch of a rank's tokens")
         return best
 
-    def _least_memory(self, config: StepConfig) -> float:
+    def _min_memory(self, config: StepConfig) -> float:
         """Bytes that the first rank needs at least, with as many live micro-batches as any schedule keeps there."""
         blocks, pipe, moe = (
             self.workload.model.layers // config.grid.pipe,
@@ -349,7 +349,7 @@ class PipelineSearch:
         rates = self._rates_of(config.grid)
         parts = measure_parts(workload, config, self.cluster, self.device, rates)
         whole = parts.all_blocks.whole + parts.first.whole + parts.last.whole
-        if (count + (pipe - 1) / self._most_virtual_stages) * whole / pipe > most:
+        if (count + (pipe - 1) / self._max_virtual_stages) * whole / pipe > most:
             return []
         known: dict[tuple[int, ...], tuple[PipelineEstimate, float]] = {}
         edges: dict[RankStages, StepEdges] = {}

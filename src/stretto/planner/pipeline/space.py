@@ -16,7 +16,7 @@ from stretto.suggestions import name_known
 _ORDER = ("1f1b", MESSAGE_DRIVEN, "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gpipe")
 # Schedules that compute weight gradients separately, which models without roles cannot.
 _SPLITTING = ("zb-h1", "zb-v", "dualpipe-v")
-MOST_VIRTUAL_STAGES = 8
+MAX_VIRTUAL_STAGES = 8
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class PipelineSpace:
         if self.virtual_stages is not None:
             return (self.virtual_stages,)
         if name == "interleaved":
-            return [n for n in range(2, MOST_VIRTUAL_STAGES + 1) if n == 2 or model.layers % (n * pipe) == 0]
+            return [n for n in range(2, MAX_VIRTUAL_STAGES + 1) if n == 2 or model.layers % (n * pipe) == 0]
         return (2,) if name in V_SHAPED else (1,)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from stretto.simulator.chakra.files import ChakraTrace
 from stretto.simulator.chakra.schema import ChakraNode, CollectiveType, NodeType
 from stretto.simulator.collectives import add_collective
-from stretto.simulator.collectives.patterns import MOST_MESSAGES
+from stretto.simulator.collectives.patterns import MAX_MESSAGES
 from stretto.simulator.graph import ExecutionGraph, GraphBuilder
 
 DURATION = "duration_ns"  # an attribute of Stretto: duration_micros would round
@@ -34,7 +34,7 @@ ALGORITHMS = {
 
 _MICROSECOND, _NANOSECOND = 1e-6, 1e-9
 COMMUNICATION = (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE, NodeType.COMM_COLL_NODE)
-_MOST_NAMED = 6  # nodes or ranks in a message
+_MAX_NAMED = 6  # nodes or ranks in a message
 _REQUIRED: Any = object()
 _Key = tuple[int, int]  # rank and the node's place in the order of issue
 
@@ -193,7 +193,7 @@ class _Translation:
             at = min(each for each in before[at] if each not in done)
         cycle = list(path)[list(path).index(at) :]
         names = [self._node(self._units[number][0]).describe(self._units[number][0][0]) for number in cycle]
-        shown = names if len(names) <= _MOST_NAMED else [*names[:_MOST_NAMED], f"{len(names) - _MOST_NAMED} more"]
+        shown = names if len(names) <= _MAX_NAMED else [*names[:_MAX_NAMED], f"{len(names) - _MAX_NAMED} more"]
         return f"the trace has a cycle: {' waits for '.join([*shown, names[0]])}"
 
     # --- operations
@@ -272,9 +272,9 @@ class _Translation:
             known = ", ".join(sorted([*(each.upper() for each in self._algorithms), CollectiveType.BARRIER.name]))
             raise ValueError(f"{node.describe(rank)} is a {kind.name}, which is not simulated; simulated are {known}")
         size = quantity(node, rank, "comm_size")
-        if len(self._builder) > MOST_MESSAGES:
+        if len(self._builder) > MAX_MESSAGES:
             raise ValueError(
-                f"the trace's collectives send more than {MOST_MESSAGES:,} messages, the most that are simulated; "
+                f"the trace's collectives send more than {MAX_MESSAGES:,} messages, the most that are simulated; "
                 f"{node.describe(rank)} is not reached"
             )
         finals = add_collective(
@@ -411,4 +411,4 @@ def quantity(node: ChakraNode, rank: int, name: str, default: Any = _REQUIRED) -
 
 
 def _shorten(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:_MOST_NAMED])) + (", ..." if len(ranks) > _MOST_NAMED else "")
+    return ", ".join(map(str, ranks[:_MAX_NAMED])) + (", ..." if len(ranks) > _MAX_NAMED else "")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from stretto.suggestions import name_known
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-MOST_MESSAGES = 1 << 24  # of one collective: some 10 GB
+MAX_MESSAGES = 1 << 24  # of one collective: some 10 GB
 Sent = tuple[int, int, float]  # source, target, fraction of the bytes
 
 
@@ -58,9 +58,9 @@ def find_pattern(collective: str, algorithm: str, n: int, root: int = 0) -> Mess
 
 def check_messages(what: str, ranks: int, messages: int) -> None:
     """Raise ValueError for more messages than memory has room for, before they are made."""
-    if messages > MOST_MESSAGES:
+    if messages > MAX_MESSAGES:
         raise ValueError(
-            f"{what} among {ranks} ranks sends {messages} messages; {MOST_MESSAGES} are the most that are simulated"
+            f"{what} among {ranks} ranks sends {messages} messages; {MAX_MESSAGES} are the most that are simulated"
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from stretto.suggestions import name_known
 
 NUMBER = 4  # bytes of an fp32 number
-MOST = 1_000_000  # samples, tables, layers and so on
+MAX_COUNT = 1_000_000  # samples, tables, layers and so on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class RecommendationStep:
             value = getattr(self, field.name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{field.name} is {value!r}, but must be a whole number of at least 1")
-            if value > MOST and field.name != "bucket_bytes":
-                raise ValueError(f"{field.name} is {value}, but must be at most {MOST:,}")
+            if value > MAX_COUNT and field.name != "bucket_bytes":
+                raise ValueError(f"{field.name} is {value}, but must be at most {MAX_COUNT:,}")
         if self.bottom_layers >= self.layers:
             raise ValueError(
                 f"bottom_layers is {self.bottom_layers}, but must be less than all {self.layers} layers; "

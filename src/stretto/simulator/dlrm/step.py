@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.simulator.collectives.patterns import MOST_MESSAGES
+from stretto.simulator.collectives.patterns import MAX_MESSAGES
 from stretto.simulator.dlrm.exchange import DIRECT, Exchange, FormulaExchange, MessageExchange
 from stretto.simulator.dlrm.kernels import KernelRates, RecommendationStep
 from stretto.simulator.graph import ExecutionGraph, GraphBuilder, execute
@@ -125,9 +125,9 @@ def _check_messages(step: RecommendationStep, ranks: int, slices: int, hops: int
     """Raise ValueError for more messages than memory has room for. slices: of a pair of ranks in all fused passes."""
     buckets = step.layers // max(step.bucket_bytes // step.layer_bytes, 1)
     messages = ranks * (ranks - 1) * (slices * hops + 2 * buckets)
-    if messages > MOST_MESSAGES:
+    if messages > MAX_MESSAGES:
         raise ValueError(
-            f"this step sends about {messages:,} messages among {ranks} ranks, and {MOST_MESSAGES:,} are simulated at "
+            f"this step sends about {messages:,} messages among {ranks} ranks, and {MAX_MESSAGES:,} are simulated at "
             "most; larger slices, fewer ranks, samples, tables or layers would do"
         )
 

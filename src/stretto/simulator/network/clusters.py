@@ -10,7 +10,7 @@ from stretto.simulator.network.topology import DirectedLink, NetworkTopology, ch
 # What a message takes at the least where a cluster does not say its latencies: assumptions, not measurements.
 DEFAULT_IN_NODE_LATENCY = 1e-6  # seconds, NVLink between two GPUs
 DEFAULT_LATENCY = 2e-6  # seconds, a NIC of InfiniBand or Slingshot to another, with the switches between them
-MOST_GPUS = 131_072  # of one network, whose graph then has a million links
+MAX_GPUS = 131_072  # of one network, whose graph then has a million links
 _PART_TO_ONE_PEER = 0.75  # of all that a GPU sends at once: see `is_switched`
 
 
@@ -65,12 +65,12 @@ def of_cluster(cluster: Cluster, gpus: int) -> NetworkTopology:
 
     Where the cluster does not say a latency, DEFAULT_IN_NODE_LATENCY and DEFAULT_LATENCY are assumed. The switches
     between nodes never block: the cluster's file says nothing of their topology. Raises ValueError for a number of GPUs
-    that the cluster does not have, that fills no whole nodes, or that is over MOST_GPUS, and for a bandwidth that it
+    that the cluster does not have, that fills no whole nodes, or that is over MAX_GPUS, and for a bandwidth that it
     does not say.
     """
     check_counts("the network of a cluster", GPUs=gpus)
-    if gpus > MOST_GPUS:
-        raise ValueError(f"a network of {gpus} GPUs is not simulated; {MOST_GPUS} are the most")
+    if gpus > MAX_GPUS:
+        raise ValueError(f"a network of {gpus} GPUs is not simulated; {MAX_GPUS} are the most")
     size = cluster.gpus_per_node
     if cluster.gpus is not None and gpus > cluster.gpus:
         raise ValueError(f"cluster {cluster.name!r} has {cluster.gpus} GPUs, not {gpus}; {cluster.gpus} would do")

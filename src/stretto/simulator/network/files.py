@@ -14,8 +14,8 @@ from stretto.simulator.network.topology import DirectedLink, NetworkTopology, ch
 from stretto.suggestions import did_you_mean_file, name_known
 
 LARGEST_FILE = 256 * 1024 * 1024  # bytes
-MOST_DEVICES = 65_536
-MOST_FULL = 2048  # devices of a full network, which has 4 million links then
+MAX_DEVICES = 65_536
+MAX_FULL = 2048  # devices of a full network, which has 4 million links then
 _SHAPES: dict[str, tuple[str, Callable[..., NetworkTopology]]] = {
     "ring": ("ring:N", ring),
     "full": ("full:N", fully_connected),
@@ -48,7 +48,7 @@ def parse_topology(text: str, bandwidth: float | None, latency: float | None) ->
     expected = {"torus": (2, 3), "dragonfly": (3,)}.get(kind, (1,))
     if len(sizes) not in expected:
         raise ValueError(f"topology {text!r} has {len(sizes)} sizes, but is written {pattern}")
-    most = MOST_FULL if kind == "full" else MOST_DEVICES
+    most = MAX_FULL if kind == "full" else MAX_DEVICES
     devices = sizes[0] ** 3 // 4 if kind == "fat-tree" else math.prod(sizes)
     if devices > most:
         raise ValueError(f"topology {text!r} has {devices} devices; {most} are the most")

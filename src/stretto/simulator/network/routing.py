@@ -8,7 +8,7 @@ pair is searched from both ends, which meet at a switch and never look through i
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 
-MOST_ROUTES = 8  # of one pair of devices
+MAX_ROUTES = 8  # of one pair of devices
 _MANY_LINKS = 32  # of a vertex
 _KEPT_SEARCHES = 4096
 

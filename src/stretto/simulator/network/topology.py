@@ -5,9 +5,9 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from stretto.simulator.network.routing import MOST_ROUTES, ShortestPaths
+from stretto.simulator.network.routing import MAX_ROUTES, ShortestPaths
 
-LEAST_BANDWIDTH = 1.0  # byte/s; with it, and with LONGEST_LATENCY, no time overflows
+MIN_BANDWIDTH = 1.0  # byte/s; with it, and with LONGEST_LATENCY, no time overflows
 LONGEST_LATENCY = 1e6  # seconds
 
 
@@ -43,13 +43,13 @@ class NetworkTopology:
     def routes(self, source: int, target: int) -> tuple[tuple[int, ...], ...]:
         """Shortest paths (of the fewest links) from one device to another, each as the numbers of its links.
 
-        All of them in a fixed order, but of more than MOST_ROUTES a part that branches early. Raises ValueError for
+        All of them in a fixed order, but of more than MAX_ROUTES a part that branches early. Raises ValueError for
         the same device twice, and for a rank that does not exist.
         """
         found = self._routes.get((source, target))
         if found is None:
             self.check_pair(source, target)
-            found = self._routes[source, target] = self._paths.find(source, target, MOST_ROUTES)
+            found = self._routes[source, target] = self._paths.find(source, target, MAX_ROUTES)
         return found
 
     def check_pair(self, source: int, target: int) -> None:
@@ -116,8 +116,8 @@ def check_link(bandwidth: float, latency: float, what: str = "a link") -> None:
     """Raise ValueError for a bandwidth (bytes/s) or a latency (seconds) that no link can have."""
     if not (bandwidth > 0 and math.isfinite(bandwidth)):
         raise ValueError(f"{what} has a bandwidth of {bandwidth:g} bytes/s, which must be finite and more than 0")
-    if bandwidth < LEAST_BANDWIDTH:
-        raise ValueError(f"{what} has a bandwidth of {bandwidth:g} bytes/s; {LEAST_BANDWIDTH:g} is the least")
+    if bandwidth < MIN_BANDWIDTH:
+        raise ValueError(f"{what} has a bandwidth of {bandwidth:g} bytes/s; {MIN_BANDWIDTH:g} is the least")
     if not (latency >= 0 and math.isfinite(latency)):
         raise ValueError(f"{what} has a latency of {latency:g} s, which must be finite and at least 0; 0 would do")
     if latency > LONGEST_LATENCY:

@@ -14,7 +14,7 @@ from stretto.simulator.graph import Execution, ExecutionGraph, GraphRun
 from stretto.simulator.network import EventDrivenNetwork, NetworkModel, NetworkTopology
 from stretto.simulator.training.program import COMPUTE
 
-LEAST_SPEED = 0.05
+MIN_SPEED = 0.05
 """Of computation beside communication: a slowdown of a second a second would never end."""
 
 
@@ -103,7 +103,7 @@ class _SlowedRun(GraphRun):
 
     def _speed(self, rank: int) -> float:
         beside = self._beside[rank]
-        return max(LEAST_SPEED, 1.0 - max(beside)) if beside else 1.0
+        return max(MIN_SPEED, 1.0 - max(beside)) if beside else 1.0
 
     def _change(self, rank: int, change: Callable[[float], None], lost: float) -> None:
         """Begin or end communication, and let the rank compute on at its new speed, if that is another."""

@@ -22,7 +22,7 @@ PACKET_BYTES = 4096
 """Links forward messages in packets, as NVLink's and networks' switches do."""
 NO_LATENCY = 1e-15
 """Seconds: a cluster's latencies are more than 0."""
-MOST_MESSAGES = 3_000_000
+MAX_MESSAGES = 3_000_000
 """Of a step that is simulated message by message: about a minute."""
 
 
@@ -126,8 +126,8 @@ class MessageLowering(StepLowering):
                     sizes[collective.group] = len(groups[0]) if groups else 1
                 messages += (sizes[collective.group] - 1) * (2 if collective.kind == "all_reduce" else 1)
         messages *= self.stage_ranks
-        if messages > MOST_MESSAGES:
+        if messages > MAX_MESSAGES:
             raise ValueError(
-                f"this step has about {messages:,.0f} messages, and {MOST_MESSAGES:,} are simulated at most; fewer "
+                f"this step has about {messages:,.0f} messages, and {MAX_MESSAGES:,} are simulated at most; fewer "
                 "GPUs, layers or micro-batches, or --fidelity closed-form would do"
             )

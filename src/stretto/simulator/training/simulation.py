@@ -29,9 +29,9 @@ Fidelity = Literal["closed-form", "event-driven"]
 COPY_ENGINE_SLOWDOWN = 0.5
 """Of what computation loses beside a kernel that communicates, what it loses beside copy engines. Fitted to the steps
 of 2 H200 with z=2 and batch 4 (lab/results/plan-2-gpus)."""
-MOST_OPERATIONS = 6_000_000
+MAX_OPERATIONS = 6_000_000
 """Of a graph: about a minute, and 4 GB."""
-MOST_AVERAGED = 64
+MAX_AVERAGED = 64
 _AXIS_OF_GROUP = {REPLICAS: "data", EXPERT_DATA: "data", EXPERT_Z: "z"}
 
 
@@ -138,8 +138,8 @@ class StepSimulation:
 
     def use_over_time(self, bins: int = 100) -> dict[str, list[float]]:
         """The part of each of so many equal parts of the step in which an average rank computes, and communicates over
-        each axis: of the first MOST_AVERAGED ranks that are simulated."""
-        edges, ranks = np.linspace(0.0, self.step_time, bins + 1), min(self.lowered.graph.world, MOST_AVERAGED)
+        each axis: of the first MAX_AVERAGED ranks that are simulated."""
+        edges, ranks = np.linspace(0.0, self.step_time, bins + 1), min(self.lowered.graph.world, MAX_AVERAGED)
         found = {}
         for axis in (COMPUTE, *self._axes):
             total = np.zeros(bins)
@@ -284,9 +284,9 @@ def _check_batch(workload: StepWorkload, config: StepConfig) -> None:
 
 def _check_operations(programs: StepPrograms, represented: int) -> None:
     count = programs.operations * represented
-    if count > MOST_OPERATIONS:
+    if count > MAX_OPERATIONS:
         raise ValueError(
-            f"this step has {count:,} operations on the ranks to simulate, and {MOST_OPERATIONS:,} are simulated at "
+            f"this step has {count:,} operations on the ranks to simulate, and {MAX_OPERATIONS:,} are simulated at "
             "most; fewer micro-batches, layers or GPUs would do, or no stragglers and slow links, with which one rank "
             "of each stage stands for all"
         )

@@ -30,7 +30,7 @@ from stretto.simulator.training.program import GroupCollective, StageMessage, St
 from stretto.simulator.training.work import EndWork, StepWork
 
 # Of a rank that makes more passes of blocks in a step, computation between collectives is one operation.
-MOST_SEPARATE = 2_000
+MAX_SEPARATE = 2_000
 
 _F, _B = PipelineOperation.FORWARD, PipelineOperation.BACKWARD
 _I, _W = PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT
@@ -131,7 +131,7 @@ class RankRecorder:
     def record(self, actions: Sequence[Action]) -> tuple[StepOperation, ...]:
         """Record a step: all actions, then the optimizer's waits, and its step."""
         passes = sum(len(self._blocks_of(action.stage)) for action in actions)
-        self.tape = Tape(merges=passes > MOST_SEPARATE)
+        self.tape = Tape(merges=passes > MAX_SEPARATE)
         last = {action.stage: place for place, action in enumerate(actions) if action.operation in (_B, _W)}
         self._done, self._in_all = 0, sum(len(self._blocks_of(stage)) for stage in last)
         options = self.config.options

@@ -14,18 +14,18 @@ from stretto.atomic_files import write_atomically
 from stretto.simulator.training.program import COMPUTE, HOST
 from stretto.simulator.training.simulation import StepSimulation, StepSpan
 
-MOST_RANKS = 64  # in one trace
+MAX_RANKS = 64  # in one trace
 BINS = 100
 _MICROSECONDS = 1e6
 
 
 def make_trace(step: StepSimulation, *, is_whole: bool = False) -> dict[str, Any]:
-    """The trace of the rank that computes most, or, with is_whole, of all that were simulated, up to MOST_RANKS.
+    """The trace of the rank that computes most, or, with is_whole, of all that were simulated, up to MAX_RANKS.
 
     Counters have, for each of BINS equal times of the step, the part of it in which ranks compute, in which they
     communicate over each axis, and in which links send (event-driven: the mean of all, and the busiest).
     """
-    ranks = range(min(step.lowered.graph.world, MOST_RANKS)) if is_whole else [step.rank]
+    ranks = range(min(step.lowered.graph.world, MAX_RANKS)) if is_whole else [step.rank]
     events = [event for rank in ranks for event in _events_of(step, rank)]
     uses = {
         "ranks that compute" if row == COMPUTE else f"ranks that communicate over {row}": use

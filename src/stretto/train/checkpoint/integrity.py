@@ -21,7 +21,7 @@ from stretto.launch.failures import JobError
 
 # Below, threads cost more than they save: zlib takes about 3 GB/s on one core.
 THREADED_BYTES = 1 << 23
-MOST_THREADS = 8
+MAX_THREADS = 8
 PATTERN = r"^crc32:[0-9a-f]{8}$"
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -155,7 +155,7 @@ def _multiply(a: int, b: int) -> int:
 def _threads_of_rank() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, min(MOST_THREADS, cores // max(1, int(ranks) if ranks.isdigit() else 1)))
+    return max(1, min(MAX_THREADS, cores // max(1, int(ranks) if ranks.isdigit() else 1)))
 
 
 def read_range(file: IO[bytes], start: int, length: int) -> memoryview:

@@ -15,7 +15,7 @@ from stretto.train.checkpoint.metadata import StoredBox
 from stretto.train.checkpoint.torch_container import Checked, check_container
 
 READERS = 4  # threads that read pieces ahead
-MOST_BYTES_AHEAD = 1 << 28  # of pieces that are read and not used yet, unless one is larger
+MAX_BYTES_AHEAD = 1 << 28  # of pieces that are read and not used yet, unless one is larger
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read_ahead(folder: Path, pieces: Sequence[StoredPiece]) -> Iterator[memoryvi
         try:
             ahead = 0
             for piece in pieces:
-                while waiting and ahead + piece.place.bytes > MOST_BYTES_AHEAD:
+                while waiting and ahead + piece.place.bytes > MAX_BYTES_AHEAD:
                     size, content = waiting.popleft()
                     yield content.result()
                     ahead -= size

@@ -23,7 +23,7 @@ from torch import Tensor
 from stretto.memory.pinned import allocate_pinned
 from stretto.train.checkpoint.storage import LazyBox, LocalBox, ShardedState
 
-MOST_ALLOCATED = 32 << 30
+MAX_ALLOCATED = 32 << 30
 """Bytes of one allocation of pinned memory, unless a box is larger; no copy crosses two."""
 ALIGNMENT = 512  # bytes, of a box in it
 PIECE = 256 << 20
@@ -180,11 +180,11 @@ class Staging:
 
 
 def _in_groups(keys: Iterable[Key], sizes: Mapping[Key, int]) -> Iterable[list[Key]]:
-    """Group boxes into allocations of at most MOST_ALLOCATED bytes, or one box."""
+    """Group boxes into allocations of at most MAX_ALLOCATED bytes, or one box."""
     group: list[Key] = []
     filled = 0
     for key in keys:
-        if group and filled + _aligned(sizes[key]) > MOST_ALLOCATED:
+        if group and filled + _aligned(sizes[key]) > MAX_ALLOCATED:
             yield group
             group, filled = [], 0
         group.append(key)

@@ -23,7 +23,7 @@ _END = 56 + 20 + 22  # bytes of the directory's end as 64 bits, of its locator, 
 _HEAD = struct.pack("<4sHHHIIII", b"PK\3\4", 0, 0x0808, 0, 0, 0, 0, 0)  # of each local header
 _EMPTY_HEAD = struct.pack("<4sHHHIIII", b"PK\3\4", 0, 0x0800, 0, 0, 0, 0, 0)  # of a record without bytes
 _END_HEAD = struct.pack("<4sQHH", b"PK\6\6", 44, 0x031E, 45)
-_MOST_RECORDS = 1 << 20
+_MAX_RECORDS = 1 << 20
 # What zipfile raises for bytes that are no zip container: RuntimeError for records that say that they are encrypted,
 # OverflowError for offsets of 64 bits.
 _NO_CONTAINER = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, OverflowError, struct.error)
@@ -107,7 +107,7 @@ def _read_directory(content: memoryview) -> Iterator[_ZipRecord]:
         raise _FaultError(0, len(content), "its zip container is cut short")
     count, _, size, start = struct.unpack_from("<QQQQ", content, len(content) - _END + 24)
     stop = len(content) - _END
-    if start + size != stop or count > min(size // 46, _MOST_RECORDS):
+    if start + size != stop or count > min(size // 46, _MAX_RECORDS):
         raise _FaultError(stop, len(content), "the end of its zip directory does not fit the directory")
     at = start
     for _ in range(count):

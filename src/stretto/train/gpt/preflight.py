@@ -21,8 +21,8 @@ from stretto.planner import predict
 from stretto.planner.architecture import Architecture
 from stretto.planner.grid_plan import GridPlan
 from stretto.planner.grids import why_impossible
-from stretto.planner.optimizer_state import least_on_device, most_parameters, number_bytes, state_on_host
-from stretto.planner.pipeline.memory import most_local_parameters
+from stretto.planner.optimizer_state import max_parameters, min_on_device, number_bytes, state_on_host
+from stretto.planner.pipeline.memory import max_local_parameters
 from stretto.planner.pipeline.stage_times import cut_by_weights
 from stretto.planner.search_space import PredictKeywords
 from stretto.planner.workload import NumberTypes
@@ -316,16 +316,16 @@ def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory:
     sizes = check_sizes(config.grid.sizes())
     sizes = sizes if known is None else known.splitting_sizes(sizes)
     whole = model if isinstance(model, int) else model.parameters
-    parameters = whole / sizes.weight_parts / sizes.pipe if known is None else most_local_parameters(known, sizes)
+    parameters = whole / sizes.weight_parts / sizes.pipe if known is None else max_local_parameters(known, sizes)
 
     def name_largest(needed: Callable[[float], float], room: float) -> str:
-        count = most_parameters(needed, room)
+        count = max_parameters(needed, room)
         largest = f"at most {round(count * whole / parameters):,} parameters"
         if known is None or config.model.path is not None or config.model.name in PUBLIC_MODELS:
             return f"{largest} would fit"
         layers = range(1, known.layers + 1)
         blocks = bisect_right(
-            layers, count, key=lambda fewer: math.ceil(most_local_parameters(replace(known, layers=fewer), sizes))
+            layers, count, key=lambda fewer: math.ceil(max_local_parameters(replace(known, layers=fewer), sizes))
         )
         return f"{largest} would fit, of this GPT {f'model.layers={blocks}' if blocks else 'not one layer'}"
 
@@ -333,7 +333,7 @@ def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory:
         return state_on_host(types, run.state, count)
 
     def on_device(count: float) -> float:
-        return least_on_device(types, run.state, count)
+        return min_on_device(types, run.state, count)
 
     if run.optimizer_state == "host":
         ranks, limit = count_ranks_here(config.ranks), host_memory_limit(run.host_memory)

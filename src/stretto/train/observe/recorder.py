@@ -18,7 +18,7 @@ from stretto.train.observe.progress import ProgressReporter
 
 # Steps in a row that may change nothing. An overflow halves the loss scale, and the largest one is 1 after 24. A loss
 # that is not finite for so many batches in a row does not come from the data: the weights are spoiled.
-MOST_SKIPPED = 32
+MAX_SKIPPED = 32
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class StepRecorder:
             if not self._skips_nonfinite:
                 raise DivergenceError(f"the {name} is {value} in step {step}{where}")
             self._reporter.print_message(f"step {step} is skipped: the {name} is {value}{where}")
-        if self._skipped > MOST_SKIPPED:
+        if self._skipped > MAX_SKIPPED:
             what = "gradients have overflowed" if is_overflow else "the loss or the gradient's norm was not finite"
             raise DivergenceError(f"{what} in {self._skipped} steps in a row, of which the last is {step}")
         return True

@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_only(tmp_path, monkeypa
 
 @pytest.mark.parametrize("algorithm", ["direct-all-gather", "one-shot-all-reduce", "binomial-broadcast"])
 def test_a_block_with_fewer_threads_than_messages_and_peers_waits_for_and_tells_all(monkeypatch, algorithm):
-    monkeypatch.setattr(codegen, "LEAST_THREADS", 4)  # stands for 128 threads and more than 128 ranks
+    monkeypatch.setattr(codegen, "MIN_THREADS", 4)  # stands for 128 threads and more than 128 ranks
     text = source(algorithm, Variant("float32", "sum", "Simple", 1), ranks=8, rank=0)
     kernel = text[text.index('extern "C" __global__') :]
     numbers = [(int(number), rest) for number, rest in re.findall(r"threadIdx\.x == (\d+)( % blockDim\.x)?", kernel)]

@@ -18,9 +18,9 @@ from stretto.collectives.executor.cuda.fused.program import (
 )
 from stretto.collectives.executor.cuda.variant import MAX_THREADS, Variant, read_sources, write_macros
 
-LEAST_THREADS = 128  # of a block of any of these kernels
+MIN_THREADS = 128  # of a block of any of these kernels
 WIDE_THREADS = 1024  # of a kernel whose threads need no more than 64 registers
-_MOST_WIDE_OPERATIONS = 24  # of such a thread: two-shot all-reduce of four ranks has 23, and fills the 64 registers
+_MAX_WIDE_OPERATIONS = 24  # of such a thread: two-shot all-reduce of four ranks has 23, and fills the 64 registers
 PARAMETERS = (
     ("char*", "input"),
     ("char*", "output"),
@@ -58,10 +58,10 @@ LEVEL_PARAMETERS = (
 )
 
 
-def most_threads(fused: FusedProgram, variant: Variant) -> int:
+def max_threads(fused: FusedProgram, variant: Variant) -> int:
     """The most threads of a block of the kernel, the same on all ranks."""
     is_narrow = variant.unroll > 1 or any(
-        sum(level.operations for level in program.levels) > _MOST_WIDE_OPERATIONS for program in fused.ranks
+        sum(level.operations for level in program.levels) > _MAX_WIDE_OPERATIONS for program in fused.ranks
     )
     return MAX_THREADS if is_narrow else WIDE_THREADS
 
@@ -121,7 +121,7 @@ def _divided(wide: str) -> str:
 
 def _is_thread(number: int) -> str:
     """A C++ condition: whether this thread does the block's number-th single task, of which there may be many."""
-    return f"threadIdx.x == {number}" if number < LEAST_THREADS else f"threadIdx.x == {number} % blockDim.x"
+    return f"threadIdx.x == {number}" if number < MIN_THREADS else f"threadIdx.x == {number} % blockDim.x"
 
 
 class _Writer:
@@ -133,7 +133,7 @@ class _Writer:
         self.has_implicit_barrier = fused.has_implicit_barrier
         self.in_place = fused.collective.in_place
         self.block_chunks = block_chunks
-        self.most_threads = most_threads(fused, variant)
+        self.max_threads = max_threads(fused, variant)
         self.is_simple = variant.protocol == "Simple"
         self.is_line = variant.protocol == "LL128"
         self.divides_inputs = divides_inputs(fused, variant)
@@ -142,7 +142,7 @@ class _Writer:
     def kernel(self) -> Iterator[str]:
         peers = ", ".join(f"char* peer_{rank}" for rank in range(self.world))
         parameters = ", ".join(f"{kind} {name}" for kind, name in PARAMETERS)
-        yield f'extern "C" __global__ void __launch_bounds__({self.most_threads}) run({parameters}, {peers}) {{'
+        yield f'extern "C" __global__ void __launch_bounds__({self.max_threads}) run({parameters}, {peers}) {{'
         yield "  const u32 epoch = next_epoch(state);"
         yield "  const u64 flag = (u64)epoch << 32 | epoch;"
         yield "  const u64 side = (epoch & 1) * half, mail = side + region;"

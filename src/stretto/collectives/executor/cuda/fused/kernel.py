@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.collectives.executor.cuda.fused.codegen import LEAST_THREADS, most_threads, parameter_names, write_source
+from stretto.collectives.executor.cuda.fused.codegen import MIN_THREADS, max_threads, parameter_names, write_source
 from stretto.collectives.executor.cuda.fused.program import lower_to_fused_program
 from stretto.collectives.executor.cuda.variant import DATA_BYTES, Variant, require_runnable
 from stretto.collectives.executor.cuda.workspace import MAX_SIMPLE_MAILBOXES, CollectiveWorkspace
 from stretto.collectives.executor.layout import depends_on_chunk_length, find_aligned_layout, find_layout, find_sizes
 from stretto.collectives.schedule import Schedule
 
-THREADS_STEP = LEAST_THREADS
+THREADS_STEP = MIN_THREADS
 """A block's threads are a multiple of this."""
 MAX_PLANS = 4096
 # A large call by 48 blocks takes 4% to 8% longer than by 99 when it runs alone, and delays concurrent products that do
@@ -88,7 +88,7 @@ class FusedScheduleKernel:
             self._function.set(parameter, value)
         self._plans: dict[tuple[int | None, int | None], _Launches] = {}
         self._current: _Launches | None = None
-        self._most_threads = most_threads(self.fused, variant)
+        self._max_threads = max_threads(self.fused, variant)
         self.threads: int | None = None
         self.max_blocks = workspace.max_blocks
         self._is_tuned = False
@@ -134,9 +134,9 @@ class FusedScheduleKernel:
         Raises ValueError for a number of threads that it is not compiled for, and for more blocks than leave room for
         other kernels.
         """
-        if threads is not None and (threads % THREADS_STEP or not THREADS_STEP <= threads <= self._most_threads):
+        if threads is not None and (threads % THREADS_STEP or not THREADS_STEP <= threads <= self._max_threads):
             raise ValueError(
-                f"a block has a multiple of {THREADS_STEP} threads, at most {self._most_threads}, not {threads}"
+                f"a block has a multiple of {THREADS_STEP} threads, at most {self._max_threads}, not {threads}"
             )
         most = self.workspace.max_blocks
         if not 1 <= max_blocks <= most:
@@ -192,7 +192,7 @@ class FusedScheduleKernel:
         blocks.
         """
         turns = -(-num_vectors // self.variant.unroll)
-        rounds = max(-(-turns // (max_blocks * self._most_threads)), 1)
+        rounds = max(-(-turns // (max_blocks * self._max_threads)), 1)
         return -(-max(turns, 1) // (max_blocks * rounds * THREADS_STEP)) * THREADS_STEP
 
     def _count_vectors(self, chunk_bytes: int) -> int:
