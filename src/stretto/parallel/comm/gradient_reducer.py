@@ -161,7 +161,8 @@ class GradientReducer:
         """Give all gradients to `sink` from now on, and none to `.grad`."""
         if self.accumulates_unsharded:
             raise ValueError(
-                "accumulate_unsharded keeps unsharded gradients, which optimizer_state 'device' and 'host' do not"
+                "reshard='gradients_after_step' keeps unsharded gradients, which optimizer_state 'device' and 'host' "
+                "do not"
             )
         self.sink = sink
         for parameter in self._groups:
@@ -697,7 +698,7 @@ def no_sync(model: nn.Module, *, unsharded: bool | None = None) -> Iterator[None
       outside, as `no_sync` of torch's FSDP does. Takes memory for all weights' gradients without their division by z,
       from the first micro-batch to the last. Until then `.grad` of these weights does not have them: drop gradients
       with `zero_grad(set_to_none=True)`, and change them after the last micro-batch only (RuntimeError).
-    - None (default): what `parallelize(accumulate_unsharded=...)` was given, False by default.
+    - None (default): as `parallelize(reshard=...)` was given: False for "after_backward", the default.
 
     ValueError for a model that is not on a grid.
     """
