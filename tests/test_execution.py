@@ -3,21 +3,36 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from torch import nn
 
 from stretto import parallel
-from stretto.execution import ExecutionOptions, Overlap
+from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap, option_help
 from stretto.train.config import make_config
+from stretto.train.config.gpt import RunConfig
 
 
 def test_options_are_changed_by_name_and_overlap_may_be_a_bool():
-    options = ExecutionOptions().replace(overlap=False, keep_gathered=False)
-    assert options == ExecutionOptions(Overlap.parse(False), keep_gathered=False)
-    assert options.replace(overlap=True) == ExecutionOptions(keep_gathered=False)
-    with pytest.raises(TypeError, match="keep_gatherd"):
-        options.replace(keep_gatherd=True)
+    options = ExecutionOptions().replace(overlap=False, reshard="after_forward")
+    assert options == ExecutionOptions(Overlap.parse(False), reshard="after_forward")
+    assert options.replace(overlap=True) == ExecutionOptions(reshard="after_forward")
+    with pytest.raises(TypeError, match="reshrad"):
+        options.replace(reshrad="after_step")
+
+
+def test_each_option_is_described_once_and_switches_of_before_are_refused_with_what_took_their_place():
+    described = {each.name: each.metadata["help"] for each in fields(ExecutionOptions)}
+    assert [*ExecutionKeywords.__annotations__] == [*described]
+    of_file = {name: field.description for name, field in RunConfig.model_fields.items() if name in described}
+    assert of_file == {name: described[name] for name in described if name not in ("overlap", "stages")}
+    for name in described:
+        assert f"{name}: {option_help(name)}" in " ".join((ExecutionOptions.__doc__ or "").split())
+    with pytest.raises(TypeError, match=r"keep_gathered=False is no option; reshard='after_forward' would do"):
+        ExecutionOptions().replace(keep_gathered=False)
+    with pytest.raises(ValueError, match="reshard is 'never', but must be one of after_forward, after_backward"):
+        ExecutionOptions(reshard="never")
 
 
 def test_copy_engines_alone_hide_nothing():
@@ -38,10 +53,10 @@ def test_a_run_file_sets_how_its_steps_execute():
         "out": "runs/one",
         "model": {"layers": 1, "hidden": 8, "heads": 1},
         "data": {"path": "python-docs"},
-        "train": {"steps": 1, "batch": 1, "seq_len": 8, "keep_gathered": False, "checkpoint_activations": True},
+        "train": {"steps": 1, "batch": 1, "seq_len": 8, "reshard": "after_forward", "recompute": "full"},
         "overlap": {"data": False},
     }
-    expected = ExecutionOptions(Overlap(data=False), keep_gathered=False, checkpoint_activations=True)
+    expected = ExecutionOptions(Overlap(data=False), reshard="after_forward", recompute="full")
     assert make_config(content).execution == expected
 
 
@@ -52,8 +67,8 @@ def test_unknown_options_and_a_model_without_blocks_are_refused_before_anything_
 def refusals() -> bool:
     model = nn.Sequential(nn.Linear(4, 4))
     roles = {"0": "colwise"}
-    with pytest.raises(TypeError, match="keep_gatherd"):
-        parallel.parallelize(model, parallel.Grid(), roles=roles, keep_gatherd=True)
+    with pytest.raises(TypeError, match="reshrad"):
+        parallel.parallelize(model, parallel.Grid(), roles=roles, reshrad="after_step")
     with pytest.raises(ValueError, match=r"has no nn\.ModuleList"):
-        parallel.parallelize(model, parallel.Grid(), roles=roles, options=ExecutionOptions(checkpoint_activations=True))
+        parallel.parallelize(model, parallel.Grid(), roles=roles, options=ExecutionOptions(recompute="full"))
     return type(model[0]) is nn.Linear

@@ -264,7 +264,7 @@ def _predict_memory(setting: MoeLayersSetting, make: Make, measured: float | Non
         seq_len=setting.seq_len,
         dtype="bf16",
         optimizer="adamw" if setting.steps_optimizer else "sgd",
-        keep_gathered=True,
+        reshard="after_backward",
     )
     predicted = plan.peak_memory / 2**30
     return {"predicted_memory_gib": predicted, "memory_ratio": predicted / measured if measured else None}

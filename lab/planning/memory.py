@@ -127,8 +127,8 @@ def _predict_all(kind: _Kind, cluster: Cluster, limit: float) -> Iterator[Planne
                 seq_len=workload.seq_len,
                 dtype=kind.dtype,
                 cost="full",
-                checkpoint_activations=kind.checkpointing,
-                keep_gathered=True,
+                recompute="full" if kind.checkpointing else "none",
+                reshard="after_backward",
             )
             needed = plan.reserved_memory + outside_of_allocator(cluster.require("gpu.memory"))
             if needed > limit:

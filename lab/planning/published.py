@@ -74,7 +74,7 @@ def _row(run: PublishedRun, batch: int) -> dict[str, Any]:
             batch=batch,
             seq_len=SEQ_LEN,
             cost=cost,
-            checkpoint_activations=True,
+            recompute="full",
         )[0]
         for cost in ("paper", "full")
     )

@@ -25,7 +25,7 @@ from stretto.cluster import Cluster, name_grid
 from stretto.parallel import Grid
 from stretto.planner import predict
 
-ASSUMED: dict[str, Any] = {"cost": "full", "checkpoint_activations": False, "keep_gathered": True}
+ASSUMED: dict[str, Any] = {"cost": "full", "recompute": "none", "reshard": "after_backward"}
 COLUMNS = (
     Column("grid", "grid"),
     Column("predicted_milliseconds", "predicted (ms)", "{:.1f}"),

@@ -192,7 +192,7 @@ def _grid_gain_of_rings(run: PublishedRun, cluster: Cluster, batch: int) -> floa
 
 def _choose(model: str, cluster: Cluster, gpus: int, batch: int) -> tuple[dict[str, GridPlan], GridPlan]:
     """All plans that fit, with nothing overlapped, by grid; and the fastest among the paper's model's first ten."""
-    options: dict[str, Any] = {"gpus": gpus, "batch": batch, "seq_len": SEQ_LEN, "checkpoint_activations": True}
+    options: dict[str, Any] = {"gpus": gpus, "batch": batch, "seq_len": SEQ_LEN, "recompute": "full"}
     trained = paper_model(model)
     plans = {name_grid(each.grid): each for each in plan(trained, cluster, **options, overlaps=False) if each.fits}
     first_ten = [name_grid(each.grid) for each in plan(trained, cluster, cost="paper", **options)[:10]]
@@ -256,7 +256,7 @@ def _scale_strongly(model: str, counts: tuple[int, ...], batch: int) -> list[Row
     cluster, trained = Cluster.preset("frontier"), paper_model(model)
     rows: list[Row] = []
     for gpus in counts:
-        best = plan(trained, cluster, gpus=gpus, batch=batch, seq_len=SEQ_LEN, checkpoint_activations=True)[0]
+        best = plan(trained, cluster, gpus=gpus, batch=batch, seq_len=SEQ_LEN, recompute="full")[0]
         days = TOKENS / (batch * SEQ_LEN) * best.step_time / DAY
         rows.append(
             {
@@ -284,7 +284,7 @@ def _explain(run: PublishedRun, batch: int) -> Row:
     The grid is the plan's. Ratios are published seconds over predicted ones.
     """
     cluster = Cluster.preset(run.cluster)
-    options: dict[str, Any] = {"batch": batch, "seq_len": SEQ_LEN, "checkpoint_activations": True}
+    options: dict[str, Any] = {"batch": batch, "seq_len": SEQ_LEN, "recompute": "full"}
     best = plan(paper_model(run.model), cluster, gpus=run.gpus, **options)[0]
     slower = IN_TRAINING.get(run.cluster)
     if slower is not None:
@@ -327,7 +327,7 @@ def _predictor(best: GridPlan, run: PublishedRun, cluster: Cluster, batch: int) 
             seq_len=SEQ_LEN,
             micro_batch=best.micro_batch,
             recompute="full",
-            keep_gathered=best.keep_gathered,
+            reshard=best.reshard,
             overlaps=overlaps,
         )
 

@@ -24,6 +24,7 @@ from stretto.bench.harness import Column, print_table, run_ranks, shared_where_f
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, TrainingRun, measure
 from stretto.bench.training.torch_peers import clip_sharded_grad_norm_
 from stretto.cluster.detection import count_gpus
+from stretto.execution import ReshardPolicy
 from stretto.parallel import Grid, clip_grad_norm_, parallelize
 from stretto.parallel.blocks import find_blocks
 
@@ -229,7 +230,8 @@ def _build_fsdp2(workload: _Workload, grid: Grid, mesh: DeviceMesh, frees: bool)
 
 def _build_stretto(workload: _Workload, grid: Grid, frees: bool) -> Step:
     dtypes: Mapping[str, Any] = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    model = parallelize(_make(workload, grid.device), grid, keep_gathered=not frees, **dtypes)
+    policy: ReshardPolicy = "after_forward" if frees else "after_backward"
+    model = parallelize(_make(workload, grid.device), grid, reshard=policy, **dtypes)
     return _step(workload, grid, model, lambda: clip_grad_norm_(model.parameters(), MAX_NORM, grid))
 
 

@@ -267,7 +267,7 @@ def _train_one(
     device = grid.device
     with torch.device("meta"):
         model = GPT(config)
-    parallelize(model, grid, dtype=torch.bfloat16, checkpoint_activations=True)
+    parallelize(model, grid, dtype=torch.bfloat16, recompute="full")
     optimizer = StoredOptimizer(
         model, grid, adamw_update(betas=(0.9, 0.95), eps=1e-8), name="adamw", clip=1.0, options=options
     )

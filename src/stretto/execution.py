@@ -6,8 +6,10 @@ from the same numbers.
 """
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
+from textwrap import fill
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 
@@ -217,91 +219,79 @@ class Recomputation(NamedTuple):
 RECOMPUTATION_KINDS = ("none", "full", "products", "communication", "host")  # and every:k
 
 
-def resolve_recompute(recompute: str | None, checkpoint_activations: bool | None) -> str:
-    """Return the mode that `recompute` and its older name mean together: checkpoint_activations=True is "full".
-
-    None is an option that was not given. Raises ValueError for unknown modes, and for two that contradict each other.
-    """
-    given = None if checkpoint_activations is None else "full" if checkpoint_activations else "none"
-    mode = recompute if recompute is not None else given or "none"
-    kind = Recomputation.parse(mode).kind
-    if given is not None and (given == "none") != (kind == "none"):
-        raise ValueError(
-            f"recompute is {mode!r} and checkpoint_activations is {checkpoint_activations}, which contradict each "
-            f"other; recompute={mode!r} alone would do"
-        )
-    return mode
+ReshardPolicy = Literal["after_forward", "after_backward", "weights_after_step", "gradients_after_step", "after_step"]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class ExecutionOptions:
     """How a step executes, apart from its grid, micro-batch and dtypes.
 
-    overlap: which collectives overlap with computation.
-    keep_gathered: keep weights gathered over z from the forward to the backward pass; False frees and gathers again.
-    recompute: the mode of activation checkpointing: "none", "full", "every:k", "products", "communication" or "host"
-        (docs/memory.md). checkpoint_activations=True is "full".
-    shard_sequence: between blocks, keep only this x rank's part of the tokens.
-    tune_matmuls: time every linear's products in each layout of the operands, and use the fastest.
-    accumulate_unsharded: with several micro-batches, accumulate unsharded weight gradients, and reduce-scatter them
-        over z once per step; False reduce-scatters them in each micro-batch and accumulates shards.
-    stages: how the model is split into pipeline stages, if the grid or a rank has several.
-    drop_duplicates: each rank of x sends only its part of the tokens to the experts (Singh, section 7.3.1, duplicate
-        token dropping); with False each sends all tokens.
-    expert_rows: fixed capacity of a rank, in rows of experts' inputs. None: dynamic, so that the host must wait for the
-        number of rows.
-    gather_once: all-gather weights over z once per step, and keep them gathered for all micro-batches and for
-        recomputation. `stretto train` implements it and the planner predicts it; in your own training loop use
-        `stretto.parallel.gather_once`. Pipeline stages always do this.
-
-    Raises ValueError for an unknown mode of recomputation, for expert_rows that are not positive, and for gather_once
-    without keep_gathered.
+    Raises ValueError for an unknown reshard policy or mode of recomputation, and for expert_rows that are not positive.
     """
 
-    overlap: Overlap
-    keep_gathered: bool
-    recompute: str
-    shard_sequence: bool
-    tune_matmuls: bool
-    accumulate_unsharded: bool
-    stages: "StageOptions"
-    drop_duplicates: bool
-    expert_rows: int | None
-    gather_once: bool
+    overlap: Overlap = field(
+        default=Overlap(),
+        metadata={"help": "which collectives overlap with computation (True: all, False: none); results are the same"},
+    )
+    reshard: ReshardPolicy = field(
+        default="after_backward",
+        metadata={
+            "help": "when what is whole over z is sharded again. `after_forward`: weights are freed after the forward "
+            "pass and gathered again in the backward pass; `after_backward`: weights are kept between the two; "
+            "`weights_after_step`: weights are gathered once per step, for all micro-batches and for recomputation, "
+            "which takes the memory of all weights in `train.dtype` (in a training loop of your own: inside of "
+            "`stretto.parallel.gather_once(model)`); `gradients_after_step`: unsharded weight "
+            "gradients are accumulated over the micro-batches and reduce-scattered once per step, which takes memory "
+            "for gradients that z does not shard; `after_step`: both. Pipelines keep gathered weights to the step's "
+            "end, except for `after_forward`"
+        },
+    )
+    recompute: str = field(
+        default="none",
+        metadata={
+            "help": "activation checkpointing: which activations are recomputed in the backward pass: `none`, `full`, "
+            "`every:k`, `products`, `communication` or `host` ([memory.md](memory.md))"
+        },
+    )
+    shard_sequence: bool = field(
+        default=False,
+        metadata={
+            "help": "sequence parallelism over x between blocks: all-gathers and reduce-scatters, fused with the "
+            "matrix products, in place of all-reduces"
+        },
+    )
+    tune_matmuls: bool = field(
+        default=False,
+        metadata={"help": "autotune the layouts of each linear's matrix products in the first step"},
+    )
+    stages: StageOptions = field(
+        default=StageOptions(),
+        metadata={"help": "how the model is split into pipeline stages, if the grid or a rank has several"},
+    )
+    drop_duplicates: bool = field(
+        default=True,
+        metadata={
+            "help": "each rank of x sends only its part of the tokens to the experts, because all ranks of x have the "
+            "same tokens"
+        },
+    )
+    expert_rows: int | None = field(
+        default=None,
+        metadata={
+            "help": "fixed capacity of a rank, in rows of experts' inputs, so that the host need not wait for their "
+            "number; more rows are an error",
+            "unit": "rows",
+            "unset": "dynamic",
+        },
+    )
 
-    def __init__(
-        self,
-        overlap: Overlap | None = None,
-        keep_gathered: bool = True,
-        recompute: str | None = None,
-        shard_sequence: bool = False,
-        tune_matmuls: bool = False,
-        accumulate_unsharded: bool = False,
-        stages: "StageOptions | None" = None,
-        *,
-        drop_duplicates: bool = True,
-        expert_rows: int | None = None,
-        gather_once: bool = False,
-        checkpoint_activations: bool | None = None,
-    ) -> None:
-        if gather_once and not keep_gathered:
-            raise ValueError("gather_once keeps weights that keep_gathered=False frees; one of the two would do")
-        if expert_rows is not None and (isinstance(expert_rows, bool) or expert_rows < 1):
-            raise ValueError(f"expert_rows is {expert_rows!r}, but must be a whole number, at least 1, or None")
-        values = {
-            "overlap": Overlap() if overlap is None else overlap,
-            "keep_gathered": keep_gathered,
-            "recompute": resolve_recompute(recompute, checkpoint_activations),
-            "shard_sequence": shard_sequence,
-            "tune_matmuls": tune_matmuls,
-            "accumulate_unsharded": accumulate_unsharded,
-            "stages": StageOptions() if stages is None else stages,
-            "drop_duplicates": drop_duplicates,
-            "expert_rows": expert_rows,
-            "gather_once": gather_once,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    def __post_init__(self) -> None:
+        if self.reshard not in get_args(ReshardPolicy):
+            raise ValueError(f"reshard is {self.reshard!r}, but must be one of {', '.join(get_args(ReshardPolicy))}")
+        Recomputation.parse(self.recompute)
+        rows = self.expert_rows
+        if rows is not None and (isinstance(rows, bool) or rows < 1):
+            raise ValueError(f"expert_rows is {rows!r}, but must be a whole number, at least 1, or None")
 
     @property
     def recomputation(self) -> Recomputation:
@@ -309,33 +299,75 @@ class ExecutionOptions:
         return Recomputation.parse(self.recompute)
 
     @property
-    def checkpoint_activations(self) -> bool:
-        """Whether blocks compute anything again."""
-        return self.recomputation.is_on
+    def keeps_weights(self) -> bool:
+        """Whether weights stay gathered from the forward to the backward pass."""
+        return self.reshard != "after_forward"
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether weights are gathered over z once per step. In a training loop of one's own,
+        `stretto.parallel.gather_once` does so."""
+        return self.reshard in ("weights_after_step", "after_step")
+
+    @property
+    def scatters_once(self) -> bool:
+        """Whether weight gradients are reduce-scattered over z once per step."""
+        return self.reshard in ("gradients_after_step", "after_step")
 
     def replace(self, **changes: Any) -> "ExecutionOptions":
         """The same with other values by name; `overlap` may be a bool (`Overlap.parse`). TypeError for no option."""
+        for name, value in changes.items():
+            if near := nearest_option(name, value):
+                raise TypeError(f"{name}={value!r} is no option; {near[0]}={near[1]!r} would do")
         if "overlap" in changes:
             changes["overlap"] = Overlap.parse(changes["overlap"])
-        if changes.get("checkpoint_activations") is not None:
-            changes["recompute"] = resolve_recompute(changes.get("recompute"), changes.pop("checkpoint_activations"))
         return replace(self, **changes)
+
+
+def option_help(name: str) -> str:
+    """Return the description of a field of ExecutionOptions without Markdown, for the help of commands."""
+    return re.sub(r" \(\[.*?\)\)|`", "", _METADATA[name]["help"])
+
+
+def option_metadata(name: str) -> Mapping[str, Any]:
+    """Return a field's "default" and "help", and, if it has them, its "unit" and the words for None ("unset")."""
+    return _METADATA[name]
+
+
+_METADATA = {each.name: {"default": each.default, **each.metadata} for each in fields(ExecutionOptions)}
+ExecutionOptions.__doc__ = f"{ExecutionOptions.__doc__}\n" + "\n".join(
+    fill(f"{name}: {option_help(name)}.", 120, initial_indent="    ", subsequent_indent="        ")
+    for name in _METADATA
+)
 
 
 class ExecutionKeywords(TypedDict, total=False):
     """ExecutionOptions one by one, as keyword arguments."""
 
     overlap: Overlap | bool
-    keep_gathered: bool
+    reshard: ReshardPolicy
     recompute: str
-    checkpoint_activations: bool
     shard_sequence: bool
     tune_matmuls: bool
-    accumulate_unsharded: bool
-    stages: "StageOptions"
+    stages: StageOptions
     drop_duplicates: bool
     expert_rows: int | None
-    gather_once: bool
+
+
+_OLD_SWITCHES = {
+    "keep_gathered": ("reshard", "after_backward", "after_forward"),
+    "gather_once": ("reshard", "weights_after_step", "after_backward"),
+    "accumulate_unsharded": ("reshard", "gradients_after_step", "after_backward"),
+    "checkpoint_activations": ("recompute", "full", "none"),
+}
+
+
+def nearest_option(name: str, value: object) -> tuple[str, str] | None:
+    """The option and value in place of a switch that older files and programs have; None for another name."""
+    if name not in _OLD_SWITCHES:
+        return None
+    option, on, off = _OLD_SWITCHES[name]
+    return option, on if value else off
 
 
 # An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stretto.execution import ReshardPolicy
 from stretto.parallel import (
     Grid,
     checkpoint_activations,
@@ -240,12 +241,12 @@ def train_on(sizes: Sizes, name: str, options: dict[str, Any], micro_batches: in
             assert distance(found["weights"][key], value) < 1e-9, key
 
 
-KEEPS, FREES = {"keep_gathered": True}, {"keep_gathered": False}
+KEEPS, FREES = {"reshard": "after_backward"}, {"reshard": "after_forward"}
 
 
 @pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("options", [KEEPS, FREES, {"overlap": False}, {"accumulate_unsharded": True}], ids=str)
+@pytest.mark.parametrize("options", [KEEPS, FREES, {"overlap": False}, {"reshard": "gradients_after_step"}], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 4), (2, 1, 1, 2), (4, 1, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 1)])
 @pytest.mark.parametrize("name", CASES)
 def test_models_without_roles_train_as_in_one_process(ranks, name, sizes, options, micro_batches):
@@ -286,10 +287,10 @@ def test_a_rank_holds_its_part_of_every_parameter(ranks):
     assert max(mine for mine, _ in found) < 0.3 * found[0][1]
 
 
-def count_gathers(keep_gathered: bool) -> tuple[int, int]:
+def count_gathers(reshard: ReshardPolicy) -> tuple[int, int]:
     """All-gathers and reduce-scatters over z of one step."""
     grid = Grid(z=2)
-    model = parallelize(make("translator"), grid, keep_gathered=keep_gathered)
+    model = parallelize(make("translator"), grid, reshard=reshard)
     with count_collectives(grid) as counts:
         translator_loss(model, *CASES["translator"][2]).backward()
     kinds = Counter(call.kind for call in counts.calls if call.axis == "z")
@@ -298,8 +299,8 @@ def count_gathers(keep_gathered: bool) -> tuple[int, int]:
 
 def test_a_block_is_sent_in_one_message_and_again_for_the_backward_pass_if_it_is_freed(ranks):
     """4 blocks, and the embedding, which is in none and is kept."""
-    assert ranks(2).run(count_gathers, True) == [(5, 5)] * 2
-    assert ranks(2).run(count_gathers, False) == [(9, 5)] * 2
+    assert ranks(2).run(count_gathers, "after_backward") == [(5, 5)] * 2
+    assert ranks(2).run(count_gathers, "after_forward") == [(9, 5)] * 2
 
 
 def load_and_convert() -> None:
@@ -323,10 +324,10 @@ def test_state_dicts_of_the_plain_model_are_loaded_and_conversions_keep_the_shar
     ranks(2).run(load_and_convert)
 
 
-def checkpoint_blocks(keep_gathered: bool) -> None:
+def checkpoint_blocks(reshard: ReshardPolicy) -> None:
     right = train(make("convolutional"), "convolutional", None)
     grid = Grid(z=4)
-    model = parallelize(make("convolutional"), grid, keep_gathered=keep_gathered)
+    model = parallelize(make("convolutional"), grid, reshard=reshard)
     checkpoint_activations(model)
     found = train(model, "convolutional", grid)
     assert found["norms"] == pytest.approx(right["norms"], rel=1e-9)
@@ -335,9 +336,9 @@ def checkpoint_blocks(keep_gathered: bool) -> None:
 
 
 @pytest.mark.sampled(quick=0)
-@pytest.mark.parametrize("keep_gathered", [True, False])
-def test_checkpointed_blocks_are_gathered_and_computed_again(ranks, keep_gathered):
-    ranks(4).run(checkpoint_blocks, keep_gathered)
+@pytest.mark.parametrize("reshard", ["after_backward", "after_forward"])
+def test_checkpointed_blocks_are_gathered_and_computed_again(ranks, reshard):
+    ranks(4).run(checkpoint_blocks, reshard)
 
 
 def free_frozen_blocks() -> list[int]:
@@ -345,7 +346,7 @@ def free_frozen_blocks() -> list[int]:
     model = make("state space")
     shape = model.blocks[1].enter.weight.shape
     model.blocks[1].requires_grad_(False)
-    parallelize(model, Grid(z=2), keep_gathered=False)
+    parallelize(model, Grid(z=2), reshard="after_forward")
     classifier_loss(model, *CASES["state space"][2]).backward()
     gc.collect()
     return [
@@ -359,11 +360,11 @@ def test_frozen_blocks_are_freed_after_the_backward_pass(ranks):
     assert ranks(2).run(free_frozen_blocks) == [[], []]
 
 
-def cast_on_one_rank(keep_gathered: bool) -> tuple[int, list[Tensor]]:
+def cast_on_one_rank(reshard: ReshardPolicy) -> tuple[int, list[Tensor]]:
     """How many bytes are alive between the passes of three linears, and their gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
-    parallelize(model, Grid(), blocks=["*"], dtype=torch.bfloat16, keep_gathered=keep_gathered)
+    parallelize(model, Grid(), blocks=["*"], dtype=torch.bfloat16, reshard=reshard)
     with PeakMemory() as memory:
         loss = model(torch.ones(1, 40)).float().square().mean()
         gc.collect()
@@ -374,8 +375,8 @@ def cast_on_one_rank(keep_gathered: bool) -> tuple[int, list[Tensor]]:
 
 def test_casts_are_freed_on_one_rank_and_made_again(ranks):
     """As FSDP2 does on one rank."""
-    freed, found = ranks(1).run(cast_on_one_rank, False)[0]
-    kept, right = ranks(1).run(cast_on_one_rank, True)[0]
+    freed, found = ranks(1).run(cast_on_one_rank, "after_forward")[0]
+    kept, right = ranks(1).run(cast_on_one_rank, "after_backward")[0]
     assert kept - freed >= 2 * 40 * 40 * 2  # the first linear's weight is not needed for a gradient of its input
     torch.testing.assert_close(found, right, rtol=0, atol=0)
 

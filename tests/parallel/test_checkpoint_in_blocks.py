@@ -100,7 +100,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"keep_gathered": False},
+    {"reshard": "after_forward"},
     {"blocks": []},
     {"blocks": ["layers.*.up", "layers.*.down", "layers.*.norm"]},
     {"recompute": "full"},
@@ -163,7 +163,7 @@ def differences_after_an_interruption(run: Callable[..., Tensor], options: dict[
 
 
 def test_an_interrupted_backward_pass_leaves_parameters_that_can_be_edited(ranks):
-    for options in ({}, {"keep_gathered": False}, {"recompute": "full"}, {"blocks": []}):
+    for options in ({}, {"reshard": "after_forward"}, {"recompute": "full"}, {"blocks": []}):
         for reentrant in (False, True):
             run = partial(checkpoint, use_reentrant=reentrant)
             assert ranks(2).run(differences_after_an_interruption, run, options) == [[]] * 2, options

@@ -56,7 +56,7 @@ ON_FOUR: list[tuple[Sizes, Case]] = [
 ]
 MORE_ON_FOUR: list[tuple[Sizes, Case]] = [
     ((1, 4, 1, 1), replace(gpt(1, **LLAMA), shards_sequence=True)),
-    ((1, 2, 1, 2), replace(gpt(1, **LLAMA), micro_batches=2, checkpoints_activations=True, keep_gathered=False)),
+    ((1, 2, 1, 2), replace(gpt(1, **LLAMA), micro_batches=2, checkpoints_activations=True, reshard="after_forward")),
     ((1, 2, 2, 1), gpt(1)),
     ((2, 2, 1, 1), gpt(1, positions="rotary")),
     ((1, 2, 2, 1), theirs("olmo2", 1)),  # norms of all heads

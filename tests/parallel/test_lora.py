@@ -55,7 +55,7 @@ def train_on_grid(sizes: dict[str, int], options: dict[str, Any]) -> tuple[dict[
     return train(model, grid), [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_gathered": False}, {"checkpoint_activations": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reshard": "after_forward"}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize("sizes", [{"data": 2, "z": 2}, {"x": 2, "z": 2}], ids=str)
 @pytest.mark.sampled(2, quick=1)
 def test_adapters_train_as_on_one_rank(sizes: dict[str, int], options: dict[str, Any], ranks: MakeRanks) -> None:

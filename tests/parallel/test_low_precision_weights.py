@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from stretto.execution import ReshardPolicy
 from stretto.parallel import Grid, low_precision_weights, parallelize
 from stretto.parallel.layout import local
 from stretto.parallel.low_precision_weights import capturing_weights, cast
@@ -239,7 +240,8 @@ def train(sizes: Sizes, writes: bool, keeps: bool) -> tuple[list[float], int, st
     """(losses of some steps, how many weights have copies, the error of a backward pass across a step)."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     roles = {"up": "colwise", "down": "rowwise"}
-    model = parallelize(Block(), grid, dtype=torch.bfloat16, roles=roles, keep_gathered=keeps)
+    policy: ReshardPolicy = "after_backward" if keeps else "after_forward"
+    model = parallelize(Block(), grid, dtype=torch.bfloat16, roles=roles, reshard=policy)
     weights = [weight for weight in model.parameters() if hasattr(weight, "stretto_copy")]
     x, losses = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), []
     x = x.chunk(grid.size("y"), -1)[grid.coordinate("y")]

@@ -48,7 +48,7 @@ VARIANTS = {
     "grouped-query": Case(
         GPT,
         (gpt(kv_heads=4, positions="rotary", norm="rmsnorm", activation="swiglu"),),
-        keep_gathered=False,
+        reshard="after_forward",
     ),
     "micro-batched": Case(GPT, (gpt(tie_embeddings=False),), has_ignored_targets=True, micro_batches=2, batch=16),
     "checkpointed": Case(
@@ -64,7 +64,7 @@ VARIANTS = {
         micro_batches=2,
         batch=16,
         checkpoints_activations=True,
-        keep_gathered=False,
+        reshard="after_forward",
     ),
 }
 

@@ -48,7 +48,7 @@ CASES = {
     "qwen2, biases": Case(hugging_face.qwen2, (False,), is_hugging_face=True),
     "qwen2, biases, tied": Case(hugging_face.qwen2, (True,), is_hugging_face=True, has_ignored_targets=True),
     "llama, checkpointed, gathered twice": Case(
-        hugging_face.llama, (True,), is_hugging_face=True, checkpoints_activations=True, keep_gathered=False
+        hugging_face.llama, (True,), is_hugging_face=True, checkpoints_activations=True, reshard="after_forward"
     ),
 }
 GRIDS = [(2, 2, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from stretto.execution import ExecutionOptions, Recomputation
+from stretto.execution import Recomputation
 from stretto.models import GPT, GPTConfig
 from stretto.models.fused import rotary_angles
 from stretto.parallel import (
@@ -89,7 +89,7 @@ def compare_modes(sizes: Sizes, options: dict[str, Any]) -> list[str]:
     ("sizes", "options"),
     [
         ((1, 2, 1, 1), {}),
-        pytest.param((1, 2, 1, 2), {"keep_gathered": False}, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param((1, 2, 1, 2), {"reshard": "after_forward"}, marks=pytest.mark.sampled(1, quick=0)),
         pytest.param((1, 1, 2, 1), {}, marks=pytest.mark.sampled(1, quick=0)),
         pytest.param((2, 1, 1, 2), {}, marks=pytest.mark.sampled(1, quick=0)),
         pytest.param((1, 2, 1, 1), {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
@@ -213,7 +213,7 @@ def train_without_dropout(sizes: Sizes, recompute: str, options: dict[str, Any])
     ("sizes", "options", "sums"),
     [
         ((1, 2, 1, 1), {}, 2),
-        pytest.param((1, 1, 1, 2), {"keep_gathered": False}, 0, marks=pytest.mark.long),
+        pytest.param((1, 1, 1, 2), {"reshard": "after_forward"}, 0, marks=pytest.mark.long),
         pytest.param((1, 2, 1, 1), {"shard_sequence": True}, 2, marks=pytest.mark.sampled(1, quick=0)),
     ],
     ids=str,
@@ -330,8 +330,6 @@ def refuse() -> None:
             parallelize(Loop(), grid, roles=ROLES, recompute=mode)
     with pytest.raises(ValueError, match="the model has 4 blocks; every:4 would do"):
         parallelize(Loop(), grid, roles=ROLES, recompute="every:5")
-    with pytest.raises(ValueError, match="contradict each other; recompute='none' alone would do"):
-        parallelize(Loop(), grid, roles=ROLES, recompute="none", checkpoint_activations=True)
     untouched = Loop()
     with pytest.raises(ValueError, match=r"has no nn\.ModuleList"):
         parallelize(untouched.blocks[0], grid, roles={"up": "colwise", "down": "rowwise"}, recompute="host")
@@ -368,13 +366,7 @@ def test_blocks_that_overwrite_their_input_raise(ranks):
     ranks(1).run(overwrite_inputs)
 
 
-def test_checkpoint_activations_is_another_name_of_full():
-    assert ExecutionOptions(checkpoint_activations=True) == ExecutionOptions(recompute="full")
-    assert ExecutionOptions(recompute="host", checkpoint_activations=True).recompute == "host"
-    options = ExecutionOptions().replace(checkpoint_activations=True)
-    assert options.recompute == "full"
-    assert options.checkpoint_activations
-    assert options.replace(checkpoint_activations=False) == options.replace(recompute="none") == ExecutionOptions()
+def test_modes_are_parsed_and_unknown_ones_refused():
     assert Recomputation.parse("every:12") == ("every", 12)
     with pytest.raises(ValueError, match="recompute is 'communicate'"):
         checkpoint_activations(Loop(), "communicate")

@@ -196,7 +196,7 @@ def wrong_results(sizes: dict[str, int]) -> list[str]:
         wrong.extend(f"{name}: {key}" for key in results[0] if distance(results[1][key], results[0][key]) > 1e-12)
 
     compare("method", Encodes, lambda model, x: model.encode(x) + model(x))
-    compare("method", Encodes, lambda model, x: model.encode(x), keep_gathered=False)
+    compare("method", Encodes, lambda model, x: model.encode(x), reshard="after_forward")
     compare("holders", Holders, lambda model, x: model(x))
     for mode in ("full", "every:2", "host", "products"):
         compare(f"recompute={mode}", chain, lambda model, x: model(x), recompute=mode)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stretto.execution import ReshardPolicy
 from stretto.parallel import Grid, checkpoint_activations, clip_grad_norm_, gather, no_sync, parallelize
 
 Sizes = tuple[int, int, int, int]  # data, x, y, z
@@ -58,7 +59,7 @@ class Case:
     has_ignored_targets: bool = False
     micro_batches: int = 1
     checkpoints_activations: bool = False
-    keep_gathered: bool = True
+    reshard: ReshardPolicy = "after_backward"
     shards_sequence: bool = False
     batch: int = 8
     seq_len: int = 16
@@ -139,9 +140,7 @@ def train_on_grid(sizes: Sizes, case: Case, precision: Precision, *, optimizes_s
     """
     data, x, y, z = sizes
     grid = Grid(data=data, x=x, y=y, z=z)
-    model = parallelize(
-        build(case, precision), grid, keep_gathered=case.keep_gathered, shard_sequence=case.shards_sequence
-    )
+    model = parallelize(build(case, precision), grid, reshard=case.reshard, shard_sequence=case.shards_sequence)
     if case.checkpoints_activations:
         checkpoint_activations(model)
     parameters = list(model.parameters())

@@ -53,7 +53,7 @@ def test_z_alone_splits_parameters_gradients_and_optimizer_state(grid):
 
 
 def test_ranks_of_x_and_y_hold_what_a_rank_without_them_holds():
-    for options in ({}, {"checkpoint_activations": True}, {"keep_gathered": False}):
+    for options in ({}, {"recompute": "full"}, {"reshard": "after_forward"}):
         plans = [
             predict_blocks({"z": 2} | sizes, micro_batch=2, **options) for sizes in ({}, {"x": 2}, {"x": 2, "y": 2})
         ]
@@ -64,7 +64,7 @@ def test_gathered_weights_are_whole_blocks():
     # So many tokens that the loss is the peak: all blocks, and what is in none.
     large = {"batch": 64, "micro_batch": 32}
     assert predict_blocks({"z": 2}, **large).memory["gathered_weights"] == 2 * (3 * BLOCK + OUTSIDE)
-    assert predict_blocks({"z": 2}, **large, keep_gathered=False).memory["gathered_weights"] == 2 * OUTSIDE
+    assert predict_blocks({"z": 2}, **large, reshard="after_forward").memory["gathered_weights"] == 2 * OUTSIDE
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -88,7 +88,7 @@ def test_products_to_be_measured_are_those_of_whole_linears(monkeypatch):
 def test_whole_blocks_are_gathered_and_scattered_over_z_and_their_shards_summed_over_data(grid, gathers):
     z, data = grid.get("z", 1), grid.get("data", 1)
     over_z, over_data = (z - 1) / z, 2 * (data - 1) / data / z
-    options = {"keep_gathered": gathers == 1}
+    options = {"reshard": "after_backward" if gathers == 1 else "after_forward"}
     paper = predict_blocks(grid, **options, cost="paper").communication
     blocks = 3 * BLOCK * 2e-9  # bf16
     expected = {
@@ -126,7 +126,7 @@ def bytes_sent(sizes: dict[str, int], **options: Any) -> dict[tuple[str, str], i
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", [{"data": 2, "z": 2}, {"x": 2, "z": 2}, {"data": 2, "y": 2}], ids=str)
-@pytest.mark.parametrize("options", [{}, {"keep_gathered": False}, {"checkpoint_activations": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reshard": "after_forward"}, {"recompute": "full"}], ids=str)
 def test_the_bytes_that_are_predicted_are_those_that_ranks_send(ranks, grid, options):
     sent = ranks(prod(grid.values())).run(bytes_sent, grid, **options)[0]
     predicted = predict_blocks(grid, dtype="fp32", **options).communication
@@ -220,7 +220,7 @@ def test_large_parameters_that_copy_engines_gather_are_there_all_the_time_withou
     assert without.memory["gathered_weights"] <= 2 * (copied + rest + outside + 2 * (copied + rest) / 3 * 1.5)
     # And they are not copied out of a message, in either micro-batch.
     assert without.compute_time - engines.compute_time == pytest.approx(2 * 2 * copied * 2e-9, rel=1e-6)
-    for changes in ({"keep_gathered": False}, {"checkpoint_activations": True}):
+    for changes in ({"reshard": "after_forward"}, {"recompute": "full"}):
         plans = [predict(large, nvlink, **options, copy_engines=copies, **changes) for copies in (True, False)]
         assert plans[0].memory == plans[1].memory
         assert plans[0].compute_time == plans[1].compute_time

@@ -46,7 +46,7 @@ def held_and_sent(sizes: dict[str, int], **options: Any) -> tuple[int, dict[tupl
 
 @pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("options", [{}, {"keep_gathered": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reshard": "after_forward"}], ids=str)
 def test_predictions_equal_what_ranks_hold_and_send(ranks, grid, options):
     held, sent = ranks(prod(grid.values())).run(held_and_sent, grid, **options)[0]
     assert local_parameters(MODEL, GridSizes(**grid)) == held

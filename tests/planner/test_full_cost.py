@@ -40,10 +40,10 @@ GRIDS = [
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("checkpoint_activations", [False, True])
-def test_overlap_exposes_less_and_never_more(grid, checkpoint_activations):
-    hidden = step(cluster(), grid, checkpoint_activations=checkpoint_activations)
-    plain = step(cluster(), grid, checkpoint_activations=checkpoint_activations, overlaps=False)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_overlap_exposes_less_and_never_more(grid, recompute):
+    hidden = step(cluster(), grid, recompute=recompute)
+    plain = step(cluster(), grid, recompute=recompute, overlaps=False)
     assert plain.communication == hidden.communication
     assert sum(plain.exposed.values()) == pytest.approx(plain.communication["total"])
     assert plain.step_time == pytest.approx(plain.compute_time + plain.communication["total"])
@@ -62,8 +62,8 @@ def test_one_rank_exposes_nothing():
 def test_recomputation_costs_a_forward_pass_and_freed_weights_a_gathering():
     grid = {"z": 4}
     plain = step(cluster(), grid)
-    assert step(cluster(), grid, checkpoint_activations=True).compute_time > 1.2 * plain.compute_time
-    freed = step(cluster(), grid, keep_gathered=False)
+    assert step(cluster(), grid, recompute="full").compute_time > 1.2 * plain.compute_time
+    freed = step(cluster(), grid, reshard="after_forward")
     blocks = 10 * 12 * 1024**2 * 2 * 3 / 4 / 100e9  # bytes of the linears that a rank receives, over the bandwidth
     extra = freed.communication["all_gather_z"] - plain.communication["all_gather_z"]
     # Of 40 more gatherings, each starts with three hops of 3 us where the cluster does not say otherwise.
@@ -98,8 +98,8 @@ def test_smaller_micro_batches_send_weights_more_often_and_gradients_over_data_o
 def test_gradients_that_are_accumulated_unsharded_go_over_z_once_a_step():
     grid = {"data": 2, "z": 2}
     whole, split, once = (
-        step(cluster(), grid, micro_batch=size, accumulate_unsharded=is_once)
-        for size, is_once in ((4, True), (1, False), (1, True))
+        step(cluster(), grid, micro_batch=size, reshard=policy)
+        for size, policy in ((4, "gradients_after_step"), (1, "after_backward"), (1, "gradients_after_step"))
     )
     kinds = ("all_gather_z", "reduce_scatter_z", "all_reduce_data")
     factors = [once.communication[kind] / whole.communication[kind] for kind in kinds]
@@ -108,7 +108,8 @@ def test_gradients_that_are_accumulated_unsharded_go_over_z_once_a_step():
     hidden = [plan.communication["reduce_scatter_z"] + plan.communication["all_gather_z"] for plan in (split, once)]
     exposed = [plan.exposed["z"] for plan in (split, once)]
     assert 0 < exposed[1] < hidden[1]
-    assert step(cluster(), grid, micro_batch=4) == whole  # without micro-batches there is nothing to accumulate
+    # Without micro-batches there is nothing to accumulate.
+    assert step(cluster(), grid, micro_batch=4) == dataclasses.replace(whole, reshard="after_backward")
 
 
 def test_a_measured_product_takes_the_time_that_was_measured():
@@ -182,7 +183,7 @@ def test_the_fastest_comes_first_and_others_explain_their_difference():
         assert "slower than" in plan.why or "as fast as" in plan.why
     one = predict(
         CONFIG, cluster(), grid=plans[3].grid, batch=16, seq_len=1024, micro_batch=plans[3].micro_batch,
-        checkpoint_activations=plans[3].checkpoint_activations, keep_gathered=plans[3].keep_gathered,
+        recompute=plans[3].recompute, reshard=plans[3].reshard,
     )  # fmt: skip
     assert one.step_time == plans[3].step_time
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import stretto
 from lab.planning.memory import KINDS
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, checkpoint_activations, gather_once, no_sync, parallelize
+from stretto.parallel import Grid, gather_once, no_sync, parallelize
 from stretto.parallel.comm import gradient_reducer
 from stretto.planner import memory as planned
 from stretto.planner import predict, read_architecture
@@ -56,8 +56,8 @@ def test_peak_memory_is_within_3_percent_of_what_was_measured_on_gpus(row):
         seq_len=workload["seq_len"],
         micro_batch=workload["batch"] // (grid["data"] * grid["z"]),
         cost="paper",
-        checkpoint_activations=False,
-        keep_gathered=True,
+        recompute="none",
+        reshard="after_backward",
     )
     (plan,) = (plan for plan in plans if plan.grid == grid)
     assert plan.peak_memory == pytest.approx(row["peak_memory_gib"] * 2**30, rel=0.03)
@@ -80,8 +80,8 @@ def test_one_gpus_allocated_and_reserved_memory_is_predicted_and_fitting_plans_r
         seq_len=workload.seq_len,
         dtype=kind.dtype,
         cost="paper",
-        checkpoint_activations=kind.checkpointing,
-        keep_gathered=True,
+        recompute="full" if kind.checkpointing else "none",
+        reshard="after_backward",
     )
     if row["reason"] is not None:
         assert not plan.fits, row["reason"]
@@ -111,22 +111,22 @@ def test_parameters_and_adams_moments_are_shared_by_x_y_and_z_but_not_by_data():
 
 
 def test_weights_gathered_over_z_are_there_whole_unless_they_are_freed():
-    kept = plan_of({"z": 4}, checkpoint_activations=False, keep_gathered=True).memory
+    kept = plan_of({"z": 4}, recompute="none", reshard="after_backward").memory
     assert kept["gathered_weights"] == 2 * 24 * 12 * 4096**2
-    freed = plan_of({"z": 4}, checkpoint_activations=False, keep_gathered=False).memory
+    freed = plan_of({"z": 4}, recompute="none", reshard="after_forward").memory
     assert freed["gathered_weights"] == 2 * 2 * 4 * 4096**2  # two of the largest linear's
 
 
 def test_weights_that_are_gathered_once_a_step_stay_whole_though_blocks_are_computed_again():
     options = {"batch": 16, "seq_len": 2048, "grid": {"z": 4}, "micro_batch": 1, "recompute": "full"}
-    plain, once = (predict("gpt-5b", H200X4_FULL, **options, gather_once=once) for once in (False, True))
+    plain, once = (
+        predict("gpt-5b", H200X4_FULL, **options, reshard=policy) for policy in ("after_backward", "weights_after_step")
+    )
     linears = 2 * 24 * 12 * 4096**2
     assert (once.memory["gathered_weights"] - linears) == pytest.approx(2 * 50304 * 4096, rel=0.2), "and the embedding"
     assert plain.memory["gathered_weights"] < linears / 12
     # Four micro-batches, each of which gathers for the forward pass and again for the blocks that are computed again.
     assert plain.communication["all_gather_z"] / once.communication["all_gather_z"] == pytest.approx(8, rel=0.05)
-    with pytest.raises(ValueError, match="gather_once keeps weights that keep_gathered=False frees"):
-        predict("gpt-5b", H200X4_FULL, **options, gather_once=True, keep_gathered=False)
 
 
 def test_where_copy_engines_send_over_z_their_buffers_are_kept_all_the_time():
@@ -137,7 +137,7 @@ def test_where_copy_engines_send_over_z_their_buffers_are_kept_all_the_time():
     network = stretto.cluster.NetworkLink(bandwidth=25e9)
     apart = replace(H200X4, gpus_per_node=2, nodes=2, nics_per_node=2, between_nodes=network)
     assert plan_of({"z": 4}, cluster=apart).memory["temporary"] == pci["temporary"]
-    freed = plan_of({"z": 4}, keep_gathered=False).memory
+    freed = plan_of({"z": 4}, reshard="after_forward").memory
     assert freed["gathered_weights"] == 2 * 2 * 4 * 4096**2
 
 
@@ -172,7 +172,7 @@ def test_with_nothing_hidden_copy_engines_still_bring_gradients_and_no_weight_is
         predict(odd, H200X4_FULL, **options, overlaps=overlaps, copy_engines=True).memory for overlaps in (True, False)
     )
     assert hidden["logits"] - plain["logits"] == 50257 * 4096 * 2
-    freed = {"checkpoint_activations": False, "keep_gathered": False, "micro_batch": 2}
+    freed = {"recompute": "none", "reshard": "after_forward", "micro_batch": 2}
     assert predict(config, H200X4_FULL, **options, **freed).memory["gathered_weights"] == 2 * 2 * 4 * 4096**2
     freed["overlaps"] = False
     assert predict(config, H200X4_FULL, **options, **freed).memory["gathered_weights"] == 2 * 4 * 4096**2
@@ -187,25 +187,26 @@ def test_nvlink_is_recognized_by_name_and_bandwidth():
 
 def test_checkpointing_keeps_one_input_a_block_and_one_block_whole():
     # So many tokens that activations weigh more than anything that is there at the backward pass's end.
-    kept = plan_of({"z": 4}, batch=64, checkpoint_activations=False, micro_batch=16).memory["activations"]
-    recomputed = plan_of({"z": 4}, batch=64, checkpoint_activations=True, micro_batch=16).memory["activations"]
+    kept = plan_of({"z": 4}, batch=64, recompute="none", micro_batch=16).memory["activations"]
+    recomputed = plan_of({"z": 4}, batch=64, recompute="full", micro_batch=16).memory["activations"]
     tokens, edges = 16 * 2048, 3 * 4096
     block = (kept / 2 / tokens - edges) / 24  # numbers a token
     assert recomputed / 2 / tokens == pytest.approx(24 * 4096 + block)
 
 
 def test_gradients_that_are_accumulated_unsharded_are_there_whole_with_several_micro_batches():
-    options = {"batch": 64, "checkpoint_activations": False, "keep_gathered": True}
+    options = {"batch": 64, "recompute": "none"}
     for micro_batch, whole in ((4, 24 * 12 * 4096**2 + 50304 * 4096), (16, 0)):
         shards, both = (
-            plan_of({"x": 2, "z": 2}, micro_batch=micro_batch * 2, accumulate_unsharded=is_whole, **options)
-            for is_whole in (False, True)
+            plan_of({"x": 2, "z": 2}, micro_batch=micro_batch * 2, reshard=policy, **options)
+            for policy in ("after_backward", "gradients_after_step")
         )
         assert both.memory["gradients"] - shards.memory["gradients"] == 4 * whole / 2
-    one = plan_of({"x": 4}, micro_batch=4, accumulate_unsharded=True, **options)  # z divides nothing
-    assert one == plan_of({"x": 4}, micro_batch=4, **options)
-    crowded = plan_of({"z": 4}, batch=4096, accumulate_unsharded=True, micro_batch=512, checkpoint_activations=False)
-    assert "gradients accumulated as shards (accumulate_unsharded=false)" in crowded.why
+    one = plan_of({"x": 4}, micro_batch=4, reshard="gradients_after_step", **options)  # z divides nothing
+    sharded = plan_of({"x": 4}, micro_batch=4, reshard="after_backward", **options)
+    assert replace(one, reshard="after_backward") == sharded
+    crowded = plan_of({"z": 4}, batch=4096, reshard="gradients_after_step", micro_batch=512, recompute="none")
+    assert "gradients accumulated as shards (reshard='after_backward')" in crowded.why
 
 
 def test_a_plan_that_does_not_fit_names_what_is_too_large_and_what_would_make_it_fit():
@@ -222,8 +223,8 @@ def test_a_plan_that_does_not_fit_names_what_is_too_large_and_what_would_make_it
         batch=8,
         seq_len=2048,
         cost="paper",
-        checkpoint_activations=False,
-        keep_gathered=True,
+        recompute="none",
+        reshard="after_backward",
     )
     assert not any(plan.fits for plan in plans)
     for plan in plans:
@@ -231,9 +232,9 @@ def test_a_plan_that_does_not_fit_names_what_is_too_large_and_what_would_make_it
             assert sum(plan.memory.values()) > 0.9 * 24e9
             assert "does not fit" in plan.why
             assert "activation checkpointing" in plan.why
-    remedied = stretto.plan("gpt-5b", small, gpus=4, batch=8, seq_len=2048, keep_gathered=False, cost="paper")
+    remedied = stretto.plan("gpt-5b", small, gpus=4, batch=8, seq_len=2048, reshard="after_forward", cost="paper")
     assert remedied[0].fits
-    assert remedied[0].checkpoint_activations
+    assert remedied[0].recompute == "full"
 
 
 def test_states_that_do_not_fit_by_themselves_want_more_of_the_axes_that_cut_them():
@@ -260,20 +261,18 @@ def test_plans_that_do_not_fit_are_minimal_and_recommend_nothing_that_was_tried(
     plans = stretto.plan("gpt-20b", "dgx-h200", gpus=2, batch=1024, seq_len=2048)
     for plan in plans:
         assert not plan.fits
-        assert plan.checkpoint_activations
+        assert plan.recompute == "full"
         assert "activation checkpointing" not in plan.why
 
 
 def test_the_largest_micro_batch_that_fits_is_chosen():
     roomy = plan_of({"z": 4}, batch=64)
     assert roomy.fits
-    assert plan_of({"z": 4}, batch=64, micro_batch=roomy.micro_batch, checkpoint_activations=False).fits or (
-        roomy.checkpoint_activations
+    assert plan_of({"z": 4}, batch=64, micro_batch=roomy.micro_batch, recompute="none").fits or (
+        roomy.recompute == "full"
     )
     if roomy.micro_batch < 16:
-        larger = plan_of(
-            {"z": 4}, batch=64, micro_batch=2 * roomy.micro_batch, checkpoint_activations=roomy.checkpoint_activations
-        )
+        larger = plan_of({"z": 4}, batch=64, micro_batch=2 * roomy.micro_batch, recompute=roomy.recompute)
         assert not larger.fits
 
 
@@ -307,17 +306,14 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, *, kind:
     grid = Grid(**sizes)
     with torch.device("meta"):
         model = GPT(SMALL) if kind == "GPT" else AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[kind]))
-    recomputes = options.pop("checkpoint_activations")
     parallelize(model, grid, dtype=torch.bfloat16, **options)
-    if recomputes:
-        checkpoint_activations(model)
     parameters = list(model.parameters())
     shards = [torch.nn.Parameter(parameter.to_local().detach()) for parameter in parameters]
     optimizer = torch.optim.AdamW(shards, foreach=False)
     parts = torch.randint(SMALL.vocab, (batch // grid.size("batch"), 65)).split(micro_batch)
 
     def step() -> None:
-        with gather_once(model) if options.get("gather_once") else contextlib.nullcontext():
+        with gather_once(model) if options.get("reshard") == "weights_after_step" else contextlib.nullcontext():
             for number, part in enumerate(parts, start=1):
                 with contextlib.nullcontext() if number == len(parts) else no_sync(model):
                     loss_of(model, part, batch * 64).backward()
@@ -337,29 +333,28 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, *, kind:
 @pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("grid", "micro_batch", "checkpoint", "keep_gathered", "shards"),
+    ("grid", "micro_batch", "checkpoint", "reshard", "shards"),
     [
-        ({"z": 4}, 1, False, True, "unsharded"),
-        ({"z": 4}, 1, False, True, "once"),
-        ({"z": 4}, 2, True, True, "once"),
-        ({"data": 2, "z": 2}, 1, True, False, "unsharded"),
-        ({"z": 4}, 4, False, True, False),
-        ({"x": 4}, 16, False, True, True),
-        ({"z": 4}, 4, False, False, False),
-        ({"z": 4}, 4, True, True, False),
-        ({"x": 4}, 16, True, False, False),
-        ({"x": 4}, 16, True, False, True),
-        ({"x": 2, "y": 2}, 4, False, True, False),
-        ({"x": 2, "y": 2}, 16, False, True, True),
-        ({"data": 2, "z": 2}, 1, True, False, False),
+        ({"z": 4}, 1, False, "gradients_after_step", False),
+        ({"z": 4}, 1, False, "weights_after_step", False),
+        ({"z": 4}, 2, True, "weights_after_step", False),
+        ({"data": 2, "z": 2}, 1, True, "gradients_after_step", False),
+        ({"z": 4}, 4, False, "after_backward", False),
+        ({"x": 4}, 16, False, "after_backward", True),
+        ({"z": 4}, 4, False, "after_forward", False),
+        ({"z": 4}, 4, True, "after_backward", False),
+        ({"x": 4}, 16, True, "after_forward", False),
+        ({"x": 4}, 16, True, "after_forward", True),
+        ({"x": 2, "y": 2}, 4, False, "after_backward", False),
+        ({"x": 2, "y": 2}, 16, False, "after_backward", True),
+        ({"data": 2, "z": 2}, 1, True, "after_forward", False),
     ],
     ids=str,
 )
 def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
-    ranks, grid, micro_batch, checkpoint, keep_gathered, shards
+    ranks, grid, micro_batch, checkpoint, reshard, shards
 ):
-    options = {"checkpoint_activations": checkpoint, "keep_gathered": keep_gathered, "shard_sequence": shards is True}
-    options |= {"accumulate_unsharded": shards == "unsharded", "gather_once": shards == "once"}
+    options = {"recompute": "full" if checkpoint else "none", "reshard": reshard, "shard_sequence": shards}
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
     cluster = replace(H200X4_FULL, in_node=PCI_EXPRESS)  # between processes on a CPU nothing is pushed either
     expected = predict(SMALL, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
@@ -380,7 +375,6 @@ def test_peak_memory_of_modes_of_recomputation_is_within_10_percent(ranks, grid,
     cluster = replace(H200X4_FULL, in_node=PCI_EXPRESS)
     options = {"recompute": mode, "shard_sequence": shards}
     expected = predict(SMALL, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
-    options |= {"checkpoint_activations": None}
     seen = max(ranks(4).run(peak_of_a_step, sizes, 16, micro_batch, **options))
     assert expected.peak_memory == pytest.approx(seen, rel=0.1)
 
@@ -393,9 +387,9 @@ def test_peak_memory_of_modes_of_recomputation_is_within_10_percent(ranks, grid,
     "options",
     [
         {},
-        {"keep_gathered": False},
-        {"checkpoint_activations": True},
-        {"accumulate_unsharded": True},
+        {"reshard": "after_forward"},
+        {"recompute": "full"},
+        {"reshard": "gradients_after_step"},
         {"recompute": "every:2"},
         {"recompute": "products"},
     ],
@@ -408,8 +402,7 @@ def test_peak_memory_of_a_model_without_roles_is_within_5_percent_of_what_real_r
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
     architecture = replace(read_architecture(CONFIGS.get(kind, SMALL), 64), is_sharded_by_blocks=True)
     expected = predict(architecture, H200X4_FULL, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
-    options = {"checkpoint_activations": None} | options
-    options["blocks"] = ["blocks.*" if kind == "GPT" else "model.layers.*"]
+    options = options | {"blocks": ["blocks.*" if kind == "GPT" else "model.layers.*"]}
     seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, kind=kind, **options))
     assert expected.peak_memory == pytest.approx(seen, rel=0.05)
 
@@ -420,9 +413,9 @@ def test_peak_memory_of_a_model_without_roles_is_within_5_percent_of_what_real_r
     ("micro_batch", "options"),
     [
         (8, {}),
-        (8, {"keep_gathered": False}),
-        (8, {"checkpoint_activations": True}),
-        (4, {"accumulate_unsharded": True}),
+        (8, {"reshard": "after_forward"}),
+        (8, {"recompute": "full"}),
+        (4, {"reshard": "gradients_after_step"}),
     ],
     ids=str,
 )
@@ -434,7 +427,7 @@ def test_peak_memory_of_experts_is_within_10_percent_of_what_real_ranks_hold(
     architecture = replace(read_architecture(GPT_OSS, 64), is_sharded_by_blocks=by_blocks)
     cluster = replace(H200X4_FULL, in_node=PCI_EXPRESS)
     expected = predict(architecture, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
-    options = {"checkpoint_activations": False} | options | ({"blocks": ["model.layers.*"]} if by_blocks else {})
+    options = {"recompute": "none"} | options | ({"blocks": ["model.layers.*"]} if by_blocks else {})
     seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, kind="GPT-OSS", **options))
     assert expected.peak_memory == pytest.approx(seen, rel=0.1)
 

@@ -206,8 +206,8 @@ def test_a_model_by_blocks_counts_its_shards():
 def test_separate_state_raises_where_training_raises():
     with pytest.raises(ValueError, match="dtype is fp64; bf16, fp16 or fp32 would do"):
         plan_llama("host", dtype="fp64")
-    with pytest.raises(ValueError, match="accumulate_unsharded=false would do"):
-        plan_llama("device", accumulate_unsharded=True)
+    with pytest.raises(ValueError, match="reshard='after_backward' would do"):
+        plan_llama("device", reshard="gradients_after_step")
     bare = replace(H100, gpu=replace(H100.gpu, name="unknown"), host_link=HostLink())
     with pytest.raises(ValueError, match=r"host_link\.duplex_bandwidth"):
         plan_llama("host", bare)
@@ -342,10 +342,10 @@ def test_a_search_notes_what_it_did_not_try():
     bare = replace(H100, gpu=replace(H100.gpu, name="unknown"), host_link=HostLink())
     assert "does not say host_link.duplex_bandwidth" in search(bare)[0].notes[0]
     assert "fp16 needs fp32 weights apart" in search(H100, dtype="fp16")[0].notes[0]
-    assert len(search(H100, accumulate_unsharded=True)[0].notes) == 2
+    assert len(search(H100, reshard="gradients_after_step")[0].notes) == 2
     assert search(H100)[0].notes == ()
     with pytest.raises(ValueError, match="optimizer state can lie nowhere"):
-        search(H100, accumulate_unsharded=True, dtype="fp16")
+        search(H100, reshard="gradients_after_step", dtype="fp16")
 
 
 def test_a_search_does_not_try_recomputation_where_all_fits_without(monkeypatch):

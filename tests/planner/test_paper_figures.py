@@ -193,7 +193,7 @@ def test_z_alone_is_fsdp_that_gathers_the_weights_once_and_scatters_their_gradie
     ],
 )
 def test_weights_that_are_not_kept_are_gathered_again_for_the_backward_pass_as_fsdp_does(grid, expected):
-    plan = paper_plans("gpt-20b", "perlmutter", 32, 1024, keep_gathered=False)[grid]
+    plan = paper_plans("gpt-20b", "perlmutter", 32, 1024, reshard="after_forward")[grid]
     assert plan.communication == seconds(*expected)
 
 
@@ -249,8 +249,8 @@ def test_the_command_prints_the_plans_as_json(gpus, count, grid, expected):
 
 def test_the_command_counts_gradients_that_are_accumulated_unsharded():
     largest = []
-    for option in ("--no-accumulate-unsharded", "--accumulate-unsharded"):
-        result = stretto_plan("gpt-20b", "perlmutter", 32, 1024, "--micro-batch", "1", option, "--json")
+    for policy in ("after_backward", "gradients_after_step"):
+        result = stretto_plan("gpt-20b", "perlmutter", 32, 1024, "--micro-batch", "1", "--reshard", policy, "--json")
         assert result.exit_code == 0, result.output
         largest.append(max(plan["memory"]["gradients"] for plan in json.loads(result.stdout) if plan["grid"]["z"] > 1))
     assert largest[1] > 2 * largest[0]

@@ -77,7 +77,7 @@ def peak_of_a_pipeline(
         ({"pipe": 2}, 2, {"schedule": "interleaved"}, {}),
         ({"pipe": 2}, 2, {"schedule": "zb-v"}, {}),
         ({"pipe": 2, "z": 2}, 2, {"schedule": "1f1b"}, {}),
-        ({"pipe": 2, "z": 2}, 2, {"schedule": "1f1b"}, {"keep_gathered": False}),
+        ({"pipe": 2, "z": 2}, 2, {"schedule": "1f1b"}, {"reshard": "after_forward"}),
         ({"pipe": 2, "x": 2}, 4, {"schedule": "message-driven", "limit": 3}, {}),
         ({"pipe": 4}, 2, {"schedule": "zb-h1"}, {"recompute": "every:2"}),
         ({"pipe": 4}, 2, {"schedule": "zb-h1"}, {}),

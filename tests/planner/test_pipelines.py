@@ -198,7 +198,7 @@ def test_a_message_is_the_hidden_activations_that_a_rank_has():
 
 def test_weights_are_gathered_over_z_once_a_step_unless_they_are_freed():
     grid = {"pipe": 2, "z": 4}
-    kept, freed = (predicted(grid=grid, keep_gathered=keep) for keep in (True, False))
+    kept, freed = (predicted(grid=grid, reshard=policy) for policy in ("after_backward", "after_forward"))
     assert freed.communication["all_gather_z"] > 10 * kept.communication["all_gather_z"]
     assert kept.memory["gathered_weights"] > 3 * freed.memory["gathered_weights"]
     # Recomputation gathers nothing again.
@@ -311,7 +311,7 @@ def test_a_search_of_pipelines_ranks_them_with_grids_without_and_replays_the_fir
             options = {name: getattr(plan, name) for name in ("virtual_stages", "limit", "serve_first")}
             again = predicted(
                 grid=plan.grid, micro_batch=plan.micro_batch, recompute=plan.recompute, schedule=plan.schedule,
-                keep_gathered=plan.keep_gathered, extra_warm_up=plan.extra_warm_up or None, **options,
+                reshard=plan.reshard, extra_warm_up=plan.extra_warm_up or None, **options,
             )  # fmt: skip
             assert again.step_time == pytest.approx(plan.step_time, rel=1e-9)
             assert again.peak_memory == plan.peak_memory

@@ -66,7 +66,7 @@ def measure(sizes: dict[str, int], config: GPTConfig, recompute: str, options: d
         pytest.param({"x": 2}, GATED, {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
         pytest.param({"x": 2, "y": 2}, CONFIG, {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
         pytest.param({"x": 2, "z": 2}, GATED, {}, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param({"z": 2}, GATED, {"keep_gathered": False}, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param({"z": 2}, GATED, {"reshard": "after_forward"}, marks=pytest.mark.sampled(1, quick=0)),
     ],
     ids=lambda value: "gated" if value == GATED else str(value) if isinstance(value, dict) else "plain",
 )
@@ -159,8 +159,8 @@ def test_the_command_plans_a_mode_and_prints_all_of_them(tmp_path):
     assert {plan["recompute"] for plan in asked} == {"communication"}
     printed = CliRunner().invoke(app, [*command, "--recompute", "host"]).output
     assert "* with activation checkpointing: host" in printed
-    older = json.loads(CliRunner().invoke(app, [*command, "--checkpointing", "--json"]).output)
-    assert {(plan["recompute"], plan["checkpoint_activations"]) for plan in older} == {("full", True)}
+    given = json.loads(CliRunner().invoke(app, [*command, "--reshard", "after_step", "--json"]).output)
+    assert {plan["reshard"] for plan in given} == {"after_step"}
     modes = json.loads(CliRunner().invoke(app, [*command, "--modes", "--json"]).output)
     assert [plan["recompute"] for plan in modes] == list(MODES)
     assert "Modes of recomputation" in CliRunner().invoke(app, [*command, "--modes"]).output

@@ -58,7 +58,7 @@ def bytes_sent(sizes: dict[str, int], config: GPTConfig, recomputes: bool) -> di
 def test_the_bytes_that_are_predicted_are_those_that_ranks_send(ranks, config, grid, recomputes):
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
     sent = ranks(prod(grid.values())).run(bytes_sent, sizes, config, recomputes)[0]
-    options = {"dtype": "fp32", "shard_sequence": True, "checkpoint_activations": recomputes}
+    options = {"dtype": "fp32", "shard_sequence": True, "recompute": "full" if recomputes else "none"}
     plan = predict(config, MACHINE, grid=grid, batch=BATCH, seq_len=SEQ_LEN, **options)
     for axis in grid:  # the norms' gradients, summed over x, and a little of y's statistics are not counted
         assert plan.communication[f"all_reduce_{axis}"] * 1e9 == pytest.approx(sent[axis], rel=0.015)

@@ -12,11 +12,14 @@ from stretto.parallel import Grid, gather, parallelize
 from stretto.train.optimizer import ShardOptimizer
 
 Case = tuple[str, bool, dict[str, Any]]
-SUMMED: list[Case] = [("torch", True, {"accumulate_unsharded": True}), ("torch", False, {"keep_gathered": False})]
+SUMMED: list[Case] = [
+    ("torch", True, {"reshard": "gradients_after_step"}),
+    ("torch", False, {"reshard": "after_forward"}),
+]
 SHARDS: list[Case] = [("shards", False, {"recompute": "full"}), ("shards", True, {"recompute": "communication"})]
 STORED: list[Case] = [
     ("device", True, {}),
-    ("host", False, {"keep_gathered": False}),
+    ("host", False, {"reshard": "after_forward"}),
     ("host, tiled", True, {"recompute": "full"}),
     ("host, tiled", False, {}),
 ]

@@ -321,7 +321,7 @@ def test_matrices_are_decayed_and_vectors_are_not(ranks: MakeRanks, sizes: dict[
 def test_activation_checkpointing_changes_no_loss(ranks: MakeRanks, tmp_path: Path) -> None:
     options = [*on_grid(x=2), "model.dropout=0.1", "train.steps=3"]
     kept = run(ranks, tmp_path / "kept", *options)
-    for mode in ("train.checkpoint_activations=true", "train.recompute=communication"):
+    for mode in ("train.recompute=full", "train.recompute=communication"):
         recomputed = run(ranks, tmp_path / mode, *options, mode)
         assert [line["loss"] for line in recomputed] == [line["loss"] for line in kept]
 

@@ -10,7 +10,7 @@ import typer
 
 from stretto.cli.console import Json, refusing_bad_input
 from stretto.cli.plan_tables import print_formulas, print_modes, print_table
-from stretto.execution import StateLocation, StateOptions, resolve_recompute
+from stretto.execution import StateLocation, StateOptions, option_help
 from stretto.suggestions import are_missing
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def plan(
     recompute: Annotated[
         str | None,
         typer.Option(
-            help="As train.recompute: none, full, every:k, products, communication or host (default: none or full).",
+            help=f"As train.recompute: {option_help('recompute')} (default: none or full).",
             rich_help_panel=STEP,
         ),
     ] = None,
@@ -82,9 +82,6 @@ def plan(
             rich_help_panel=STEP,
         ),
     ] = None,
-    checkpointing: Annotated[
-        bool | None, typer.Option(help="Short for --recompute full or none.", rich_help_panel=STEP)
-    ] = None,
     modes: Annotated[
         bool,
         typer.Option("--modes", help="Memory and time of each --recompute on the best grid.", rich_help_panel=OUTPUT),
@@ -93,10 +90,11 @@ def plan(
         bool,
         typer.Option("--explain", help="Memory formulas and bytes sent, of the best grid.", rich_help_panel=OUTPUT),
     ] = False,
-    keep_gathered: Annotated[
-        bool | None,
+    reshard: Annotated[
+        str | None,
         typer.Option(
-            help="Keep weights gathered over z for the backward pass (default: searched).", rich_help_panel=STEP
+            help=f"As train.reshard: {option_help('reshard')} (default: after_backward or after_forward).",
+            rich_help_panel=STEP,
         ),
     ] = None,
     shard_sequence: Annotated[
@@ -105,14 +103,6 @@ def plan(
             "--shard-sequence", help="Also try train.shard_sequence on grids with x > 1.", rich_help_panel=STEP
         ),
     ] = False,
-    accumulate_unsharded: Annotated[
-        bool | None,
-        typer.Option(help="As train.accumulate_unsharded.", rich_help_panel=STEP),
-    ] = None,
-    gather_once: Annotated[
-        bool | None,
-        typer.Option(help="As train.gather_once.", rich_help_panel=STEP),
-    ] = None,
     overlap: Annotated[bool, typer.Option(help="Overlap collectives with computation.", rich_help_panel=STEP)] = True,
     expert: Annotated[
         int | None, typer.Option(help="Expert-parallel ranks (default: searched).", rich_help_panel=EXPERTS)
@@ -172,8 +162,7 @@ def plan(
             "seq_len": seq_len,
             "dtype": dtype,
             "optimizer": optimizer,
-            "accumulate_unsharded": accumulate_unsharded,
-            "gather_once": gather_once,
+            "reshard": reshard,
             "clips": clip,
             "expert": expert,
             "expert_tensor": expert_tensor,
@@ -190,8 +179,8 @@ def plan(
         if model is not None:
             asked["model"] = model
         is_auto = _check_memory(memory)
-        if recompute is not None or checkpointing is not None:
-            asked["recompute"] = resolve_recompute(recompute, checkpointing)
+        if recompute is not None:
+            asked["recompute"] = recompute
         elif is_auto:
             asked.pop("recompute", None)
         asked["state"] = _choose_state(optimizer_state, asked.get("state"), is_auto)
@@ -206,7 +195,6 @@ def plan(
         options: dict[str, Any] = {
             "micro_batch": micro_batch,
             "memory": "auto" if is_auto else None,
-            "keep_gathered": keep_gathered,
             "shard_sequence": None if shard_sequence else False,
             "overlaps": overlap,
         } | {name: value for name, value in asked.items() if name != "model"}
@@ -291,11 +279,11 @@ def read_workload(path: Path) -> dict[str, Any]:
         folder = config.model.name
     if folder is None and config.model.known_vocab() is None and not is_bytes:
         raise ValueError(f"{path}: model.vocab is left to the data; say it for a plan")
-    recompute = (
-        {"recompute": run.recompute_mode} if {"recompute", "checkpoint_activations"} & run.model_fields_set else {}
-    )
+    execution = config.execution
+    is_searched = not (execution.gathers_once or execution.scatters_once)
     return (
-        recompute
+        ({"recompute": run.recompute} if "recompute" in run.model_fields_set else {})
+        | ({} if is_searched else {"reshard": run.reshard})
         | {
             "model": config.model.to_gpt(data_vocab=256, seq_len=run.seq_len) if folder is None else folder,
             "gpus": config.ranks if config.ranks > 1 else None,
@@ -303,8 +291,6 @@ def read_workload(path: Path) -> dict[str, Any]:
             "seq_len": run.seq_len,
             "dtype": run.dtype,
             "optimizer": run.optimizer,
-            "accumulate_unsharded": run.accumulate_unsharded,
-            "gather_once": run.gather_once,
             "state": run.state,
             "clips": run.clip is not None,
         }
@@ -317,8 +303,6 @@ _OF_PREDICT = (
     "seq_len",
     "dtype",
     "optimizer",
-    "accumulate_unsharded",
-    "gather_once",
     "state",
     "clips",
     "imbalance",
@@ -350,7 +334,7 @@ def _in_each_mode(
             cost=cost,  # type: ignore[arg-type]
             overlaps=overlaps,
             recompute=mode,
-            keep_gathered=best.keep_gathered,
+            reshard=best.reshard,
             shard_sequence=best.shard_sequence,
             **_schedule_of(best),
             **{name: value for name, value in asked.items() if name in _OF_PREDICT},

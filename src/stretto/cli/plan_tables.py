@@ -76,7 +76,7 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
         table.add_row(
             str(place),
             name_grid(plan.grid),
-            f"{plan.micro_batch}{'+' if plan.shard_sequence else ''}{marks[plan.checkpoint_activations]}",
+            f"{plan.micro_batch}{'+' if plan.shard_sequence else ''}{marks[plan.recompute != 'none']}",
             f"{plan.step_time:.4g} s",
             exposed,
             _memory(plan.peak_memory),
@@ -100,7 +100,7 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
         console.print(f"and pins at most {USABLE_OF_HOST:.0%} of a node's memory, {pinned}", highlight=False)
     elif has_memory:
         console.print(f"the memory of a node's host is not checked: {cluster.name} does not say it", highlight=False)
-    modes = {plan.recompute for plan in plans[:top] if plan.checkpoint_activations}
+    modes = {plan.recompute for plan in plans[:top] if plan.recompute != "none"}
     if modes and not has_memory:  # several where pipelines keep every k-th block's input
         which = "" if modes == {"full"} else f": {', '.join(sorted(modes))}"
         console.print(f"* with activation checkpointing{which}", highlight=False)

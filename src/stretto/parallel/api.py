@@ -74,28 +74,10 @@ def parallelize(
         gradients by the number of ranks before. "sum": for losses of which each rank has a part, to be added.
     seed: a model on the meta device is initialized here, from this seed and each module's name: the same on every grid.
         None fills parameters with NaN, for weights that are loaded afterwards.
-    options: how a step executes. Its fields may also be passed as keyword arguments (`changes`):
-    keep_gathered: keep weights gathered over z from the forward to the backward pass (default); False frees and gathers
-        again.
-    overlap: which collectives overlap with computation (True: all, False: none); results are the same.
-    tune_matmuls: time every linear's products in each layout of the operands at the end of the first backward pass, and
-        use the fastest from then on (Singh, section 5.1.3); times are kept on disk, in $STRETTO_CACHE or
-        ~/.cache/stretto.
-    shard_sequence: between blocks, keep only this x rank's part of the tokens: all-reduces over x become all-gathers
-        before colwise linears and reduce-scatters after rowwise ones, which on GPUs are fused with the products
-        (`stretto.ops`). The rank's tokens, batch x seq, must be a multiple of x. Only for models that declare support
-        (`takes_sharded_sequence`: attention reads shapes from the outputs of linears), such as `stretto.models.GPT`.
-    recompute: the mode of activation checkpointing (docs/memory.md). "none" (default); "full" recomputes whole blocks;
-        "every:k" k blocks together; "products" everything except for products with weights; "communication" everything
-        except for the outputs of collectives; "host" whole blocks, whose inputs are kept in host memory.
-        checkpoint_activations=True is "full".
-    stages: how the model is split, if the grid has several pipeline stages (`stretto.parallel.Pipeline` runs them).
-    drop_duplicates: each rank of x sends only its part of the tokens to the experts, where rows are all-gathered over x
-        (duplicate token dropping; Singh, section 7.3.1). False: each rank of x sends all tokens.
-    expert_rows: fixed capacity of a rank, in rows of experts' inputs, so that the host need not wait for their number
-        (required for CUDA graphs); if a rank receives more, a later call raises ValueError. None: dynamic.
-    accumulate_unsharded: with `no_sync`, accumulate unsharded weight gradients and reduce-scatter them over z once per
-        step, with the last micro-batch. False (default): reduce-scatter them in each micro-batch and accumulate shards.
+    options: how a step executes (`stretto.execution.ExecutionOptions`). Its fields may also be passed as keyword
+        arguments (`changes`): overlap, reshard, recompute, shard_sequence, tune_matmuls, stages, drop_duplicates and
+        expert_rows. shard_sequence takes a model that declares support (`takes_sharded_sequence`: attention reads
+        shapes from the outputs of linears), such as `stretto.models.GPT`, and tokens, batch x seq, that x divides.
 
     Raises ValueError if a submodule with parameters has no role, if an integer attribute may be a local count but is
     not listed, if an axis does not divide a size that it splits, and if ranks hold different weights; the model is then
@@ -190,7 +172,7 @@ def _shard_by_roles(
     tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
     is_stage = cut is not None
     builder = Builder(model, grid, precision, options, matmuls, tokens, initializer, is_stage=is_stage)
-    builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
+    builder.gradient_reducer.accumulates_unsharded = options.scatters_once
     builder.gradient_reducer.averages = gradients == "mean"
     if cut is not None:
         builder.tied |= cut.tied
@@ -211,7 +193,7 @@ def _shard_by_roles(
     for part in plan.plain:
         places = place_plain(model, {name: plain[name] for name in part.parameters}, builder.gradient_reducer)
         if part.role.role == "gathered":
-            frees = not options.keep_gathered and not options.checkpoint_activations
+            frees = not options.keeps_weights and not options.recomputation.is_on
             shard = builder.block_shard(part.whose, places, frees=frees)
             builder.state.block_shards[model.get_submodule(part.whose)] = shard
             gather_for_forward(model, part, shard, grid)
@@ -318,7 +300,7 @@ def _shard_by_blocks(
     matmuls = MatmulTuner(False, grid.device, grid.communicator(STAGE))
     is_stage = cut is not None
     builder = Builder(model, grid, precision, options, matmuls, None, initializer, is_stage=is_stage)
-    builder.gradient_reducer.accumulates_unsharded = options.accumulate_unsharded
+    builder.gradient_reducer.accumulates_unsharded = options.scatters_once
     if cut is not None:
         builder.tied |= cut.tied
     builder.gradient_reducer.averages = builder.gradient_reducer.loss_covers_own_rows = gradients == "mean"
@@ -327,7 +309,7 @@ def _shard_by_blocks(
     if cut is not None:
         cut.refusal.meet()
     grid.gradients.add(gradients)
-    sharded.install(frees=not options.keep_gathered and not options.recomputation.is_on)
+    sharded.install(frees=not options.keeps_weights and not options.recomputation.is_on)
     for owner, attribute, value in buffers:
         setattr(owner, attribute, value)
     if is_pretrained_model(model):

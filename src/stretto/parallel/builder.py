@@ -90,7 +90,7 @@ class Builder:
         self.model = model
         self.grid = grid
         self.precision = precision
-        self.keep_gathered = keep_gathered = options.keep_gathered
+        self.keeps_weights = options.keeps_weights
         self.tokens = tokens
         self.options = options
         self.overlap = overlap = options.overlap
@@ -104,9 +104,9 @@ class Builder:
         by_copies = overlap.copy_engines and not is_stage and have_copy_engines(over_z, grid.device)
         self.ring = self.gradient_reducer.ring = make_scatter_ring(over_z) if by_copies else None
         self.gatherer: WeightGatherer = WeightPrefetcher(over_z, self.order, is_on=overlap.all_gather)
-        if by_copies and keep_gathered and overlap.all_gather:
+        if by_copies and options.keeps_weights and overlap.all_gather:
             self.gatherer = CopyEngineGatherer(CopyEngineAllGather(over_z), self.gatherer)
-        if keep_gathered:
+        if options.keeps_weights:
             self.gatherer = StepGatherer(self.gatherer)
         self.state = ParallelState(grid, options, self.gradient_reducer, self.gatherer)
         self.tied: dict[int, TiedParameter] = {}
@@ -178,7 +178,7 @@ class Builder:
         sharding = sharding_of(role, "weight", is_transposed=is_transposed)
         rows = next((split for split in sharding.splits if split.dim == 0 and split.axis != "z"), None)
         ring = None if role.role == "head" else self.ring  # all of its slots would be as large as a head's gradient
-        weight, shard = self._weight(module, source, sharding, rows, may_keep=self.keep_gathered, ring=ring)
+        weight, shard = self._weight(module, source, sharding, rows, may_keep=self.keeps_weights, ring=ring)
         bias = None
         if module.bias is not None:
             bias = self.parameter(module.bias, source.bias, self._sharding(role, "bias"))  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ class Builder:
             if None in (input_axis, output_axis)
             else grid.communicator(str(output_axis)),
             is_transposed=is_transposed,
-            keep_gathered=self.keep_gathered,
+            keeps_weights=self.keeps_weights,
             hides_all_reduce=self.overlap.all_reduce,
             matmuls=self.matmuls,
             linear_index=self.linears,
@@ -273,12 +273,12 @@ class Builder:
             )
             parts = self.precision, self.gatherer, self.gradient_reducer
             shard = WeightShard(rows, here, over_z, *parts, dim=dim)
-            shard.watch(weight, may_keep=self.keep_gathered and over_z.size() == 1)
+            shard.watch(weight, may_keep=self.keeps_weights and over_z.size() == 1)
             parameters[part] = weight
             sums, feeds = (over_y, flow.sum_rows_over), None
             if part == "down_proj":
                 sums, feeds = (flow.sum_rows_over, over_y), plan.kept_of_output()
-            products[part] = ExpertProduct(shard, *sums, self.keep_gathered, self.overlap.all_reduce, feeds)
+            products[part] = ExpertProduct(shard, *sums, self.keeps_weights, self.overlap.all_reduce, feeds)
         return ParallelExperts(module, parameters, plan, products)
 
     def _sharding(self, role: Role, part: str) -> ParameterSharding:

@@ -291,7 +291,7 @@ def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tup
     of_block, outside = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
     whole = model.layers * in_block + (model.outside_parameters if model.is_sharded_by_blocks else 0)
     gathered = whole - model.layers * of_block - outside
-    is_gathered_again = not config.gathers_once and (options.recomputation.is_on or not options.keep_gathered)
+    is_gathered_again = not config.gathers_once and (options.recomputation.is_on or not options.keeps_weights)
     again = model.layers * in_block * is_gathered_again
     passes = 2 if model.is_sharded_by_blocks else 1
     return 2 * gathered * element, 2 * (again + passes * whole) * element

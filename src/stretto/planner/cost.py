@@ -96,7 +96,7 @@ def paper_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, rat
     rates: the grid's `bandwidths`.
     """
     grid = config.grid
-    gathers = 1 if config.options.keep_gathered else 2
+    gathers = 1 if config.options.keeps_weights else 2
     volume = blocks_volume(workload.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
     times = seconds(volume, rates, grid) + paper_expert_seconds(workload, config, cluster, gathers)
     return Cost(paper_terms(times), rates, times, sum_by_axis(times.by_name()))
@@ -168,7 +168,7 @@ class StepCommunication:
         grid, model = config.grid, workload.model
         self.micro_batches = config.micro_batches(workload)
         # How often a weight's gradient goes over z in a step.
-        self.scatters = 1 if config.options.accumulate_unsharded else self.micro_batches
+        self.scatters = 1 if config.options.scatters_once else self.micro_batches
         tokens = workload.tokens / grid.replicas / self.micro_batches
         # Recomputation runs the forward pass a second time, and what of its communication its mode does not keep.
         recomputation = config.options.recomputation
@@ -196,7 +196,7 @@ class StepCommunication:
         recomputation = options.recomputation
         if self.config.gathers_once:
             return 1
-        frees = not options.keep_gathered and not (recomputation.is_on and model.is_sharded_by_blocks)
+        frees = not options.keeps_weights and not (recomputation.is_on and model.is_sharded_by_blocks)
         gathers: float = 1 + recomputation.is_on + frees
         if frees and recomputation.is_on and self._of_weights[1]:
             last = [kind for kind in model.kinds if kind.model.ends_with_linear]

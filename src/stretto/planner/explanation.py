@@ -109,10 +109,10 @@ def _does_not_fit(model: Architecture, config: StepConfig, memory: Mapping[str, 
     remedies = []
     if not config.options.recomputation.is_on:
         remedies.append("activation checkpointing")
-    if config.options.keep_gathered and memory["gathered_weights"] > 0.1 * needed:
-        remedies.append("freeing gathered weights (keep_gathered=false)")
-    if config.options.accumulate_unsharded and config.grid.z > 1:
-        remedies.append("gradients accumulated as shards (accumulate_unsharded=false)")
+    if config.options.keeps_weights and memory["gathered_weights"] > 0.1 * needed:
+        remedies.append("freeing gathered weights (reshard='after_forward')")
+    if config.options.scatters_once and config.grid.z > 1:
+        remedies.append("gradients accumulated as shards (reshard='after_backward')")
     if config.micro_batch > 1:
         remedies.append("a smaller micro-batch")
     if config.schedule is not None and memory["activations"] > 0.2 * needed:
@@ -126,7 +126,7 @@ def _does_not_fit(model: Architecture, config: StepConfig, memory: Mapping[str, 
         remedies.append("more of x, y and z" if config.grid.data > 1 else "more GPUs along x, y or z")
     elif config.grid.data > 1:
         remedies.append("moving ranks from data to z")
-    if states > limit / 2 and config.state.location != "host" and not config.options.accumulate_unsharded:
+    if states > limit / 2 and config.state.location != "host" and not config.options.scatters_once:
         remedies.append("optimizer state on the host (--optimizer-state host)")
     return (
         f"does not fit: needs {needed / 1e9:.1f} GB of {limit / 1e9:.1f} GB, most of it {largest.replace('_', ' ')} "

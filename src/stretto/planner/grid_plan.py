@@ -9,7 +9,7 @@ from typing import Any
 
 from stretto.axes import INNER_TO_OUTER
 from stretto.cluster import Cluster
-from stretto.execution import StateLocation
+from stretto.execution import ReshardPolicy, StateLocation
 from stretto.planner.activations import kept_activations
 from stretto.planner.capacity import peak, reserved
 from stretto.planner.communication import Rates, has_nvlink_over_z
@@ -53,8 +53,7 @@ class GridPlan:
 
     grid: Mapping[str, int]
     micro_batch: int
-    checkpoint_activations: bool
-    keep_gathered: bool
+    reshard: ReshardPolicy
     shard_sequence: bool
     bandwidth: Mapping[str, float | None]
     communication: Mapping[str, float]
@@ -127,7 +126,7 @@ class Candidate:
         config, sizes = self.config, self.config.grid
         order = (
             config.options.recomputation.is_on,
-            not config.options.keep_gathered,
+            not config.options.keeps_weights,
             config.options.shard_sequence,
             LOCATIONS.index(config.state.location),
             -config.micro_batch,
@@ -254,7 +253,6 @@ def to_plan(
     return GridPlan(
         grid=config.grid.sizes(),
         micro_batch=config.micro_batch,
-        checkpoint_activations=config.options.checkpoint_activations,
         recompute=config.options.recompute,
         kept_activations=kept,
         activations_on_host=host.activations,
@@ -264,7 +262,7 @@ def to_plan(
         step_memory=in_step,
         host_traffic=host_traffic(workload, config.state).times(parameters)._asdict(),
         formulas=list_formulas(workload, config, parameters, in_step, host) + _list_expert_formulas(workload, config),
-        keep_gathered=config.options.keep_gathered,
+        reshard=config.options.reshard,
         shard_sequence=config.options.shard_sequence,
         bandwidth=cost.bandwidth,
         communication={kind: rounded(time) for kind, time in communication.items()},

@@ -125,14 +125,14 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     keeps_gathered_weights = (
         uses_copy_engines
         and config.options.overlap.hides_any
-        and (config.gathers_once or (config.options.keep_gathered and not recomputes))
+        and (config.gathers_once or (config.options.keeps_weights and not recomputes))
     )
     gathered_at_once = (2 if config.options.overlap.hides_any else 1) * largest  # the next one is gathered ahead
     table = -(-model.embedding_rows // grid.x) * model.hidden / grid.y
     head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
     gathered_in_backward = (
         (all_weights if keeps_gathered_weights else block_weights * blocks.blocks)
-        if config.options.keep_gathered
+        if config.options.keeps_weights
         else gathered_at_once
     )
     # Gradients are pushed into slots of the largest one's size, one more than may be on their way.
@@ -140,7 +140,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     if has_nvlink and config.token_parts > 1 and config.options.overlap.all_reduce:
         ring += workspaces(model.hidden / grid.y * tokens * element, grid.x)
     activations = blocks.between * tokens
-    keeps_gathered = config.options.keep_gathered and not recomputes
+    keeps_gathered = config.options.keeps_weights and not recomputes
     gathered = all_weights if keeps_gathered else gathered_at_once
     keeps_head_weight = keeps_gathered_weights or (config.gathers_once and is_copied)
     if config.gathers_once:  # and kept to the end of the step
@@ -153,7 +153,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     # sums are kept whole beside them). With separate optimizer state they always are.
     accumulates = config.micro_batches(workload) > 1 or config.state.is_separate
     unsharded = 0.0
-    if accumulates and config.options.accumulate_unsharded and grid.z > 1:
+    if accumulates and config.options.scatters_once and grid.z > 1:
         unsharded = (all_weights + table + head * model.has_own_head) * workload.master
     earlier = gradients + unsharded if accumulates else 0.0
     of_head = head / grid.z * of_number.gradient
@@ -290,7 +290,7 @@ def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_
     Where a model is sharded by blocks, all large ones; otherwise the large ones of experts. has_nvlink: as in `memory`.
     """
     model, options = workload.model, config.options
-    keeps = config.gathers_once or (options.keep_gathered and not options.recomputation.is_on)
+    keeps = config.gathers_once or (options.keeps_weights and not options.recomputation.is_on)
     by_engines = options.overlap.copy_engines and options.overlap.hides_any and config.grid.pipe == 1
     if not (keeps and has_nvlink and by_engines and config.grid.z > 1):
         return 0, 0
@@ -316,7 +316,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     layers, parameters = model.layers, local_parameters(model, grid)
     tokens = config.micro_batch * workload.seq_len
     is_sent, recomputes = grid.z > 1, options.recomputation.is_on
-    keeps = config.gathers_once or (options.keep_gathered and not recomputes)
+    keeps = config.gathers_once or (options.keeps_weights and not recomputes)
     # Whole parameters in dtype are copies, unless the parameters themselves are computed with.
     of_number = number_bytes(workload, config.state)
     is_copied = is_sent or element < of_number.weight
@@ -333,7 +333,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     ahead = gathered_message * (1 + 1 / grid.z) if options.overlap.hides_any else 0.0  # and the shard that is sent
     head = model.head_outputs * model.hidden
     shards = parameters * of_number.gradient
-    unsharded = model.parameters * workload.master if is_sent and options.accumulate_unsharded else 0.0
+    unsharded = model.parameters * workload.master if is_sent and options.scatters_once else 0.0
     earlier = shards + unsharded if config.micro_batches(workload) > 1 or config.state.is_separate else 0.0
     of_block = model.block_parameters / grid.z * of_number.gradient
     kept, _, growth = activations_of_a_block(workload, grid)

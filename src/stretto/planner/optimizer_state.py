@@ -113,10 +113,10 @@ def check_state(types: NumberTypes, execution: ExecutionOptions, options: StateO
             f"optimizer state on the {options.location} is of fp32 weights, and dtype is fp64; bf16, fp16 or fp32 "
             "would do"
         )
-    if execution.accumulate_unsharded:
+    if execution.scatters_once:
         raise ValueError(
-            f"optimizer state on the {options.location} takes no accumulate_unsharded, which keeps whole gradients in "
-            "fp32; accumulate_unsharded=false would do"
+            f"optimizer state on the {options.location} takes no reshard={execution.reshard!r}, which keeps whole "
+            "gradients in fp32; reshard='after_backward' would do"
         )
 
 

@@ -58,7 +58,7 @@ def plan(
     cost: "full" predicts whole steps: computation and communication, with latency and overlap. "paper" counts only the
         linears' collectives (Singh, equations 5.1 to 5.7): step_time is their total.
     micro_batch: sequences of a rank in one forward pass (default: searched).
-    search: recompute, keep_gathered, shard_sequence, overlaps, state, memory, clips, experts and pipelines
+    search: recompute, reshard, shard_sequence, overlaps, state, memory, clips, experts and pipelines
         (`SearchKeywords`).
 
     Returns a plan for every factorization; impossible grids come last, with the reason. With more than 200 grids with

@@ -12,8 +12,8 @@ from stretto.execution import (
     ExecutionOptions,
     Overlap,
     Recomputation,
+    ReshardPolicy,
     StateOptions,
-    resolve_recompute,
 )
 from stretto.planner.activations import activations_of_a_block
 from stretto.planner.architecture import Architecture
@@ -31,21 +31,16 @@ class FixedKeywords(TypedDict, total=False):
     expert: int | None
     expert_tensor: ExpertTensor | None
     drop_duplicates: bool
-    gather_once: bool
 
 
 class SearchKeywords(FixedKeywords, total=False):
     """What `plan` searches, as keyword arguments.
 
-    recompute, keep_gathered: fixed where given; searched where not or None, recompute among "none" and "full" (the
-        paper's model keeps weights gathered: Algorithm 3). checkpoint_activations=True is recompute="full".
+    recompute, reshard: fixed where given; searched where not or None, recompute among "none" and "full", and reshard
+        among "after_backward" and "after_forward" (the paper's model keeps weights gathered: Algorithm 3).
     shard_sequence: of the full model: `parallelize(shard_sequence=True)` where x > 1 (default: False), or None to try
         it beside what is usual.
     overlaps: of the full model: whether collectives are hidden (`parallelize(overlap=...)`; default: True).
-    accumulate_unsharded: `parallelize(accumulate_unsharded=True)` (default: False), whose memory and, of the full
-        model, time are counted where there are several micro-batches.
-    gather_once: weights are gathered over z once a step and stay whole to its end (default: False), as
-        `ExecutionOptions` has it.
     state: where optimizer state is stored (default: `StateOptions()`, with fp32 parameters).
     memory: "auto" searches modes of recomputation where `recompute` is not given ("host" is none of them, since the
         time of its copies is not predicted), and all locations of optimizer state where `state` is not given, for the
@@ -63,11 +58,9 @@ class SearchKeywords(FixedKeywords, total=False):
     """
 
     recompute: str | None
-    checkpoint_activations: bool | None
-    keep_gathered: bool | None
+    reshard: ReshardPolicy | None
     shard_sequence: bool | None
     overlaps: bool
-    accumulate_unsharded: bool
     state: StateOptions | None
     memory: Literal["auto"] | None
     clips: bool
@@ -114,7 +107,7 @@ class StepChoice(NamedTuple):
         recomputes_as_much = not of_other.is_on or self.options.recompute == other.options.recompute
         if mode.kind in ("full", "every"):
             recomputes_as_much |= of_other.kind in ("full", "every")
-        frees_as_much = other.options.keep_gathered or not self.options.keep_gathered
+        frees_as_much = other.options.keeps_weights or not self.options.keeps_weights
         is_alike = (self.state, self.options.shard_sequence) == (other.state, other.options.shard_sequence)
         return is_alike and recomputes_as_much and frees_as_much
 
@@ -123,25 +116,22 @@ class StepChoice(NamedTuple):
 class SearchSpace:
     """The choices among which each grid's best is searched.
 
-    recomputes, keeps_gathered, shardings, states: the values that are tried of each option. clips, overlaps,
-    accumulate_unsharded, gather_once: of all choices. skips_slower: whether to skip choices that only add work to one
-    that covers a rank's whole part of the batch. notes: what was not tried, and why. expert, expert_tensor: of
-    all grids; None tries all. drops_duplicates: of all choices.
+    recomputes, reshards, shardings, states: the values that are tried of each option. clips, overlaps: of all choices.
+    skips_slower: whether to skip choices that only add work to one that covers a rank's whole part of the batch. notes:
+    what was not tried, and why. expert, expert_tensor: of all grids; None tries all. drops_duplicates: of all choices.
     """
 
     recomputes: Sequence[str]
-    keeps_gathered: Sequence[bool]
+    reshards: Sequence[ReshardPolicy]
     shardings: Sequence[bool]
     states: Sequence[StateOptions]
     overlaps: bool = True
-    accumulate_unsharded: bool = False
     clips: bool = True
     skips_slower: bool = False
     notes: tuple[str, ...] = ()
     expert: int | None = None
     expert_tensor: ExpertTensor | None = None
     drops_duplicates: bool = True
-    gather_once: bool = False
 
     def list_grids(self, model: Architecture, grid: GridSizes) -> list[GridSizes]:
         """A grid with each way to divide the model's experts that is tried."""
@@ -149,17 +139,15 @@ class SearchSpace:
 
     def list_choices(self, grid: GridSizes) -> Iterator[StepChoice]:
         """All choices on a grid, what computes least first."""
-        for keep in self.keeps_gathered:
+        for reshard in self.reshards:
             for mode in self.recomputes:
                 for shards in self.shardings if grid.x > 1 else [False]:
                     options = ExecutionOptions(
                         Overlap.parse(self.overlaps),
-                        keep,
+                        reshard,
                         mode,
                         shards,
-                        accumulate_unsharded=self.accumulate_unsharded,
                         drop_duplicates=self.drops_duplicates,
-                        gather_once=self.gather_once,
                     )
                     yield from (StepChoice(options, state) for state in self.states)
 
@@ -170,13 +158,11 @@ def make_search_space(
     cost: CostModel,
     *,
     recompute: str | None = None,
-    checkpoint_activations: bool | None = None,
-    keep_gathered: bool | None = None,
+    reshard: ReshardPolicy | None = None,
     shard_sequence: bool | None = False,
     state: StateOptions | None = None,
     memory: Literal["auto"] | None = None,
     overlaps: bool = True,
-    accumulate_unsharded: bool = False,
     clips: bool = True,
     **fixed: Unpack[FixedKeywords],
 ) -> SearchSpace:
@@ -186,12 +172,9 @@ def make_search_space(
     expert, expert_tensor = fixed.get("expert"), fixed.get("expert_tensor")
     _check_experts(workload.model, expert, expert_tensor)
     layers = workload.model.layers
-    given = (
-        None if recompute is checkpoint_activations is None else resolve_recompute(recompute, checkpoint_activations)
-    )
-    if given is not None:
-        Recomputation.parse(given).check_blocks(layers)
-        recomputes = [given]
+    if recompute is not None:
+        Recomputation.parse(recompute).check_blocks(layers)
+        recomputes = [recompute]
     elif memory == "auto":
         kept, own_input, _ = activations_of_a_block(workload, GridSizes())
         segment = min(range(1, layers + 1), key=lambda length: layers * own_input / length + kept * length)
@@ -199,32 +182,29 @@ def make_search_space(
         recomputes = ["none", "full", *lengths, "communication", "products"]  # the time of copies is not predicted
     else:
         recomputes = ["none", "full"]
+    reshards: list[ReshardPolicy] = ["after_backward"] if cost == "paper" else ["after_backward", "after_forward"]
+    if reshard is not None:
+        reshards = [reshard]
+    execution = ExecutionOptions(reshard=reshards[0])
     states, notes = [state or StateOptions()], list[str]()
     if memory == "auto" and state is None:
-        states, notes = _find_states(workload, cluster, cost, accumulate_unsharded)
+        states, notes = _find_states(workload, cluster, cost, execution)
         if not states:
             raise ValueError(f"memory is 'auto', but optimizer state can lie nowhere: {'; '.join(notes)}")
     for each in states:
-        check_state(workload, ExecutionOptions(accumulate_unsharded=accumulate_unsharded), each)
-    gathers_once = fixed.get("gather_once", False)
-    if keep_gathered is not None:
-        keeps = [keep_gathered]
-    else:
-        keeps = [True] if cost == "paper" or gathers_once else [True, False]
+        check_state(workload, execution, each)
     return SearchSpace(
         recomputes,
-        keeps,
+        reshards,
         [False, True] if shard_sequence is None else [shard_sequence],
         states,
         overlaps,
-        accumulate_unsharded,
         clips,
         skips_slower=memory == "auto",
         notes=tuple(notes),
         expert=expert,
         expert_tensor=expert_tensor,
         drops_duplicates=fixed.get("drop_duplicates", True),
-        gather_once=gathers_once,
     )
 
 
@@ -258,14 +238,14 @@ def set_imbalance(model: Architecture, imbalance: float | None) -> Architecture:
 
 
 def _find_states(
-    workload: StepWorkload, cluster: Cluster, cost: CostModel, accumulate_unsharded: bool
+    workload: StepWorkload, cluster: Cluster, cost: CostModel, execution: ExecutionOptions
 ) -> tuple[list[StateOptions], list[str]]:
     """The locations of optimizer state that can be tried, and notes about those that cannot."""
     states, notes = [], []
     for location in LOCATIONS:
         options, why = StateOptions(location), None
         try:
-            check_state(workload, ExecutionOptions(accumulate_unsharded=accumulate_unsharded), options)
+            check_state(workload, execution, options)
             if location == "fp32" and workload.dtype == "fp16":
                 why = "training in fp16 needs fp32 weights apart"
             if location == "host" and cluster.host_memory is None:

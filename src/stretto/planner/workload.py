@@ -142,7 +142,7 @@ class StepConfig:
     def gathers_once(self) -> bool:
         """Whether weights are gathered over z once a step, and kept to its end: by stages of a pipeline, and where it
         is asked for."""
-        return self.options.keep_gathered and (self.grid.pipe > 1 or self.options.gather_once)
+        return self.options.keeps_weights and (self.grid.pipe > 1 or self.options.gathers_once)
 
     @property
     def token_parts(self) -> int:

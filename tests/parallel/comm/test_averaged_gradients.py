@@ -201,7 +201,7 @@ def test_averages_of_fp16_gradients_do_not_overflow(ranks):
 def unsharded(dtype: torch.dtype) -> list[float]:
     """A gradient of 256 + 1 in two micro-batches, which bf16 cannot hold."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
-    options = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32, "accumulate_unsharded": True}
+    options = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32, "reshard": "gradients_after_step"}
     model, one, found = parallelize(model, Grid(z=2), **options), torch.ones(1, 4), []
     for is_last in (False, True):  # whether the last micro-batch has a gradient of it, too
         model.zero_grad()

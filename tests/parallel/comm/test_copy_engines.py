@@ -321,14 +321,14 @@ def test_gather_once_raises_with_its_requirements(ranks):
         gather_once(GPT(CONFIG)),
     ):
         pass
-    assert ranks(2).run(enter_wrongly) == [["frees; keep_gathered=True would do", "is entered already"]] * 2
+    assert ranks(2).run(enter_wrongly) == [["frees; 'after_backward' would do", "is entered already"]] * 2
 
 
 def enter_wrongly() -> list[str]:
     """The ends of two errors."""
     grid, found = Grid(z=2), []
-    for keeps in (False, True):
-        model = parallelize(GPT(CONFIG), grid, keep_gathered=keeps)
+    for policy in ("after_forward", "after_backward"):
+        model = parallelize(GPT(CONFIG), grid, reshard=policy)
         try:
             with gather_once(model), gather_once(model):
                 pass

@@ -112,7 +112,7 @@ def accumulated(sizes: Sizes) -> dict[tuple[int, bool], tuple[int, int, float]]:
     plain = GPT(SMALL).double()
     text = torch.randint(SMALL.vocab, (BATCH, SEQ_LEN + 1))
     model = parallelize(deepcopy(plain), grid)
-    by_option = parallelize(deepcopy(plain), grid, accumulate_unsharded=True)
+    by_option = parallelize(deepcopy(plain), grid, reshard="gradients_after_step")
     plain(text[:, :-1], text[:, 1:]).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     groups = {axis: grid.group(axis) for axis in ("data", "x", "y", "z", "batch", "world")}

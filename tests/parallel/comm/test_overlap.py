@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stretto.execution import ReshardPolicy
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Overlap, checkpoint_activations, no_sync, parallelize
 from stretto.parallel.comm import gradient_reducer
@@ -29,7 +30,7 @@ SWITCHES = [field.name for field in fields(Overlap)]
 class How:
     """How a model is run."""
 
-    keep_gathered: bool = True
+    reshard: ReshardPolicy = "after_backward"
     checkpoints: bool = False
     micro_batches: int = 1
     bucket_bytes: int = 20_000
@@ -51,7 +52,7 @@ def make_model(sizes: Sizes, overlap: Overlap, how: How) -> tuple[Grid, torch.nn
     data, x, y, z = sizes
     grid = Grid(data=data, x=x, y=y, z=z)
     torch.manual_seed(SEED)
-    model = parallelize(GPT(CONFIG), grid, overlap=overlap, keep_gathered=how.keep_gathered)
+    model = parallelize(GPT(CONFIG), grid, overlap=overlap, reshard=how.reshard)
     if how.checkpoints:
         checkpoint_activations(model)
     text = torch.randint(CONFIG.vocab, (BATCH, SEQ_LEN + 1))[my_rows(grid, BATCH)]
@@ -96,10 +97,10 @@ def compare_with_nothing_hidden(sizes: Sizes, how: How) -> dict[str, bool]:
         ((1, 2, 1, 2), How()),
         ((1, 2, 2, 1), How(halves=True)),
         ((2, 2, 1, 1), How(halves=True, checkpoints=True)),
-        ((2, 1, 1, 2), How(keep_gathered=False)),
+        ((2, 1, 1, 2), How(reshard="after_forward")),
         pytest.param(
             (2, 2, 1, 2),
-            How(checkpoints=True, keep_gathered=False, micro_batches=2),
+            How(checkpoints=True, reshard="after_forward", micro_batches=2),
             marks=pytest.mark.exhaustive,
         ),
         pytest.param((2, 1, 2, 2), How(checkpoints=True), marks=pytest.mark.exhaustive),
@@ -201,11 +202,11 @@ def test_a_weights_gather_overlaps_with_the_product_before_it(ranks):
 
 
 @pytest.mark.sampled(quick=1)
-@pytest.mark.parametrize("how", [How(keep_gathered=False), How(checkpoints=True), How(False, True)], ids=str)
+@pytest.mark.parametrize("how", [How(reshard="after_forward"), How(checkpoints=True), How(False, True)], ids=str)
 def test_weights_that_the_backward_pass_gathers_again_are_gathered_ahead_too(ranks, how):
     for seen in ranks(2).run(products_hidden_under, (1, 1, 1, 2), Overlap(), how):
         counts = seen["allgather_base", "z"]
-        gathers = how.checkpoints + (not how.keep_gathered)
+        gathers = how.checkpoints + (how.reshard == "after_forward")
         # Recomputation stops at the last linear that saved something.
         assert len(counts) >= 4 * CONFIG.layers * (1 + gathers) + 2 - CONFIG.layers * how.checkpoints
         assert sum(count == 0 for count in counts) <= 4, counts

@@ -42,7 +42,7 @@ GRADIENTS = [
     Run({"data": 2, "x": 2, "expert": 2}, {"expert_rows": 256}),
     Run({"x": 2, "z": 2, "expert": 4, "expert_tensor": "fold"}, {"expert_rows": 256}),
     # Three experts a rank: z gathers their weights by rows.
-    Run({"data": 2, "z": 2, "expert": 2}, {"keep_gathered": False}, case="6 experts"),
+    Run({"data": 2, "z": 2, "expert": 2}, {"reshard": "after_forward"}, case="6 experts"),
     Run({"data": 2, "x": 2, "expert": 2}, {"shard_sequence": True}),
     Run({"data": 2, "x": 2, "expert": 4, "expert_tensor": "fold"}, {"shard_sequence": True}),
 ]

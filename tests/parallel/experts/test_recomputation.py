@@ -69,11 +69,11 @@ def test_a_model_whose_blocks_are_recomputed_is_freed(ranks):
     ("sizes", "options"),
     [
         ({"data": 2, "x": 2, "expert": 2}, {}),
-        ({"data": 2, "x": 2, "expert": 2}, {"drop_duplicates": False, "keep_gathered": False}),
+        ({"data": 2, "x": 2, "expert": 2}, {"drop_duplicates": False, "reshard": "after_forward"}),
         ({"x": 2, "z": 2, "expert": 2}, {"shard_sequence": True}),
         ({"x": 2, "z": 2, "expert": 4, "expert_tensor": "fold"}, {}),
         ({"y": 2, "z": 2, "expert": 2}, {}),
-        ({"data": 2, "z": 2, "expert": 2}, {"accumulate_unsharded": True, "keep_gathered": False}),
+        ({"data": 2, "z": 2, "expert": 2}, {"reshard": "gradients_after_step"}),
         ({"x": 2, "z": 2}, {}),
         ({"data": 2, "expert": 2}, {"expert_rows": 256}),
     ],

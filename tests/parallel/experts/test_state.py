@@ -178,11 +178,11 @@ def accumulate(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[float, d
 
 @pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize("sizes", [GRIDS[1], GRIDS[2], GRIDS[5], {"data": 2, "z": 2, "expert": 2}], ids=str)
-@pytest.mark.parametrize("unsharded", [False, True])
-def test_micro_batches_accumulate(ranks, sizes, unsharded):
+@pytest.mark.parametrize("reshard", ["after_backward", "gradients_after_step"])
+def test_micro_batches_accumulate(ranks, sizes, reshard):
     ((norm, expected),) = ranks(1).run(accumulate, {}, {})
     assert norm == pytest.approx(float(torch.stack([grad.norm() for grad in expected.values()]).norm()), rel=1e-12)
-    for own, gradients in ranks(4).run(accumulate, sizes, {"accumulate_unsharded": unsharded}):
+    for own, gradients in ranks(4).run(accumulate, sizes, {"reshard": reshard}):
         assert own == pytest.approx(norm, rel=1e-12)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-13)
@@ -270,7 +270,7 @@ def train_in_bf16(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[list[
     [
         ({"data": 2, "x": 2, "expert": 2}, {}, 2),
         ({"z": 2, "x": 2, "expert": 2}, {"shard_sequence": True}, 2),
-        ({"data": 2, "z": 2, "expert": 2}, {"keep_gathered": False}, 0),
+        ({"data": 2, "z": 2, "expert": 2}, {"reshard": "after_forward"}, 0),
     ],
     ids=str,
 )

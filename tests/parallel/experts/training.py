@@ -147,7 +147,7 @@ def expected_of(run: Run) -> Trace:
 def every_run(ranks: int) -> list[Run]:
     """Every grid of so many ranks with every expert that it holds, cut and fold, with and without dropped duplicates
     (where x has any) and kept communication; the two models, and other options, are dealt out in turn."""
-    others: list[dict[str, Any]] = [{}, {"shard_sequence": True}, {"keep_gathered": False}]
+    others: list[dict[str, Any]] = [{}, {"shard_sequence": True}, {"reshard": "after_forward"}]
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     runs: list[Run] = []
     for pipe, data, x, y, z in product((1, 2), divisors, divisors, divisors, divisors):

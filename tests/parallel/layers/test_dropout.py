@@ -84,7 +84,7 @@ def weights_of_ranks_that_draw_more() -> list[list[Tensor]]:
     for sizes, blocks, recomputes in DRIFTING:
         grid = Grid(**sizes)
         torch.manual_seed(0)
-        model = parallelize(GPT(CONFIG).double(), grid, blocks=blocks, recompute="full" if recomputes else None)
+        model = parallelize(GPT(CONFIG).double(), grid, blocks=blocks, recompute="full" if recomputes else "none")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         rows = torch.arange(2 * 16).view(2, 16) % 61
         for _ in range(3):

@@ -199,7 +199,7 @@ def train_head_plainly(vocab: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("vocab", [64, 63, 65, 128])
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [({"x": 2}, {}), ({"z": 2}, {}), ({"z": 2}, {"keep_gathered": False}), ({"x": 2}, {"shard_sequence": True})],
+    [({"x": 2}, {}), ({"z": 2}, {}), ({"z": 2}, {"reshard": "after_forward"}), ({"x": 2}, {"shard_sequence": True})],
     ids=str,
 )
 @pytest.mark.sampled(16, quick=2)

@@ -210,9 +210,9 @@ def test_a_vision_transformer_trains_as_on_one_rank(ranks, sizes):
     ("sizes", "options"),
     [
         ((1, 2, 2, 1), {}),
-        ((1, 2, 1, 2), {"keep_gathered": False}),
+        ((1, 2, 1, 2), {"reshard": "after_forward"}),
         ((2, 2, 1, 1), {}),
-        ((2, 1, 1, 2), {"accumulate_unsharded": True}),
+        ((2, 1, 1, 2), {"reshard": "gradients_after_step"}),
         ((1, 1, 2, 2), {}),
         ((1, 1, 1, 4), {}),
     ],

@@ -88,14 +88,14 @@ def test_weights_are_gathered_once_a_step_and_gradients_scattered_once_a_micro_b
 
 @pytest.mark.long
 def test_gradients_that_add_up_unsharded_are_scattered_once_a_step(ranks):
-    found = ranks(4).run(calls_of_a_step, {"pipe": 2, "z": 2}, "1f1b", 4, accumulate_unsharded=True)
+    found = ranks(4).run(calls_of_a_step, {"pipe": 2, "z": 2}, "1f1b", 4, reshard="gradients_after_step")
     for weights, calls, _ in found:
         assert weights <= calls["reduce_scatter", "z"] <= weights + 2
 
 
 @pytest.mark.long
 def test_weights_that_are_not_kept_are_gathered_for_each_pass(ranks):
-    for weights, calls, _ in ranks(4).run(calls_of_a_step, {"pipe": 2, "z": 2}, "1f1b", 4, keep_gathered=False):
+    for weights, calls, _ in ranks(4).run(calls_of_a_step, {"pipe": 2, "z": 2}, "1f1b", 4, reshard="after_forward"):
         assert calls["all_gather", "z"] >= 2 * 4 * (weights - 2)
 
 

@@ -43,7 +43,7 @@ VARIANTS = {
         ),
         has_ignored_targets=True,
     ),
-    "gathered twice": Case(GPT, ({"tie_embeddings": False},), keep_gathered=False),
+    "gathered twice": Case(GPT, ({"tie_embeddings": False},), reshard="after_forward"),
     "sharded sequence": Case(GPT, ({"norm": "rmsnorm", "bias": False},), shards_sequence=True),
 }
 
@@ -166,9 +166,9 @@ def test_blocks_that_are_computed_again_train_in_every_mode(ranks, schedule, gri
 @pytest.mark.parametrize(
     "options",
     [
-        {"accumulate_unsharded": True},
-        {"keep_gathered": False, "accumulate_unsharded": True},
-        {"keep_gathered": False, "recompute": "full"},
+        {"reshard": "gradients_after_step"},
+        {"reshard": "after_step"},
+        {"reshard": "after_forward", "recompute": "full"},
         {"overlap": False},
     ],
     ids=str,

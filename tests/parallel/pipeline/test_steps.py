@@ -394,7 +394,7 @@ def situation_of_rank(setup: Setup, name: str) -> dict[str, float]:
 @pytest.mark.sampled(1, quick=0)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "message-driven"])
 @pytest.mark.parametrize("grid", [{"pipe": 2, "data": 2}, {"pipe": 2, "z": 2}, {"pipe": 2, "x": 2}], ids=str)
-@pytest.mark.parametrize("options", [{}, {"accumulate_unsharded": True}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reshard": "gradients_after_step"}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_steps_follow_each_other_as_plain_ones_do_whatever_is_done_between(ranks, schedule, grid, options, name):
     check(ranks, Setup(grid, schedule, 1, options), situation_of_rank, name)

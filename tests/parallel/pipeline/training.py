@@ -58,7 +58,7 @@ class Run:
 
 def train_by_pipeline(run: Run, case: Case, precision: Precision, grid: Grid) -> tuple[Trace, float]:
     """Train on this rank's stages; returns the trace, with the weights that this rank has, and an evaluation's loss."""
-    options = {"stages": run.stages, "keep_gathered": case.keep_gathered, "shard_sequence": case.shards_sequence}
+    options = {"stages": run.stages, "reshard": case.reshard, "shard_sequence": case.shards_sequence}
     model = parallelize(build(case, precision), grid, **options | run.options)
     parameters = list(model.parameters())
     shards = [nn.Parameter(parameter.to_local().detach()) for parameter in parameters]

@@ -20,9 +20,9 @@ GRIDS = [
 ]
 OPTIONS = [
     *({"recompute": mode} for mode in ALL_RECOMPUTED),
-    {"keep_gathered": False},
-    {"keep_gathered": False, "recompute": "full"},
-    {"accumulate_unsharded": True},
+    {"reshard": "after_forward"},
+    {"reshard": "after_forward", "recompute": "full"},
+    {"reshard": "gradients_after_step"},
     {"shard_sequence": True},
     {"overlap": False},
 ]

@@ -4,12 +4,13 @@
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.execution import ReshardPolicy
 from stretto.models import GPTConfig
 from stretto.train.config import ConfigError, ModelConfig, config_to_toml, load_config, make_config
 from stretto.train.config.gpt import TrainConfig
@@ -41,7 +42,7 @@ def test_overrides_are_read_as_toml_and_otherwise_as_text() -> None:
     config = make_config(
         SMALLEST,
         [
-            "grid.x=2", "grid.z=2", "ranks=4", "train.lr=1e-3", "train.checkpoint_activations=true", "train.dtype=bf16",
+            "grid.x=2", "grid.z=2", "ranks=4", "train.lr=1e-3", "train.recompute=full", "train.dtype=bf16",
             "out=/tmp/a folder/run=1", 'data.path=["a", "b"]', "model.name='gpt2-small'", "train.steps=1_000",
             "train.clip=none",
         ],
@@ -52,15 +53,13 @@ def test_overrides_are_read_as_toml_and_otherwise_as_text() -> None:
     assert config.data.path == ["a", "b"]
     assert config.model.name == "gpt2-small"
     assert (config.train.lr, config.train.steps, config.train.dtype) == (1e-3, 1000, "bf16")
-    assert config.train.checkpoint_activations
+    assert config.train.recompute == "full"
     assert config.train.clip is None
 
 
 def test_modes_of_recomputation_are_read_and_unknown_ones_refused() -> None:
     assert make_config(SMALLEST, ["train.recompute=every:3"]).execution.recompute == "every:3"
-    assert make_config(SMALLEST, ["train.checkpoint_activations=true"]).execution.recompute == "full"
-    both = make_config(SMALLEST, ["train.checkpoint_activations=true", "train.recompute=host"])
-    assert both.execution.recompute == "host"
+    assert make_config(SMALLEST, ["train.recompute=full"]).execution.recompute == "full"
     assert "train.recompute is 'most', but must be one of none, full" in refusal("train.recompute=most")
 
 
@@ -162,8 +161,7 @@ def test_a_sequence_that_x_cannot_share_is_refused_with_one_that_it_can() -> Non
     [
         ("train.trace=true", "train.cuda_graph and train.trace are both on"),
         ("model.dropout=0.1", "train.cuda_graph is on and model.dropout is 0.1"),
-        ("train.checkpoint_activations=true", "train.cuda_graph and train.checkpoint_activations are both on"),
-        ("train.recompute=communication", "train.cuda_graph and train.recompute are both on"),
+        ("train.recompute=full", "train.cuda_graph and train.recompute are both on"),
         (
             "grid.expert=2",
             "train.cuda_graph is on and grid.expert is 2, but a graph cannot wait for the number of rows",
@@ -174,10 +172,26 @@ def test_a_graph_raises_with_options_that_it_does_not_support(override: str, wor
     assert words in refusal("train.cuda_graph=true", override)
 
 
-def test_weights_cannot_be_freed_and_gathered_once() -> None:
-    message = refusal("train.gather_once=true", "train.keep_gathered=false")
-    assert "train.gather_once is on and train.keep_gathered is off" in message
-    assert make_config(SMALLEST, ["train.gather_once=true"]).execution.gather_once
+@pytest.mark.parametrize(
+    ("older", "would_do"),
+    [
+        ("keep_gathered=false", "train.reshard='after_forward'"),
+        ("keep_gathered=true", "train.reshard='after_backward'"),
+        ("gather_once=true", "train.reshard='weights_after_step'"),
+        ("accumulate_unsharded=true", "train.reshard='gradients_after_step'"),
+        ("checkpoint_activations=true", "train.recompute='full'"),
+    ],
+)
+def test_options_of_older_files_are_refused_with_those_that_took_their_place(older: str, would_do: str) -> None:
+    assert f"train.{older.partition('=')[0]} is an unknown option; {would_do} would do" in refusal(f"train.{older}")
+    make_config(SMALLEST, ["ranks=2", "grid.z=2", "train.micro_batch=2", would_do])
+
+
+def test_a_reshard_policy_is_read_and_an_unknown_one_refused() -> None:
+    for policy in get_args(ReshardPolicy):
+        micro_batches = ["ranks=2", "grid.z=2", "train.micro_batch=2"]
+        assert make_config(SMALLEST, [*micro_batches, f"train.reshard={policy}"]).execution.reshard == policy
+    assert "did you mean 'after_forward'?" in refusal("train.reshard=after_foward")
 
 
 @pytest.mark.parametrize("option", ["cuda_graph", "writes_copies"])
@@ -193,7 +207,7 @@ def test_features_of_gpus_raise_on_a_cpu(option: str) -> None:
         ("train.dtype=fp32", "train.dtype is 'fp32', in which the weights are kept"),
         ("train.optimizer=sgd", "train.optimizer is 'sgd', and only adamw writes them"),
         ("grid.z=2", "grid.z is 2, and there are copies only of weights that z does not cut"),
-        ("train.keep_gathered=false", "train.keep_gathered is off"),
+        ("train.reshard=after_forward", "train.reshard is 'after_forward'"),
     ],
 )
 def test_copies_that_no_step_would_write_are_refused(override: str, words: str) -> None:
@@ -211,10 +225,10 @@ def test_copies_that_no_step_would_write_are_refused(override: str, words: str) 
     ],
 )
 def test_gradients_are_accumulated_unsharded_where_they_are_sharded_and_accumulated(override: str, words: str) -> None:
-    options = ["ranks=2", "grid.z=2", "train.micro_batch=2", "train.accumulate_unsharded=true"]
-    assert make_config(SMALLEST, options).execution.accumulate_unsharded
+    options = ["ranks=2", "grid.z=2", "train.micro_batch=2", "train.reshard=gradients_after_step"]
+    assert make_config(SMALLEST, options).execution.scatters_once
     more = ["ranks=1"] if override == "grid.z=1" else []
-    assert f"train.accumulate_unsharded is on, but {words}" in refusal(*options, override, *more)
+    assert f"train.reshard is 'gradients_after_step', but {words}" in refusal(*options, override, *more)
 
 
 def test_a_batch_that_data_and_z_do_not_divide_names_the_nearest_that_they_do() -> None:

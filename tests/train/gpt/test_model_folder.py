@@ -47,16 +47,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("kind", "tied", "options"),
     [
         ("llama", False, ["train.micro_batch=2"]),
-        ("qwen2", True, ["train.keep_gathered=false"]),
-        ("gpt2", True, ["train.checkpoint_activations=true"]),
+        ("qwen2", True, ["train.reshard=after_forward"]),
+        ("gpt2", True, ["train.recompute=full"]),
         ("granite", False, ["train.micro_batch=2"]),  # scales its logits before the loss
         ("opt", True, ["train.micro_batch=2"]),  # has no roles: sharded by blocks
-        ("opt", True, ["train.checkpoint_activations=true"]),
+        ("opt", True, ["train.recompute=full"]),
         ("mistral", False, []),
         ("qwen3", True, []),
         ("gpt_neox", False, []),  # transformers renames its head when it reads the file
         ("gpt_oss", False, ["train.micro_batch=2"]),  # attention sinks, experts
-        ("gpt_oss", False, ["train.checkpoint_activations=true", "train.keep_gathered=false"]),
+        ("gpt_oss", False, ["train.recompute=full", "train.reshard=after_forward"]),
     ],
 )
 def test_ten_steps_on_a_grid_are_those_of_plain_pytorch(

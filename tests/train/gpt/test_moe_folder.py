@@ -53,7 +53,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     [
         ("qwen3_moe", [*X2_EXPERT2, "train.micro_batch=2"]),
         pytest.param("qwen3_moe", ["grid.z=2", "grid.expert=2", "train.recompute=full"], marks=pytest.mark.exhaustive),
-        pytest.param("qwen2_moe", ["grid.y=2", "train.keep_gathered=false"], marks=pytest.mark.exhaustive),
+        pytest.param("qwen2_moe", ["grid.y=2", "train.reshard=after_forward"], marks=pytest.mark.exhaustive),
         pytest.param("deepseek_v3", [*X2_EXPERT2, "train.recompute=communication"], marks=pytest.mark.exhaustive),
         pytest.param("olmoe", ["grid.pipe=2", "grid.data=2", "grid.expert=2"], marks=pytest.mark.exhaustive),
         pytest.param("mixtral", ["grid.x=2", "grid.expert=2", "grid.expert_tensor=fold"], marks=pytest.mark.exhaustive),

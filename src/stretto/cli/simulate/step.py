@@ -40,9 +40,7 @@ def step(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64 (default: bf16).")] = None,
     recompute: Annotated[str | None, typer.Option(help="As train.recompute (default: none).")] = None,
-    keep_gathered: Annotated[
-        bool | None, typer.Option(help="Keep weights gathered over z for the backward pass (default: they are kept).")
-    ] = None,
+    reshard: Annotated[str | None, typer.Option(help="As train.reshard (default: after_backward).")] = None,
     shard_sequence: Annotated[bool, typer.Option("--shard-sequence", help="As train.shard_sequence.")] = False,
     overlap: Annotated[
         str | None,
@@ -115,7 +113,7 @@ def step(
         options = {
             "overlap": None if overlap is None else _read_overlap(overlap),
             "recompute": recompute,
-            "keep_gathered": keep_gathered,
+            "reshard": reshard,
             "shard_sequence": shard_sequence or None,
         }
         run = {"micro_batch": micro_batch, "schedule": schedule, "virtual_stages": virtual_stages}
@@ -224,7 +222,7 @@ def _choose_step(
         found = predict(asked["model"], machine, grid=sizes, options=options, **about)
         _check_gpus(found.grid, asked.get("gpus") if grid is not None else None, machine)
     else:
-        searched = {name: changes[name] for name in ("recompute", "keep_gathered", "shard_sequence") if name in changes}
+        searched = {name: changes[name] for name in ("recompute", "reshard", "shard_sequence") if name in changes}
         gpus, overlaps = asked.get("gpus"), options.overlap.hides_any
         found = plan(asked["model"], machine, gpus=gpus, overlaps=overlaps, **about, **searched)[0]
         if not found.fits:

@@ -9,7 +9,7 @@ The states of one gradient, from where the backward pass makes it to `.grad`:
     `reduce_scatter_block` for a block's parameters              |
         |                                                        |
     does `no_sync` accumulate unsharded? -- yes --> UNSHARDED: whole over z, until a pass that scatters adds it to its
-        | no                                             own gradient: `_keep_unsharded`, `_take_unsharded`
+        | no                                             own gradient: `UnshardedGradients`
         | starts a reduce-scatter over z   [S]                   |
     SCATTERING  at most SCATTERS_IN_FLIGHT; waited               |
         | for in the order of starts: `_settle`                  |
@@ -57,12 +57,12 @@ from stretto.parallel.comm.gradient_buckets import (
     GradientBucket,
     GradientSink,
     StartedScatter,
-    UnshardedGradient,
     accumulate,
     local_gradient,
-    note_state,
 )
 from stretto.parallel.comm.rank_order import RULE, RankOrder
+from stretto.parallel.comm.unsharded_gradients import UnshardedGradients
+from stretto.parallel.comm.users_hooks import UsersHooks, alive
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
@@ -111,12 +111,12 @@ class GradientReducer:
         self.is_syncing = True
         self.has_synced = False
         self.accumulates_unsharded = self.keeps_unsharded = False
-        self._unsharded: dict[nn.Parameter, UnshardedGradient] = {}  # in one order on all ranks, too
+        self._unsharded = UnshardedGradients(precision)
+        self._users_hooks = UsersHooks(self._enter)
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
         self._scattered_over: dict[nn.Parameter, int] = {}
         self._weights: set[nn.Parameter] = set()
         self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}
-        self._accumulated: dict[nn.Parameter, None] = {}  # with deferred hooks, since the last pass that syncs
         self._unsummed: dict[nn.Parameter, None] = {}  # an ordered set: all ranks go through it in one order
         self._expected: dict[nn.Parameter, int] = {}
         self.at_failure: list[Callable[[], None]] = []
@@ -161,7 +161,8 @@ class GradientReducer:
         """Give all gradients to `sink` from now on, and none to `.grad`."""
         if self.accumulates_unsharded:
             raise ValueError(
-                "accumulate_unsharded keeps unsharded gradients, which optimizer_state 'device' and 'host' do not"
+                "reshard='gradients_after_step' keeps unsharded gradients, which optimizer_state 'device' and 'host' "
+                "do not"
             )
         self.sink = sink
         for parameter in self._groups:
@@ -195,35 +196,12 @@ class GradientReducer:
         return self.forward_scale(parameter) / self._scattered_over[parameter] if self.averages else 1.0
 
     def defer_hooks(self, parameter: nn.Parameter, name: str = "") -> None:
-        """Have a user's hooks of accumulated gradients be called once `.grad` is final. name: for errors.
-
-        Raises ValueError for hooks that would see a gradient before it is reduced, and for those that would see none.
-        """
-        own = self._hooks.get(parameter)
-        if parameter not in self._groups:
-            return
-        is_reduced = own is not None or parameter in self._weights  # else autograd's gradient is final in its pass
-        name, is_ours = name or f"a parameter of shape {list(parameter.shape)}", own is not None
-        if is_reduced and len(parameter._backward_hooks or ()) > is_ours:
-            raise ValueError(
-                f"{name} has a hook of register_hook, which would see no gradient, or a rank's own part of it: use "
-                "register_post_accumulate_grad_hook, whose hooks are called when .grad is reduced, and may change it"
-            )
-        hooks = parameter._post_accumulate_grad_hooks or {}
-        if len(hooks) == is_ours:
-            return
-        if self.sink is not None:
-            raise ValueError(
-                f"{name} has a hook, but its gradient goes to the optimizer that holds its state, and never to .grad"
-            )
-        for key, hook in hooks.items():  # in place, so that what removes a hook still does
-            if not isinstance(hook, _DeferredHook) and (own is None or key != own[1].id):
-                hooks[key] = _DeferredHook(hook, ref(self))
-
-    def note_accumulated(self, parameter: nn.Parameter) -> None:
-        """Call this parameter's deferred hooks at the end of the running backward pass, or of the next that syncs."""
-        self._enter()
-        self._accumulated[parameter] = None
+        """Have a user's hooks be called once `.grad` is final (`UsersHooks.defer`). name: for errors."""
+        if parameter in self._groups:
+            own = self._hooks.get(parameter)
+            # Else autograd's gradient is final in its pass.
+            is_reduced = own is not None or parameter in self._weights
+            self._users_hooks.defer(parameter, name, own, is_reduced=is_reduced, has_sink=self.sink is not None)
 
     def restore_hooks(self, parameter: nn.Parameter) -> None:
         """Register a parameter's hooks again: conversions (`.to`, `.double`) swap tensors and lose hooks."""
@@ -243,7 +221,7 @@ class GradientReducer:
         parameter.requires_grad_(True)  # frozen parameters get hooks too: they may be trained later
         self._hooks[parameter] = [
             parameter.register_hook(lambda _: self._before_accumulation(parameter)),
-            parameter.register_post_accumulate_grad_hook(lambda done: _alive(this)._after_accumulation(done)),
+            parameter.register_post_accumulate_grad_hook(lambda done: alive(this)._after_accumulation(done)),
         ]
         parameter.requires_grad_(is_trainable)
 
@@ -278,9 +256,9 @@ class GradientReducer:
         self.defer_hooks(parameter)
         if is_sharded:
             if self.keeps_unsharded and not self.is_syncing:
-                self._keep_unsharded(parameter, gradient, start)
+                self._unsharded.keep(parameter, gradient, start)
                 return
-            gradient = self._with_unsharded(parameter, gradient)
+            gradient = self._unsharded.add_to(parameter, gradient)
             self._follow_scatter(parameter)
         scale, gradient = self._scale_first(parameter, gradient)
         pending = start(gradient)
@@ -305,14 +283,14 @@ class GradientReducer:
             self.defer_hooks(parameter)
         if self.keeps_unsharded and not self.is_syncing:
             for parameter, gradient in gradients:
-                self._keep_unsharded(parameter, gradient, start_one)
+                self._unsharded.keep(parameter, gradient, start_one)
             return
         while current.scatters:  # one block is on its way at a time: its whole gradients take as much as many weights'
             self._settle(current, current.scatters.popleft())
         parameters = [parameter for parameter, _ in gradients]
         self._follow_scatter(*parameters)
         scaled = [
-            self._scale_first(parameter, self._with_unsharded(parameter, whole)) for parameter, whole in gradients
+            self._scale_first(parameter, self._unsharded.add_to(parameter, whole)) for parameter, whole in gradients
         ]
         pending = start([gradient for _, gradient in scaled])
         scales = [scale for scale, _ in scaled]
@@ -334,44 +312,6 @@ class GradientReducer:
         current.scatters.append(scatter)
         while len(current.scatters) > SCATTERS_IN_FLIGHT:
             self._settle(current, current.scatters.popleft())
-
-    def _with_unsharded(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        """Add what earlier micro-batches kept whole."""
-        kept = self._take_unsharded(parameter)
-        return gradient if kept is None else kept.total.add_(gradient).to(kept.dtype)
-
-    def _keep_unsharded(self, parameter: nn.Parameter, gradient: Tensor, start: Callable[[Tensor], Pending]) -> None:
-        """Add a whole gradient to the sum of earlier micro-batches. `.grad` is zeros until then, if it was None: code
-        that
-        drops it drops what is kept here, too."""
-        kept = self._take_unsharded(parameter)
-        if kept is None:
-            if parameter.grad is None:
-                accumulate(parameter, torch.zeros_like(local(parameter), requires_grad=False))
-            sent = self.precision.reduce or gradient.dtype
-            total = gradient.to(torch.promote_types(parameter.dtype, self.precision.reduce or parameter.dtype))
-            kept = UnshardedGradient(total, sent, start, *note_state(parameter))
-        else:
-            kept.total.add_(gradient)
-        self._unsharded[parameter] = kept
-
-    def _take_unsharded(self, parameter: nn.Parameter) -> UnshardedGradient | None:
-        """Take what earlier micro-batches kept whole; None if nothing, or if `.grad` was dropped since.
-
-        RuntimeError if `.grad` was written to: it does not say whether what is kept is to be changed in the same way.
-        """
-        kept = self._unsharded.pop(parameter, None)
-        if kept is None or parameter.grad is None:
-            return None
-        shown, versions = note_state(parameter)
-        if shown is not kept.shown or versions != kept.versions:
-            raise RuntimeError(
-                "a gradient was written to between micro-batches of no_sync(unsharded=True), which accumulates "
-                "gradients outside of .grad: drop gradients with zero_grad(set_to_none=True), and change them after "
-                "the last "
-                "micro-batch"
-            )
-        return kept
 
     def _enter(self) -> BackwardPass:
         """The state of the running backward pass; a new one schedules its `_finish`."""
@@ -589,7 +529,7 @@ class GradientReducer:
         if current.held:
             raise RuntimeError(REFUSED_GRAD)
         if self.is_syncing and current is outermost:
-            self._call_hooks()
+            self._users_hooks.call(self._reductions.place)
 
     def _reduce(self, current: BackwardPass) -> None:
         """Put all gradients that this rank has into buckets, send these, and add all sums to `.grad`."""
@@ -611,21 +551,12 @@ class GradientReducer:
                 bucket.start()
         while current.closed:  # each bucket is freed before the next one's gradients are made
             for parameter in current.closed.popleft().add_to_grad(self._absent):
-                self._accumulated[parameter] = None  # else an optimizer in backward would train it on some ranks alone
-
-    def _call_hooks(self) -> None:
-        # In one order on all ranks, also where these run different modules: a hook may communicate.
-        hooked, self._accumulated = sorted(self._accumulated, key=self._reductions.place, reverse=True), {}
-        with torch.no_grad():
-            for parameter in (each for each in hooked if each.grad is not None):
-                for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                    if isinstance(hook, _DeferredHook):
-                        hook.call(parameter)
+                self._users_hooks.note(parameter)  # else an optimizer in backward would train it on some ranks alone
 
     def _scatter_unsharded(self, current: BackwardPass) -> None:
         """Reduce the whole gradients of weights that the last micro-batch has no gradient of."""
-        for parameter in list(self._unsharded):
-            kept = self._take_unsharded(parameter)
+        for parameter in self._unsharded.parameters():
+            kept = self._unsharded.take(parameter)
             if kept is None:
                 continue
             self._follow_scatter(parameter)
@@ -635,17 +566,6 @@ class GradientReducer:
                 self._fill(current, parameter, mine)
             else:
                 accumulate(parameter, mine)
-
-
-class _DeferredHook:
-    """Stands for a user's hook, which autograd would call before the gradient is reduced."""
-
-    def __init__(self, call: Callable[[nn.Parameter], None], reducer: "ref[GradientReducer]") -> None:
-        self.call = call
-        self._reducer = reducer
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        _alive(self._reducer).note_accumulated(parameter)
 
 
 class _RunInBackward(torch.autograd.Function):
@@ -661,13 +581,6 @@ class _RunInBackward(torch.autograd.Function):
         with torch.no_grad():
             ctx.run()
         return None, None
-
-
-def _alive(reducer: "ref[GradientReducer]") -> GradientReducer:
-    alive = reducer()
-    if alive is None:
-        raise RuntimeError("this parameter's model is gone: keep what stretto.parallelize has returned")
-    return alive
 
 
 def _check_zero(gradient: Tensor) -> None:
@@ -697,7 +610,7 @@ def no_sync(model: nn.Module, *, unsharded: bool | None = None) -> Iterator[None
       outside, as `no_sync` of torch's FSDP does. Takes memory for all weights' gradients without their division by z,
       from the first micro-batch to the last. Until then `.grad` of these weights does not have them: drop gradients
       with `zero_grad(set_to_none=True)`, and change them after the last micro-batch only (RuntimeError).
-    - None (default): what `parallelize(accumulate_unsharded=...)` was given, False by default.
+    - None (default): as `parallelize(reshard=...)` was given: False for "after_backward", the default.
 
     ValueError for a model that is not on a grid.
     """

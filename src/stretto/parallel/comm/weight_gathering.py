@@ -5,7 +5,8 @@ Singh, section 5.1.4, "OAG". The other implementation is `stretto.parallel.comm.
 (`stretto.parallel.builder`) chooses one for the model; layers do not know which one they use.
 
 In FSDP2's words: `gather` is unshard. A weight that is kept gathered from the forward to the backward pass
-(`keep_gathered`) has reshard_after_forward=False; one that is gathered again there has reshard_after_forward=True.
+(`ExecutionOptions.keeps_weights`) has reshard_after_forward=False; one that is gathered again there has
+reshard_after_forward=True.
 """
 
 from abc import ABC, abstractmethod
@@ -319,12 +320,12 @@ def gather_once(model: nn.Module) -> Iterator[None]:
     optimizer's step comes after it. All ranks enter and leave alike. In FSDP2's words: blocks are unsharded by the
     first micro-batch, and resharded by the last.
 
-    ValueError for a model that is not on a grid, and for one of `parallelize(keep_gathered=False)`.
+    ValueError for a model that is not on a grid, and for one of `parallelize(reshard="after_forward")`.
     """
     gatherer = require_state(model, "gather_once").weight_gatherer
     if not isinstance(gatherer, StepGatherer):
         raise ValueError(
-            "gather_once keeps gathered weights, which keep_gathered=False frees; keep_gathered=True would do"
+            "gather_once keeps gathered weights, which reshard='after_forward' frees; 'after_backward' would do"
         )
     if gatherer.is_keeping:
         raise ValueError("gather_once is entered already: a step has one")

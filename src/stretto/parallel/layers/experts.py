@@ -54,7 +54,7 @@ class ExpertProduct:
     shard: WeightShard
     output_reduce_group: dist.ProcessGroup | None
     input_grad_reduce_group: dist.ProcessGroup | None
-    keep_gathered: bool
+    keeps_weights: bool
     hides_all_reduce: bool
     feeds: str | None = None
 
@@ -91,7 +91,7 @@ class _Multiply(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, parameter: Tensor, offsets: Tensor, plan: ExpertProduct) -> Tensor:
         weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions)).rows
         ctx.plan, ctx.parameter = plan, parameter
-        ctx.save_for_backward(rows, offsets, weight if plan.keep_gathered else None)
+        ctx.save_for_backward(rows, offsets, weight if plan.keeps_weights else None)
         return plan.multiply(rows, weight, offsets)
 
     @staticmethod

@@ -106,7 +106,7 @@ class LinearPlan:
     output_reduce_group: dist.ProcessGroup
     input_grad_reduce_group: dist.ProcessGroup
     is_transposed: bool
-    keep_gathered: bool
+    keeps_weights: bool
     hides_all_reduce: bool
     matmuls: MatmulTuner
     linear_index: int
@@ -274,7 +274,7 @@ class _SaveFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, plan: LinearPlan) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.weight = plan.shard.gather(parameter) if plan.keep_gathered else None
+        ctx.weight = plan.shard.gather(parameter) if plan.keeps_weights else None
         ctx.save_for_backward(x, None if ctx.weight is None else ctx.weight.rows)
         return x.new_empty(0)
 
@@ -307,7 +307,7 @@ class _Linear3D(torch.autograd.Function):
         y, x = plan.make_output(x, plan.matrix(weight.rows), bias, gathered)
         ctx.plan, ctx.has_bias, ctx.parameter, ctx.version = plan, bias is not None, parameter, weight.version
         if ctx.saver is None:
-            ctx.save_for_backward(x, weight.rows if plan.keep_gathered else None)
+            ctx.save_for_backward(x, weight.rows if plan.keeps_weights else None)
         return y
 
     @staticmethod

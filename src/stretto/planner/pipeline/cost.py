@@ -301,7 +301,7 @@ def paper_pipeline_cost(workload: StepWorkload, plan: PipelineEstimate, cluster:
     config, pipe = plan.config, plan.config.grid.pipe
     grid, model = config.grid, workload.model
     blocks, moe_blocks = max((sum(stages.blocks), sum(stages.moe_blocks)) for stages in plan.ranks)
-    gathers = 1 if config.options.keep_gathered else 2
+    gathers = 1 if config.options.keeps_weights else 2
     stage = workload.stage(blocks, is_first=False, is_last=False, moe_blocks=moe_blocks)
     volume = blocks_volume(stage.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
     times = seconds(volume, rates, grid) + paper_expert_seconds(stage, config, cluster, gathers)

@@ -193,9 +193,9 @@ class PipelineSearch:
         # What each micro-batch sends over z hides at most in its own passes.
         recomputes = options.recomputation.is_on
         times = recomputes + (not (recomputes and workload.model.is_sharded_by_blocks))
-        again = 0.0 if options.keep_gathered else times * gather
-        over_z = again + (0.0 if options.accumulate_unsharded else scatter)
-        passes = max(forward, 0.0 if options.keep_gathered else gather) + max(backward, over_z)
+        again = 0.0 if options.keeps_weights else times * gather
+        over_z = again + (0.0 if options.scatters_once else scatter)
+        passes = max(forward, 0.0 if options.keeps_weights else gather) + max(backward, over_z)
         return (count_of_batches * passes + sums) / grid.pipe
 
     def _min_of_experts(self, grid: GridSizes) -> Volume:
@@ -247,7 +247,7 @@ class PipelineSearch:
         frugal: tuple[float, StepConfig] | None = None
         for choice in self._list_choices(grid):
             # Experts' weights are many, and gathering them with each pass is for those that fit in no other way.
-            if self.workload.model.moe is not None and best is not None and not choice.options.keep_gathered:
+            if self.workload.model.moe is not None and best is not None and not choice.options.keeps_weights:
                 continue
             if any(choice.repeats_as_much_as(other) for other in settled):
                 continue

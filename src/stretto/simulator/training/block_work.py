@@ -145,7 +145,7 @@ class BlockWorkBuilder:
         options, has_nvlink = config.options, has_nvlink_over_z(self.cluster, config.grid)
         is_plain = not workload.model.is_sharded_by_blocks
         engines = options.overlap.copy_engines and has_nvlink and config.grid.z > 1
-        keeps = options.keep_gathered and (not options.recomputation.is_on or options.gather_once)
+        keeps = options.keeps_weights and (not options.recomputation.is_on or options.gathers_once)
         keeps = keeps and config.grid.pipe == 1
         # Of a model that is sharded by blocks, copy engines gather its large parameters alone.
         is_large = is_plain or sum(gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)) > 0

@@ -86,7 +86,7 @@ class BlockRecorder:
 
     def __init__(self, work: BlockWork, options: ExecutionOptions) -> None:
         self.work, self.overlap, self.recomputation = work, options.overlap, options.recomputation
-        self._frees = not options.keep_gathered
+        self._frees = not options.keeps_weights
         self._is_gathered_whole = not any(linear.weight for linear in work.linears)
         # Before each linear and after the last.
         self._parts = len(work.linears) + 1

@@ -22,21 +22,17 @@ def step_of_plan(
     plan: GridPlan,
     *,
     overlap: Overlap | bool = True,
-    accumulate_unsharded: bool = False,
     drop_duplicates: bool = True,
-    gather_once: bool = False,
     state: StateOptions | None = None,
     clips: bool = True,
 ) -> StepConfig:
     """The configuration that a plan predicts, with options that it lacks. state: except for its location."""
     options = ExecutionOptions(
         Overlap.parse(overlap),
-        plan.keep_gathered,
+        plan.reshard,
         plan.recompute,
         plan.shard_sequence,
-        accumulate_unsharded=accumulate_unsharded,
         drop_duplicates=drop_duplicates,
-        gather_once=gather_once,
     )
     schedule = None
     if plan.schedule is not None:
@@ -68,7 +64,7 @@ def plan_simulated(
     plans = plan(model, machine, batch=batch, seq_len=seq_len, cost="full", dtype=dtype, optimizer=optimizer, **search)
     architecture = set_imbalance(read_architecture(model, seq_len), search.get("imbalance"))
     workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
-    names = ("accumulate_unsharded", "drop_duplicates", "gather_once", "state", "clips")
+    names = ("drop_duplicates", "state", "clips")
     about = {name: search[name] for name in names if search.get(name) is not None}
     overlap = search.get("overlaps", True)
     best = [each for each in plans if each.is_possible and each.fits][:simulated]

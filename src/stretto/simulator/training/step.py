@@ -124,7 +124,7 @@ class RankRecorder:
         # Weights that were gathered once for all micro-batches, by stage.
         self._gathered: set[int] = set()
         keeps_block = self.recomputation.is_on and self.workload.model.is_sharded_by_blocks
-        self._frees = not options.keep_gathered and not keeps_block
+        self._frees = not options.keeps_weights and not keeps_block
         self._chunks = self._gradient_chunks()
         self.tape = Tape()
 
@@ -139,7 +139,7 @@ class RankRecorder:
             if action.micro_batch is None:
                 continue
             self.gradients.is_last = last.get(action.stage) == place
-            self.gradients.scatters = not options.accumulate_unsharded or self.gradients.is_last
+            self.gradients.scatters = not options.scatters_once or self.gradients.is_last
             match action.operation:
                 case PipelineOperation.FORWARD:
                     self._forward(action.stage, action.micro_batch)

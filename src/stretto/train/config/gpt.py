@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a GPT's training run, and the rules between its options. Imports no torch."""
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_validator
 
-from stretto.execution import ExecutionOptions, Overlap, Recomputation, StageOptions, StagePlacement, StateOptions
+from stretto.execution import (
+    ExecutionOptions,
+    Overlap,
+    Recomputation,
+    ReshardPolicy,
+    StageOptions,
+    StagePlacement,
+    StateOptions,
+)
 from stretto.train.config.model import ModelConfig
 from stretto.train.config.options import (
     MAX_LAYERS,
@@ -16,6 +25,7 @@ from stretto.train.config.options import (
     JobConfig,
     RunOptions,
     Section,
+    execution_option,
     option,
 )
 
@@ -73,37 +83,12 @@ class RunConfig(RunOptions):
     clip: Annotated[float | None, CanBeNone] = option(
         1.0, "clip gradients to this global norm; `none` does not clip", gt=0
     )
-    recompute: Annotated[str, AfterValidator(_check_recompute)] = option(
-        "none", "activation checkpointing: which activations are recomputed in the backward pass: `none`, `full`, "
-        "`every:k`, `products`, `communication` or `host` ([memory.md](memory.md))",
-    )  # fmt: skip
-    checkpoint_activations: bool = option(
-        False, 'short for `train.recompute = "full"`, unless `train.recompute` is set'
-    )
-    keep_gathered: bool = option(
-        True, "keep the weights that were all-gathered over z for the backward pass instead of gathering them again"
-    )
-    gather_once: bool = option(
-        False, "all-gather weights over z once per step, and keep them gathered for all micro-batches and for "
-        "recomputation; takes the memory of all weights in `train.dtype`. Pipelines always do this",
-    )  # fmt: skip
-    accumulate_unsharded: bool = option(
-        False, "with micro-batches, accumulate unsharded weight gradients, and reduce-scatter them over z once per "
-        "step instead of once per micro-batch; takes memory for gradients that are not sharded by z",
-    )  # fmt: skip
-    drop_duplicates: bool = option(
-        True,
-        "each rank of x sends only its part of the tokens to the experts, because all ranks of x have the same tokens",
-    )
-    expert_rows: Annotated[int | None, CanBeNone] = option(
-        None, "fixed capacity of a rank, in rows of experts' inputs, so that the host need not wait for their number; "
-        "more rows are an error", unit="rows", unset="dynamic", ge=1, lt=1 << 40,
-    )  # fmt: skip
-    tune_matmuls: bool = option(False, "autotune the layouts of each linear's matrix products in the first step")
-    shard_sequence: bool = option(
-        False, "sequence parallelism over x between blocks: all-gathers and reduce-scatters, fused with the matrix "
-        "products, in place of all-reduces",
-    )  # fmt: skip
+    recompute: Annotated[str, AfterValidator(_check_recompute)] = execution_option("recompute")
+    reshard: ReshardPolicy = execution_option("reshard")
+    drop_duplicates: bool = execution_option("drop_duplicates")
+    expert_rows: Annotated[int | None, CanBeNone] = execution_option("expert_rows", ge=1, lt=1 << 40)
+    tune_matmuls: bool = execution_option("tune_matmuls")
+    shard_sequence: bool = execution_option("shard_sequence")
     cuda_graph: bool = option(
         False, "replay each step as one CUDA graph; faster where steps are so short that the host limits the GPU"
     )
@@ -160,11 +145,6 @@ class RunConfig(RunOptions):
             accumulates_fp32=self.accumulate_fp32,
             step_on=self.step_on,
         )
-
-    @property
-    def recompute_mode(self) -> str:
-        """What `recompute` and `checkpoint_activations` mean together."""
-        return "full" if self.checkpoint_activations and self.recompute == "none" else self.recompute
 
 
 class PipelineConfig(Section):
@@ -246,17 +226,11 @@ class TrainConfig(JobConfig):
     @property
     def execution(self) -> ExecutionOptions:
         """How a step executes, as the planner predicts it and `parallelize` takes it."""
+        names = (each.name for each in fields(ExecutionOptions))
         return ExecutionOptions(
             overlap=Overlap(**dict(self.overlap)),
-            keep_gathered=self.train.keep_gathered,
-            recompute=self.train.recompute_mode,
-            shard_sequence=self.train.shard_sequence,
-            tune_matmuls=self.train.tune_matmuls,
-            accumulate_unsharded=self.train.accumulate_unsharded,
-            stages=self.pipeline.stages if self.is_pipelined else None,
-            drop_duplicates=self.train.drop_duplicates,
-            expert_rows=self.train.expert_rows,
-            gather_once=self.train.gather_once,
+            stages=self.pipeline.stages if self.is_pipelined else StageOptions(),
+            **{name: getattr(self.train, name) for name in names if name in RunConfig.model_fields},
         )
 
     @property

@@ -23,6 +23,7 @@ from stretto.axes import (
     GridSizes,
     shown_sizes,
 )
+from stretto.execution import option_metadata
 
 MAX_RANKS = 1 << 20  # bounds the search for a grid to suggest
 MAX_TIMEOUT = 30 * 24 * 3600  # seconds, as stretto.memory.groups allows
@@ -44,6 +45,13 @@ def option(default: Any, description: str, *, unit: str = "", unset: str = "none
     default: `...` makes the option required. unset: the words for a default of None. rules: pydantic's bounds.
     """
     return Field(default, description=description, json_schema_extra={"unit": unit, "unset": unset}, **rules)
+
+
+def execution_option(name: str, **rules: Any) -> Any:
+    """Declare an option that is a field of ExecutionOptions, with its default and texts."""
+    described = option_metadata(name)
+    texts = {key: described[key] for key in ("unit", "unset") if key in described}
+    return option(described["default"], described["help"], **texts, **rules)
 
 
 def _none_from_text(value: Any) -> Any:

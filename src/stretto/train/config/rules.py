@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from stretto.axes import NAMES, STAGE_AXES, GridSizes, check_sizes
+from stretto.execution import ExecutionOptions
 from stretto.planner.grids import divisors, every_grid
 from stretto.schedules import build_schedule
 from stretto.train.config.options import GridConfig, contradictions_of_run, nearest_multiple
@@ -52,21 +53,16 @@ def contradictions(config: "TrainConfig") -> list[str]:
             "sequence, but a rank of x would have only a part of each sequence; model.balance='switch' would do"
         )
     problems += contradictions_of_run(run)
-    if run.gather_once and not run.keep_gathered:
-        problems.append(
-            "train.gather_once is on and train.keep_gathered is off, which contradict each other; "
-            "train.gather_once=false would do"
-        )
     problems += _contradictions_of_copies(config)
     problems += _contradictions_of_state(config)
     problems += _contradictions_of_pipeline(config)
-    if run.accumulate_unsharded:
+    if ExecutionOptions(reshard=run.reshard).scatters_once:
         reasons = {
             f"grid.z is {grid.z}, so that z divides no gradient": grid.z == 1,
             "a rank's whole part of the batch is one micro-batch": run.micro_batch in (None, run.batch // parts),
         }
         problems += [
-            f"train.accumulate_unsharded is on, but {reason}; train.accumulate_unsharded=false would do"
+            f"train.reshard is {run.reshard!r}, but {reason}; 'after_backward' would do"
             for reason, is_so in reasons.items()
             if is_so
         ]
@@ -75,10 +71,9 @@ def contradictions(config: "TrainConfig") -> list[str]:
             "train.cuda_graph and train.trace are both on, but the kernels of a graph cannot be attributed in a trace; "
             "train.cuda_graph=false would do"
         )
-    if run.cuda_graph and run.recompute_mode != "none":
-        name = "checkpoint_activations" if run.checkpoint_activations else "recompute"
+    if run.cuda_graph and run.recompute != "none":
         problems.append(
-            f"train.cuda_graph and train.{name} are both on, but recomputation restores the state of random number "
+            "train.cuda_graph and train.recompute are both on, but recomputation restores the state of random number "
             "generators, which a graph cannot do; train.cuda_graph=false would do"
         )
     if run.cuda_graph and grid.expert > 1 and run.expert_rows is None:
@@ -109,7 +104,9 @@ def _contradictions_of_copies(config: "TrainConfig") -> list[str]:
         f"train.dtype is {run.dtype!r}, in which the weights are kept": run.dtype != "bf16",
         f"train.optimizer is {run.optimizer!r}, and only adamw writes them": run.optimizer != "adamw",
         f"grid.z is {grid.z}, and there are copies only of weights that z does not cut": grid.z > 1,
-        "train.keep_gathered is off, so that no weight stays from one pass to another": not run.keep_gathered,
+        "train.reshard is 'after_forward', so that no weight stays from one pass to another": (
+            run.reshard == "after_forward"
+        ),
     }
     return [
         f"train.writes_copies is on, but {reason}; train.writes_copies=false would do"
@@ -139,8 +136,9 @@ def _contradictions_of_state(config: "TrainConfig") -> list[str]:
         "train.writes_copies is on, whose copies are the weights already; train.writes_copies=false would do": (
             run.writes_copies
         ),
-        "train.accumulate_unsharded is on, which keeps whole gradients in fp32; train.accumulate_unsharded=false would "
-        "do": run.accumulate_unsharded,
+        f"train.reshard is {run.reshard!r}, which keeps whole gradients in fp32; 'after_backward' would do": (
+            ExecutionOptions(reshard=run.reshard).scatters_once
+        ),
         "train.cuda_graph is on, and a graph cannot wait for the host; train.cuda_graph=false or "
         "train.optimizer_state='device' would do": run.cuda_graph and run.optimizer_state == "host",
     }

@@ -102,7 +102,7 @@ class GPTTask(TrainTask):
                 functions,
                 micro_batch=options.micro_batch,
                 cuda_graph=options.cuda_graph,
-                gathers_once=options.gather_once,
+                gathers_once=config.execution.gathers_once,
             )
 
     def _build_pipeline(self, micro_batch: int) -> Pipeline:
