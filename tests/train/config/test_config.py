@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's configuration: what is read, what is refused and with which words, what is written back."""
 
+import re
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,8 @@ from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import GridConfig
 from stretto.train.config.rules import nearest_grid
 from stretto.train.devices import resolve_device
+
+ROOT = Path(__file__).parents[3]
 
 SMALLEST: dict[str, Any] = {
     "out": "runs/test",
@@ -350,3 +353,26 @@ def test_a_text_that_is_a_boolean_is_told_what_the_text_means() -> None:
         make_config({**SMALLEST, "train": {**SMALLEST["train"], "wandb": True}})
     assert "train.wandb is true, but must be a text (also log to this project of Weights & Biases" in str(refused.value)
     assert str(refused.value).endswith("leave it out for none")
+
+
+@pytest.mark.parametrize(
+    ("switches", "reshard", "recompute"),
+    [
+        ((True, False, False, False), "after_backward", "none"),
+        ((False, False, False, True), "after_forward", "full"),
+        ((True, True, False, False), "weights_after_step", "none"),
+        ((True, False, True, False), "gradients_after_step", "none"),
+        ((False, True, True, False), "after_step", "none"),
+    ],
+)
+def test_a_run_of_before_that_names_all_switches_still_loads(switches, reshard, recompute, tmp_path):
+    run = ROOT / "lab" / "results" / "demo" / "config.toml"
+    text = run.read_text()
+    for name, value in zip(
+        ("keep_gathered", "gather_once", "accumulate_unsharded", "checkpoint_activations"), switches, strict=True
+    ):
+        text, count = re.subn(rf"^{name} = \w+$", f"{name} = {str(value).lower()}", text, flags=re.MULTILINE)
+        assert count == 1
+    (tmp_path / "config.toml").write_text(text)
+    config = load_config(tmp_path / "config.toml")
+    assert (config.train.reshard, config.train.recompute) == (reshard, recompute)
