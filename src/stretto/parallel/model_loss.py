@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stretto.axes import LOSS
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
+from stretto.parallel.layers.router import count_over_ranks
 from stretto.parallel.layers.router_loss import balance_over_batch
 from stretto.parallel.roles import huggingface
 from stretto.parallel.roles.plan import ShardingPlan
@@ -45,6 +46,22 @@ def install_loss(model: nn.Module, plan: ShardingPlan, gradients: GradientReduce
     target = next((name for name in _TARGETS if name in signature.parameters), None)
     if isinstance(head, ParallelHead) and loss is not None and target is not None and is_sharded:
         _defer_loss(model, head, signature, target)
+
+
+def install_loss_of_rows(model: nn.Module, gradients: GradientReducer, *, overlaps: bool) -> None:
+    """Have a model that is sharded by blocks compute its loss, and its routers' losses, over the global batch.
+
+    overlaps: whether a sum of routers' counts goes on while the model computes.
+    """
+    is_pretrained = huggingface.is_pretrained_model(model)
+    if is_pretrained:
+        balance_over_batch(model, gradients)
+    for module in model.modules():
+        if hasattr(module, "sum_over_ranks"):  # a router of stretto.models
+            count_over_ranks(module, gradients, None, overlaps=overlaps)
+    if is_pretrained and gradients.grid.size(LOSS) > 1:
+        means = MeansOverBatch(gradients.grid, passes_others=True, is_averaged=gradients.averages)
+        take_means_over_batch(model, means, only_with_labels=True)
 
 
 def take_means_over_batch(model: nn.Module, means: MeansOverBatch, *, only_with_labels: bool) -> None:
