@@ -161,7 +161,7 @@ def interpreted_pool() -> "Iterator[Pool]":
     """Processes that interpret Triton's kernels, apart from the others: Triton decides that when a kernel is made."""
     from tests.pool import Pool
 
-    needed = ["stretto.ops", "stretto.parallel.builder", "stretto.train.trainer"]
+    needed = ["stretto.ops", "stretto.parallel.install", "stretto.train.trainer"]
     modules = [*needed, "triton.experimental.gluon"]  # which Triton's interpreter imports for its first kernel
     pool = Pool(4, {"TRITON_INTERPRET": "1"}, modules=modules, python=shared_server("torch").python)
     yield pool

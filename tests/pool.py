@@ -342,7 +342,7 @@ def _modules_to_preload(modules: list[str] | None) -> list[str]:
     needed = ["torch", "torch.distributed.tensor", "torch.distributed.tensor.debug", "pytest"]
     if modules is None:
         modules = [name for name in sys.modules if name.partition(".")[0] in ("stretto", "transformers")]
-        modules += ["stretto.parallel.builder"] * ("stretto.parallel.api" in sys.modules)  # which a call imports
+        modules += ["stretto.parallel.install"] * ("stretto.parallel.api" in sys.modules)  # which a call imports
     return needed + modules
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.parallel import Grid, gather, parallelize
-from stretto.parallel.api import _plan_or_blocks
+from stretto.parallel.resolve import resolve
 from stretto.parallel.roles.plan import ShardingPlan
 from tests.parallel import zoo
 from tests.parallel.training import Sizes, my_rows
@@ -91,7 +91,7 @@ def replicated_share(family: str, task: str) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = zoo.build(family, task)
-    plan = _plan_or_blocks(model, {"data": 1, "x": 2, "y": 1, "z": 2}, None, None, None)
+    plan = resolve(model, {"data": 1, "x": 2, "y": 1, "z": 2})
     if not isinstance(plan, ShardingPlan):
         return 1.0
     counts = [model.get_parameter(name).numel() for part in plan.replicated for name in part.parameters]

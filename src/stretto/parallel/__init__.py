@@ -14,13 +14,14 @@ from stretto.lazy import attach
 
 if TYPE_CHECKING:
     from stretto.execution import Overlap, StageOptions
-    from stretto.parallel.api import parallelize, register_forward_method, validate
+    from stretto.parallel.api import parallelize, validate
     from stretto.parallel.capture import CapturedStep
     from stretto.parallel.comm.counting import CollectiveCall, CollectiveCounts, count_collectives
     from stretto.parallel.comm.gradient_norm import clip_grad_norm_, clip_scale, gradient_norm
     from stretto.parallel.comm.gradient_reducer import no_sync
     from stretto.parallel.comm.kept_outputs import recomputation_contexts, run_once
     from stretto.parallel.comm.weight_gathering import gather_once
+    from stretto.parallel.forward_passes import register_forward_method
     from stretto.parallel.full_parameters import full_parameters
     from stretto.parallel.grid import Grid
     from stretto.parallel.layers.dropout import micro_batch_of
@@ -75,7 +76,7 @@ _HOMES = {
     "Overlap": "stretto.execution",
     "StageOptions": "stretto.execution",
     "parallelize": "stretto.parallel.api",
-    "register_forward_method": "stretto.parallel.api",
+    "register_forward_method": "stretto.parallel.forward_passes",
     "validate": "stretto.parallel.api",
     "CapturedStep": "stretto.parallel.capture",
     "CollectiveCall": "stretto.parallel.comm.counting",

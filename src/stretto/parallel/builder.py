@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.axes import EXPERT, EXPERT_Z, X_COPIES
-from stretto.execution import ExecutionOptions
+from stretto.axes import EXPERT, EXPERT_Z, STAGE, X_COPIES
 from stretto.huggingface.formulas import embedding_scale, norm_kind
 from stretto.huggingface.pretrained_model import is_conv1d
 from stretto.memory.copy_engine import have_copy_engines
@@ -23,7 +22,6 @@ from stretto.parallel.comm.copy_engine_gather import (
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.rank_order import RankOrder
 from stretto.parallel.comm.weight_gathering import StepGatherer, WeightGatherer, WeightPrefetcher
-from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
@@ -38,7 +36,6 @@ from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import ParameterLayout, Split, layout_of
 from stretto.parallel.meta import MetaInitializer
-from stretto.parallel.precision import Precision
 from stretto.parallel.roles.plan import (
     EXPERTS_PARAMETERS,
     LINEARS,
@@ -50,10 +47,11 @@ from stretto.parallel.roles.plan import (
     sharding_of,
 )
 from stretto.parallel.sharded_parameter import shard_parameter
-from stretto.parallel.state import ParallelState
+from stretto.parallel.state import BlockPlan, ParallelState, ShardingRequest
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
+    from stretto.parallel.pipeline.cutting import Cut
 
 
 class TiedParameter(NamedTuple):
@@ -71,35 +69,35 @@ class TiedParameter(NamedTuple):
 class Builder:
     """Builds each submodule's parallel counterpart, and one sharded parameter for all places that share a parameter.
 
-    is_stage: the model is a pipeline stage, which has several micro-batches in flight. The attribute `tied`: the
-    parameters that the first and the last stage share, by their ids.
+    cut: of a model whose pipeline stages are left in it, which have several micro-batches in flight.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        grid: Grid,
-        precision: Precision,
-        options: ExecutionOptions,
-        matmuls: MatmulTuner,
-        tokens: TokenShards | None,
+        request: ShardingRequest,
+        plan: ShardingPlan | BlockPlan,
         initializer: MetaInitializer,
-        *,
-        is_stage: bool = False,
+        cut: "Cut | None",
     ) -> None:
+        grid, options = request.grid, request.options
+        has_roles, is_stage = isinstance(plan, ShardingPlan), cut is not None
         self.model = model
         self.grid = grid
-        self.precision = precision
-        self.keeps_weights = options.keeps_weights
-        self.tokens = tokens
+        self.precision = request.precision
         self.options = options
+        self.keeps_weights = options.keeps_weights
         self.overlap = overlap = options.overlap
-        self.matmuls = matmuls
+        self.tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
+        self.matmuls = MatmulTuner(options.tune_matmuls and has_roles, grid.device, grid.communicator(STAGE))
         self.linears = 0
         self.has_one_rank = grid.size("world") == 1 and not is_stage
         over_z = grid.communicator("z")
         self.order = RankOrder(over_z, "weights and gradients over z")
-        self.gradient_reducer = GradientReducer(grid, precision, overlap, self.order, at_end=matmuls.finish)
+        self.gradient_reducer = GradientReducer(grid, self.precision, overlap, self.order, at_end=self.matmuls.finish)
+        self.gradient_reducer.accumulates_unsharded = options.scatters_once
+        self.gradient_reducer.averages = request.gradients == "mean"
+        self.gradient_reducer.loss_covers_own_rows = request.gradients == "mean" and not has_roles
         # Copy engines gather into memory that the next forward pass overwrites, and a stage has several in flight.
         by_copies = overlap.copy_engines and not is_stage and have_copy_engines(over_z, grid.device)
         self.ring = self.gradient_reducer.ring = make_scatter_ring(over_z) if by_copies else None
@@ -108,8 +106,8 @@ class Builder:
             self.gatherer = CopyEngineGatherer(CopyEngineAllGather(over_z), self.gatherer)
         if options.keeps_weights:
             self.gatherer = StepGatherer(self.gatherer)
-        self.state = ParallelState(grid, options, self.gradient_reducer, self.gatherer)
-        self.tied: dict[int, TiedParameter] = {}
+        self.state = ParallelState(request, plan, self.gradient_reducer, self.gatherer)
+        self.tied: dict[int, TiedParameter] = {} if cut is None else dict(cut.tied)
         self._made: dict[int, nn.Parameter] = {}
         # Parameters are identified by id: they must not be freed, and their ids reused, while they are replaced.
         self._originals = list(model.parameters())

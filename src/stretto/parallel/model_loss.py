@@ -24,6 +24,7 @@ from stretto.huggingface.router_loss import RanksOfBatch
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
+from stretto.parallel.layers.router import count_over_ranks
 from stretto.parallel.roles.plan import ShardingPlan
 
 _TARGETS = ("targets", "labels")  # their names in models' forward
@@ -63,6 +64,22 @@ def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:
     scale = group.size() if gradients.averages else 1.0
     ranks = RanksOfBatch(group, gather_rows, grid.size("pipe"), gradients.loss_covers_own_rows, scale)
     router_loss.balance_over_batch(model, ranks)
+
+
+def install_loss_of_rows(model: nn.Module, gradients: GradientReducer, *, overlaps: bool) -> None:
+    """Have a model that is sharded by blocks compute its loss, and its routers' losses, over the global batch.
+
+    overlaps: whether a sum of routers' counts goes on while the model computes.
+    """
+    is_pretrained = is_pretrained_model(model)
+    if is_pretrained:
+        balance_over_batch(model, gradients)
+    for module in model.modules():
+        if hasattr(module, "sum_over_ranks"):  # a router of stretto.models
+            count_over_ranks(module, gradients, None, overlaps=overlaps)
+    if is_pretrained and gradients.grid.size(LOSS) > 1:
+        means = MeansOverBatch(gradients.grid, passes_others=True, is_averaged=gradients.averages)
+        take_means_over_batch(model, means, only_with_labels=True)
 
 
 def take_means_over_batch(model: nn.Module, means: MeansOverBatch, *, only_with_labels: bool) -> None:

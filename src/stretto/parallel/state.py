@@ -14,29 +14,60 @@ if TYPE_CHECKING:
     from stretto.execution import ExecutionOptions
     from stretto.parallel.comm.gradient_reducer import GradientReducer
     from stretto.parallel.comm.weight_gathering import WeightGatherer
-    from stretto.parallel.grid import Grid
+    from stretto.parallel.grid import GradientReduction, Grid
     from stretto.parallel.layers.block_shard import BlockShard
     from stretto.parallel.pipeline.stages import ModelStages
+    from stretto.parallel.precision import Precision
+    from stretto.parallel.roles.plan import ShardingPlan
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+@dataclass(frozen=True)
+class BlockPlan:
+    """A model's blocks by name, and why it is sharded by these."""
+
+    names: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class ShardingRequest:
+    """What `parallelize` is asked for, apart from the model and its roles."""
+
+    grid: Grid
+    precision: Precision
+    options: ExecutionOptions
+    gradients: GradientReduction
+    sharded_loss: bool
+
+
 @dataclass(eq=False)
 class ParallelState:
-    """A parallelized model's grid, options, and the objects that its passes use.
+    """A parallelized model's grid, options and plan, and the objects that its passes use.
 
     stages: the pipeline stages of a model that is cut into some. block_shards: what gathers the parameters of a module
     that is gathered by itself. wrappers: what has replaced the forward of each module of which the parameters are
     gathered or read as plain tensors, the innermost first.
     """
 
-    grid: Grid
-    options: ExecutionOptions
+    request: ShardingRequest
+    plan: ShardingPlan | BlockPlan
     gradient_reducer: GradientReducer
     weight_gatherer: WeightGatherer
     stages: ModelStages | None = None
     block_shards: dict[nn.Module, BlockShard] = field(default_factory=dict)
     wrappers: dict[nn.Module, list[Wrapper]] = field(default_factory=dict)
+
+    @property
+    def grid(self) -> Grid:
+        """The grid that the model is on."""
+        return self.request.grid
+
+    @property
+    def options(self) -> ExecutionOptions:
+        """How the model's steps execute."""
+        return self.request.options
 
     def wrap_forward(self, module: nn.Module, wrap: Wrapper, wrap_method: Wrapper | None = None) -> None:
         """Replace a module's forward by `wrap(forward)`; `register_forward_method` does so with its other methods."""
