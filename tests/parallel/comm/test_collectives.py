@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever a layer sends is marked as a collective, for recomputation to spare and for traces to name."""
 
-from contextlib import suppress
+import time
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, checkpoint_activations, clip_grad_norm_, parallelize
-from stretto.parallel.comm.collectives import COLLECTIVE_MARK, collective, running_collective
+from stretto.parallel.comm import collectives
+from stretto.parallel.comm.collectives import COLLECTIVE_MARK, Started, collective, running_collective
 from tests.parallel.training import Sizes, my_rows
 
 BATCH, SEQ_LEN = 8, 8
@@ -51,6 +54,37 @@ def train(sizes: Sizes, shards_sequence: bool) -> tuple[set[tuple[str, str | Non
         step()
     names = {event.name for event in trace.events() if event.name.startswith(COLLECTIVE_MARK)}
     return calls.found, {name.removeprefix(COLLECTIVE_MARK) for name in names}
+
+
+class SlowWork:
+    """A Work of gloo that ends, or fails, in the third wait for it."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self._fails, self.limits = fails, []
+
+    def is_completed(self) -> bool:
+        raise AssertionError("it takes the Work's lock with the interpreter's, and deadlocks under a profiler")
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        self.limits.append(limit)
+        if len(self.limits) > 2:
+            if self._fails:
+                raise RuntimeError("Connection closed by peer")
+            return
+        assert limit is not None
+        time.sleep(limit.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_wait_looks_at_others_until_its_work_ends_and_never_asks_whether_it_has(fails, monkeypatch):
+    looks = []
+    monkeypatch.setattr(collectives, "LOOKS_EVERY", 0.2)
+    monkeypatch.setattr(collectives, "look_at_others", lambda: looks.append(True))
+    work = SlowWork(fails=fails)
+    with pytest.raises(RuntimeError, match="closed by peer") if fails else nullcontext():
+        Started(work, "all_gather", 0, 1, waits_on_host=True).wait()
+    assert (work.limits[:3], len(looks)) == ([timedelta(seconds=0.2)] * 3, 3 if fails else 2)
 
 
 @pytest.mark.sampled(quick=1)

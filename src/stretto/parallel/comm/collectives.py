@@ -12,6 +12,7 @@ activation checkpointing can spare it from being recomputed, and a trace names i
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -182,12 +183,17 @@ class Started:
                 _waiter.leave()
                 raise
             return
-        while not self.work.is_completed():
+        # No `is_completed` here: it waits for the Work's lock while it has the interpreter's, and under a profiler the
+        # thread that ends the Work takes them the other way round.
+        while True:
+            began = time.monotonic()
             try:
                 self.work.wait(timedelta(seconds=LOOKS_EVERY))
             except RuntimeError:
-                if not self.work.is_completed():
+                if time.monotonic() - began >= 0.9 * LOOKS_EVERY:  # else it has failed, which the caller's wait raises
                     look_at_others()
+                    continue
+            return
 
 
 def running_collective() -> str | None:
