@@ -2,7 +2,7 @@
 """Compares the weights that several ranks hold, to find silent corruption of a rank's memory or arithmetic.
 
 Ranks that hold the same shard of a parameter have computed it from the same numbers, summed by collectives that give
-all of them the same bits, so their shards are equal bit by bit (docs/silent-corruption.md). A check costs one pass over
+all of them the same bits, so their shards are equal bit by bit (docs/when-ranks-fail.md). A check costs one pass over
 the weights on their device, and one all-gather of 8 bytes for each kind of shard that a rank holds.
 """
 

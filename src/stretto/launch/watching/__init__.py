@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stuck and slow ranks from outside, by the counters that each rank keeps (docs/stalls.md). Needs no torch.
+"""Finds stuck and slow ranks from outside, by each rank's counters (docs/when-ranks-fail.md). Needs no torch.
 
 Modules: `ranks` (reads counters, the kernel's view of a process, and stacks), `monitor` (finds who keeps the others
 waiting), `slow_ranks`, `evidence` (the folder of a stall), `stacks` (taken from outside), `connections`, `failures`

@@ -243,12 +243,12 @@ class RunOptions(Section):
     )  # fmt: skip
     verify_steps: Annotated[int | None, CanBeNone] = option(
         None, "how often ranks compare a hash of replicated weights, to detect silent data corruption "
-        "([silent-corruption.md](silent-corruption.md)); also before each checkpoint",
+        "([when ranks fail](when-ranks-fail.md#replicated-weights)); also before each checkpoint",
         unit="steps", ge=1,
     )  # fmt: skip
     max_restarts: int = option(
         0, "most consecutive restarts from the newest checkpoint after a rank has failed, without a new checkpoint in "
-        "between ([restarts.md](restarts.md))", unit="restarts", ge=0, le=MAX_RESTARTS,
+        "between ([when ranks fail](when-ranks-fail.md#restarts))", unit="restarts", ge=0, le=MAX_RESTARTS,
     )  # fmt: skip
     grids: Grids = option(
         None, "grids for restarts on fewer ranks: a list of tables, `[{data = 2, x = 2}, {x = 2}]`, or of texts, "
