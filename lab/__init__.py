@@ -5,21 +5,21 @@
 commands' options), the benches, their peers and their pictures.
 """
 
+from lab.harness import list_plots
 from stretto.bench.pictures import PLOTS
 
 PLOTS.update(
-    {
+    list_plots()
+    | {
         "overlap.json": "lab.training.plot:plot_overlap",
         "dlrm.json": "lab.training.plot:plot_dlrm",
         "ddp.json": "lab.training.plot:plot_ddp",
         "offload-buckets.json": "lab.training.plot:plot_buckets",
-        "chunks.json": "lab.training.plot:plot_chunks",
         "pipeline.json": "lab.training.plot:plot_pipeline",
         "faults.json": "tests.faults.report:plot_faults",
         "messages.json": "lab.messages.plot:plot_messages",
         "plan.json": "lab.planning.plot:plot_plan",
         "layouts-*.json": "lab.planning.plot:plot_layouts",
-        "compile.json": "lab.collectives.plot:plot_compile",
         "pipelining.json": "lab.collectives.plot:plot_pipelining",
         "composition.json": "lab.collectives.plot:plot_composition",
         "operator-ablations*.json": "lab.operators.plot:plot_ablations",
@@ -30,13 +30,11 @@ PLOTS.update(
         "simulated-dlrm.json": "lab.studies.plot:plot_simulated_dlrm",
         "simulated-scaling.json": "lab.studies.plot:plot_scaling",
         "checkouts.json": "lab.checkouts.plot:plot_checkouts",
-        "schedules.json": "lab.planning.plot:plot_schedules",
         "simulated-steps.json": "lab.planning.plot:plot_simulated_steps",
         "simulated-pipelines.json": "lab.planning.plot:plot_simulated_pipelines",
         "moe-demo.json": "lab.training.plot:plot_moe_demo",
         "experts.json": "lab.training.plot:plot_experts",
         "simulated-collectives.json": "lab.simulated_schedules.plot:plot_simulated_collectives",
         "simulated-msccl.json": "lab.simulated_schedules.plot:plot_simulated_msccl",
-        "simulator-speed.json": "lab.simulator_speed:plot_simulator_speed",
     }
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lab.harness import add_commands
 from stretto.cli.bench.command import BenchApp, Needs
 from stretto.cli.console import Json, print_json, refusing_bad_input
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from tests.faults.settings import FaultsSetting
 
     from lab.checkouts.settings import CheckoutsSetting
-    from lab.collectives.settings import AblationsSetting, BackendSetting, CompileSetting
+    from lab.collectives.settings import AblationsSetting, BackendSetting
     from lab.experts.settings import ExpertsSetting, MoeLayersSetting
     from lab.messages.settings import MessagesSetting
     from lab.planning.layout_settings import LayoutsSetting
@@ -27,13 +28,10 @@ if TYPE_CHECKING:
         PlanSetting,
         PublishedExpertsSetting,
         PublishedPipelinesSetting,
-        PublishedSetting,
-        SchedulesSetting,
         SimulatedStepsSetting,
     )
     from lab.saves.settings import SavesSetting
     from lab.simulated_schedules.settings import SimulatedCollectivesSetting, SimulatedMscclSetting
-    from lab.simulator_speed import SimulatorSpeedSetting
     from lab.studies.settings import (
         SimulatedDlrmSetting,
         SimulatedScalingSetting,
@@ -42,13 +40,11 @@ if TYPE_CHECKING:
     )
     from lab.training.settings import (
         BlocksSetting,
-        ChunksSetting,
         DdpSetting,
         DlrmSetting,
         MoeDemoSetting,
         OffloadSetting,
         OverlapSetting,
-        ParitySetting,
         PeersSetting,
         PipelineSetting,
         RecomputeSetting,
@@ -59,6 +55,7 @@ if TYPE_CHECKING:
 
 benches = BenchApp("Run the benches whose results the README and the documentation report.", "lab/results")
 app = benches.app
+add_commands(benches)
 
 
 @app.command("redraw", rich_help_panel=Needs.NO_GPU.value)
@@ -77,22 +74,6 @@ def redraw(
         print_json({"pictures": pictures})
     else:
         print("\n".join(map(str, pictures)))
-
-
-@benches.command("parity", "lab.training.settings")
-def parity(setting: ParitySetting, out: Path) -> Any:
-    """Five steps on every grid of 1, 2, 4 and more ranks, compared with plain PyTorch on one (CPU, fp64 and fp32)."""
-    from lab.training.parity import bench_parity
-
-    return bench_parity(setting.ranks, out)
-
-
-@benches.command("compile", "lab.collectives.settings")
-def compile_(setting: CompileSetting, out: Path) -> Any:
-    """Seconds and memory to compile and verify collectives of up to 512 ranks (needs no GPU)."""
-    from lab.collectives.compile import bench_compile
-
-    return bench_compile(out, setting.largest)
 
 
 @benches.command("faults", "tests.faults.settings")
@@ -147,14 +128,6 @@ def blocks(setting: BlocksSetting, out: Path) -> Any:
     from lab.training.blocks import bench_blocks
 
     return bench_blocks(setting, ranks, out)
-
-
-@benches.command("chunks", "lab.training.settings")
-def chunks(setting: ChunksSetting, out: Path) -> Any:
-    """Overlap of gradients' all-reduces with optimizer steps, by the number of buckets per all-reduce (slow link)."""
-    from lab.training.chunks import bench_chunks
-
-    return bench_chunks(setting, out)
 
 
 @benches.command("pipeline", "lab.training.settings")
@@ -288,14 +261,6 @@ def layouts(setting: LayoutsSetting, out: Path) -> Any:
     return bench_layouts(file, predicted, setting, out)
 
 
-@benches.command("schedules", "lab.planning.settings")
-def schedules(setting: SchedulesSetting, out: Path) -> Any:
-    """Message-driven order compared with 1F1B for actions of unequal times, by the timing model of pipelines."""
-    from lab.planning.schedules import bench_schedules
-
-    return bench_schedules(setting, out)
-
-
 @benches.command("memory", "lab.planning.settings", needs=Needs.ONE_GPU)
 def memory(setting: MemorySetting, out: Path) -> Any:
     """Memory of training runs that nearly fill one GPU, compared with the planner's predictions."""
@@ -386,14 +351,6 @@ def flips(setting: FlipsSetting, out: Path) -> Any:
     return bench_flips(setting, out)
 
 
-@benches.command("published", "lab.planning.settings")
-def published(setting: PublishedSetting, out: Path) -> Any:
-    """Plans for every run of Singh's dissertation (Table 5.2), compared with the published FLOP/s (needs no GPU)."""
-    from lab.planning.published import bench_published
-
-    return bench_published(out, setting.batch)
-
-
 @benches.command("published-pipelines", "lab.planning.settings")
 def published_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
     """Plans for the pipelines of Singh's chapter 3 on Summit, compared with the published times (needs no GPU)."""
@@ -442,14 +399,6 @@ def simulated_msccl(setting: SimulatedMscclSetting, out: Path) -> Any:
     from lab.simulated_schedules.msccl import bench_simulated_msccl
 
     return bench_simulated_msccl(setting, out)
-
-
-@benches.command("simulator-speed", "lab.simulator_speed")
-def simulator_speed(setting: SimulatorSpeedSetting, out: Path) -> Any:
-    """How long simulations of all-gathers and random messages take, by the number of ranks (needs no GPU)."""
-    from lab.simulator_speed import bench_simulator_speed
-
-    return bench_simulator_speed(out, setting)
 
 
 @benches.command("simulated-two-level", "lab.studies.settings")

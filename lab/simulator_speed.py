@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from lab.harness import Bench, column
 from stretto.bench.settings import Option
 
 CLUSTER = "perlmutter"
@@ -43,33 +44,27 @@ class SimulatorSpeedSetting:
             raise ValueError(f"--megabytes is {self.megabytes}, but must be at least 1")
 
 
-def bench_simulator_speed(out: Path, setting: SimulatorSpeedSetting) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Row:
+    """A simulation, and how long it took."""
+
+    case: str = column("simulated")
+    ranks: int = column("ranks")
+    events: int = column("events", "{:,}")
+    preparation_seconds: float = column("routes and messages (s)", "{:.2f}")
+    execution_seconds: float = column("execution (s)", "{:.2f}")
+    events_per_second: float = column("events a second", "{:,.0f}")
+    simulated_milliseconds: float = column("simulated (ms)", "{:.3f}")
+
+
+def time_simulations(setting: SimulatorSpeedSetting) -> Iterator[Row]:
     """Time simulations of all-gathers on Perlmutter, and of random messages, where no two events fall together."""
-    from stretto.bench.harness import Column, print_table, write_result
-    from stretto.bench.pictures import draw_result
-
-    columns = (
-        Column("case", "simulated"),
-        Column("ranks", "ranks"),
-        Column("events", "events", "{:,}"),
-        Column("preparation_seconds", "routes and messages (s)", "{:.2f}"),
-        Column("execution_seconds", "execution (s)", "{:.2f}"),
-        Column("events_per_second", "events a second", "{:,.0f}"),
-        Column("simulated_milliseconds", "simulated (ms)", "{:.3f}"),
-    )
     _time_all_gather(SMALLEST, "ring", False, setting.megabytes)  # imports are not timed
-    rows = list(_measure(setting))
-    print_table("How long simulations take, on one core", columns, rows)
-    draw_result(write_result(out, "simulator-speed", columns, rows, megabytes=setting.megabytes, cluster=CLUSTER))
-    return rows
-
-
-def _measure(setting: SimulatorSpeedSetting) -> Iterator[dict[str, Any]]:
     ranks = SMALLEST
     while ranks <= setting.largest:
         for case, (algorithm, uses_symmetry) in ALGORITHMS.items():
-            yield {"case": case, "ranks": ranks} | _time_all_gather(ranks, algorithm, uses_symmetry, setting.megabytes)
-        yield {"case": RANDOM, "ranks": ranks} | _time_random_messages(ranks)
+            yield Row(case, ranks, **_time_all_gather(ranks, algorithm, uses_symmetry, setting.megabytes))
+        yield Row(RANDOM, ranks, **_time_random_messages(ranks))
         ranks *= 2
 
 
@@ -159,3 +154,15 @@ def plot_simulator_speed(result: Path, picture: Path) -> None:
             "rounds are simulated once. Random messages have no symmetry: 50 a rank, of random sizes. Left: finding "
             "routes and adding messages is counted; right: execution alone."
         )
+
+
+BENCH = Bench(
+    "simulator-speed",
+    "How long simulations of all-gathers and random messages take, by the number of ranks (needs no GPU).",
+    SimulatorSpeedSetting,
+    time_simulations,
+    Row,
+    title="How long simulations take, on one core",
+    plot=plot_simulator_speed,
+    about=lambda setting: {"megabytes": setting.megabytes, "cluster": CLUSTER},
+)

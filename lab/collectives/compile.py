@@ -1,45 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab compile`: seconds and memory to compile and verify collectives as they grow. Needs no GPU."""
 
+import json
 import resource
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lab.collectives.settings import COMPILED_CASES, count_case_ranks
-from stretto.bench.harness import Column, print_table, write_result
-from stretto.bench.pictures import draw_result
+from lab.harness import Bench, column
+from stretto.bench.pictures import describe_origin
+from stretto.bench.settings import Option
 from stretto.collectives import verify
 from stretto.collectives.algorithms import find
 
-COLUMNS = (
-    Column("algorithm", "algorithm"),
-    Column("size", "size"),
-    Column("steps", "steps", "{:,}"),
-    Column("compile_seconds", "compile (s)", "{:.2f}"),
-    Column("verify_seconds", "verify (s)", "{:.2f}"),
-    Column("microseconds_per_step", "both, µs a step", "{:.0f}"),
-    Column("peak_gib", "peak memory (GiB)", "{:.2f}"),
+COMPILED_CASES: tuple[tuple[str, dict[str, int]], ...] = (
+    *(("ring-all-reduce", {"ranks": ranks}) for ranks in (8, 16, 32, 64, 128, 256)),
+    *(("hierarchical-all-reduce", {"nodes": nodes, "gpus": 8}) for nodes in (2, 4, 8, 16, 32, 64)),
+    *(("two-shot-all-reduce", {"ranks": ranks}) for ranks in (8, 16, 32, 64)),
+    *(("recursive-halving-all-reduce", {"ranks": ranks}) for ranks in (16, 64, 256)),
 )
 
 
-def bench_compile(out: Path, largest: int | None = None) -> list[dict[str, Any]]:
-    """Compile and verify each case in its own process, print the table, and write compile.json and compile.png.
+def count_case_ranks(sizes: Mapping[str, int]) -> int:
+    """The ranks of a case of `python -m lab compile`."""
+    return sizes.get("ranks") or sizes["nodes"] * sizes["gpus"]
 
-    largest: leave out cases with more ranks.
-    """
-    rows = []
+
+@dataclass(frozen=True)
+class CompileSetting:
+    """Which cases `python -m lab compile` measures."""
+
+    largest: Annotated[int | None, Option("Leave out cases with more ranks.")] = None
+
+    def __post_init__(self) -> None:
+        smallest = min(count_case_ranks(sizes) for _, sizes in COMPILED_CASES)
+        if self.largest is not None and self.largest < smallest:
+            raise ValueError(f"the smallest case has {smallest} ranks, more than {self.largest}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case: what was compiled, its steps, and what that took."""
+
+    algorithm: str = column("algorithm")
+    size: str = column("size")
+    steps: int = column("steps", "{:,}")
+    compile_seconds: float = column("compile (s)", "{:.2f}")
+    verify_seconds: float = column("verify (s)", "{:.2f}")
+    microseconds_per_step: float = column("both, µs a step", "{:.0f}")
+    peak_gib: float = column("peak memory (GiB)", "{:.2f}")
+
+
+def measure_cases(setting: CompileSetting) -> Iterator[Row]:
+    """Compile and verify each case in its own process."""
     for name, sizes in COMPILED_CASES:
-        if largest is None or count_case_ranks(sizes) <= largest:
+        if setting.largest is None or count_case_ranks(sizes) <= setting.largest:
             with get_context("spawn").Pool(1) as pool:
-                rows.append(pool.apply(measure, (name, sizes)))
-    print_table("Compile and verify, one process", COLUMNS, rows)
-    draw_result(write_result(out, "compile", COLUMNS, rows))
-    return rows
+                yield pool.apply(measure, (name, sizes))
 
 
-def measure(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
+def measure(name: str, sizes: dict[str, Any]) -> Row:
     """Compile and verify one case; returns its row. Raises AssertionError if the schedule does not verify."""
     begin = time.perf_counter()
     schedule = find(name).compile(**sizes)
@@ -47,13 +70,55 @@ def measure(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
     found = verify(schedule)
     end = time.perf_counter()
     assert found.ok, found.errors
-    return {
-        "algorithm": name,
-        "size": " x ".join(str(size) for size in sizes.values()),
-        "steps": schedule.steps,
-        "compile_seconds": compiled - begin,
-        "verify_seconds": end - compiled,
-        "microseconds_per_step": (end - begin) / schedule.steps * 1e6,
+    return Row(
+        algorithm=name,
+        size=" x ".join(str(size) for size in sizes.values()),
+        steps=schedule.steps,
+        compile_seconds=compiled - begin,
+        verify_seconds=end - compiled,
+        microseconds_per_step=(end - begin) / schedule.steps * 1e6,
         # Linux counts in KiB.
-        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
+        peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    )
+
+
+def plot_compile(result: Path, picture: Path) -> None:
+    """Draw the seconds to compile and verify over the schedule's steps, a line an algorithm."""
+    from stretto.report.style import FOURTH_PEER, GREY, SERIES, STRETTO, drawing, plain_log
+
+    data = json.loads(result.read_text())
+    rows = data["rows"]
+    seconds = [row["compile_seconds"] + row["verify_seconds"] for row in rows]
+    with drawing(picture, 7, 3.8) as drawn:
+        panel = drawn.panels(1, 1)[0, 0]
+        looks = (STRETTO, *SERIES[1:3], FOURTH_PEER, *SERIES[4:])
+        for number, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
+            mine = [(row["steps"], spent) for row, spent in zip(rows, seconds, strict=True) if row["algorithm"] == name]
+            look = looks[number % len(looks)]
+            panel.plot([steps for steps, _ in mine], [spent for _, spent in mine], label=name, **look.line)
+        steps = sorted(row["steps"] for row in rows)
+        slope = min(spent / row["steps"] for row, spent in zip(rows, seconds, strict=True))
+        panel.plot(
+            steps,
+            [slope * each for each in steps],
+            color=GREY,
+            linewidth=1,
+            label=f"{slope * 1e6:.0f} µs for each step",
+        )
+        plain_log(panel.xaxis)
+        plain_log(panel.yaxis)
+        panel.set_xlabel("steps of the schedule")
+        panel.set_ylabel("seconds to compile and verify")
+        drawn.title = "Compiling and verifying a collective, in one process"
+        drawn.subtitle = describe_origin(data)
+
+
+BENCH = Bench(
+    "compile",
+    "Seconds and memory to compile and verify collectives of up to 512 ranks (needs no GPU).",
+    CompileSetting,
+    measure_cases,
+    Row,
+    title="Compile and verify, one process",
+    plot=plot_compile,
+)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of `ablations` and `compile`, drawn from their JSON."""
+"""Pictures of `ablations`, drawn from their JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,6 @@ from stretto.bench.collectives.plot import _MODES
 from stretto.bench.interleaved import name_size
 from stretto.bench.pictures import describe_origin
 from stretto.report.style import (
-    FOURTH_PEER,
-    GREY,
     OTHER_PEER,
     PEER,
     SERIES,
@@ -84,35 +82,6 @@ def _plot_ablation(
         drawn.title = f"{title}: {data['ranks']} ranks, protocol {data['protocol']}"
         drawn.subtitle = describe_origin(data)
         drawn.caption = caption
-
-
-def plot_compile(result: Path, picture: Path) -> None:
-    """Draw the seconds to compile and verify over the schedule's steps, a line an algorithm."""
-    data = json.loads(result.read_text())
-    rows = data["rows"]
-    seconds = [row["compile_seconds"] + row["verify_seconds"] for row in rows]
-    with drawing(picture, 7, 3.8) as drawn:
-        panel = drawn.panels(1, 1)[0, 0]
-        looks = (STRETTO, *SERIES[1:3], FOURTH_PEER, *SERIES[4:])
-        for number, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
-            mine = [(row["steps"], spent) for row, spent in zip(rows, seconds, strict=True) if row["algorithm"] == name]
-            look = looks[number % len(looks)]
-            panel.plot([steps for steps, _ in mine], [spent for _, spent in mine], label=name, **look.line)
-        steps = sorted(row["steps"] for row in rows)
-        slope = min(spent / row["steps"] for row, spent in zip(rows, seconds, strict=True))
-        panel.plot(
-            steps,
-            [slope * each for each in steps],
-            color=GREY,
-            linewidth=1,
-            label=f"{slope * 1e6:.0f} µs for each step",
-        )
-        plain_log(panel.xaxis)
-        plain_log(panel.yaxis)
-        panel.set_xlabel("steps of the schedule")
-        panel.set_ylabel("seconds to compile and verify")
-        drawn.title = "Compiling and verifying a collective, in one process"
-        drawn.subtitle = describe_origin(data)
 
 
 def _tile_bytes(name: str) -> int:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of `ablations`, `backend` and `compile`."""
+"""Settings of `ablations` and `backend`."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -79,28 +78,3 @@ class BackendSetting:
     def sizes(self) -> tuple[int, ...]:
         """Bytes of whole arrays."""
         return list_sizes(self.smallest, self.largest, self.step)
-
-
-COMPILED_CASES: tuple[tuple[str, dict[str, int]], ...] = (
-    *(("ring-all-reduce", {"ranks": ranks}) for ranks in (8, 16, 32, 64, 128, 256)),
-    *(("hierarchical-all-reduce", {"nodes": nodes, "gpus": 8}) for nodes in (2, 4, 8, 16, 32, 64)),
-    *(("two-shot-all-reduce", {"ranks": ranks}) for ranks in (8, 16, 32, 64)),
-    *(("recursive-halving-all-reduce", {"ranks": ranks}) for ranks in (16, 64, 256)),
-)
-
-
-def count_case_ranks(sizes: Mapping[str, int]) -> int:
-    """The ranks of a case of `python -m lab compile`."""
-    return sizes.get("ranks") or sizes["nodes"] * sizes["gpus"]
-
-
-@dataclass(frozen=True)
-class CompileSetting:
-    """Which cases `python -m lab compile` measures."""
-
-    largest: Annotated[int | None, Option("Leave out cases with more ranks.")] = None
-
-    def __post_init__(self) -> None:
-        smallest = min(count_case_ranks(sizes) for _, sizes in COMPILED_CASES)
-        if self.largest is not None and self.largest < smallest:
-            raise ValueError(f"the smallest case has {smallest} ranks, more than {self.largest}")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab published`: plans for each run of Table 5.2 of Singh's dissertation, with its measured FLOP/s."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from stretto.bench.harness import Column, print_table, write_result
+from lab.harness import Bench, column
+from stretto.bench.settings import Option, require_least
 from stretto.cluster import Cluster, name_grid
 from stretto.models import GPTConfig
 from stretto.planner import plan
@@ -41,29 +42,40 @@ RUNS = tuple(
     for gpus, model, petaflops in rows
 )  # fmt: skip
 
-COLUMNS = (
-    Column("cluster", "machine"),
-    Column("gpus", "GPUs", "{:,}"),
-    Column("model", "model"),
-    Column("paper_grid", "best grid, paper's model"),
-    Column("paper_seconds", "its communication (s)", "{:.3g}"),
-    Column("full_grid", "best grid, full model"),
-    Column("full_seconds", "its step (s)", "{:.3g}"),
-    Column("exposed_seconds", "of it exposed (s)", "{:.3g}"),
-    Column("predicted_petaflops", "predicted PFLOP/s", "{:,.1f}"),
-    Column("petaflops", "published PFLOP/s", "{:,.1f}"),
-)
+
+@dataclass(frozen=True)
+class PublishedSetting:
+    """The global batch that `python -m lab published` assumes."""
+
+    batch: Annotated[int, Option("Global batch, in sequences of 2048 tokens.")] = BATCH
+
+    def __post_init__(self) -> None:
+        require_least(1, batch=self.batch)
 
 
-def bench_published(out: Path, batch: int = BATCH) -> list[dict[str, Any]]:
-    """Plan every run with both cost models, print the table, and write published.json to `out`."""
-    rows = [_row(run, batch) for run in RUNS]
-    print_table(f"Table 5.2's runs, {batch} sequences of {SEQ_LEN} tokens", COLUMNS, rows)
-    write_result(out, "published", COLUMNS, rows, batch=batch, seq_len=SEQ_LEN)
-    return rows
+@dataclass(frozen=True)
+class Row:
+    """Plans of one run of Table 5.2, beside its published speed."""
+
+    cluster: str = column("machine")
+    gpus: int = column("GPUs", "{:,}")
+    model: str = column("model")
+    paper_grid: str = column("best grid, paper's model")
+    paper_seconds: float = column("its communication (s)", "{:.3g}")
+    full_grid: str = column("best grid, full model")
+    full_seconds: float = column("its step (s)", "{:.3g}")
+    exposed_seconds: float = column("of it exposed (s)", "{:.3g}")
+    predicted_petaflops: float = column("predicted PFLOP/s", "{:,.1f}")
+    petaflops: float = column("published PFLOP/s", "{:,.1f}")
 
 
-def _row(run: PublishedRun, batch: int) -> dict[str, Any]:
+def plan_runs(setting: PublishedSetting) -> Iterator[Row]:
+    """Plan every run with both cost models."""
+    for run in RUNS:
+        yield _row(run, setting.batch)
+
+
+def _row(run: PublishedRun, batch: int) -> Row:
     cluster = Cluster.preset(run.cluster)
     # The paper's runs recompute activations.
     paper, full = (
@@ -78,18 +90,18 @@ def _row(run: PublishedRun, batch: int) -> dict[str, Any]:
         )[0]
         for cost in ("paper", "full")
     )
-    return {
-        "cluster": run.cluster,
-        "gpus": run.gpus,
-        "model": run.model,
-        "paper_grid": name_grid(paper.grid),
-        "paper_seconds": paper.step_time,
-        "full_grid": name_grid(full.grid),
-        "full_seconds": full.step_time,
-        "exposed_seconds": sum(full.exposed.values()),
-        "predicted_petaflops": model_flops(GPTConfig.preset(run.model), batch) / full.step_time / 1e15,
-        "petaflops": run.petaflops,
-    }
+    return Row(
+        cluster=run.cluster,
+        gpus=run.gpus,
+        model=run.model,
+        paper_grid=name_grid(paper.grid),
+        paper_seconds=paper.step_time,
+        full_grid=name_grid(full.grid),
+        full_seconds=full.step_time,
+        exposed_seconds=sum(full.exposed.values()),
+        predicted_petaflops=model_flops(GPTConfig.preset(run.model), batch) / full.step_time / 1e15,
+        petaflops=run.petaflops,
+    )
 
 
 def paper_model(name: str) -> GPTConfig:
@@ -103,3 +115,14 @@ def model_flops(model: GPTConfig, batch: int) -> float:
     return (
         96 * batch * SEQ_LEN * layers * hidden**2 * (1 + SEQ_LEN / (6 * hidden) + model.vocab / (16 * layers * hidden))
     )
+
+
+BENCH = Bench(
+    "published",
+    "Plans for every run of Singh's dissertation (Table 5.2), compared with the published FLOP/s (needs no GPU).",
+    PublishedSetting,
+    plan_runs,
+    Row,
+    title=lambda setting: f"Table 5.2's runs, {setting.batch} sequences of {SEQ_LEN} tokens",
+    about=lambda setting: {"batch": setting.batch, "seq_len": SEQ_LEN},
+)

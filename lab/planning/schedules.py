@@ -7,15 +7,17 @@ equal memory (as many live micro-batches as there are stages), and at twice that
 number drawn uniformly from [1 - jitter, 1 + jitter]; all orders have the same numbers.
 """
 
+import json
+import re
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from lab.planning.settings import SchedulesSetting
-from stretto.bench.harness import Column, print_table, write_result
-from stretto.bench.pictures import draw_result
+from lab.harness import Bench, column
+from stretto.bench.pictures import describe_origin
+from stretto.bench.settings import Option, require_least
 from stretto.schedules import (
     PipelineTimeline,
     ServeFirst,
@@ -26,28 +28,64 @@ from stretto.schedules import (
     simulate_message_driven,
 )
 
-COLUMNS = (
-    Column("size", "stages x micro-batches"),
-    Column("latency", "latency", "{:g}"),
-    Column("jitter", "jitter", "{:.0%}"),
-    Column("order", "order"),
-    Column("memory", "live micro-batches"),
-    Column("live", "of them on a rank", "{:g}"),
-    Column("makespan", "makespan (median)", "{:.2f}"),
-    Column("to_1f1b", "to plain 1F1B", "{:.3f}"),
-)
+MAX_UNITS = 1 << 16  # of a schedule that is simulated
+_MEMORY = {"equal": "live micro-batches as 1F1B", "twice": "twice as many"}
+
+
+@dataclass(frozen=True)
+class SchedulesSetting:
+    """Which pipelines `python -m lab schedules` simulates. A forward pass takes 1 unit of time, a backward pass 2.
+
+    Raises ValueError for sizes and times that make no sense.
+    """
+
+    sizes: Annotated[tuple[str, ...], Option("Stages x micro-batches.", separator=" ")] = ("4x16", "8x32")
+    latencies: Annotated[tuple[float, ...], Option("Latencies of a message, in forward passes.")] = (0.0, 0.25)
+    jitters: Annotated[tuple[float, ...], Option("How much the time of a unit varies: 0.2 is 20%.")] = (0.0, 0.2, 0.5)
+    seeds: Annotated[int, Option("Seeds of the jitter; medians are of these.")] = 200
+
+    def __post_init__(self) -> None:
+        self.pipelines()
+        require_least(1, seeds=self.seeds)
+        require_least(0, **{f"--latencies {value:g}": value for value in self.latencies})
+        for jitter in self.jitters:
+            if not 0 <= jitter <= 1:
+                raise ValueError(f"--jitters has {jitter:g}, but jitter is from 0 to 1")
+
+    def pipelines(self) -> list[tuple[int, int]]:
+        """Stages and micro-batches of each size. Raises ValueError for a text that is no size."""
+        found = []
+        for text in self.sizes:
+            size = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
+            if size is None:
+                raise ValueError(f"--sizes has {text!r}, but a size is stages x micro-batches, such as 4x16")
+            stages, micro_batches = int(size[1]), int(size[2])
+            if stages < 2 or stages * micro_batches > MAX_UNITS:
+                raise ValueError(
+                    f"--sizes has {text!r}, but a pipeline has at least 2 stages, and here at most {MAX_UNITS} "
+                    "micro-batches of all stages"
+                )
+            found.append((stages, micro_batches))
+        return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """An order's makespan, at one latency and jitter."""
+
+    size: str = column("stages x micro-batches")
+    latency: float = column("latency", "{:g}")
+    jitter: float = column("jitter", "{:.0%}")
+    order: str = column("order")
+    memory: str = column("live micro-batches")
+    live: float = column("of them on a rank", "{:g}")
+    makespan: float = column("makespan (median)", "{:.2f}")
+    to_1f1b: float = column("to plain 1F1B", "{:.3f}")
+
 
 _FIRST = {"arrival": "in order of arrival", "backward": "backward first", "forward": "forward first"}
 
 Simulation = Callable[[StageLinks, float, int], PipelineTimeline]
-
-
-def bench_schedules(setting: SchedulesSetting, out: Path) -> list[dict[str, Any]]:
-    """Simulate every order, print the table, and write schedules.json, .md and .png to `out`."""
-    rows = [row for size in setting.pipelines() for row in _compare(*size, setting)]
-    print_table("Orders of a pipeline, F = 1, B = 2", COLUMNS, rows)
-    draw_result(write_result(out, "schedules", COLUMNS, rows, setting=asdict(setting)))
-    return rows
 
 
 def list_orders(stages: int, micro_batches: int) -> Iterator[tuple[str, str, Simulation]]:
@@ -77,7 +115,13 @@ def list_orders(stages: int, micro_batches: int) -> Iterator[tuple[str, str, Sim
             yield f"message-driven, {_FIRST[first]}", memory, drive
 
 
-def _compare(stages: int, micro_batches: int, setting: SchedulesSetting) -> Iterator[dict[str, Any]]:
+def compare_orders(setting: SchedulesSetting) -> Iterator[Row]:
+    """Simulate every order of every pipeline."""
+    for stages, micro_batches in setting.pipelines():
+        yield from _compare(stages, micro_batches, setting)
+
+
+def _compare(stages: int, micro_batches: int, setting: SchedulesSetting) -> Iterator[Row]:
     orders = list(list_orders(stages, micro_batches))
     for latency in setting.latencies:
         links = StageLinks(latency)
@@ -88,13 +132,63 @@ def _compare(stages: int, micro_batches: int, setting: SchedulesSetting) -> Iter
                 timelines = [run(links, jitter, seed) for seed in seeds]
                 makespan = statistics.median(timeline.makespan for timeline in timelines)
                 plain = makespan if plain is None else plain
-                yield {
-                    "size": f"{stages} x {micro_batches}",
-                    "latency": latency,
-                    "jitter": jitter,
-                    "order": name,
-                    "memory": memory,
-                    "live": statistics.median(max(each.live.ranks) for each in timelines),
-                    "makespan": makespan,
-                    "to_1f1b": makespan / plain,
-                }
+                yield Row(
+                    size=f"{stages} x {micro_batches}",
+                    latency=latency,
+                    jitter=jitter,
+                    order=name,
+                    memory=memory,
+                    live=statistics.median(max(each.live.ranks) for each in timelines),
+                    makespan=makespan,
+                    to_1f1b=makespan / plain,
+                )
+
+
+def plot_schedules(result: Path, picture: Path) -> None:
+    """Draw a row of panels for each size: a panel for each latency, at equal memory and at twice that."""
+    from matplotlib.ticker import MaxNLocator
+
+    from stretto.report.style import GUIDE, SERIES, drawing
+
+    data = json.loads(result.read_text())
+    sizes, latencies, memories, orders = (
+        list(dict.fromkeys(row[key] for row in data["rows"])) for key in ("size", "latency", "memory", "order")
+    )
+    columns = [(latency, memory) for latency in latencies for memory in memories]
+    with drawing(picture, max(6.0, 2.6 * len(columns)), 2.4 * len(sizes)) as drawn:
+        panels = drawn.panels(len(sizes), len(columns), sharey="row", sharex=True)
+        for across, size in zip(panels, sizes, strict=True):
+            for panel, (latency, memory) in zip(across, columns, strict=True):
+                panel.axhline(1, **GUIDE)
+                for order, look in zip(orders, SERIES, strict=False):
+                    rows = [
+                        row
+                        for row in data["rows"]
+                        if (row["size"], row["latency"], row["memory"], row["order"]) == (size, latency, memory, order)
+                    ]
+                    jitters = [100 * row["jitter"] for row in rows]
+                    if rows:
+                        panel.plot(jitters, [row["to_1f1b"] for row in rows], label=order, **look.line)
+                panel.set_title(f"{size}, latency {latency:g},\n{_MEMORY[memory]}")
+            # The same ticks whatever the panel's height becomes.
+            across[0].yaxis.set_major_locator(MaxNLocator(8, steps=[1, 5, 10]))
+            across[0].set_ylabel("to plain 1F1B")
+        for panel in panels[-1]:
+            panel.set_xlabel("jitter of units (%)")
+        drawn.title = "Makespans of pipelines whose units take unequal times, to that of plain 1F1B"
+        drawn.subtitle = f"{describe_origin(data)}, by the timing model"
+        drawn.caption = (
+            f"Medians of {data['setting']['seeds']} seeds; lower is faster. Stages x micro-batches; F = 1, B = 2; "
+            "latencies in forward passes."
+        )
+
+
+BENCH = Bench(
+    "schedules",
+    "Message-driven order compared with 1F1B for actions of unequal times, by the timing model of pipelines.",
+    SchedulesSetting,
+    compare_orders,
+    Row,
+    title="Orders of a pipeline, F = 1, B = 2",
+    plot=plot_schedules,
+)

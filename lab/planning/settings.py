@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of `python -m lab plan`, `published`, `memory` and `schedules`, and the predictions that the first reads."""
+"""Settings of `python -m lab plan` and `memory`, and the predictions that the first reads."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from stretto.bench.settings import Option, Ranks, Repeats, Rounds, SeqLen, Vocab
 from stretto.bench.training.settings import PADDED_VOCAB, TrainingWorkload, model_config
 
 DTYPES = ("bf16", "fp32")
-MAX_UNITS = 1 << 16  # of a schedule that is simulated
 
 
 @dataclass(frozen=True)
@@ -106,53 +104,6 @@ class MemorySetting:
                 f"--smallest {self.smallest:g} --largest {self.largest:g} is no range of percents: 0 < smallest <= "
                 "largest <= 120"
             )
-
-
-@dataclass(frozen=True)
-class PublishedSetting:
-    """The global batch that `python -m lab published` assumes."""
-
-    batch: Annotated[int, Option("Global batch, in sequences of 2048 tokens.")] = 8192
-
-    def __post_init__(self) -> None:
-        require_least(1, batch=self.batch)
-
-
-@dataclass(frozen=True)
-class SchedulesSetting:
-    """Which pipelines `python -m lab schedules` simulates. A forward pass takes 1 unit of time, a backward pass 2.
-
-    Raises ValueError for sizes and times that make no sense.
-    """
-
-    sizes: Annotated[tuple[str, ...], Option("Stages x micro-batches.", separator=" ")] = ("4x16", "8x32")
-    latencies: Annotated[tuple[float, ...], Option("Latencies of a message, in forward passes.")] = (0.0, 0.25)
-    jitters: Annotated[tuple[float, ...], Option("How much the time of a unit varies: 0.2 is 20%.")] = (0.0, 0.2, 0.5)
-    seeds: Annotated[int, Option("Seeds of the jitter; medians are of these.")] = 200
-
-    def __post_init__(self) -> None:
-        self.pipelines()
-        require_least(1, seeds=self.seeds)
-        require_least(0, **{f"--latencies {value:g}": value for value in self.latencies})
-        for jitter in self.jitters:
-            if not 0 <= jitter <= 1:
-                raise ValueError(f"--jitters has {jitter:g}, but jitter is from 0 to 1")
-
-    def pipelines(self) -> list[tuple[int, int]]:
-        """Stages and micro-batches of each size. Raises ValueError for a text that is no size."""
-        found = []
-        for text in self.sizes:
-            size = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
-            if size is None:
-                raise ValueError(f"--sizes has {text!r}, but a size is stages x micro-batches, such as 4x16")
-            stages, micro_batches = int(size[1]), int(size[2])
-            if stages < 2 or stages * micro_batches > MAX_UNITS:
-                raise ValueError(
-                    f"--sizes has {text!r}, but a pipeline has at least 2 stages, and here at most {MAX_UNITS} "
-                    "micro-batches of all stages"
-                )
-            found.append((stages, micro_batches))
-        return found
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,23 @@ of all gradients takes 2.5 times as long (figure 3.4), and `latency` is a messag
 bucket's bytes.
 """
 
+import json
 import os
 import statistics
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.training.settings import ChunksSetting
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.pictures import draw_result
+from lab.harness import Bench, Measured, column
+from stretto.bench.harness import run_ranks
+from stretto.bench.pictures import describe_origin
+from stretto.bench.settings import Option, Repeats, require_least
 from stretto.execution import StateOptions
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
 from stretto.planner.optimizer_state import exposed_sums
@@ -31,14 +33,42 @@ from stretto.train.stored_optimizer import adamw_update, build_store
 # Of an all-reduce of all gradients to all steps (Singh, figure 3.4: "2.5 times longer").
 SUMS_TO_STEPS = 2.5
 
-COLUMNS = (
-    Column("latency", "latency / a bucket's bytes", "{:g}"),
-    Column("coarsening", "k"),
-    Column("chunks", "all-reduces"),
-    Column("seconds", "measured (s)", "{:.3f}"),
-    Column("predicted_seconds", "predicted (s)", "{:.3f}"),
-    Column("to_none", "to k = all", "{:.3f}"),
-)
+
+@dataclass(frozen=True)
+class ChunksSetting:
+    """What `python -m lab chunks` measures. Raises ValueError for settings that cannot work."""
+
+    ranks: Annotated[int, Option("Processes.")] = 2
+    buckets: Annotated[int, Option("Buckets of a rank.")] = 64
+    bucket: Annotated[int, Option("Numbers of a bucket.")] = 1 << 16
+    latencies: Annotated[
+        tuple[float, ...], Option("A message's fixed time, relative to that of a bucket's bytes, with commas.")
+    ] = (0.4, 0.02)
+    repeats: Repeats = 5
+
+    def __post_init__(self) -> None:
+        require_least(1, ranks=self.ranks, buckets=self.buckets, bucket=self.bucket // 64, repeats=self.repeats)
+        if self.bucket % 64:
+            raise ValueError(f"bucket is {self.bucket}, but must be a multiple of 64")
+        if not self.latencies or min(self.latencies) < 0:
+            raise ValueError(f"latencies is {self.latencies}, but must be numbers of 0 and more")
+
+    def coarsenings(self) -> list[int]:
+        """The powers of two up to all buckets, and all."""
+        powers = [1 << power for power in range(self.buckets.bit_length()) if 1 << power < self.buckets]
+        return [*powers, self.buckets]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A bucket count of an all-reduce over one link: measured and predicted time."""
+
+    latency: float = column("latency / a bucket's bytes", "{:g}")
+    coarsening: int = column("k")
+    chunks: int = column("all-reduces")
+    seconds: float = column("measured (s)", "{:.3f}")
+    predicted_seconds: float = column("predicted (s)", "{:.3f}")
+    to_none: float = column("to k = all", "{:.3f}")
 
 
 class _LinkWork:
@@ -77,19 +107,14 @@ class _SlowLink:
         return tensor
 
 
-def bench_chunks(setting: ChunksSetting, out: Path) -> list[dict[str, Any]]:
-    """Measure each k over each link, print the table, and write chunks.json, .md and .png to `out`."""
+def run_chunks(setting: ChunksSetting) -> Measured:
+    """Measure each k over each link, on processes of the CPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the links are between processes of the CPU
-    result = run_ranks(setting.ranks, measure_chunks, setting)
-    print_table(f"Gradients' sum and the optimizer's step on {setting.ranks} CPU ranks", COLUMNS, result["rows"])
-    for line in result["choices"]:
-        print(line)
-    about = {"setting": asdict(setting), "choices": result["choices"]}
-    draw_result(write_result(out, "chunks", COLUMNS, result["rows"], **about))
-    return result["rows"]
+    found: Measured = run_ranks(setting.ranks, measure_chunks, setting)
+    return found
 
 
-def measure_chunks(setting: ChunksSetting) -> dict[str, Any]:
+def measure_chunks(setting: ChunksSetting) -> Measured:
     """The job of each rank: rows for each link and k, measured in turn, and the predicted choice."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -114,21 +139,21 @@ def measure_chunks(setting: ChunksSetting) -> dict[str, Any]:
             whole = chunks * link.latency + num_bytes / rate
             predicted[k] = steps + exposed_sums(whole, whole, chunks, steps)
             rows.append(
-                {
-                    "latency": latency,
-                    "coarsening": k,
-                    "chunks": chunks,
-                    "seconds": seconds,
-                    "predicted_seconds": predicted[k],
-                    "to_none": seconds / measured[everything],
-                }
+                Row(
+                    latency=latency,
+                    coarsening=k,
+                    chunks=chunks,
+                    seconds=seconds,
+                    predicted_seconds=predicted[k],
+                    to_none=seconds / measured[everything],
+                )
             )
         best, chosen = min(measured, key=measured.__getitem__), min(predicted, key=predicted.__getitem__)
         choices.append(
             f"latency {latency:g}: measured best is k = {best}, predicted best k = {chosen}, "
             f"{measured[chosen] / measured[best] - 1:.1%} slower than it"
         )
-    return {"rows": rows, "choices": choices}
+    return Measured(rows, {"choices": choices}, tuple(choices))
 
 
 def _build(setting: ChunksSetting, k: int, link: _SlowLink) -> OptimizerStateStore:
@@ -166,3 +191,46 @@ def _agree(seconds: float) -> float:
     found = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
+
+
+def plot_chunks(result: Path, picture: Path) -> None:
+    """Draw a panel a latency: measured and predicted time of sums and step, against k (Singh, figure 3.6)."""
+    from matplotlib.ticker import MaxNLocator
+
+    from stretto.report.style import GUIDE, PEER, STRETTO, drawing
+
+    data = json.loads(result.read_text())
+    latencies = list(dict.fromkeys(row["latency"] for row in data["rows"]))
+    with drawing(picture, max(5.0, 4.2 * len(latencies)), 3) as drawn:
+        panels = drawn.panels(1, len(latencies), sharey=True)[0]
+        for panel, latency in zip(panels, latencies, strict=True):
+            rows = [row for row in data["rows"] if row["latency"] == latency]
+            sizes = [row["coarsening"] for row in rows]
+            panel.plot(sizes, [row["seconds"] for row in rows], label="measured", **STRETTO.line)
+            predicted = [row["predicted_seconds"] for row in rows]
+            panel.plot(sizes, predicted, label="predicted by the planner", **PEER.line)
+            for row in rows:
+                if row["chunks"] == 1:
+                    panel.axhline(row["seconds"], linestyle="--", label="measured without overlap", **GUIDE)
+            drawn.log_ticks(panel.xaxis, sizes)
+            panel.set_xlabel("k: buckets an all-reduce")
+            panel.set_title(f"latency of a message: {latency:g} of a bucket's time")
+        panels[0].yaxis.set_major_locator(MaxNLocator(5))  # the same ticks whatever the panel's height becomes
+        panels[0].set_ylabel("seconds")
+        drawn.title = "Gradients' sum and the optimizer's step together, by the size of all-reduces"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = (
+            f"{data['setting']['buckets']} buckets, {data['setting']['ranks']} ranks. Without overlap: one all-reduce "
+            "of all buckets, then all steps. A bucket's time is that of its bytes on the link."
+        )
+
+
+BENCH = Bench(
+    "chunks",
+    "Overlap of gradients' all-reduces with optimizer steps, by the number of buckets per all-reduce (slow link).",
+    ChunksSetting,
+    run_chunks,
+    Row,
+    title=lambda setting: f"Gradients' sum and the optimizer's step on {setting.ranks} CPU ranks",
+    plot=plot_chunks,
+)

@@ -7,15 +7,17 @@ gradients that are zero in exact arithmetic into steps).
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from lab.harness import Bench, column
+from stretto.bench.harness import run_ranks
+from stretto.bench.settings import Option
 from stretto.bench.training.settings import grids_of
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, gather, parallelize
@@ -39,15 +41,31 @@ MODELS = {
         tie_embeddings=False,
     ),
 }
-COLUMNS = (
-    Column("model", "model"),
-    Column("grid", "(data, x, y, z)"),
-    *(
-        Column(f"{kind}_{what}", f"{kind} {what}", "{:.0e}")
-        for kind in ("fp64", "fp32")
-        for what in ("loss", "norm", "weights")
-    ),
-)
+
+
+@dataclass(frozen=True)
+class ParitySetting:
+    """On how many ranks `python -m lab parity` trains."""
+
+    ranks: Annotated[int, Option("Largest number of ranks; its powers of two below are run too.")] = 8
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"parity is shown on 1 rank or more, not {self.ranks}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Differences of a grid from one rank, in fp64 and fp32: losses, gradient norms, the worst weight."""
+
+    model: str = column("model")
+    grid: str = column("(data, x, y, z)")
+    fp64_loss: float = column("fp64 loss", "{:.0e}")
+    fp64_norm: float = column("fp64 norm", "{:.0e}")
+    fp64_weights: float = column("fp64 weights", "{:.0e}")
+    fp32_loss: float = column("fp32 loss", "{:.0e}")
+    fp32_norm: float = column("fp32 norm", "{:.0e}")
+    fp32_weights: float = column("fp32 weights", "{:.0e}")
 
 
 @dataclass(frozen=True)
@@ -59,20 +77,16 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def bench_parity(most_ranks: int, out: Path) -> list[dict[str, Any]]:
-    """Run every factorization of 1, 2, 4 ... `most_ranks` ranks, print the table, write parity.json to `out`."""
+def compare_grids(setting: ParitySetting) -> Iterator[Row]:
+    """Run every factorization of 1, 2, 4 ... ranks."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fp64 parity is a property of the algorithm; the CPU is exact enough
-    rows: list[dict[str, Any]] = []
     ranks = 1
-    while ranks <= most_ranks:
-        rows += run_ranks(ranks, _compare_all, ranks)
+    while ranks <= setting.ranks:
+        yield from run_ranks(ranks, _compare_all, ranks)
         ranks *= 2
-    print_table("Difference from one rank after five steps", COLUMNS, rows)
-    write_result(out, "parity", COLUMNS, rows, steps=STEPS, batch=BATCH, seq_len=SEQ_LEN)
-    return rows
 
 
-def _compare_all(ranks: int) -> list[dict[str, Any]]:
+def _compare_all(ranks: int) -> list[Row]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -90,7 +104,7 @@ def _compare_all(ranks: int) -> list[dict[str, Any]]:
                 row[f"{kind}_weights"] = max(
                     _difference(weight, reference.weights[key]) for key, weight in trained.weights.items()
                 )
-            rows.append(row)
+            rows.append(Row(**row))
     return rows
 
 
@@ -125,3 +139,14 @@ def _train(model: nn.Module, grid: Grid | None) -> Trained:
 
 def _difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+BENCH = Bench(
+    "parity",
+    "Five steps on every grid of 1, 2, 4 and more ranks, compared with plain PyTorch on one (CPU, fp64 and fp32).",
+    ParitySetting,
+    compare_grids,
+    Row,
+    title="Difference from one rank after five steps",
+    about=lambda setting: {"steps": STEPS, "batch": BATCH, "seq_len": SEQ_LEN},
+)

@@ -7,8 +7,6 @@ from pathlib import Path
 from statistics import mode
 from typing import Any
 
-from matplotlib.ticker import MaxNLocator
-
 from lab.training.ddp import split_kernels
 from stretto.bench.pictures import describe_origin
 from stretto.bench.training.plot import _BAR
@@ -139,34 +137,6 @@ def plot_buckets(result: Path, picture: Path) -> None:
             f" Not drawn: step on the host ({row['weights']}, {row['bucket']} million), {row['seconds']:.2f} s a step."
             for row in data["rows"]
             if row["step_on"] == "host"
-        )
-
-
-def plot_chunks(result: Path, picture: Path) -> None:
-    """Draw a panel a latency: measured and predicted time of sums and step, against k (Singh, figure 3.6)."""
-    data = json.loads(result.read_text())
-    latencies = list(dict.fromkeys(row["latency"] for row in data["rows"]))
-    with drawing(picture, max(5.0, 4.2 * len(latencies)), 3) as drawn:
-        panels = drawn.panels(1, len(latencies), sharey=True)[0]
-        for panel, latency in zip(panels, latencies, strict=True):
-            rows = [row for row in data["rows"] if row["latency"] == latency]
-            sizes = [row["coarsening"] for row in rows]
-            panel.plot(sizes, [row["seconds"] for row in rows], label="measured", **STRETTO.line)
-            predicted = [row["predicted_seconds"] for row in rows]
-            panel.plot(sizes, predicted, label="predicted by the planner", **PEER.line)
-            for row in rows:
-                if row["chunks"] == 1:
-                    panel.axhline(row["seconds"], linestyle="--", label="measured without overlap", **GUIDE)
-            drawn.log_ticks(panel.xaxis, sizes)
-            panel.set_xlabel("k: buckets an all-reduce")
-            panel.set_title(f"latency of a message: {latency:g} of a bucket's time")
-        panels[0].yaxis.set_major_locator(MaxNLocator(5))  # the same ticks whatever the panel's height becomes
-        panels[0].set_ylabel("seconds")
-        drawn.title = "Gradients' sum and the optimizer's step together, by the size of all-reduces"
-        drawn.subtitle = describe_origin(data)
-        drawn.caption = (
-            f"{data['setting']['buckets']} buckets, {data['setting']['ranks']} ranks. Without overlap: one all-reduce "
-            "of all buckets, then all steps. A bucket's time is that of its bytes on the link."
         )
 
 

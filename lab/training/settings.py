@@ -110,31 +110,6 @@ class BlocksSetting:
 
 
 @dataclass(frozen=True)
-class ChunksSetting:
-    """What `python -m lab chunks` measures. Raises ValueError for settings that cannot work."""
-
-    ranks: Annotated[int, Option("Processes.")] = 2
-    buckets: Annotated[int, Option("Buckets of a rank.")] = 64
-    bucket: Annotated[int, Option("Numbers of a bucket.")] = 1 << 16
-    latencies: Annotated[
-        tuple[float, ...], Option("A message's fixed time, relative to that of a bucket's bytes, with commas.")
-    ] = (0.4, 0.02)
-    repeats: Repeats = 5
-
-    def __post_init__(self) -> None:
-        require_least(1, ranks=self.ranks, buckets=self.buckets, bucket=self.bucket // 64, repeats=self.repeats)
-        if self.bucket % 64:
-            raise ValueError(f"bucket is {self.bucket}, but must be a multiple of 64")
-        if not self.latencies or min(self.latencies) < 0:
-            raise ValueError(f"latencies is {self.latencies}, but must be numbers of 0 and more")
-
-    def coarsenings(self) -> list[int]:
-        """The powers of two up to all buckets, and all."""
-        powers = [1 << power for power in range(self.buckets.bit_length()) if 1 << power < self.buckets]
-        return [*powers, self.buckets]
-
-
-@dataclass(frozen=True)
 class MoeDemoSetting:
     """What `python -m lab moe-demo` trains. Raises ValueError for settings that cannot work."""
 
@@ -276,17 +251,6 @@ class RecomputeSetting:
     def model(self) -> GPTConfig:
         """The GPT that is trained."""
         return GPTConfig(self.layers, self.hidden, self.hidden // 64, vocab=256, max_seq_len=self.seq_len)
-
-
-@dataclass(frozen=True)
-class ParitySetting:
-    """On how many ranks `python -m lab parity` trains."""
-
-    ranks: Annotated[int, Option("Largest number of ranks; its powers of two below are run too.")] = 8
-
-    def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ValueError(f"parity is shown on 1 rank or more, not {self.ranks}")
 
 
 @dataclass(frozen=True)

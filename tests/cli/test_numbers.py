@@ -15,6 +15,7 @@ from tests.cli.test_commands import stretto_command
 
 import lab
 import stretto.bench
+from lab.harness import find_benches
 from stretto.bench.settings import Option
 from stretto.cli.bench.command import _read
 from stretto.cli.console import Command
@@ -46,9 +47,11 @@ def settings_of_benches() -> Iterator[type[Any]]:
     """All dataclasses of benches whose fields are options."""
     for package in (lab, stretto.bench):
         root = Path(package.__file__ or "").parent
-        for path in [*root.rglob("*settings.py"), *root.glob("flips.py"), *root.glob("simulator_speed.py")]:
+        for path in [*root.rglob("*settings.py"), *root.glob("flips.py")]:
             name = ".".join((package.__name__, *path.relative_to(root).with_suffix("").parts))
             yield from settings_in(importlib.import_module(name))
+    for bench in find_benches():
+        yield getattr(importlib.import_module(bench.module), bench.settings)
 
 
 def settings_in(module: ModuleType) -> Iterator[type[Any]]:

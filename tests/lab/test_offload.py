@@ -7,7 +7,7 @@ import pytest
 from tests.lab.workloads import start_on_pool
 
 from lab.training import chunks, offload
-from lab.training.settings import ChunksSetting, OffloadSetting
+from lab.training.settings import OffloadSetting
 
 
 def test_offload_trains_equally_with_state_on_the_host_and_on_the_device(ranks, tmp_path, monkeypatch):
@@ -25,8 +25,8 @@ def test_offload_trains_equally_with_state_on_the_host_and_on_the_device(ranks, 
 
 def test_chunks_are_measured_for_each_number_of_buckets(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, chunks, ranks)
-    setting = ChunksSetting(buckets=6, bucket=64, latencies=(1.0,), repeats=1)
-    rows = chunks.bench_chunks(setting, tmp_path)
+    setting = chunks.ChunksSetting(buckets=6, bucket=64, latencies=(1.0,), repeats=1)
+    rows = chunks.BENCH(setting, tmp_path)
     assert [(row["coarsening"], row["chunks"]) for row in rows] == [(1, 6), (2, 3), (4, 2), (6, 1)]
     assert rows[-1]["to_none"] == 1
     # A message's latency is the time of a bucket's bytes, and all bytes take 2.5 times the steps.
@@ -37,4 +37,4 @@ def test_chunks_are_measured_for_each_number_of_buckets(ranks, tmp_path, monkeyp
 @pytest.mark.parametrize("given", [{"bucket": 100}, {"latencies": (-1.0,)}, {"latencies": ()}, {"buckets": 0}])
 def test_chunks_that_cannot_be_are_refused(given):
     with pytest.raises(ValueError, match="must be"):
-        ChunksSetting(**given)
+        chunks.ChunksSetting(**given)

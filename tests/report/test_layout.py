@@ -14,9 +14,9 @@ from matplotlib.ticker import NullFormatter
 from tests.report.layout import find_faults
 
 import lab  # noqa: F401  (adds its pictures)
-from lab.training.chunks import bench_chunks
+from lab.training import chunks as chunks_bench
 from lab.training.offload import BUCKET_COLUMNS, TILE_COLUMNS, bench_offload
-from lab.training.settings import ChunksSetting, OffloadSetting
+from lab.training.settings import OffloadSetting
 from stretto.bench.pictures import PLOTS, describe_origin, draw_result, redraw
 from stretto.collectives.algorithms import ring_all_reduce
 from stretto.report import Timeline, plot_loss, plot_timeline
@@ -735,9 +735,9 @@ def test_a_folder_is_drawn_again_with_its_runs(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # bench_chunks sets it
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # chunks sets it
     monkeypatch.setattr("lab.training.chunks.run_ranks", lambda *_: chunks(3) | {"choices": []})
-    bench_chunks(ChunksSetting(), tmp_path)
+    chunks_bench.BENCH(chunks_bench.ChunksSetting(), tmp_path)
     found = {"buckets": (BUCKET_COLUMNS, offload_buckets(5)["rows"]), "tiles": (TILE_COLUMNS, [])}
     monkeypatch.setattr("lab.training.offload.run_ranks", lambda *_: found)
     bench_offload(OffloadSetting(), tmp_path)

@@ -66,8 +66,9 @@ def _with_policies(values: dict[str, Any]) -> dict[str, Any]:
         (True, True): "after_step",
     }
     rest = {name: value for name, value in train.items() if name not in _SWITCHES}
-    of_before = {"reshard": policies[weights, gradients], "recompute": "full" if recomputed else "none"}
-    return values | {"train": of_before | rest}
+    if recomputed and rest.get("recompute", "none") == "none":
+        rest["recompute"] = "full"
+    return values | {"train": {"reshard": policies[weights, gradients]} | rest}
 
 
 def make_config(
