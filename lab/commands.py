@@ -75,6 +75,15 @@ def redraw(
         print("\n".join(map(str, pictures)))
 
 
+@app.command("index", rich_help_panel=Needs.NO_GPU.value)
+def index() -> None:
+    """Write the list of committed runs, lab/results/README.md."""
+    from lab.index import INDEX, write_index
+
+    INDEX.write_text(write_index())
+    print(INDEX)
+
+
 @benches.command("faults", "lab.faults.settings")
 def faults(setting: FaultsSetting, out: Path) -> Any:
     """Kill, stop and disturb ranks at random times of training; check the reports and restarts (on CPUs)."""
