@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         BlocksSetting,
         DdpSetting,
         DlrmSetting,
-        MoeDemoSetting,
         OffloadSetting,
         OverlapSetting,
         PeersSetting,
@@ -179,14 +178,6 @@ def recompute(setting: RecomputeSetting, out: Path) -> Any:
     from lab.training.recompute import bench_recompute
 
     return bench_recompute(setting, out)
-
-
-@benches.command("moe-demo", "lab.training.settings")
-def moe_demo(setting: MoeDemoSetting, out: Path) -> Any:
-    """A mixture of experts on 4 CPU processes, compared with a dense model of its active size: losses and load."""
-    from lab.training.moe_demo import bench_moe_demo
-
-    return bench_moe_demo(setting, out)
 
 
 @benches.command("experts", "lab.experts.settings")
