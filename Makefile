@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test test-long test-docs test-with-docs test-exhaustive test-slow-machine test-versions test-versions-exhaustive nightly
 .PHONY: test-backend-suite gpu-test-backend-suite
 .PHONY: gpu-test gpu-test-exhaustive
-.PHONY: gpu-sanitize lint format docs docs-figures clean help
+.PHONY: bench gpu-sanitize lint format docs docs-figures clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test-backend-suite  torch's own tests of backends, with the backend stretto; on CPUs"
 	@echo "make nightly   all of these, and make lint"
 	@echo "make docs      the documentation as a site, in build/site; a broken link, anchor or picture is an error"
+	@echo "make bench NAME=schedules  a bench of the lab (none: their list); ARGS='--seeds 5' are its options"
 	@echo "make lint      formatting, linter, types, import layers"
 	@echo "make gpu-sanitize  small calls of every protocol under compute-sanitizer (needs two GPUs)"
 	@echo "make gpu-test  tests/gpu, with the Python on PATH (needs a GPU; on a single one, ranks share it)"
@@ -140,6 +141,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plots]'
 	$(BIN)/stretto doctor  # which compiles what is compiled once
 	@touch $@
+
+bench: $(VENV)/.installed
+	PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m lab $(or $(NAME),--help) $(ARGS)
 
 docs: $(VENV)/.docs-installed
 	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict

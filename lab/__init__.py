@@ -32,7 +32,6 @@ PLOTS.update(
         "checkouts.json": "lab.checkouts.plot:plot_checkouts",
         "simulated-steps.json": "lab.planning.plot:plot_simulated_steps",
         "simulated-pipelines.json": "lab.planning.plot:plot_simulated_pipelines",
-        "moe-demo.json": "lab.training.plot:plot_moe_demo",
         "experts.json": "lab.training.plot:plot_experts",
         "simulated-collectives.json": "lab.simulated_schedules.plot:plot_simulated_collectives",
         "simulated-msccl.json": "lab.simulated_schedules.plot:plot_simulated_msccl",

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         BlocksSetting,
         DdpSetting,
         DlrmSetting,
-        MoeDemoSetting,
         OffloadSetting,
         OverlapSetting,
         PeersSetting,
@@ -74,6 +73,15 @@ def redraw(
         print_json({"pictures": pictures})
     else:
         print("\n".join(map(str, pictures)))
+
+
+@app.command("index", rich_help_panel=Needs.NO_GPU.value)
+def index() -> None:
+    """Write the list of committed runs, lab/results/README.md."""
+    from lab.index import INDEX, write_index
+
+    INDEX.write_text(write_index())
+    print(INDEX)
 
 
 @benches.command("faults", "tests.faults.settings")
@@ -171,14 +179,6 @@ def recompute(setting: RecomputeSetting, out: Path) -> Any:
     from lab.training.recompute import bench_recompute
 
     return bench_recompute(setting, out)
-
-
-@benches.command("moe-demo", "lab.training.settings")
-def moe_demo(setting: MoeDemoSetting, out: Path) -> Any:
-    """A mixture of experts on 4 CPU processes, compared with a dense model of its active size: losses and load."""
-    from lab.training.moe_demo import bench_moe_demo
-
-    return bench_moe_demo(setting, out)
 
 
 @benches.command("experts", "lab.experts.settings")

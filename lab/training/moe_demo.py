@@ -6,14 +6,17 @@ as `stretto init moe` has it, with its experts divided among ranks; the dense mo
 experts.
 """
 
+import json
 import tempfile
+from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lab.training.settings import MoeDemoSetting
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.pictures import draw_result
+from lab.harness import Bench, Measured, column
+from stretto.bench.harness import run_ranks
+from stretto.bench.pictures import describe_origin
+from stretto.bench.settings import Option, require_least
 from stretto.models.gpt_config import GPTConfig
 from stretto.report.run import read_metrics, read_run
 from stretto.train.config import TrainConfig, config_to_toml, load_config
@@ -29,20 +32,34 @@ WITHOUT_EXPERTS = [
         *("balance", "bias_rate"),
     )
 ] + ["grid.expert=1"]
-COLUMNS = (
-    Column("name", "model"),
-    Column("parameters", "parameters", "{:,}"),
-    Column("flops_per_token", "FLOPs a token", "{:,}"),
-    Column("steps", "steps"),
-    Column("loss", "last loss", "{:.3f}"),
-    Column("evaluation_loss", "held-out loss", "{:.3f}"),
-    Column("highest_load", "highest load", "{:.2f}"),
-    Column("last_load", "last load", "{:.2f}"),
-)
 
 
-def bench_moe_demo(setting: MoeDemoSetting, out: Path) -> dict[str, Any]:
-    """Train both models, print the table, and write moe-demo.json, its table and its picture to `out`."""
+@dataclass(frozen=True)
+class MoeDemoSetting:
+    """What `python -m lab moe-demo` trains. Raises ValueError for settings that cannot work."""
+
+    steps: Annotated[int, Option("Steps of each run.")] = 300
+
+    def __post_init__(self) -> None:
+        require_least(2, steps=self.steps)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trained model: its size, losses, and the load of its experts (None: it has none)."""
+
+    name: str = column("model")
+    parameters: int = column("parameters", "{:,}")
+    flops_per_token: int = column("FLOPs a token", "{:,}")
+    steps: int = column("steps")
+    loss: float = column("last loss", "{:.3f}")
+    evaluation_loss: float = column("held-out loss", "{:.3f}")
+    highest_load: float | None = column("highest load", "{:.2f}")
+    last_load: float | None = column("last load", "{:.2f}")
+
+
+def train_both(setting: MoeDemoSetting) -> Measured:
+    """Train both models."""
     rows, curves = [], {}
     with tempfile.TemporaryDirectory(prefix="stretto-moe-demo-") as folder:
         for name in (MIXTURE, DENSE):
@@ -54,9 +71,7 @@ def bench_moe_demo(setting: MoeDemoSetting, out: Path) -> dict[str, Any]:
             run_ranks(config.ranks, train, config)
             row, curves[name] = _read(config, name)
             rows.append(row)
-    print_table("A mixture of experts beside a dense model of its active size", COLUMNS, rows)
-    draw_result(write_result(out, "moe-demo", COLUMNS, rows, curves=curves))
-    return {"rows": rows}
+    return Measured(rows, {"curves": curves})
 
 
 def configure(name: str, setting: MoeDemoSetting, out: Path) -> TrainConfig:
@@ -68,22 +83,22 @@ def configure(name: str, setting: MoeDemoSetting, out: Path) -> TrainConfig:
     return config
 
 
-def _read(config: TrainConfig, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(config: TrainConfig, name: str) -> tuple[Row, dict[str, Any]]:
     """A run's row of the table, and its curves."""
     lines = read_metrics(config.out)
     shape: GPTConfig = config.model.to_gpt(data_vocab=256, seq_len=config.train.seq_len)
     evaluated = [line for line in lines if "evaluation_loss" in line]
     loads = [line["expert_load"] for line in lines if "expert_load" in line]
-    row = {
-        "name": name,
-        "parameters": read_run(config.out).summary["parameters"],
-        "flops_per_token": shape.flops_per_token(config.train.seq_len),
-        "steps": len(lines),
-        "loss": lines[-1]["loss"],
-        "evaluation_loss": evaluated[-1]["evaluation_loss"],
-        "highest_load": max(map(max, loads)) if loads else None,
-        "last_load": max(loads[-1]) if loads else None,
-    }
+    row = Row(
+        name=name,
+        parameters=read_run(config.out).summary["parameters"],
+        flops_per_token=shape.flops_per_token(config.train.seq_len),
+        steps=len(lines),
+        loss=lines[-1]["loss"],
+        evaluation_loss=evaluated[-1]["evaluation_loss"],
+        highest_load=max(map(max, loads)) if loads else None,
+        last_load=max(loads[-1]) if loads else None,
+    )
     curves = {
         "loss": [round(line["loss"], 5) for line in lines],
         "evaluated": [line["step"] for line in evaluated],
@@ -92,3 +107,40 @@ def _read(config: TrainConfig, name: str) -> tuple[dict[str, Any], dict[str, Any
         "load": [[round(value, 4) for value in load] for load in loads],
     }
     return row, curves
+
+
+def plot_moe_demo(result: Path, picture: Path) -> None:
+    """Draw the losses of all runs over steps, and the load of each block of those that have experts."""
+    from stretto.report.expert_plot import draw_loads
+    from stretto.report.style import SERIES, drawing
+
+    data = json.loads(result.read_text())
+    curves = data["curves"]
+    with drawing(picture, 7.5, 4.8) as drawn:
+        losses, loads = drawn.panels(2, 1, sharex=True, height_ratios=(3, 2))[:, 0]
+        for (name, curve), look in zip(curves.items(), SERIES, strict=False):
+            steps = range(1, len(curve["loss"]) + 1)
+            losses.plot(steps, curve["loss"], color=look.colour, linewidth=0.7, alpha=0.45)
+            losses.plot(curve["evaluated"], curve["evaluation_loss"], label=f"{name}, held-out text", **look.line)
+            if curve["load"]:
+                draw_loads(loads, list(steps), curve["load"], [f"load of block {block}" for block in curve["blocks"]])
+        losses.set_ylabel("loss (nats a byte)")
+        loads.set_ylabel("load: max / mean")
+        loads.set_xlabel("step")
+        drawn.title = "A mixture of experts beside a dense model of the same FLOPs a token"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = (
+            "Pale: the loss of each step's batch. Load: tokens of a block's fullest expert, as a multiple of the mean "
+            "expert's; 1 is even. Of long runs a running mean is drawn."
+        )
+
+
+BENCH = Bench(
+    "moe-demo",
+    "A mixture of experts on 4 CPU processes, compared with a dense model of its active size: losses and load.",
+    MoeDemoSetting,
+    train_both,
+    Row,
+    title="A mixture of experts beside a dense model of its active size",
+    plot=plot_moe_demo,
+)

@@ -110,16 +110,6 @@ class BlocksSetting:
 
 
 @dataclass(frozen=True)
-class MoeDemoSetting:
-    """What `python -m lab moe-demo` trains. Raises ValueError for settings that cannot work."""
-
-    steps: Annotated[int, Option("Steps of each run.")] = 300
-
-    def __post_init__(self) -> None:
-        require_least(2, steps=self.steps)
-
-
-@dataclass(frozen=True)
 class PipelineSetting:
     """What `python -m lab pipeline` measures. Raises ValueError for settings that cannot work."""
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.training.moe_demo import DENSE, MIXTURE, configure
-from lab.training.settings import MoeDemoSetting
+from lab.training.moe_demo import DENSE, MIXTURE, MoeDemoSetting, configure
 
 
 def test_both_models_cost_as_many_flops_and_differ_in_their_experts_alone(tmp_path: Path) -> None:
