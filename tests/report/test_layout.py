@@ -14,7 +14,8 @@ from matplotlib.ticker import NullFormatter
 from tests.report.layout import find_faults
 
 import lab  # noqa: F401  (adds its pictures)
-from lab.training.chunks import BENCH, ChunksSetting
+from lab.harness import Measured
+from lab.training.chunks import BENCH, ChunksSetting, Row
 from lab.training.offload import BUCKET_COLUMNS, TILE_COLUMNS, bench_offload
 from lab.training.settings import OffloadSetting
 from stretto.bench.pictures import PLOTS, describe_origin, draw_result, redraw
@@ -736,7 +737,10 @@ def test_a_folder_is_drawn_again_with_its_runs(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # chunks sets it
-    monkeypatch.setattr("lab.training.chunks.run_ranks", lambda *_: chunks(3) | {"choices": []})
+    monkeypatch.setattr(
+        "lab.training.chunks.run_ranks",
+        lambda *_: Measured([Row(**row, to_none=1.0) for row in chunks(3)["rows"]], {"choices": []}),
+    )
     BENCH(ChunksSetting(), tmp_path)
     found = {"buckets": (BUCKET_COLUMNS, offload_buckets(5)["rows"]), "tiles": (TILE_COLUMNS, [])}
     monkeypatch.setattr("lab.training.offload.run_ranks", lambda *_: found)
