@@ -169,3 +169,9 @@ def test_a_damaged_message_is_refused_by_all_ranks_with_the_name_of_its_sender(r
     for refusals in ranks(2).run(receive, packed):
         assert all("rank 1 " in refusal for refusal in refusals), refusals
     assert "code of a peer" not in capfd.readouterr().out
+
+
+def test_a_whole_number_that_no_float_has_is_refused():
+    digits = torch.frombuffer(bytearray(b"9" * 400), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="is not of type"):
+        unpack(digits, float)

@@ -16,6 +16,7 @@ import dataclasses
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -195,7 +196,8 @@ def _require(value: Any, kind: Any) -> Any:
     elif kind is Any or type(value) is (type(None) if kind is None else kind):
         return value
     elif kind is float and type(value) is int:
-        return float(value)
+        with suppress(OverflowError):  # no float is so large
+            return float(value)
     raise ValueError(f"{_shorten(value)} is not of type {kind}")
 
 

@@ -202,7 +202,11 @@ def test_a_weights_gather_overlaps_with_the_product_before_it(ranks):
 
 
 @pytest.mark.sampled(quick=1)
-@pytest.mark.parametrize("how", [How(reshard="after_forward"), How(checkpoints=True), How(False, True)], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [How(reshard="after_forward"), How(checkpoints=True), How(reshard="after_forward", checkpoints=True)],
+    ids=str,
+)
 def test_weights_that_the_backward_pass_gathers_again_are_gathered_ahead_too(ranks, how):
     for seen in ranks(2).run(products_hidden_under, (1, 1, 1, 2), Overlap(), how):
         counts = seen["allgather_base", "z"]
