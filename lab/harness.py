@@ -95,7 +95,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a bench's file says of it, read without importing it: names, and the module that has them."""
+    """A bench's names as its file declares them, read without importing it, and its module."""
 
     name: str
     summary: str

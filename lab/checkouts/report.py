@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `python -m lab checkouts` reports: ratios with their confidence intervals, verdicts and tables."""
+"""Reports `python -m lab checkouts`: ratios with their confidence intervals, verdicts and tables."""
 
 import hashlib
 import math

@@ -16,7 +16,7 @@ BEFORE, AFTER = "before", "after"
 
 @dataclass(frozen=True)
 class CheckoutsSetting:
-    """Which checkouts `python -m lab checkouts` compares, on which cases, and for how long.
+    """The checkouts that `python -m lab checkouts` compares, the cases, and the time that it may take.
 
     before, after: folders that hold the package `stretto`, or a `src` that does. ranks: processes of each checkout;
     with 1, a training step is the only case. rounds: of every case. Cases whose confidence interval still contains a

@@ -31,7 +31,7 @@ def count_case_ranks(sizes: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class CompileSetting:
-    """Which cases `python -m lab compile` measures."""
+    """The largest case that `python -m lab compile` measures."""
 
     largest: Annotated[int | None, Option("Leave out cases with more ranks.")] = None
 

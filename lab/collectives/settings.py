@@ -14,7 +14,7 @@ BACKEND_PARTS = ("alone", "beside", "ddp")
 
 @dataclass(frozen=True)
 class AblationsSetting:
-    """Which ablations are measured, with which array and tile sizes (bytes), protocol and schedule instances.
+    """The ablations to measure, with array and tile sizes (bytes), protocol and schedule instances.
 
     Raises ValueError for unknown names.
     """
@@ -46,7 +46,7 @@ class AblationsSetting:
 
 @dataclass(frozen=True)
 class BackendSetting:
-    """What `python -m lab backend` measures: calls of torch.distributed alone, overlapped with products, and by DDP.
+    """Settings of `python -m lab backend`: calls of torch.distributed alone, overlapped with products, and by DDP.
 
     Sizes are bytes of the whole array. work: duration of the products that overlap a collective, in multiples of the
     collective's own by NCCL. Raises ValueError for unknown names and impossible sizes.

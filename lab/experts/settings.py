@@ -10,7 +10,7 @@ from stretto.models.gpt_config import GPTConfig
 
 @dataclass(frozen=True)
 class ExpertsSetting:
-    """What `python -m lab experts` trains, over which links. Raises ValueError for settings that cannot work.
+    """The training of `python -m lab experts`, and its links. Raises ValueError for settings that cannot work.
 
     As in Singh's figure 7.5, every second block has experts, as many as data has ranks (equation 7.1), and a token
     passes one. Links are in MB/s: of x, whose ranks are in one node there, and of all others.
@@ -82,7 +82,7 @@ TINY: dict[str, int] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
 
 @dataclass(frozen=True)
 class MoeLayersSetting:
-    """What `python -m lab moe-layers` trains. Raises ValueError for settings that cannot work.
+    """The layers that `python -m lab moe-layers` trains. Raises ValueError for settings that cannot work.
 
     The model is Qwen3-30B-A3B, of as many layers. peer: transformers' own model, or one in plain PyTorch that computes
     experts in the same way; auto takes transformers', where it is installed.
