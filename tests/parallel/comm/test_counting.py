@@ -266,10 +266,10 @@ def test_embedding_head_and_loss_never_send_the_whole_logits(ranks, sizes):
     ("sizes", "options"),
     [
         ((2, 2, 1, 2), Options()),
-        ((2, 1, 2, 2), Options(False)),
+        ((2, 1, 2, 2), Options("after_forward")),
         ((1, 2, 2, 2), Options(checkpoints=True)),
         ((2, 1, 2, 2), Options(micro_batches=2)),
-        ((1, 4, 2, 1), Options(False)),
+        ((1, 4, 2, 1), Options("after_forward")),
     ],
     ids=str,
 )
