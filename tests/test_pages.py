@@ -14,7 +14,14 @@ from tests.pool import Pool
 from tests.processes import shared_server
 
 FOUND = {page.name: page for page in map(read_page, PAGES)}
-REASONS = ("needs a GPU", "needs two GPUs", "needs several machines", "needs the network", "takes minutes")
+REASONS = (
+    "needs a GPU",
+    "needs a checkout",
+    "needs two GPUs",
+    "needs several machines",
+    "needs the network",
+    "takes minutes",
+)
 
 
 def pythons() -> tuple[str, str]:
