@@ -35,6 +35,10 @@ def write_pid(config: TrainConfig) -> None:
     (config.out / f"pid-{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
 
 
+def write_memory_score(config: TrainConfig) -> None:
+    (config.out / f"score-{os.environ['RANK']}").write_text(Path("/proc/self/oom_score_adj").read_text())
+
+
 def remove_folder_and_die(config: TrainConfig) -> None:
     """Remove the launcher's folder, as a cleaner of temporary files does, and end."""
     if os.environ["RANK"] == "0":
