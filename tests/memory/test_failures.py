@@ -164,6 +164,7 @@ print([ended[case] for case in children.values()])
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_the_watchdog_ends_a_process_that_does_not_look_by_name_and_no_other():
     ended = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True)

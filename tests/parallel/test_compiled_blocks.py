@@ -126,5 +126,6 @@ def differences_of_compiled_model() -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_a_compiled_model_on_two_ranks_has_the_gradients_of_the_model(ranks):
     assert ranks(2).run(differences_of_compiled_model) == [[], []]

@@ -89,7 +89,11 @@ def test_models_train_with_copied_kv_heads_as_on_one_rank(ranks: MakeRanks) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("count", "cases"), [(4, MORE_ON_FOUR), (8, ON_EIGHT)], ids=["four", "eight"])
+@pytest.mark.parametrize(
+    ("count", "cases"),
+    [(4, MORE_ON_FOUR), pytest.param(8, ON_EIGHT, marks=pytest.mark.exhaustive)],
+    ids=["four", "eight"],
+)
 def test_more_models_train_with_copied_kv_heads_as_on_one_rank(
     ranks: MakeRanks, count: int, cases: list[tuple[Sizes, Case]]
 ) -> None:

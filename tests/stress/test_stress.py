@@ -55,6 +55,7 @@ def catalogue():
     return load_catalogue(CATALOGUES)
 
 
+@pytest.mark.long
 def test_every_kernel_that_the_library_launches_has_a_configuration(catalogue):
     covered = {kernel for one in catalogue.values() for kernel in one.kernels}
     kernels = set(list_kernels())

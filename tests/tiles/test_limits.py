@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_the_call_after_a_kernel_was_loaded_has_time_for_a_peer_that_compiles_it(tmp_path: Path) -> None:
     """With an empty cache on disk, and with a warm one, as the rank has that waits."""
