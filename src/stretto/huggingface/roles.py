@@ -65,7 +65,7 @@ def plan_of(
 
 
 def roles_tried(model: nn.Module, roles: Mapping[str, str]) -> str:
-    """What a refusal adds for a model of a known family: the roles, by patterns of submodules, that were tried."""
+    """Describe for a refusal, if the model's family is known, the roles, by patterns of submodules, that were tried."""
     config: Any = getattr(model, "config", None)
     if not is_pretrained_model(model) or FAMILIES.get(config.model_type, Family()).roles is None:
         return ""

@@ -94,7 +94,7 @@ def _check_version(package: str) -> None:
 
 
 class _OnGrid:
-    """What `trainer_plugin` puts before the methods of a Trainer."""
+    """Methods that `trainer_plugin` puts before the methods of a Trainer."""
 
     args: Any
     accelerator: Any
@@ -229,7 +229,7 @@ class _OnGrid:
         return loss, outputs
 
     def _follow_trl(self: Any, loss: Tensor, outputs: Any, inputs: Mapping[str, Any], *, takes_mean: bool) -> Tensor:
-        """What SFTTrainer's own loss does beside: the balance loss's mean over micro-batches, and a count of tokens.
+        """Do what SFTTrainer's own loss does beside: the balance loss's mean over micro-batches, and a count of tokens.
 
         Its entropy and token accuracy would need logits.
         """

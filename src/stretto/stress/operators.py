@@ -233,7 +233,7 @@ class MlpCase(StressCase):
 
 
 def agree(team: Team, exact: bool) -> bool:
-    """Whether results are exact on all ranks. Each checks its own; all must then use the same operands."""
+    """True if results are exact on all ranks. Each checks its own; all must then use the same operands."""
     answer = torch.tensor(int(exact))
     dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=team.group)
     return bool(answer)

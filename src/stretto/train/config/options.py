@@ -267,7 +267,7 @@ class RunOptions(Section):
 
     @property
     def skips_nonfinite(self) -> bool:
-        """Whether a step whose loss or gradient norm is not finite leaves weights and optimizer state as they are.
+        """True if a step whose loss or gradient norm is not finite leaves weights and optimizer state as they are.
 
         With `verify_steps` also in a run that ends with it: an update by NaN would destroy the weights that the ranks
         compare.
@@ -276,7 +276,7 @@ class RunOptions(Section):
 
 
 class JobConfig(Section):
-    """What every run has, whatever it trains: its folder and its device. Immutable; change it by `model_copy`."""
+    """Options of every run, whatever it trains: its folder and its device. Immutable; change it by `model_copy`."""
 
     out: Annotated[Path, BeforeValidator(_folder_of_text), Field(strict=False)] = option(..., "the run's folder")
     device: Literal["auto", "cpu", "cuda"] = option(

@@ -274,7 +274,7 @@ class GPTTask(TrainTask):
         return grad_norm
 
     def _skip(self, grad_norm: Tensor, loss: Tensor) -> Tensor | None:
-        """Whether the step changes nothing, bool, 0-dim, on the device; the same on all ranks, as its arguments are."""
+        """True if the step changes nothing, bool, 0-dim, on the device; the same on all ranks, as its arguments are."""
         if not self.config.train.skips_nonfinite:
             return None
         return ~(grad_norm.isfinite() & loss.isfinite())
