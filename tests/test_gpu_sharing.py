@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tests run on one GPU: pools of ranks, numbers of ranks, and runs that go on. No GPU is needed."""
+"""Tests of how tests run on one GPU: pools of ranks, numbers of ranks, and runs that go on. No GPU is needed."""
 
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the source is laid out: what keeps a reader who has never seen it from getting lost (docs/decisions/016)."""
+"""Tests of how the source is laid out: what keeps a reader who has never seen it from getting lost
+(docs/decisions/016).
+"""
 
 import ast
 import importlib.util
@@ -69,7 +71,7 @@ def test_few_files_are_so_short_that_another_could_hold_them():
 
 
 def is_schema(node: ast.FunctionDef) -> bool:
-    """Whether torch.library makes an operator's schema of the function's parameters, which it takes one by one."""
+    """True if torch.library makes an operator's schema of the function's parameters, which it takes one by one."""
     return all(
         argument.annotation is not None and ast.unparse(argument.annotation) in SCHEMA_TYPES
         for argument in node.args.args + node.args.kwonlyargs

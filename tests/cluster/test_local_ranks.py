@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks are on this machine, under torchrun, srun and launchers that tell nothing."""
+"""Tests of which ranks are on this machine, under torchrun, srun and launchers that tell nothing."""
 
 import socket
 from typing import Any

@@ -114,7 +114,7 @@ def scatter(x: torch.Tensor) -> torch.Tensor:
 
 
 def count_library(name: str) -> int:
-    """How many of this rank's calls NCCL has added up, which rounds at every rank."""
+    """Return how many of this rank's calls NCCL has added up, which rounds at every rank."""
     return ops.counts().get((OPERATORS[name].__name__, "library"), 0)
 
 
@@ -123,7 +123,7 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def takes(plan: ops.KernelConfig, operand: torch.Tensor) -> bool:
-    """Whether a plan is for so many rows, and fits into shared memory."""
+    """True if a plan is for so many rows, and fits into shared memory."""
     return not (plan.exchange == "packets" and operand.shape[0] > 256) and not (
         plan.blocks == WIDE and operand.dtype == torch.float32
     )

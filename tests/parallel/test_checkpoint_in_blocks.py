@@ -110,7 +110,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @mock.patch("stretto.parallel.blocks.MIN_COPIED_BYTES", 5000)
 def wrong_weights(sizes: dict[str, int]) -> list[str]:
-    """What trains otherwise than in one process."""
+    """Return what trains otherwise than in one process."""
     grid, found = Grid(**sizes), []
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     for kind, build in KINDS.items():
@@ -148,7 +148,9 @@ class Interrupted(torch.autograd.Function):
 
 
 def differences_after_an_interruption(run: Callable[..., Tensor], options: dict[str, Any]) -> list[str]:
-    """Which parameters are no shards after a backward pass that was interrupted, or lose edits that are made then."""
+    """Return which parameters are no shards after a backward pass that was interrupted,
+    or lose edits that are made then.
+    """
     model, x = parallelize(make(run), Grid(z=2), **options), torch.ones(2, WIDTH, dtype=torch.float64)
     handle = model.layers[0].register_forward_hook(lambda *args: Interrupted.apply(args[-1]))
     with pytest.raises(KeyboardInterrupt):

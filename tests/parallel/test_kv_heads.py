@@ -70,7 +70,7 @@ ON_EIGHT += [((1, 2, 2, 2), gpt(1, **LLAMA)), ((2, 2, 1, 2), theirs("qwen2", 1))
 
 
 def all_disagreements(trained: list[tuple[Sizes, Case, Trace]]) -> tuple[list[Any], int]:
-    """What differs from the plain models, and how often it was said that KV heads are copied."""
+    """Return what differs from the plain models, and how often it was said that KV heads are copied."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = [disagreements(sizes, case, PRECISION, expected) for sizes, case, expected in trained]

@@ -79,7 +79,7 @@ def take_and_change(sizes: Sizes) -> None:
 
 
 def refresh(sizes: Sizes) -> None:
-    """What a graph has taken is brought up to date where it lies."""
+    """Return what a graph has taken is brought up to date where it lies."""
     weight = made(sizes)
     with captured(), capturing_weights() as found:
         kept = cast(weight, torch.bfloat16)
@@ -153,7 +153,7 @@ def change_after_the_copy(sizes: Sizes) -> None:
 
 
 def fail_to_capture(sizes: Sizes) -> None:
-    """What was to be written never is."""
+    """Return what was to be written never is."""
     weight = build(sizes).up.weight
 
     def step() -> None:

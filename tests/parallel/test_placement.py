@@ -20,7 +20,9 @@ from tests.conftest import Ranks
 
 
 def look_at(model: nn.Module) -> dict[str, object]:
-    """What a step that changes a model would change: modules, their attributes and hooks, parameters and buffers."""
+    """Return what a step that changes a model would change: modules, their attributes and hooks,
+    parameters and buffers.
+    """
     found: dict[str, object] = {}
     for name, module in model.named_modules():
         found |= {f"{name}:{key}": value for key, value in vars(module).items() if not isinstance(value, dict)}
@@ -34,7 +36,7 @@ def look_at(model: nn.Module) -> dict[str, object]:
 
 
 def place_and_install(blocks: list[str] | None) -> tuple[bool, bool, bool]:
-    """Whether the model is as it was after `place`, and then changed, and on a grid, after `install`."""
+    """True if the model is as it was after `place`, and then changed, and on a grid, after `install`."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, hidden=8, heads=2, vocab=13, max_seq_len=8, dropout=0.1))
     grid = Grid(z=2) if blocks else Grid(x=2)

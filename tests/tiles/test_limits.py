@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long waits of a call may take if this rank, or one that it waits for, may be compiling."""
+"""Tests of how long waits of a call may take if this rank, or one that it waits for, may be compiling."""
 
 import os
 import subprocess

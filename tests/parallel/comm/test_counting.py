@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step sends, counted at the process groups, is what equations 5.1 to 5.5 (Singh) say."""
+"""Tests that what a training step sends, counted at the process groups, is what equations 5.1 to 5.5 (Singh) say."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Options:
-    """How the counted step is run."""
+    """Options of the counted step."""
 
     reshard: ReshardPolicy = "after_backward"
     checkpoints: bool = False
@@ -166,7 +166,7 @@ def train_step(model: torch.nn.Module, text: torch.Tensor, options: Options) -> 
 
 
 def without(messages: Counter[Message], those: Counter[Message]) -> Counter[Message]:
-    """What is left of `messages`; all of `those` must be among them."""
+    """Return what is left of `messages`; all of `those` must be among them."""
     missing = those - messages
     assert not missing, f"not sent: {dict(missing)}\nsent: {sorted(messages.items())}"
     return messages - those
@@ -280,7 +280,7 @@ def test_strettos_own_counter_reports_what_was_handed_to_the_groups(ranks, sizes
 
 
 def count_calls() -> dict[str, dict[tuple[str, str], int]]:
-    """What is counted of calls of 32 bytes a rank that Stretto itself does not make."""
+    """Return what is counted of calls of 32 bytes a rank that Stretto itself does not make."""
     grid = Grid(z=2)
     group, rank = grid.group("z"), grid.coordinate("z")
     parts = [torch.ones(8), torch.ones(8)]

@@ -180,7 +180,9 @@ def test_what_cannot_be_as_in_plain_pytorch_is_refused_and_leaves_gradients_alon
 
 
 def calls_in_micro_batches() -> list[int]:
-    """How often hooks of each parameter are called in a step of three micro-batches, of ranks that reduce no bias."""
+    """Return how often hooks of each parameter are called in a step of three micro-batches,
+    of ranks that reduce no bias.
+    """
     model = parallelize(GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=13, max_seq_len=8)), Grid(x=2))
     calls = dict.fromkeys(dict(model.named_parameters()), 0)
     for name, parameter in model.named_parameters():
