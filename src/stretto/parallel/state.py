@@ -25,10 +25,11 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """A model's blocks by name, and why it is sharded by these."""
+    """A model's blocks by name, why it is sharded by these, and whether it is a transformers model."""
 
     names: tuple[str, ...]
     reason: str
+    is_pretrained: bool = False
 
 
 @dataclass(frozen=True)
