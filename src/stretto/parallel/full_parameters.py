@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.parallel.layers.held_tensors import ParameterPlace, hold
-from stretto.parallel.layout import gather, layout_of
+from stretto.parallel.layout import gather, has_layout, layout_of
 from stretto.parallel.sharded_parameter import ShardedParameter, write_whole
 from stretto.parallel.state import state_of
 
@@ -67,7 +67,7 @@ def _gather(module: nn.Module) -> list[_Edited]:
     found: dict[int, _Edited] = {}
     for prefix, owner in module.named_modules():
         for key, parameter in owner._parameters.items():
-            if parameter is not None and hasattr(parameter, "stretto_layout"):
+            if parameter is not None and has_layout(parameter):
                 name = f"{prefix}.{key}" if prefix else key
                 if id(parameter) not in found:
                     whole = nn.Parameter(gather(parameter), parameter.requires_grad)

@@ -119,6 +119,22 @@ class ParameterLayout:
         return whole.detach().clone(memory_format=torch.contiguous_format)
 
 
+class TensorOnGrid(DTensor):
+    """A DTensor of Stretto's own: a parameter that `parallelize` made, or a view of one, which has no layout.
+
+    low_precision_weight: of a parameter, what an optimizer writes along with it (`parallel.low_precision_weights`).
+    """
+
+    __slots__ = ()
+    parameter_layout: ParameterLayout | None = None
+    low_precision_weight: Any = None
+
+
+def has_layout(tensor: object) -> bool:
+    """Whether this is a parameter that `parallelize` made."""
+    return isinstance(tensor, TensorOnGrid) and tensor.parameter_layout is not None
+
+
 def _cut(held: list[tuple[int, int]], segments: int, parts: int, part: int) -> list[tuple[int, int]]:
     """Cut a concatenation of ranges into `segments` equal runs, and each of these into `parts`; keep the `part`-th."""
     total = sum(length for _, length in held)
@@ -177,7 +193,7 @@ def local(parameter: Any) -> Tensor:
 
     Raises ValueError for a parameter that has replaced the one that `parallelize` created.
     """
-    if not torch.compiler.is_compiling() and not hasattr(parameter, "stretto_layout"):
+    if not torch.compiler.is_compiling() and not has_layout(parameter):
         raise ValueError(
             "a parameter was replaced after stretto.parallelize, and nothing would bring its gradient together: "
             "copy the new values into the parameter that was there (load_state_dict does, without assign=True)"
@@ -197,15 +213,14 @@ def allow_anomaly_checks() -> None:
 
 def layout_of(parameter: Tensor) -> ParameterLayout:
     """The layout of a parameter that `parallelize` made. Raises ValueError for any other tensor."""
-    layout = getattr(parameter, "stretto_layout", None)
-    if not isinstance(layout, ParameterLayout):
+    if not isinstance(parameter, TensorOnGrid) or parameter.parameter_layout is None:
         raise ValueError("this tensor is not a parameter that stretto.parallelize has sharded")
-    return layout
+    return parameter.parameter_layout
 
 
 def check_is_sharded(name: str, parameter: Tensor) -> None:
     """Raise ValueError, with its name, for a parameter that `parallelize` has not made."""
-    if not hasattr(parameter, "stretto_layout"):
+    if not has_layout(parameter):
         raise ValueError(
             f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
             "together: add or parametrize it before, or copy the new values into the parameter that was there, inside "
@@ -221,7 +236,8 @@ def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    layout = layout or getattr(tensor, "stretto_layout", None)
+    if layout is None and isinstance(tensor, TensorOnGrid):
+        layout = tensor.parameter_layout
     if layout is None:
         if any(isinstance(placement, _StridedShard) for placement in tensor.placements):
             raise ValueError(

@@ -21,6 +21,7 @@ from stretto.huggingface.formulas import UnknownRolesError
 from stretto.huggingface.pretrained_model import is_conv1d, is_linear, is_pretrained_model
 from stretto.huggingface.roles import norms_next_to_linears, plan_of
 from stretto.parallel.blocks import find_blocks
+from stretto.parallel.layout import has_layout
 from stretto.parallel.recomputation import check_blocks
 from stretto.parallel.roles.plan import KINDS, PLAIN, PlainPart, Role, ShardingPlan
 from stretto.parallel.roles.validation import check_takes_sharded_sequence, validate_plan
@@ -32,7 +33,7 @@ def refuse_sharded(model: nn.Module) -> None:
     """Raise ValueError for a model on a grid, with a part that is on one or that others have sharded."""
     kind = type(model).__name__
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "stretto_layout"):
+        if has_layout(parameter):
             if state_of(model) is not None:
                 raise ValueError(f"this {kind} is on a grid already: build another one to parallelize it anew")
             raise ValueError(

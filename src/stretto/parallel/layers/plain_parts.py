@@ -25,7 +25,7 @@ from stretto.parallel.layers.sharded_module import (
     note_features,
     whole_as_shards,
 )
-from stretto.parallel.layout import layout_of, local
+from stretto.parallel.layout import has_layout, layout_of, local
 from stretto.parallel.precision import Precision
 from stretto.parallel.roles.plan import PlainPart
 from stretto.parallel.segment_planner import refuse_default_planners
@@ -158,7 +158,7 @@ def tensors_in(
     copies = []
     for (owner, key), scale in zip(places, scales, strict=True):
         parameter = owner._parameters[key]
-        if not hasattr(parameter, "stretto_layout"):  # inside another call of it
+        if parameter is None or not has_layout(parameter):  # inside another call of it
             continue
         mine = scale_gradient(with_gradient_of_its_own(local(parameter)), scale)
         if (tensor := precision.cast(mine)) is not mine:

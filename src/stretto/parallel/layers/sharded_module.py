@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of the modules that `parallelize` puts in: state dicts, conversions, refused copies and wrappers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -160,10 +161,14 @@ def place_shared(owner: nn.Module, key: str, parameter: nn.Parameter) -> None:
     owner.register_load_state_dict_pre_hook(load)
 
 
+# The axis over which the features of modules' outputs are split, for as long as these live.
+_FEATURE_AXES: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+
+
 def note_features(y: Tensor, axis: str) -> Tensor:
-    """Note on an output over which axis its features are split, for `check_features` of the next module."""
+    """Note over which axis an output's features are split, for `check_features` of the next module."""
     if not torch.compiler.is_compiling():
-        y.stretto_features = axis  # type: ignore[attr-defined]
+        _FEATURE_AXES[y] = axis
     return y
 
 
@@ -175,7 +180,7 @@ def check_features(x: Tensor, axis: str, name: str) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    found = getattr(x, "stretto_features", axis)
+    found = _FEATURE_AXES.get(x, axis)
     if found != axis:
         raise ValueError(
             f"{name} takes features that are split over {axis}, but its input's are split over {found}: check its role "
