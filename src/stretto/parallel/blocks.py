@@ -71,7 +71,7 @@ def _blocks_of_item(name: str, item: nn.Module) -> Iterator[str]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: a list of modules, for one, cannot."""
+    """True if a module can be called: a list of modules, for one, cannot."""
     return type(module).forward is not nn.Module.forward
 
 

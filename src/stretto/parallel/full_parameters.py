@@ -99,7 +99,7 @@ def _groups(module: nn.Module, parameter: nn.Parameter) -> list[dist.ProcessGrou
 
 
 def _find_edited(each: _Edited) -> Tensor:
-    """What stands in a parameter's places at the end: the tensor that was put there, or one that has replaced it."""
+    """The tensor in a parameter's places at the end: the one that was put there, or one that has replaced it."""
     current = {id(tensor): tensor for tensor in (place.owner._parameters.get(place.key) for place in each.places)}
     found = next(iter(current.values()))
     if len(current) > 1 or found is None or found.shape != each.whole.shape:
@@ -133,7 +133,7 @@ def _agree(each: _Edited, whole: Tensor) -> bool:
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same, NaNs too."""
+    """True if two tensors are the same, NaNs too."""
     return torch.equal(
         one.detach().contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
     )

@@ -156,7 +156,7 @@ def _gather_outside_of_forward(model: nn.Module, shard: BlockShard) -> None:
 
 
 def _is_large_embedding(module: nn.Module) -> bool:
-    """Whether this is an embedding, whose weight autograd does not save, of many bytes."""
+    """True for an embedding, whose weight autograd does not save, of many bytes."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.nbytes > MIN_COPIED_BYTES
 
 

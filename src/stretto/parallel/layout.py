@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a parameter is laid out on a grid: the splits of its dims over axes, shards, and gathering them again."""
+"""Layouts of parameters on a grid: the splits of their dims over axes, shards, and gathering them again."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class Box:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How one parameter of `shape` is split: `splits` in the order in which they apply; other axes replicate it.
+    """The cuts of one parameter of `shape`: `splits` in the order in which they apply; other axes replicate it.
 
     pipe_copies: how many ranks of pipe hold it: 2 for a tied embedding that the first and the last stage share.
 
@@ -68,7 +68,7 @@ class ParameterLayout:
 
     @property
     def copies(self) -> int:
-        """How many successive ranks of x hold each part."""
+        """The number of successive ranks of x that hold each part."""
         return max((split.copies for split in self.splits), default=1)
 
     def placements(self, axes: Sequence[str]) -> list[Placement]:
@@ -77,12 +77,12 @@ class ParameterLayout:
         return [_placement(by_axis.get(axis)) for axis in axes]
 
     def replicas(self, sizes: Mapping[str, int]) -> int:
-        """How many ranks hold each number of the parameter."""
+        """The number of ranks that hold each number of the parameter."""
         parts = prod({split.axis: split.part_of(sizes) for split in self.splits}.values())
         return self.pipe_copies * prod(sizes[axis] for axis in STAGE_AXES) // parts
 
     def ranges(self, dim: int, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
-        """Which indices of `dim` a rank holds, in its shard's order: (start, length) pairs of the whole tensor."""
+        """The indices of `dim` that a rank holds, in its shard's order: (start, length) pairs of the whole tensor."""
         held = [(0, self.shape[dim])]
         for split in self.splits:
             if split.dim == dim:
@@ -131,7 +131,7 @@ class TensorOnGrid(DTensor):
 
 
 def has_layout(tensor: object) -> bool:
-    """Whether this is a parameter that `parallelize` made."""
+    """True for a parameter that `parallelize` made."""
     return isinstance(tensor, TensorOnGrid) and tensor.parameter_layout is not None
 
 

@@ -77,7 +77,7 @@ class LowPrecisionWeight:
         self._version = None
 
     def is_current(self, parameter: Tensor) -> bool:
-        """Whether the copy is of the parameter's present state."""
+        """True if the copy is of the parameter's present state."""
         return self._version is not None and not self._is_outrun and self._version == version_of(parameter)
 
     def move(self, parameter: Tensor) -> None:

@@ -37,7 +37,7 @@ class PlacedBlocks:
 
 @dataclass(frozen=True)
 class Placement:
-    """What goes where in a model, or in its pipeline stages of this rank.
+    """New modules, shards and values for a model, or for its pipeline stages of this rank, by place.
 
     modules: what replaces submodules, by name. shared: parameters of these that another module has too, with that
     module and the name there. parts: parameters that stay in their modules, with those parameters' shards by name.

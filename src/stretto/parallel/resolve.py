@@ -238,6 +238,6 @@ def _refuse_unknown(modules: Mapping[str, nn.Module], found: Mapping[str, Role],
 
 
 def _is_next_to_experts(name: str, found: Mapping[str, Role]) -> bool:
-    """Whether a submodule is in the module that holds some experts, as routers are."""
+    """True if a submodule is in the module that holds some experts, as routers are."""
     around = f"{name.rpartition('.')[0]}."
     return any(role.role == "experts" and other.startswith(around) for other, role in found.items())

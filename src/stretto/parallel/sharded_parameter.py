@@ -47,7 +47,7 @@ class _View(NamedTuple):
 
 
 class _Operator(NamedTuple):
-    """What an operator does: numbers and names of the arguments that it writes, and whether it views.
+    """An operator's effects: numbers and names of the arguments that it writes, and whether it views.
 
     needs_whole: it draws random numbers, or computes new ones from no tensor (`torch.eye(4, out=w)`).
     """
@@ -361,7 +361,7 @@ def _count_writes(written: Sequence[Tensor]) -> None:
 
 
 def _takes_no_plain_operand(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator has no operand that may be a rank's own: plain numbers that were computed of its rows."""
+    """True if an operator has no operand that may be a rank's own: plain numbers that were computed of its rows."""
     if func.overloadpacket in _ASSIGNMENTS:
         return True
     values = chain.from_iterable(

@@ -34,7 +34,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class ShardingRequest:
-    """What `parallelize` is asked for, apart from the model and its roles."""
+    """Arguments of `parallelize`, apart from the model and its roles."""
 
     grid: Grid
     precision: Precision
@@ -67,7 +67,7 @@ class ParallelState:
 
     @property
     def options(self) -> ExecutionOptions:
-        """How the model's steps execute."""
+        """Options of how the model's steps execute."""
         return self.request.options
 
     def wrap_forward(self, module: nn.Module, wrap: Wrapper, wrap_method: Wrapper | None = None) -> None:

@@ -105,7 +105,7 @@ class GradientBucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Which gradients each message of a pass sums, and in which order messages start: the same on all ranks.
+    """The gradients that each message of a pass sums, and the order in which messages start: the same on all ranks.
 
     buckets: groups and parameters of each. place: the bucket of a parameter.
     """
@@ -187,7 +187,7 @@ class BucketedSums:
 
     @property
     def has_order(self) -> bool:
-        """Whether ranks have agreed on the order of gradients, in a pass before."""
+        """True if ranks have agreed on the order of gradients, in a pass before."""
         return self._order is not None
 
     def agree_on_order(self, arrived: Iterable[nn.Parameter]) -> None:

@@ -165,7 +165,7 @@ class GradientReducer:
 
     @property
     def averages(self) -> bool:
-        """Whether reductions over ranks average; else they sum."""
+        """True if reductions over ranks average; else they sum."""
         return self._sums.averages
 
     @averages.setter
@@ -177,7 +177,7 @@ class GradientReducer:
         return self._groups[parameter]
 
     def is_summed(self, parameter: nn.Parameter) -> bool:
-        """Whether ranks along data, or along another axis than z, hold parts of this parameter's gradient."""
+        """True if ranks along data, or along another axis than z, hold parts of this parameter's gradient."""
         return bool(self._groups[parameter])
 
     def forward_scale(self, parameter: nn.Parameter) -> float:

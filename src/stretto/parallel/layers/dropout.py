@@ -107,7 +107,7 @@ class AgreedRandomState:
 
     @property
     def is_needed(self) -> bool:
-        """Whether ranks could draw different numbers for the same."""
+        """True if ranks could draw different numbers for the same."""
         return bool(self._groups) and (self._always or bool(self._dropouts))
 
     def __call__(self, model: nn.Module, args: object) -> None:

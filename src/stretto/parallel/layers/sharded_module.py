@@ -37,7 +37,7 @@ class ShardedModule(nn.Module):
         self.is_traceable = False
 
     def is_being_traced(self) -> bool:
-        """Whether torch.compile is tracing this module, and may trace a plain module's operations."""
+        """True if torch.compile is tracing this module, and may trace a plain module's operations."""
         if not torch.compiler.is_compiling() or not self.is_traceable:
             return False
         return self.gradients is None or (self.gradients.sink is None and self.gradients.deferred is None)
@@ -125,7 +125,7 @@ def _describe_mesh(tensor: DTensor) -> str:
 
 
 def _is_whole(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
-    """Whether this is a whole tensor, as a state dict of the unparallelized model has."""
+    """True for a whole tensor, as a state dict of the unparallelized model has."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
 
 

@@ -61,7 +61,7 @@ def cut_into_stages(model: nn.Module, grid: Grid, options: StageOptions) -> Cut:
 
 
 class _Described:
-    """What the model's code can read of a module within one that another stage has: attributes, dtypes, the device."""
+    """Stands for a module within one that another stage has; code can read its attributes, dtypes and device."""
 
     def __init__(self, original: nn.Module, device: torch.device) -> None:
         vars(self).update(_describe(original, device), _kind=type(original))
@@ -136,7 +136,7 @@ class PassedBy(nn.Module):
         return self._call(args, kwargs)
 
     def extra_repr(self) -> str:
-        """What a print of the model shows."""
+        """Shown where the model is printed."""
         return "of another pipeline stage"
 
 
@@ -208,7 +208,7 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
 
 
 def _is_called_before(owner: nn.Module, key: str, around: Sequence[str]) -> bool | None:
-    """Whether a module's code calls its child `key` before those that have the blocks; None if it names them not."""
+    """True if a module's code calls its child `key` before those that have the blocks; None if it names them not."""
     code = _CallOrder(type(owner))
     code.follow("forward")
     blocks = [code.read.index(other) for other in around if other in code.read]
@@ -261,7 +261,7 @@ class _CallOrder(ast.NodeVisitor):
         self._note(node, is_called=False)
 
     def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> None:
-        """What a comprehension goes through comes before what it does with it."""
+        """A comprehension's iterables are evaluated before its element."""
         for part in (*node.generators, node.elt):
             self.visit(part)
 
@@ -280,7 +280,7 @@ class _CallOrder(ast.NodeVisitor):
 
 
 def _is_named_before(name: str, module: nn.Module, otherwise: bool) -> bool:
-    """Whether a module comes before the blocks, by its name and kind; `otherwise` where these do not decide."""
+    """True if a module comes before the blocks, by its name and kind; `otherwise` where these do not decide."""
     if _NAMES_AFTER.search(name):
         return False
     return otherwise or "embed" in name or isinstance(module, nn.Embedding)

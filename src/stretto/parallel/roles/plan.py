@@ -90,7 +90,7 @@ class Role:
 
     @property
     def units(self) -> str:
-        """What messages call units of several features."""
+        """The name of units of several features in messages."""
         is_named = self.unit == 1 or self.unit_name != Role.unit_name
         return self.unit_name if is_named else f"units of {self.unit} output features"
 
@@ -122,13 +122,13 @@ class PlainPart:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return (self.whose or "the model") if self.is_module else self.parameters[0]
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How a model is sharded: its submodules' roles, and the integer attributes that count a rank's share.
+    """A model's submodules' roles, and the integer attributes that count a rank's share.
 
     `local_attributes`: the axis that divides each, by name; None for one that all ranks keep as it is. `plain`: what is
     not replaced. `of_own_plan`: the submodules whose roles come with the model, whose code works on a rank's part.
@@ -163,7 +163,7 @@ class ShardingPlan:
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How one parameter is split, and over which axes its gradients are summed.
+    """The splits of one parameter, and the axes over which its gradients are summed.
 
     is_weight: it is gathered over z before use, and z is one of its splits.
     """
@@ -193,7 +193,7 @@ LINEARS = {
 
 
 def gathered_sharding(parameter: nn.Parameter, sizes: Mapping[str, int]) -> ParameterSharding:
-    """How a parameter is sharded whose module gathers it over z: by its dim 0, where it has one and z several ranks."""
+    """Shards a parameter whose module gathers it over z: by its dim 0, where it has one and z several ranks."""
     if parameter.dim() > 0 and parameter.numel() > 0 and sizes["z"] > 1:
         return ParameterSharding((Split(0, "z"),), (REPLICAS,), is_weight=True)
     return ParameterSharding((), (LOSS,))
@@ -204,7 +204,7 @@ EXPERTS_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def experts_sharding(part: str, shape: Sequence[int], sizes: Mapping[str, Any]) -> ParameterSharding:
-    """How a module with the role "experts" shards one of EXPERTS_PARAMETERS, whose whole shape this is.
+    """Shards one of EXPERTS_PARAMETERS, whose whole shape this is, of a module with the role "experts".
 
     Weights are gathered over the last split's axis, along its dim: by experts if that divides those of a rank, else by
     their rows, if it divides these. Without expert, the axes are those of all weights.
@@ -223,7 +223,7 @@ def experts_sharding(part: str, shape: Sequence[int], sizes: Mapping[str, Any]) 
 
 
 def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> ParameterSharding:
-    """How a module of this role shards its `part`, "weight" or "bias". `is_transposed`: it is stored [in, out]."""
+    """Shards the `part`, "weight" or "bias", of a module of this role. `is_transposed`: it is stored [in, out]."""
     match role.role:
         case kind if kind in LINEARS:
             output_axis, input_axis = LINEARS[kind]

@@ -115,7 +115,7 @@ def _integer(module: nn.Module, attribute: str) -> int | None:
 
 
 def _count(attribute: str, module: nn.Module, linears: list[tuple[_Linear, bool]]) -> str | None:
-    """Which linear's units an integer seems to count, in words; None if it counts none."""
+    """The linear, in words, whose units an integer seems to count; None if it counts none."""
     value = _integer(module, attribute)
     counts_heads = _COUNTS_HEADS.search(attribute) is not None
     for linear, is_nearest in linears:
@@ -132,7 +132,7 @@ def _count(attribute: str, module: nn.Module, linears: list[tuple[_Linear, bool]
 
 
 def _features(attribute: str, module: nn.Module, linears: list[tuple[_Linear, bool]]) -> str | None:
-    """Which linear's output features an integer seems to count, in words; None if it counts none."""
+    """The linear, in words, whose output features an integer seems to count; None if it counts none."""
     value = _integer(module, attribute)
     for linear, is_nearest in linears:
         if is_nearest and value is not None and value in (linear.outputs, linear.segment):
