@@ -286,7 +286,7 @@ class Builder:
         return ParallelExperts(module, parameters, plan, products)
 
     def _sharding(self, role: Role, part: str) -> ParameterSharding:
-        """The sharding of a role. With sequence sharding, a parameter used on this rank's tokens is also summed over x."""
+        """The sharding of a role. With sequence sharding, one used on this rank's tokens is also summed over x."""
         sharding = sharding_of(role, part)
         is_of_tokens = role.role in ("norm", "positions", "router") or (role.role == "rowwise" and part == "bias")
         if self.tokens is not None and is_of_tokens:
