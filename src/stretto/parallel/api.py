@@ -83,9 +83,6 @@ def parallelize(
     if gradients not in (None, "sum", "mean"):
         raise ValueError(f"gradients is {gradients!r}, but must be 'sum' or 'mean' (None: as the model's loss needs)")
     options = (options or ExecutionOptions()).replace(**changes)
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(f"{name} has a hook, which its shard would never call: register it after parallelize")
     plan = resolve(model, grid.sizes, roles=roles, local_attributes=local_attributes, blocks=blocks, options=options)
     request = ShardingRequest(grid, precision, options, gradients or "mean", sharded_loss)
     install(model, place(model, request, plan, seed=seed))

@@ -92,10 +92,12 @@ class Builder:
         self.has_one_rank = grid.size("world") == 1 and not is_stage
         over_z = grid.communicator("z")
         self.order = RankOrder(over_z, "weights and gradients over z")
-        self.gradient_reducer = GradientReducer(grid, self.precision, overlap, self.order, at_end=self.matmuls.finish)
+        averages = request.gradients == "mean"
+        self.gradient_reducer = GradientReducer(
+            grid, self.precision, overlap, self.order, averages=averages, at_end=self.matmuls.finish
+        )
         self.gradient_reducer.accumulates_unsharded = options.scatters_once
-        self.gradient_reducer.averages = request.gradients == "mean"
-        self.gradient_reducer.loss_covers_own_rows = request.gradients == "mean" and not has_roles
+        self.gradient_reducer.loss_covers_own_rows = averages and not has_roles
         # Copy engines gather into memory that the next forward pass overwrites, and a stage has several in flight.
         by_copies = overlap.copy_engines and not is_stage and have_copy_engines(over_z, grid.device)
         self.ring = self.gradient_reducer.ring = make_scatter_ring(over_z) if by_copies else None

@@ -58,6 +58,9 @@ def resolve(
     sizes: of a grid's axes. Arguments and errors are those of `parallelize`.
     """
     options = options or ExecutionOptions()
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{name} has a hook, which its shard would never call: register it after parallelize")
     plan = _find_plan(model, sizes, roles, local_attributes, blocks)
     if isinstance(plan, ShardingPlan):
         if options.shard_sequence:

@@ -162,7 +162,7 @@ class BucketedSums:
     compares what must be the same). What no rank has a gradient of keeps its `.grad`.
 
     groups: over which a parameter's gradient is summed; all parameters, in one order on all ranks. group: all ranks of
-    these. overlaps: whether buckets start while the backward pass runs. `averages`: sums are divided by their ranks.
+    these. averages: sums are divided by their ranks. overlaps: buckets start while the backward pass runs.
     """
 
     def __init__(
@@ -172,14 +172,15 @@ class BucketedSums:
         device: torch.device,
         precision: Precision,
         *,
+        averages: bool,
         overlaps: bool,
     ) -> None:
-        self.averages = True
         self.ranks = RankOrder(group, "gradients over data")
         self._groups = groups
         self._group = group
         self._device = device
         self._precision = precision
+        self._averages = averages
         self._overlaps = overlaps
         self._order: list[nn.Parameter] | None = None  # in which gradients came in the first pass, on the first rank
         self._plans: dict[tuple[int, ...], BucketPlan] = {}  # by what is frozen
@@ -256,7 +257,7 @@ class BucketedSums:
     ) -> None:
         """Send a bucket, with zeros for what this rank has no gradient of."""
         current.started += 1
-        bucket = GradientBucket(groups, averages=self.averages)
+        bucket = GradientBucket(groups, averages=self._averages)
         for parameter in held:
             total = current.totals.pop(parameter, None)
             if total is None:

@@ -92,11 +92,19 @@ class GradientReducer:
     """
 
     def __init__(
-        self, grid: Grid, precision: Precision, overlap: Overlap, order: RankOrder, *, at_end: Callable[[], None]
+        self,
+        grid: Grid,
+        precision: Precision,
+        overlap: Overlap,
+        order: RankOrder,
+        *,
+        averages: bool,
+        at_end: Callable[[], None],
     ) -> None:
         self.grid = grid
         self.precision = precision
         self.overlap = overlap
+        self.averages = averages
         self.at_end = at_end
         self.ring: ScatterRing | None = None
         self.sink: GradientSink | None = None
@@ -117,7 +125,7 @@ class GradientReducer:
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
         self.order = order  # over z
         stage = grid.communicator(STAGE)
-        self._sums = BucketedSums(self._groups, stage, grid.device, precision, overlaps=overlap.data)
+        self._sums = BucketedSums(self._groups, stage, grid.device, precision, averages=averages, overlaps=overlap.data)
         self._reductions = self._sums.ranks
         self._given: set[int] = set()  # to the sink, in this step
 
@@ -162,15 +170,6 @@ class GradientReducer:
             if parameter not in self._hooks:
                 self._hooks[parameter] = []
                 self.restore_hooks(parameter)
-
-    @property
-    def averages(self) -> bool:
-        """True if reductions over ranks average; else they sum."""
-        return self._sums.averages
-
-    @averages.setter
-    def averages(self, averages: bool) -> None:
-        self._sums.averages = averages
 
     def sum_groups(self, parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
         """The groups of ranks over which a parameter's gradient is all-reduced, in addition to z's reduce-scatter."""

@@ -84,9 +84,6 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
     _refuse_functional_dropout(modules)
     if plan.is_pretrained and sizes["x"] > 1:
         refuse_alibi(model, plan.named("colwise", "expand"))
-    for name, parameter in parameters.items():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
     for name, axis in plan.local_attributes.items():
         owner, _, attribute = name.rpartition(".")
         value = getattr(modules[owner], attribute)
