@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.utils.checkpoint import checkpoint
 
 from stretto.parallel import Grid, gather, parallelize
+from stretto.parallel.layout import has_layout
 from tests.parallel.training import distance, my_rows
 
 WIDTH, ROWS = 6, 8
@@ -156,7 +157,7 @@ def differences_after_an_interruption(run: Callable[..., Tensor], options: dict[
     with pytest.raises(KeyboardInterrupt):
         model(x).sum().backward()
     handle.remove()
-    found = [name for name, parameter in model.named_parameters() if not hasattr(parameter, "stretto_layout")]
+    found = [name for name, parameter in model.named_parameters() if not has_layout(parameter)]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)

@@ -174,7 +174,7 @@ def norms_next_to_linears(model: nn.Module, found: Mapping[str, Any]) -> dict[st
 
     A sibling norm of such a linear may see heads, which are split differently: the model's plan must name it.
     """
-    if not is_pretrained_model(model) or not found:
+    if not found:
         return {}
     hidden = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
     norms = {}

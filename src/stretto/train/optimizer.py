@@ -16,6 +16,7 @@ from stretto.parallel import ShardedTables
 from stretto.parallel.layout import check_is_sharded
 from stretto.parallel.low_precision_weights import share_copy
 from stretto.parallel.recsys.pooled_exchange import FusedUpdate
+from stretto.parallel.sharded_parameter import ParameterShard
 from stretto.train.config.options import RunOptions, Schedule
 
 
@@ -40,7 +41,7 @@ class ShardOptimizer:
         # Those of integers (quantized ones) can never have a gradient.
         self.parameters = {n: p for n, p in parameters.items() if p.is_floating_point() or p.is_complex()}
         # A shard shares its parameter's memory, so the optimizer updates the model.
-        self._shards = {name: nn.Parameter(local_shard(p)) for name, p in self.parameters.items()}
+        self._shards = {name: ParameterShard(local_shard(p)) for name, p in self.parameters.items()}
         for name, parameter in self.parameters.items():
             share_copy(parameter, self._shards[name])
         groups = [

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, layout_of, no_sync, parallelize
+from stretto.parallel.layout import has_layout
 from tests.parallel.training import distance, my_rows
 
 ROLES = {"0": "colwise", "1": "inner_norm", "2": "rowwise"}
@@ -36,7 +37,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {
-        name: gather(parameter.grad, layout_of(parameter)) if hasattr(parameter, "stretto_layout") else parameter.grad
+        name: gather(parameter.grad, layout_of(parameter)) if has_layout(parameter) else parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stretto.execution import ReshardPolicy
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Overlap, checkpoint_activations, no_sync, parallelize
-from stretto.parallel.comm import gradient_reducer
+from stretto.parallel.comm import gradient_buckets
 from stretto.parallel.comm.collectives import Pending
 from stretto.parallel.layers import linear
 from tests.parallel.training import Sizes, my_rows
@@ -40,7 +40,7 @@ class How:
 def small_limits(how: How) -> ExitStack:
     """Buckets and halves at the sizes of a small model."""
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(gradient_reducer, "BUCKET_BYTES", how.bucket_bytes))
+    stack.enter_context(mock.patch.object(gradient_buckets, "BUCKET_BYTES", how.bucket_bytes))
     if how.halves:
         stack.enter_context(mock.patch.object(linear, "HALVED_BYTES", 0))
         stack.enter_context(mock.patch.object(linear, "HALVED_INPUTS", 17))

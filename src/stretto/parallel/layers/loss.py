@@ -219,7 +219,7 @@ def _mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid, *, is_avera
 
 
 def is_mean_over_batch(loss: Tensor) -> bool:
-    """Whether `mean_over_batch` has computed the loss, or a term of it."""
+    """True if `mean_over_batch` has computed the loss, or a term of it."""
     seen, waiting = set(), [loss.grad_fn]
     for node in waiting:  # breadth first: it is among the last things that were done
         if node is None or node in seen:
