@@ -13,7 +13,7 @@ from stretto.atomic_files import write_atomically
 from stretto.cluster import name_grid, read_bounded
 from stretto.report.pictures import can_draw
 from stretto.train.checkpoint import newest_checkpoint
-from stretto.train.config import DLRMTrainConfig, JobConfig, TrainConfig, load_config
+from stretto.train.config import JobConfig, TrainConfig, load_config
 from stretto.train.observe.metrics import METRICS_FILE, SUMMARY_FILE, read_steps
 from stretto.train.observe.timeline import OTHER, TRACE_FILE, read_timeline
 
@@ -300,9 +300,9 @@ def _configuration(run: RunRecord) -> str:
     if isinstance(config, TrainConfig):
         data = f"{config.data.path}, {config.data.format}"
         batch = f"{config.train.batch} sequences of {config.train.seq_len} tokens, {config.train.dtype}"
-    elif isinstance(config, DLRMTrainConfig):
+    else:
         data = ", ".join(f"{name} {value}" for name, value in config.data if value is not None)
-        batch = f"{config.train.batch} samples, {config.train.dtype}"
+        batch = f"{config.items_a_step} {config.unit}, {config.train.dtype}"
     rows = {
         "model": model,
         "data": data,

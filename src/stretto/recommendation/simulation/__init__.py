@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A DLRM's training step with look-up and all-to-all separate or fused, on any network."""
 
-from stretto.simulator.dlrm.exchange import EXCHANGES
-from stretto.simulator.dlrm.kernels import H200, KERNELS, MI210, KernelRates, RecommendationStep, find_kernels
-from stretto.simulator.dlrm.step import (
+from stretto.recommendation.simulation.exchange import EXCHANGES
+from stretto.recommendation.simulation.kernels import (
+    H200,
+    KERNELS,
+    MI210,
+    KernelRates,
+    RecommendationStep,
+    find_kernels,
+)
+from stretto.recommendation.simulation.step import (
     FIDELITIES,
     FUSIONS,
     SimulatedRecommendation,

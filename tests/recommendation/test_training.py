@@ -11,34 +11,35 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from tests.conftest import Ranks
-from tests.pool import Pool
-from tests.train.dlrm import dlrm_runs
 from torch.nn import functional as F
 
-from stretto.models import DLRM, GPTConfig
+from stretto.models import GPTConfig
 from stretto.optim import RowWiseAdagrad
+from stretto.recommendation import DLRM
+from stretto.recommendation.data import ClickBatch
+from stretto.recommendation.training.config import DLRMTrainConfig
+from stretto.recommendation.training.evaluation import roc_auc
+from stretto.recommendation.training.preflight import open_clicks
+from stretto.recommendation.training.task import DLRMTask
 from stretto.train.checkpoint import check_checkpoint, checkpoint_path, find_checkpoint
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.storage import read_tensor
 from stretto.train.config import ConfigError, config_to_toml, job_from_json, load_config
-from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.data import Sampler
-from stretto.train.data.clicks import ClickBatch
-from stretto.train.dlrm.evaluation import roc_auc
-from stretto.train.dlrm.preflight import open_clicks
-from stretto.train.dlrm.task import DLRMTask
 from stretto.train.observe.metrics import CorruptionError, DivergenceError
 from stretto.train.optimizer import learning_rate
 from stretto.train.preflight import preflight
+from tests.conftest import Ranks
+from tests.pool import Pool
+from tests.recommendation import click_runs
 
 MakeRanks = Callable[[int], Ranks]
 
 
 def run(ranks: MakeRanks, out: Path, *overrides: str) -> list[dict[str, Any]]:
     """Train on the configuration's ranks. Returns the lines of metrics.jsonl."""
-    config = dlrm_runs.configure(out, *overrides)
-    ranks(config.ranks).run(dlrm_runs.train_quietly, config, timeout=60)
+    config = click_runs.configure(out, *overrides)
+    ranks(config.ranks).run(click_runs.train_quietly, config, timeout=60)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -91,7 +92,7 @@ def brute_force_auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
 def test_losses_weights_and_auc_are_those_of_plain_pytorch(ranks: MakeRanks, tmp_path: Path, count: int) -> None:
     options = ["train.optimizer=sgd", "train.checkpoint_every=1", "train.keep_checkpoints=9", f"ranks={count}"]
     metrics = run(ranks, tmp_path / "run", *options)
-    config = dlrm_runs.configure(tmp_path / "run", *options)
+    config = click_runs.configure(tmp_path / "run", *options)
     losses, model = train_plainly(config, state_of(checkpoint_path(config.out, 1)), 2)
     assert [line["loss"] for line in metrics[1:]] == pytest.approx(losses, abs=1e-10)
     trained = state_of(checkpoint_path(config.out, 6))
@@ -152,8 +153,8 @@ def test_the_operator_that_updates_tables_itself_gives_the_same_losses_and_check
         "model.pooling=[2, 1, 5]",
     ]
     library = run(ranks, tmp_path / "library", *options)
-    config = dlrm_runs.configure(tmp_path / "kernel", *options, f"ranks={count}", "train.implementation=kernel")
-    updates = interpreted_pool.run(count, dlrm_runs.train_with_kernels, config, timeout=120)
+    config = click_runs.configure(tmp_path / "kernel", *options, f"ranks={count}", "train.implementation=kernel")
+    updates = interpreted_pool.run(count, click_runs.train_with_kernels, config, timeout=120)
     assert updates == [steps] * count
     kernel = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in kernel] == pytest.approx([line["loss"] for line in library], abs=1e-5)
@@ -170,8 +171,8 @@ def test_the_operator_that_updates_tables_itself_gives_the_same_losses_and_check
 
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_that_continues(ranks: MakeRanks, tmp_path: Path) -> None:
     whole = run(ranks, tmp_path / "whole", "ranks=2")
-    config = dlrm_runs.configure(tmp_path / "stopped", "ranks=2")
-    ranks(2).run(dlrm_runs.train_and_stop, config, step=3, rank=1)
+    config = click_runs.configure(tmp_path / "stopped", "ranks=2")
+    ranks(2).run(click_runs.train_and_stop, config, step=3, rank=1)
     assert find_checkpoint(config.out, "latest") == checkpoint_path(config.out, 4)  # the step after the request
     resumed = run(ranks, config.out, "ranks=2", "train.resume=latest")
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
@@ -207,8 +208,8 @@ def test_a_model_and_its_optimizers_are_checked_before_a_checkpoint_is_read(rank
         "train.table_optimizer=sgd": "written with adamw, rowwise-adagrad.*train.table_optimizer='rowwise-adagrad'",
     }.items():
         with pytest.raises(ValueError, match=words):
-            preflight(dlrm_runs.configure(tmp_path / "other", checkpoint, override))
-    preflight(dlrm_runs.configure(tmp_path / "other", checkpoint, "model.pooling=[3]"))
+            preflight(click_runs.configure(tmp_path / "other", checkpoint, override))
+    preflight(click_runs.configure(tmp_path / "other", checkpoint, "model.pooling=[3]"))
     with pytest.raises(ValueError, match="is of another model"):
         check_checkpoint(checkpoint_path(tmp_path / "run", 1), GPTConfig(layers=1, hidden=4, heads=1))
 
@@ -234,12 +235,12 @@ def test_a_model_and_its_optimizers_are_checked_before_a_checkpoint_is_read(rank
 )
 def test_errors_have_key_value_rule_and_a_valid_value(override: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        dlrm_runs.configure(Path("unused"), "ranks=4", override)
+        click_runs.configure(Path("unused"), "ranks=4", override)
     assert words in str(refused.value)
 
 
 def test_written_values_are_read_back_unchanged(tmp_path: Path) -> None:
-    config = dlrm_runs.configure(tmp_path, "train.evaluate_every=3")
+    config = click_runs.configure(tmp_path, "train.evaluate_every=3")
     (tmp_path / "run.toml").write_text(config_to_toml(config))
     assert load_config(tmp_path / "run.toml") == config
     assert job_from_json(config.model_dump_json()) == config
@@ -247,9 +248,9 @@ def test_written_values_are_read_back_unchanged(tmp_path: Path) -> None:
 
 def test_tables_that_no_machine_holds_and_a_kernel_that_is_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tables of 4,000,000,000,344 numbers needs .*a model.max_rows of 1/"):
-        preflight(dlrm_runs.configure(tmp_path, "model.rows=[30, 3, 1, 12, 40, 1000000000000]", "model.pooling=[1]"))
+        preflight(click_runs.configure(tmp_path, "model.rows=[30, 3, 1, 12, 40, 1000000000000]", "model.pooling=[1]"))
     with pytest.raises(ValueError, match=r"implementation is 'kernel', but"):
-        preflight(dlrm_runs.configure(tmp_path, "train.implementation=kernel"))
+        preflight(click_runs.configure(tmp_path, "train.implementation=kernel"))
 
 
 def test_evaluation_data_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +264,7 @@ def test_evaluation_data_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.M
     ]  # fmt: skip
 
     def opened(*more: str) -> Any:
-        return open_clicks(dlrm_runs.configure(tmp_path / "out", *options, *more))
+        return open_clicks(click_runs.configure(tmp_path / "out", *options, *more))
 
     held_out = opened("data.evaluation_samples=10")
     assert (held_out.samples, held_out.evaluation_start, held_out.evaluation_samples) == (20, 20, 10)
@@ -307,14 +308,14 @@ def train_with_flipped_bit(config: DLRMTrainConfig) -> str:
         return result
 
     with mock.patch.object(DLRMTask, "step", flip_after), pytest.raises(CorruptionError) as found:
-        dlrm_runs.train_quietly(config)
+        click_runs.train_quietly(config)
     return str(found.value)
 
 
 @pytest.mark.long
 def test_mlps_are_compared_over_all_ranks_and_tables_are_not(ranks: MakeRanks, tmp_path: Path) -> None:
     assert len(run(ranks, tmp_path / "sound", "ranks=3", "train.batch=18", "train.verify_steps=1")) == 6
-    config = dlrm_runs.configure(tmp_path / "run", "ranks=3", "train.batch=18", "train.verify_steps=2")
+    config = click_runs.configure(tmp_path / "run", "ranks=3", "train.batch=18", "train.verify_steps=2")
     for message in ranks(3).run(train_with_flipped_bit, config):
         assert message.startswith("rank 1 (host ")
         assert (
@@ -323,9 +324,9 @@ def test_mlps_are_compared_over_all_ranks_and_tables_are_not(ranks: MakeRanks, t
 
 
 def test_the_batch_of_a_step_whose_loss_is_nan_is_saved(ranks: MakeRanks, tmp_path: Path) -> None:
-    config = dlrm_runs.configure(tmp_path, "ranks=2", "train.lr=1e300", "train.warmup_steps=0", "train.optimizer=sgd")
+    config = click_runs.configure(tmp_path, "ranks=2", "train.lr=1e300", "train.warmup_steps=0", "train.optimizer=sgd")
     with pytest.raises(DivergenceError, match=r"its batch is saved in .*nonfinite/step-0000000\d") as failed:
-        ranks(2).run(dlrm_runs.train_quietly, config)
+        ranks(2).run(click_runs.train_quietly, config)
     step = int(str(failed.value).partition("nonfinite/step-")[2][:8])
     data = open_clicks(config)
     samples = Sampler(data.samples, 16, 5).indices(step - 1)

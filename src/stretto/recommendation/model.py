@@ -4,8 +4,8 @@
 The bottom MLP reads the dense features, and embedding tables pool the rows of the categorical features' bags. The dot
 products of all pairs of these vectors, concatenated with the bottom MLP's vector, are the input of the top MLP.
 
-The model knows nothing about ranks. `stretto.parallel.distribute_tables` replaces `tables` by a rank's tables, and
-calls `reorder` with the order of the pooled vectors that they return.
+The model knows nothing about ranks. `distribute_tables` replaces `tables` by a rank's tables, and calls `reorder` with
+the order of the pooled vectors that they return.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stretto.models.dlrm_config import DLRMConfig
-from stretto.parallel.recsys.index_exchange import check_offsets
+from stretto.recommendation.index_exchange import check_offsets
+from stretto.recommendation.model_config import DLRMConfig
 
 
 class EmbeddingTables(nn.ModuleList):

@@ -17,9 +17,9 @@ from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, start_all_reduce
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import MetaInitializer
-from stretto.parallel.recsys.index_exchange import exchange_indices
-from stretto.parallel.recsys.placement import TablePlacement, TableSize, place_tables
-from stretto.parallel.recsys.pooled_exchange import (
+from stretto.recommendation.index_exchange import exchange_indices
+from stretto.recommendation.placement import TablePlacement, TableSize, place_tables
+from stretto.recommendation.pooled_exchange import (
     FusedUpdate,
     Implementation,
     TableLookups,
@@ -107,8 +107,8 @@ def distribute_tables(
 ) -> TablePlacement:
     """Distribute a model's embedding tables over all ranks, in place, and replicate its other modules.
 
-    model: a model on the meta device such as `stretto.models.DLRM`, with the attribute `tables`, an nn.ModuleList of
-    nn.EmbeddingBag, and a method `reorder(order)`, which sets the order of the tables' vectors. Each module is
+    model: a model on the meta device such as `DLRM`, with the attribute `tables`, an nn.ModuleList of nn.EmbeddingBag,
+    and a method `reorder(order)`, which sets the order of the tables' vectors. Each module is
     initialized from `seed` and its name, with the same weights on every grid; a rank allocates only its own tables.
     grid: a grid with only the axis `data`. placement: by default `place_tables` for `pooling`, the mean number of rows
     in a bag of each table.
@@ -163,7 +163,7 @@ def _check_model(model: nn.Module) -> list[nn.EmbeddingBag]:
     if not isinstance(tables, nn.ModuleList) or not callable(getattr(model, "reorder", None)):
         raise ValueError(
             f"{type(model).__name__} has no `tables`, an nn.ModuleList of nn.EmbeddingBag, and `reorder`, as "
-            "stretto.models.DLRM has"
+            "stretto.recommendation.DLRM has"
         )
     bags = [table for table in tables if isinstance(table, nn.EmbeddingBag)]
     if len(bags) != len(tables) or any(bag.mode != "sum" or not bag.include_last_offset for bag in bags):
@@ -239,7 +239,7 @@ class ReplicatedGradients:
 def _alive(this: "ref[ReplicatedGradients]") -> ReplicatedGradients:
     alive = this()
     if alive is None:
-        raise RuntimeError("these parameters' model is gone: keep what stretto.parallel.distribute_tables was given")
+        raise RuntimeError("these parameters' model is gone: keep the model that distribute_tables was given")
     return alive
 
 

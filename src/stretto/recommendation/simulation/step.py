@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from stretto.recommendation.simulation.exchange import DIRECT, Exchange, FormulaExchange, MessageExchange
+from stretto.recommendation.simulation.kernels import KernelRates, RecommendationStep
 from stretto.simulator.collectives.patterns import MAX_MESSAGES
-from stretto.simulator.dlrm.exchange import DIRECT, Exchange, FormulaExchange, MessageExchange
-from stretto.simulator.dlrm.kernels import KernelRates, RecommendationStep
 from stretto.simulator.graph import ExecutionGraph, GraphBuilder, execute
 from stretto.simulator.network.closed_form import ClosedFormNetwork
 from stretto.simulator.network.event_driven import EventDrivenNetwork

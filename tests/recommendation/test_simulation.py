@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.recommendation.simulation import H200, MI210, KernelRates, RecommendationStep, simulate_recommendation
+from stretto.recommendation.simulation.exchange import MessageExchange
 from stretto.simulator import EventDrivenNetwork, GraphBuilder, execute
-from stretto.simulator.dlrm import H200, MI210, KernelRates, RecommendationStep, simulate_recommendation
-from stretto.simulator.dlrm.exchange import MessageExchange
 from stretto.simulator.network.shapes import fully_connected, ring, switch, torus
 
 MS = 1e-3
@@ -188,5 +188,5 @@ def test_numbers_that_make_no_step_are_refused():
 
 
 def test_the_simulator_of_a_dlrm_needs_no_torch():
-    code = "import sys, stretto.simulator.dlrm, stretto.simulator.chakra; print('torch' in sys.modules)"
+    code = "import sys, stretto.recommendation.simulation, stretto.simulator.chakra; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.models import DLRM
-from stretto.parallel import TablePlacement, TableSize, distribute_tables, place_tables
-from stretto.parallel.recsys.index_exchange import check_offsets
-from stretto.parallel.recsys.pooled_exchange import choose_operators
+from stretto.recommendation import DLRM, TablePlacement, TableSize, distribute_tables, place_tables
+from stretto.recommendation.index_exchange import check_offsets
+from stretto.recommendation.pooled_exchange import choose_operators
 from tests.conftest import Ranks
-from tests.parallel.recsys import dlrm
+from tests.recommendation import dlrm
 
 MakeRanks = Callable[[int], Ranks]
 STEPS = 4

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.models import DLRM, DLRMConfig
 from stretto.optim import RowWiseAdagrad
-from stretto.parallel import Grid, ShardedTables, TablePlacement, TableSize, distribute_tables
-from stretto.parallel.recsys.pooled_exchange import TableLookups
-from stretto.parallel.recsys.tables import ReplicatedGradients
+from stretto.parallel import Grid
+from stretto.recommendation import DLRM, DLRMConfig, ShardedTables, TablePlacement, TableSize, distribute_tables
+from stretto.recommendation.pooled_exchange import TableLookups
+from stretto.recommendation.tables import ReplicatedGradients
 
 # Six tables: a long one, one of a single row, and the one that is looked up most is not the longest.
 CONFIG = DLRMConfig(

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.cluster.host_memory import check_room
-from stretto.models import DLRMConfig
+from stretto.recommendation import DLRMConfig
+from stretto.recommendation.data import ClickDataset, CriteoClicks, SyntheticClicks
+from stretto.recommendation.data.criteo import NUMBERS
+from stretto.recommendation.training.config import DLRMTrainConfig, describe
 from stretto.train.checkpoint import find_checkpoint
 from stretto.train.checkpoint.metadata import CheckpointMetadata, first_difference, read_metadata
-from stretto.train.config.dlrm import DLRMTrainConfig, describe
-from stretto.train.data.clicks import ClickDataset, CriteoClicks, SyntheticClicks
-from stretto.train.data.clicks.criteo import NUMBERS
 from stretto.train.path_checks import check_outside_data
 
 DTYPES = {"fp32": "float32", "fp64": "float64"}  # torch's names, by train.dtype
@@ -34,13 +34,13 @@ def check_dlrm(config: DLRMTrainConfig) -> CheckpointMetadata | None:
         check_outside_data(config.out, paths or [])
     model = config.model.to_dlrm()
     open_clicks(config)
-    check_memory(config, model)
+    check_memory(config)
     checkpoint = find_checkpoint(config.out, config.train.resume)
     metadata = None if checkpoint is None else check_dlrm_checkpoint(checkpoint, config)
 
     import torch
 
-    from stretto.parallel.recsys.pooled_exchange import choose_operators
+    from stretto.recommendation.pooled_exchange import choose_operators
 
     dtype = getattr(torch, DTYPES[config.train.dtype])
     choose_operators(config.train.implementation, dtype, torch.device(config.device), [model.dim])
@@ -83,7 +83,7 @@ def whole_shapes(model: DLRMConfig) -> dict[str, tuple[int, ...]]:
     """The whole shape of every parameter of the model, whichever rank has it."""
     import torch
 
-    from stretto.models import DLRM
+    from stretto.recommendation import DLRM
 
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in DLRM(model).named_parameters()}
@@ -111,13 +111,14 @@ def check_dlrm_checkpoint(path: Path, config: DLRMTrainConfig) -> CheckpointMeta
     return metadata
 
 
-def check_memory(config: DLRMTrainConfig, model: DLRMConfig) -> None:
+def check_memory(config: DLRMTrainConfig) -> None:
     """Raise ValueError if the tables do not fit into this machine's memory.
 
     Only for CPUs: a GPU immediately raises an out-of-memory error.
     """
     if config.device != "cpu":
         return
+    model = config.model.to_dlrm()
     numbers = sum(rows * model.dim for rows in model.rows)
     state = sum(model.rows) if config.train.table_optimizer == "rowwise-adagrad" else 0
     check_room(

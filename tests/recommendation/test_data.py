@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stretto.models import DLRMConfig
-from stretto.train.data.clicks import ClickBatch, CriteoClicks, SyntheticClicks
-from stretto.train.data.clicks import criteo as criteo_module
-from stretto.train.data.clicks.criteo import parse_lines
+from stretto.recommendation import DLRMConfig
+from stretto.recommendation.data import ClickBatch, CriteoClicks, SyntheticClicks
+from stretto.recommendation.data import criteo as criteo_module
+from stretto.recommendation.data.criteo import parse_lines
 
 ROWS = (10, 1, 1000, *[50] * 23)
 ONE = (1,) * 26

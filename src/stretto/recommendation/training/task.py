@@ -11,17 +11,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stretto.counters import advance, note
-from stretto.models import DLRM
-from stretto.parallel import Grid, ShardedTables, distribute_tables
+from stretto.parallel import Grid
 from stretto.parallel.comm.collectives import all_reduce
+from stretto.recommendation import DLRM, ShardedTables, distribute_tables
+from stretto.recommendation.data import BatchPrefetcher, ClickBatch
+from stretto.recommendation.table_optimizer import TableOptimizer
+from stretto.recommendation.training.config import DLRMTrainConfig, describe
+from stretto.recommendation.training.evaluation import evaluate
+from stretto.recommendation.training.preflight import DTYPES, check_dlrm_checkpoint, open_clicks, optimizer_name
 from stretto.train.checkpoint import allocate_slots, load_state, training_state
 from stretto.train.checkpoint.storage import LocalBox, ShardedState
-from stretto.train.config.dlrm import DLRMTrainConfig, describe
 from stretto.train.data import Sampler, rank_rows
-from stretto.train.data.clicks import BatchPrefetcher, ClickBatch
-from stretto.train.dlrm.evaluation import evaluate
-from stretto.train.dlrm.preflight import DTYPES, check_dlrm_checkpoint, open_clicks, optimizer_name
-from stretto.train.optimizer import TableOptimizer, build_optimizer
+from stretto.train.optimizer import build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
 from stretto.train.task import Evaluation, TrainTask
 

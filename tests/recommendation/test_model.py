@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stretto.models import DLRM, DLRMConfig
+from stretto.recommendation import DLRM, DLRMConfig
 
 CONFIG = DLRMConfig(rows=(5, 7, 4), dim=3, bottom=(6, 3), top=(5, 1), dense=2)
 

@@ -21,7 +21,7 @@ from stretto.train.config.options import (
 )
 
 if TYPE_CHECKING:
-    from stretto.models import DLRMConfig
+    from stretto.recommendation import DLRMConfig
 
 MAX_ROWS = 1 << 40
 MAX_TABLES = 1 << 14
@@ -61,7 +61,7 @@ class DLRMModelConfig(Section):
 
     def to_dlrm(self) -> "DLRMConfig":
         """Build the model's shape. Raises ValueError when the numbers do not fit together."""
-        from stretto.models import DLRMConfig
+        from stretto.recommendation import DLRMConfig
 
         given = {key: value for key, value in self if value is not None and key not in ("kind", "name", "max_rows")}
         given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
@@ -121,6 +121,13 @@ class DLRMRunConfig(RunOptions):
 class DLRMTrainConfig(JobConfig):
     """A training run of a DLRM: tables are distributed over the ranks, MLPs are replicated."""
 
+    kind = "dlrm"
+    reference = """\
+# A DLRM's options
+
+With `model.kind = "dlrm"`, a file describes the training of a recommendation model ([dlrm.md](dlrm.md)). It has no
+`[grid]` and no `[overlap]`. `out` and `device` are the same as above, and so are these options of `[train]`:
+"""
     ranks: int = option(
         1, "number of processes; each has some of the tables and a part of the batch", ge=1, le=MAX_RANKS
     )
@@ -132,6 +139,12 @@ class DLRMTrainConfig(JobConfig):
     def grid(self) -> GridConfig:
         """The grid: every rank has a part of the batch."""
         return GridConfig(data=self.ranks)
+
+    def grid_options(self, grid: GridConfig) -> dict[str, Any]:
+        """As `JobConfig.grid_options`."""
+        if grid != GridConfig(data=grid.ranks):
+            raise ValueError(f"a DLRM has only the axis data; data={grid.ranks} would do")
+        return {"ranks": grid.ranks}
 
     @property
     def items_a_step(self) -> int:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.parallel.comm.collectives import all_to_all
-from stretto.parallel.recsys.placement import TablePlacement
-from stretto.parallel.recsys.pooled_exchange import TableLookups
+from stretto.recommendation.placement import TablePlacement
+from stretto.recommendation.pooled_exchange import TableLookups
 
 _REFUSED = -1  # sent in place of the number of samples by a rank that refuses its batch
 

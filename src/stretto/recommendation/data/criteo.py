@@ -15,8 +15,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.recommendation.data.batch import ClickBatch, make_bags
 from stretto.train.data.cache import cached_file
-from stretto.train.data.clicks.batch import ClickBatch, make_bags
 from stretto.train.data.files import cut_short, file_size, find_files, reading
 from stretto.train.data.hashing import key_of, mix
 

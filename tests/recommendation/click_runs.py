@@ -10,9 +10,10 @@ from unittest import mock
 
 import torch
 
-from stretto.parallel.recsys import pooled_exchange
-from stretto.train.config import DLRMTrainConfig, make_config
-from stretto.train.dlrm.task import DLRMTask
+from stretto.recommendation import pooled_exchange
+from stretto.recommendation.training.config import DLRMTrainConfig
+from stretto.recommendation.training.task import DLRMTask
+from stretto.train.config import make_config
 from stretto.train.trainer import train
 
 

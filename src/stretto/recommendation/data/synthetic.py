@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.train.data.clicks.batch import ClickBatch, offsets_of
+from stretto.recommendation.data.batch import ClickBatch, offsets_of
 from stretto.train.data.hashing import Words, key_of, mix, uniform
 
 # Row popularity is skewed, as in real logs: row = rows x u^SKEW, where u is uniform.
