@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in the tests of a DLRM's training: functions of a module, so that a pool can import them."""
+"""Ranks' functions in the tests of a DLRM's training, in a module, so that a pool can import them."""
 
 import os
 import signal

@@ -15,12 +15,12 @@ class TableSize:
 
     @property
     def numbers(self) -> int:
-        """How many numbers the table has."""
+        """Count of the table's numbers."""
         return self.rows * self.dim
 
     @property
     def work(self) -> float:
-        """How many numbers a sample reads and writes: the rows of its bag, and the pooled vector."""
+        """Count of numbers that a sample reads and writes: the rows of its bag, and the pooled vector."""
         return (self.pooling + 1) * self.dim
 
 

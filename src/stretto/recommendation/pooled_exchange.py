@@ -42,7 +42,7 @@ class TableLookups:
 
 @dataclass(frozen=True)
 class FusedUpdate:
-    """How the operator's backward pass updates the rows that were looked up, in place of making gradients.
+    """Update of the looked-up rows by the operator's backward pass, in place of gradients.
 
     settings: fp32 [2] on the device, learning rate and epsilon. states: for "adagrad", the row-wise one, fp32 [rows] of
     each of this rank's tables.

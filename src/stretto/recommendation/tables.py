@@ -85,7 +85,7 @@ class ShardedTables(nn.ModuleDict):
 
     @property
     def is_fused(self) -> bool:
-        """Whether the operator of stretto.ops runs."""
+        """True if the operator of stretto.ops runs."""
         return self._operators is not None
 
     def fuse_update(self, update: FusedUpdate) -> None:

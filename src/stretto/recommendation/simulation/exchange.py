@@ -31,7 +31,7 @@ class Slice:
 
 
 class Exchange(Protocol):
-    """How ranks exchange vectors and reduce gradients."""
+    """Exchanges of vectors and reductions of gradients between ranks."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -46,7 +46,7 @@ class Exchange(Protocol):
         """The maximum number of slices of a rank in flight; None: any number."""
 
     def slices(self, rank: int) -> Iterator[Slice]:
-        """What a rank sends, in the order in which a fused kernel makes it: a slice for each other rank, and again."""
+        """Yield a rank's slices in the order in which a fused kernel makes them: one for each other rank, and again."""
 
     def send(self, builder: GraphBuilder, rank: int, slice: Slice, pair_bytes: float, after: Sequence[int]) -> int:
         """Send a slice. Returns the operation that ends when it has arrived."""

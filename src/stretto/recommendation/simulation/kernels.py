@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the kernels of a DLRM step take: its shape, and a GPU's rates.
+"""Times of the kernels of a DLRM step, from its shape and a GPU's rates.
 
 Punniyamurthy et al. simulate with times of an MI210 that they do not give. No time here is theirs: `MI210` has that
 GPU's datasheet, and `H200` what `stretto bench embedding` measured (lab/results/embedding).

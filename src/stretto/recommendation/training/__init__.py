@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `stretto train` runs for `model.kind = "dlrm"`: options, checks, the task with its optimizers, evaluation."""
+"""Training by `stretto train` with `model.kind = "dlrm"`: options, checks, the task with its optimizers, evaluation."""

@@ -83,7 +83,7 @@ class DLRMModelConfig(Section):
 
 
 class DLRMDataConfig(Section):
-    """What to train on."""
+    """The data to train on."""
 
     format: Literal["criteo", "synthetic"] = option(
         ...,
@@ -104,7 +104,7 @@ class DLRMDataConfig(Section):
 
 
 class DLRMRunConfig(RunOptions):
-    """How to train. `optimizer`, `lr` and the options that belong to them are the MLPs'; the tables have their own."""
+    """The training. `optimizer`, `lr` and the options that belong to them are the MLPs'; the tables have their own."""
 
     batch: int = option(..., "global batch size; must be a multiple of the ranks", unit="samples", ge=1, lt=1 << 31)
     dtype: Literal["fp32", "fp64"] = option("fp32", "dtype of weights and computation")
@@ -153,7 +153,7 @@ With `model.kind = "dlrm"`, a file describes the training of a recommendation mo
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:
-        """What rates and progress count."""
+        """Unit that rates and progress count."""
         return "samples"
 
     @model_validator(mode="after")
