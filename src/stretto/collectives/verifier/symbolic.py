@@ -93,7 +93,7 @@ class Values:
 
 @dataclass(frozen=True)
 class SymbolicOutcome:
-    """Result of symbolic steps. right: whether the postcondition holds; consistent: whether all ranks added in one order
+    """Outcome of a run. right: whether the postcondition holds; consistent: whether all ranks added in one order
     wherever the collective asks for it; roundings: the most additions, one upon another, in an output."""
 
     right: bool
