@@ -4,6 +4,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stretto.quantities import show_bytes
+
 
 @dataclass(frozen=True)
 class TableSize:
@@ -54,7 +56,7 @@ class TablePlacement:
         for rank, (of_rank, work) in enumerate(zip(self.owned, self.work_shares(), strict=True)):
             size = sum(self.tables[table].numbers for table in of_rank) * itemsize
             names = ", ".join(map(str, of_rank)) or "none"
-            lines.append(f"rank {rank}: {_bytes(size)}, {work:.1%} of the look-ups; tables {names}")
+            lines.append(f"rank {rank}: {show_bytes(size)}, {work:.1%} of the look-ups; tables {names}")
         return "\n".join(lines)
 
 
@@ -90,11 +92,3 @@ def place_tables(tables: Sequence[TableSize], ranks: int) -> TablePlacement:
 
 def _shares(owned: Sequence[Sequence[int]], sizes: Sequence[float]) -> tuple[float, ...]:
     return tuple(sum(sizes[table] for table in of_rank) / sum(sizes) for of_rank in owned)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"

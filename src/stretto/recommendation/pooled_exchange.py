@@ -5,7 +5,7 @@
 in training knows of the operator, except what has its backward pass update the tables (`FusedUpdate`).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, get_args
@@ -20,9 +20,6 @@ from stretto.parallel.comm.collectives import all_to_all, collective
 from stretto.parallel.comm.kept_outputs import keep_output
 
 Implementation = Literal["auto", "kernel", "library"]
-OPERATOR = "embedding_all_to_all"  # of stretto.ops
-DIM_MULTIPLE, MAX_DIM = 4, 2048
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -89,25 +86,21 @@ def pool_and_exchange(
 
 
 def choose_operators(
-    implementation: Implementation, dtype: torch.dtype, device: torch.device, dims: Collection[int]
+    implementation: Implementation, dtype: torch.dtype, device: torch.device, dims: Sequence[int]
 ) -> Any | None:
     """The module whose operators look up in tables of these dtype and dims; None for the library's path.
 
     "auto" takes the operator on a GPU, where it is there and knows dtype and dims. The same on every rank. ValueError
-    for "kernel" where it cannot run. This is where stretto.ops' operator is switched in: it is found by its name.
+    for "kernel" where it cannot run. dims: of all tables.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(get_args(Implementation))
         raise ValueError(f"implementation is {implementation!r}, but must be one of {known}")
     if implementation == "library" or (implementation == "auto" and device.type != "cuda"):
         return None
-    operators, reason = _find_operators(), None
-    if operators is None:
-        reason = f"there is no stretto.ops.{OPERATOR} here"
-    elif dtype not in KERNEL_DTYPES:
-        reason = f"the kernel does not know {str(dtype).removeprefix('torch.')}"
-    elif others := [dim for dim in dims if dim % DIM_MULTIPLE or dim > MAX_DIM]:
-        reason = f"a table's dim is {others[0]}, and the kernel takes multiples of {DIM_MULTIPLE} up to {MAX_DIM}"
+    operators = _find_operators()
+    missing = "there is no stretto.ops.embedding_all_to_all here"
+    reason = missing if operators is None else _find_obstacle(dtype, dims)
     if implementation == "kernel" and reason is not None:
         raise ValueError(f"implementation is 'kernel', but {reason}; implementation='library' would do")
     return operators if reason is None else None
@@ -115,10 +108,21 @@ def choose_operators(
 
 def _find_operators() -> Any | None:
     try:
-        operators = import_module("stretto.ops")  # takes Triton, which is not everywhere
+        return import_module("stretto.ops")  # takes Triton, which is not everywhere
     except ImportError:
         return None
-    return operators if hasattr(operators, OPERATOR) else None
+
+
+def _find_obstacle(dtype: torch.dtype, dims: Sequence[int]) -> str | None:
+    """Why the operator takes no tables of these; None if it does."""
+    from stretto.ops.embedding.table_set import require_shape
+
+    try:
+        for table, dim in enumerate(dims):
+            require_shape(table, 1, dim, dtype)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _look_up(

@@ -49,7 +49,7 @@ class ShardedTables(nn.ModuleDict):
     ) -> None:
         super().__init__({str(number): table for number, table in tables.items()})
         self.placement, self.group, self.dtype = placement, group, dtype
-        self._operators = choose_operators(implementation, dtype, device, {table.dim for table in placement.tables})
+        self._operators = choose_operators(implementation, dtype, device, [table.dim for table in placement.tables])
         self.fused_update: FusedUpdate | None = None
         self.replicated_gradients: ReplicatedGradients | None = None  # of the model's other parameters
         # What is the same on all ranks, and another for other tables.
@@ -138,7 +138,7 @@ def distribute_tables(
             f"{len(tables)} tables and {ranks} ranks"
         )
     dtype = tables[0].weight.dtype
-    choose_operators(implementation, dtype, grid.device, {size.dim for size in sizes})  # before anything is allocated
+    choose_operators(implementation, dtype, grid.device, [size.dim for size in sizes])  # before anything is allocated
 
     initializer = MetaInitializer(model, grid.device, seed)
     mine = placement.owned[grid.coordinate("data")]

@@ -8,9 +8,9 @@ networks of several dimensions. The slices of a fused kernel take the same ways.
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from stretto.simulator.collectives import add_collective, closed_form_seconds
 from stretto.simulator.graph import GraphBuilder
@@ -30,58 +30,53 @@ class Slice:
     part: float
 
 
-class Exchange(Protocol):
-    """Exchanges of vectors and reductions of gradients between ranks."""
+class Exchange(ABC):
+    """Exchanges of vectors and reductions of gradients between ranks.
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that are simulated."""
+    kind: direct or by-dimension. ranks: those that are simulated, of the `world`. slices: the number of slices of a
+    fused kernel for each pair of ranks. window: the maximum number of slices of a rank in flight; None: any number.
+    Raises ValueError for an unknown kind, and for by-dimension on anything but a torus of two dimensions.
+    """
 
-    @property
-    def world(self) -> int:
-        """All ranks."""
+    def __init__(
+        self, topology: NetworkTopology, kind: str, ranks: Sequence[int], slices: int, window: int | None
+    ) -> None:
+        self.world, self.ranks, self.window = topology.devices, ranks, window
+        self._slices, self._kind = slices, kind
+        self._columns = check_exchange(topology, kind)
+        self._algorithm = "direct" if kind == DIRECT else "two-level-direct"
+        self._reduction, self._reduction_columns = reduction_of(topology)
 
-    @property
-    def window(self) -> int | None:
-        """The maximum number of slices of a rank in flight; None: any number."""
-
+    @abstractmethod
     def slices(self, rank: int) -> Iterator[Slice]:
         """Yield a rank's slices in the order in which a fused kernel makes them: one for each other rank, and again."""
 
+    @abstractmethod
     def send(self, builder: GraphBuilder, rank: int, slice: Slice, pair_bytes: float, after: Sequence[int]) -> int:
         """Send a slice. Returns the operation that ends when it has arrived."""
 
+    @abstractmethod
     def all_to_all(self, builder: GraphBuilder, pair_bytes: float, after: Sequence[int]) -> list[int]:
         """Exchange everything in one collective. `after` and what returns are an operation for each of `ranks`."""
 
+    @abstractmethod
     def all_reduce(self, builder: GraphBuilder, num_bytes: float, after: Sequence[Sequence[int]]) -> list[int]:
         """Sum gradients of so many bytes over all ranks."""
 
 
-class MessageExchange:
-    """All ranks, with each message on the network (event-driven).
-
-    kind: direct or by-dimension. slices_a_pair: the number of slices of a fused kernel for each pair of ranks.
-    window: the maximum number of slices of a rank in flight.
-    Raises ValueError for an unknown kind, and for by-dimension on anything but a torus of two dimensions.
-    """
+class MessageExchange(Exchange):
+    """All ranks, with each message on the network (event-driven)."""
 
     def __init__(self, topology: NetworkTopology, kind: str, slices_a_pair: int, window: int | None) -> None:
-        self.world = topology.devices
-        self.ranks: Sequence[int] = range(self.world)
-        self.window = window
-        self._columns = check_exchange(topology, kind)
-        self._kind, self._slices = kind, slices_a_pair
-        self._reduction = reduction_of(topology)
+        super().__init__(topology, kind, range(topology.devices), slices_a_pair, window)
 
     def slices(self, rank: int) -> Iterator[Slice]:
-        """As `Exchange.slices`: of every rank the first slice, the next rank first, before any rank's second one."""
+        # Of every rank the first slice, the next rank first, before any rank's second one.
         for _ in range(self._slices):
             for distance in range(1, self.world):
                 yield Slice((rank + distance) % self.world, 1 / self._slices)
 
     def send(self, builder: GraphBuilder, rank: int, slice: Slice, pair_bytes: float, after: Sequence[int]) -> int:
-        """As `Exchange.send`."""
         size = slice.part * pair_bytes
         if self._kind == BY_DIMENSION:
             stop = rank // self._columns * self._columns + slice.peer % self._columns
@@ -91,11 +86,10 @@ class MessageExchange:
         return builder.message(rank, slice.peer, size, after=after)
 
     def all_to_all(self, builder: GraphBuilder, pair_bytes: float, after: Sequence[int]) -> list[int]:
-        """As `Exchange.all_to_all`."""
         return add_collective(
             builder,
             "all_to_all",
-            "direct" if self._kind == DIRECT else "two-level-direct",
+            self._algorithm,
             self.ranks,
             pair_bytes * self.world,
             after=[[each] for each in after],
@@ -105,19 +99,18 @@ class MessageExchange:
         )
 
     def all_reduce(self, builder: GraphBuilder, num_bytes: float, after: Sequence[Sequence[int]]) -> list[int]:
-        """As `Exchange.all_reduce`."""
         return add_collective(
             builder,
             "all_reduce",
-            self._reduction[0],
+            self._reduction,
             self.ranks,
             num_bytes,
             after=after,
-            ranks_per_node=self._reduction[1],
+            ranks_per_node=self._reduction_columns,
         )
 
 
-class FormulaExchange:
+class FormulaExchange(Exchange):
     """One rank for all, which are alike, and exchanges that take a formula's time (closed-form).
 
     The all-to-all and the all-reduce take `closed_form_seconds` and do not disturb each other. Slices go one after
@@ -125,21 +118,17 @@ class FormulaExchange:
     """
 
     def __init__(self, topology: NetworkTopology, kind: str, slices: int) -> None:
-        self.world = topology.devices
-        self.ranks: Sequence[int] = (0,)
-        self.window = slices  # the wire itself takes one slice after another
-        self._topology, self._slices = topology, slices
-        self._columns, self._kind = check_exchange(topology, kind), kind
-        self._reduction = reduction_of(topology)
+        # The wire itself takes one slice after another, so the window holds all of them.
+        super().__init__(topology, kind, (0,), slices, window=slices)
+        self._topology = topology
         self._latency = self._seconds(0.0)
         self._slope = self._seconds(1.0) - self._latency  # a byte of a pair; the formula is linear
 
     def slices(self, rank: int) -> Iterator[Slice]:
-        """As `Exchange.slices`; a slice is a part for every rank."""
-        yield from (Slice(rank, 1 / self._slices) for _ in range(self._slices))
+        yield from (Slice(rank, 1 / self._slices) for _ in range(self._slices))  # each is a part for every rank
 
     def send(self, builder: GraphBuilder, rank: int, slice: Slice, pair_bytes: float, after: Sequence[int]) -> int:
-        """As `Exchange.send`: the latency comes after the wire is free for the next slice."""
+        # The latency comes after the wire is free for the next slice.
         wire = self._slope * pair_bytes * slice.part
         sent = builder.compute(rank, wire, stream="all_to_all", after=after, category="communication")
         return builder.compute(
@@ -147,20 +136,18 @@ class FormulaExchange:
         )
 
     def all_to_all(self, builder: GraphBuilder, pair_bytes: float, after: Sequence[int]) -> list[int]:
-        """As `Exchange.all_to_all`."""
         seconds = self._seconds(pair_bytes)
         return [builder.compute(0, seconds, stream="all_to_all", after=after, category="communication")]
 
     def all_reduce(self, builder: GraphBuilder, num_bytes: float, after: Sequence[Sequence[int]]) -> list[int]:
-        """As `Exchange.all_reduce`."""
-        algorithm, columns = self._reduction
-        seconds = closed_form_seconds("all_reduce", algorithm, self._topology, num_bytes, ranks_per_node=columns)
+        columns = self._reduction_columns
+        seconds = closed_form_seconds("all_reduce", self._reduction, self._topology, num_bytes, ranks_per_node=columns)
         return [builder.compute(0, seconds, stream="all_reduce", after=after[0], category="communication")]
 
     def _seconds(self, pair_bytes: float) -> float:
         return closed_form_seconds(
             "all_to_all",
-            "direct" if self._kind == DIRECT else "two-level-direct",
+            self._algorithm,
             self._topology,
             pair_bytes * self.world,
             ranks_per_node=self._columns,

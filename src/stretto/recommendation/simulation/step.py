@@ -14,17 +14,15 @@ Separate, an all-to-all is a collective between two kernels. Fused, it goes slic
 makes slices for other ranks first and sends each immediately; backward, the update takes slices as they arrive.
 """
 
-import gc
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stretto.recommendation.simulation.exchange import DIRECT, Exchange, FormulaExchange, MessageExchange
 from stretto.recommendation.simulation.kernels import KernelRates, RecommendationStep
 from stretto.simulator.collectives.patterns import MAX_MESSAGES
-from stretto.simulator.graph import ExecutionGraph, GraphBuilder, execute
+from stretto.simulator.graph import ExecutionGraph, GraphBuilder, execute, pausing_garbage_collection
 from stretto.simulator.network.closed_form import ClosedFormNetwork
 from stretto.simulator.network.event_driven import EventDrivenNetwork
 from stretto.simulator.network.topology import NetworkTopology
@@ -100,7 +98,7 @@ def simulate_recommendation(
         exchange = MessageExchange(topology, collective, slices, window)
         _check_messages(step, topology.devices, slices * FUSIONS.index(fused), 1 if collective == DIRECT else 2)
     network = ClosedFormNetwork(topology) if fidelity == "closed-form" else EventDrivenNetwork(topology, packet_bytes)
-    with _paused_collector():
+    with pausing_garbage_collection():
         graph = recommendation_graph(step, kernels, exchange, fused)
         execution = execute(graph, network)
     return SimulatedRecommendation(
@@ -130,18 +128,6 @@ def _check_messages(step: RecommendationStep, ranks: int, slices: int, hops: int
             f"this step sends about {messages:,} messages among {ranks} ranks, and {MAX_MESSAGES:,} are simulated at "
             "most; larger slices, fewer ranks, samples, tables or layers would do"
         )
-
-
-@contextmanager
-def _paused_collector() -> Iterator[None]:
-    """Pause garbage collection: a graph of a million operations has no cycles, and the search for some takes 2/3."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def recommendation_graph(
