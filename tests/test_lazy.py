@@ -15,8 +15,10 @@ from stretto.lazy import attach
 LAZY = (
     "stretto",
     "stretto.huggingface",
+    "stretto.models",
     "stretto.parallel",
     "stretto.planner",
+    "stretto.recommendation",
     "stretto.report",
     "stretto.train.checkpoint",
     "stretto.launch",

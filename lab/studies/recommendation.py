@@ -14,7 +14,7 @@ from typing import Any
 from lab.studies.settings import SimulatedDlrmSetting
 from stretto.bench.harness import ANY_CPU, Column, print_table, write_result, write_tables
 from stretto.bench.pictures import draw_result
-from stretto.simulator.dlrm import (
+from stretto.recommendation.simulation import (
     EXCHANGES,
     FIDELITIES,
     FUSIONS,

@@ -29,12 +29,12 @@ from stretto.bench.harness import (
     write_result,
 )
 from stretto.bench.pictures import draw_result
-from stretto.models import DLRM
-from stretto.parallel import Grid, ShardedTables, distribute_tables
-from stretto.parallel.recsys.pooled_exchange import Implementation
+from stretto.parallel import Grid
+from stretto.recommendation import DLRM, ShardedTables, distribute_tables
+from stretto.recommendation.data import SyntheticClicks
+from stretto.recommendation.pooled_exchange import Implementation
+from stretto.recommendation.table_optimizer import TableOptimizer
 from stretto.train.data import rank_rows
-from stretto.train.data.clicks import SyntheticClicks
-from stretto.train.optimizer import TableOptimizer
 
 COLUMNS = (
     Column("name", "look-up and exchange"),

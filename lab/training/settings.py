@@ -20,7 +20,8 @@ from stretto.bench.settings import (
 )
 from stretto.bench.training.settings import LLAMA_7B, TrainingWorkload, model_config, parse_grids
 from stretto.execution import Recomputation
-from stretto.models import DLRMConfig, GPTConfig
+from stretto.models import GPTConfig
+from stretto.recommendation import DLRMConfig
 
 Implementation = Literal["library", "kernel"]
 BLOCK_MODELS = ("translator", "vision-transformer", "u-net")

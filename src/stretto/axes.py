@@ -12,8 +12,8 @@ innermost: pipe, data, context, z, y, x. Write these by hand:
   what must be divisible), the layers that communicate over it (parallel/layers, put in place by parallel/builder.py),
   and, if it splits sequences, tokens, positions and attention (parallel/layers/token_shards.py and embedding.py there,
   models/gpt.py) and the place of a token in dropout's mask (parallel/layers/dropout.py).
-- Which data its ranks are fed, if it is not whole rows of the batch: train/gpt/task.py and train/dlrm/task.py, which
-  cut the batch by train/data/sampler.py.
+- Which data its ranks are fed, if it is not whole rows of the batch: train/gpt/task.py, and for tables
+  recommendation/training/task.py, which cut the batch by train/data/sampler.py.
 - What it costs, in bytes, time and memory, unless it only makes more ranks sum gradients: planner/communication.py,
   planner/cost.py, planner/compute.py, planner/activations.py and planner/memory.py; the grids that a model cannot run
   on: planner/grids.py.

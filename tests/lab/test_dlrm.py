@@ -11,8 +11,7 @@ from tests.lab.workloads import start_on_pool
 
 from lab.training import dlrm
 from lab.training.dlrm import DlrmWorkload, bench_dlrm
-from stretto.models import DLRMConfig
-from stretto.parallel.recsys import pooled_exchange
+from stretto.recommendation import DLRMConfig, pooled_exchange
 
 TINY = DlrmWorkload(DLRMConfig.preset("small").capped(50), batch=64, warm_up=1, repeats=2, rounds=2)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in the tests of `launch`: small functions in place of training, imported by name."""
+"""Ranks' functions in the tests of `launch`, small ones in place of training, imported by name."""
 
 import errno
 import os

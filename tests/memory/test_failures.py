@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Workspace:
-    """What a failure belongs to: here nothing but its name."""
+    """Owner of a failure: here nothing but its name."""
 
     def __init__(self, name: str) -> None:
         self.record = failures.register(self, lambda words: f"{name} waited for rank {words[1]}", CPU)

@@ -28,7 +28,7 @@ from stretto.parallel import (
 )
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.recomputation import _HostInputs
-from stretto.parallel.recsys.pooled_exchange import _ExchangePooled
+from stretto.recommendation.pooled_exchange import _ExchangePooled
 from tests.parallel import zoo
 from tests.parallel.training import Sizes, my_rows
 from tests.peak_memory import PeakMemory

@@ -63,7 +63,7 @@ def find_obstacle(group: dist.ProcessGroup, device: torch.device, *, needs_atomi
 
 
 def has_native_atomics(device: int, peer: int) -> bool:
-    """Whether a GPU's atomic operations on a peer's memory are native, by the driver's attribute of the pair.
+    """Check whether a GPU's atomic operations on a peer's memory are native, by the driver's attribute of the pair.
 
     device, peer: indices of GPUs that this process sees.
     """
@@ -95,7 +95,7 @@ _P2P_OK = 0  # NVML_P2P_STATUS_OK
 
 
 def nvml_supports(capability: int, own: str, gpus: list[str]) -> bool | None:
-    """Whether this GPU has a capability with all others, given by UUID; None where NVML is not installed.
+    """Check whether this GPU has a capability with all others, given by UUID; None where NVML is not installed.
 
     NVML, the management library of NVIDIA's driver, sees all GPUs of the machine, even where CUDA_VISIBLE_DEVICES
     leaves a process only one of them.

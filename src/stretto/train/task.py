@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface between the training loop and a kind of model; `gpt.task` and `dlrm.task` implement it."""
+"""The interface between the training loop and a kind of model (`stretto.train.kinds`)."""
 
 import logging
 from abc import ABC, abstractmethod

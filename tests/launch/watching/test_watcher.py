@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What watchers of several machines exchange through the store, and what they make of values that are not theirs."""
+"""Watchers of several machines talk through the store, and refuse values in it that are not theirs."""
 
 import io
 import json

@@ -186,7 +186,7 @@ def private_folder(job: str) -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether a path is a folder, and no link to one, which this user alone may enter."""
+    """Check whether a path is a folder, and no link to one, which this user alone may enter."""
     found = os.lstat(folder)
     return found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
 

@@ -26,7 +26,7 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 @dataclass
 class History:
-    """State that parameters share which have taken equally many steps: state that is not kept for every number.
+    """State that parameters share which have taken equally many steps, and that is not kept for every number.
 
     scalars: by name; "step" of AdamW. has_state: False before the first step.
     """

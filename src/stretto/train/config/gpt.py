@@ -208,6 +208,7 @@ def _ranks_of_grid(value: Any, info: ValidationInfo) -> Any:
 class TrainConfig(JobConfig):
     """A training run of a GPT."""
 
+    kind = "gpt"
     grid: GridConfig = GridConfig()
     ranks: Annotated[int, BeforeValidator(_ranks_of_grid)] = option(
         None, "number of processes; must be the grid's product", unit="ranks", unset="the grid's product",
