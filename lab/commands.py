@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lab.harness import add_commands
-from stretto.cli.bench.command import BenchApp, Needs
+from stretto.bench.settings import Needs
+from stretto.cli.bench.command import BenchApp
 from stretto.cli.console import Json, print_json, refusing_bad_input
 
 if TYPE_CHECKING:
