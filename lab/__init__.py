@@ -11,11 +11,6 @@ from stretto.bench.pictures import PLOTS
 PLOTS.update(
     list_plots()
     | {
-        "overlap.json": "lab.training.plot:plot_overlap",
-        "dlrm.json": "lab.training.plot:plot_dlrm",
-        "ddp.json": "lab.training.plot:plot_ddp",
-        "offload-buckets.json": "lab.training.plot:plot_buckets",
-        "pipeline.json": "lab.training.plot:plot_pipeline",
         "faults.json": "tests.faults.report:plot_faults",
         "messages.json": "lab.messages.plot:plot_messages",
         "plan.json": "lab.planning.plot:plot_plan",

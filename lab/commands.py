@@ -39,17 +39,6 @@ if TYPE_CHECKING:
         SimulatedTwoLevelSetting,
         SimulatedZero3Setting,
     )
-    from lab.training.settings import (
-        BlocksSetting,
-        DdpSetting,
-        DlrmSetting,
-        OffloadSetting,
-        OverlapSetting,
-        PeersSetting,
-        PipelineSetting,
-        RecomputeSetting,
-        StagesSetting,
-    )
     from lab.two_level.settings import TwoLevelSetting
     from stretto.bench.operators.settings import OperatorsSetting
 
@@ -93,76 +82,6 @@ def faults(setting: FaultsSetting, out: Path) -> Any:
     return bench_faults(setting, out)
 
 
-@benches.command("peers", "lab.training.settings", needs=Needs.RANKS)
-def peers(setting: PeersSetting, out: Path) -> Any:
-    """One model with Stretto, FSDP2, DTensor tensor parallelism and both, compiled and not: a table per batch."""
-    ranks = benches.count_ranks(setting.ranks)
-    workloads_by_name = setting.workloads(ranks)
-
-    from lab.training.peers import bench_peers
-
-    rows: list[dict[str, Any]] = []
-    for name, workloads in workloads_by_name.items():
-        measured = bench_peers(
-            name,
-            workloads[0],
-            [workload.batch for workload in workloads],
-            ranks,
-            out,
-            grids=setting.grids,
-            only=setting.only,
-            with_compiled=setting.with_compiled,
-            tunes_matmuls=setting.tunes_matmuls,
-        )
-        rows += [{"model": name, "batch": batch} | row for batch, found in measured.items() for row in found]
-    return rows
-
-
-@benches.command("overlap", "lab.training.settings", needs=Needs.RANKS)
-def overlap(setting: OverlapSetting, out: Path) -> Any:
-    """Step time without overlap, then with all-reduce, reduce-scatter, all-gather, data's buckets, copy engines."""
-    ranks = benches.count_ranks(setting.ranks)
-    workload = setting.workload(ranks)
-
-    from lab.training.overlap import bench_overlap
-
-    return bench_overlap(setting.model, workload, ranks, setting.grids, out)
-
-
-@benches.command("blocks", "lab.training.settings", needs=Needs.RANKS)
-def blocks(setting: BlocksSetting, out: Path) -> Any:
-    """Models without roles, sharded block by block, compared with torch's FSDP2 on the same blocks."""
-    ranks = benches.count_ranks(setting.ranks)
-
-    from lab.training.blocks import bench_blocks
-
-    return bench_blocks(setting, ranks, out)
-
-
-@benches.command("pipeline", "lab.training.settings")
-def pipeline(setting: PipelineSetting, out: Path) -> Any:
-    """Pipeline steps with stages that sleep, by schedule, compared with the timing model."""
-    from lab.training.pipeline import bench_pipeline
-
-    return bench_pipeline(setting, out)
-
-
-@benches.command("stages", "lab.training.settings")
-def stages(setting: StagesSetting, out: Path) -> Any:
-    """Several pipeline stages on one rank, compared with gradient accumulation and torch's pipelining."""
-    from lab.training.stages import bench_stages
-
-    return bench_stages(setting, out)
-
-
-@benches.command("offload", "lab.training.settings", needs=Needs.ONE_GPU)
-def offload(setting: OffloadSetting, out: Path) -> Any:
-    """Optimizer state on the host: steps compared with the host link, state on the device, and FSDP2's offload."""
-    from lab.training.offload import bench_offload
-
-    return bench_offload(setting, out)
-
-
 @benches.command("saves", "lab.saves.settings", needs=Needs.ONE_GPU)
 def saves(setting: SavesSetting, out: Path) -> Any:
     """Cost of asynchronous checkpoints: step time, copies and writes; with --kills N, kill -9 during saves.
@@ -172,14 +91,6 @@ def saves(setting: SavesSetting, out: Path) -> Any:
     from lab.saves.run import bench_saves
 
     return bench_saves(setting, out)
-
-
-@benches.command("recompute", "lab.training.settings")
-def recompute(setting: RecomputeSetting, out: Path) -> Any:
-    """Activation checkpointing with and without repeated communication, over slow links between CPU processes."""
-    from lab.training.recompute import bench_recompute
-
-    return bench_recompute(setting, out)
 
 
 @benches.command("experts", "lab.experts.settings")
@@ -196,14 +107,6 @@ def moe_layers(setting: MoeLayersSetting, out: Path) -> Any:
     from lab.experts.layers import bench_moe_layers
 
     return bench_moe_layers(setting, out)
-
-
-@benches.command("ddp", "lab.training.settings", needs=Needs.ONE_GPU)
-def ddp(setting: DdpSetting, out: Path) -> Any:
-    """The timeline of DistributedDataParallel with two checkouts' backends: overlap of buckets."""
-    from lab.training.ddp import bench_ddp
-
-    return bench_ddp(setting, out)
 
 
 @benches.command("plan", "lab.planning.settings", needs=Needs.RANKS)
@@ -308,16 +211,6 @@ def two_level(setting: TwoLevelSetting, out: Path) -> Any:
     from lab.two_level.run import bench_two_level
 
     return bench_two_level(setting, out)
-
-
-@benches.command("dlrm", "lab.training.settings", needs=Needs.RANKS)
-def dlrm(setting: DlrmSetting, out: Path) -> Any:
-    """A DLRM's training step with look-up and all-to-all fused, compared with PyTorch's functions."""
-    workload, ranks = setting.workload(), benches.count_ranks(setting.ranks)
-
-    from lab.training.dlrm import bench_dlrm
-
-    return bench_dlrm(workload, ranks, out)
 
 
 @benches.command("checkouts", "lab.checkouts.settings", needs=Needs.ONE_GPU)

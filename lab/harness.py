@@ -91,7 +91,8 @@ class Measured:
     """Rows with what else the result says: `about` joins the JSON, `lines` follow the tables on the terminal.
 
     tables: printed and written after the rows' own. name, title, row: of the file, its table and its columns, where
-    they are not the bench's. failure: ends the command with status 1 once everything is written.
+    they are not the bench's. failure: ends the command with status 1 once everything is written. is_drawn: whether a
+    picture is drawn of it, where the bench has one for a file of this name.
     """
 
     rows: Sequence[Any]
@@ -102,6 +103,7 @@ class Measured:
     title: str | None = None
     row: "Columns | None" = None
     failure: str | None = None
+    is_drawn: bool = True
 
 
 def setting_of(setting: Any) -> dict[str, Any]:
@@ -174,7 +176,7 @@ class Bench:
             write_tables(result, shown)
         write_atomically(result.with_suffix(".csv"), _csv(main.columns(), rows))
         plots = self.plot if isinstance(self.plot, Mapping) else {self.name: self.plot}
-        if any(fnmatch(name, pattern) and plot is not None for pattern, plot in plots.items()):
+        if measured.is_drawn and any(plot and fnmatch(name, pattern) for pattern, plot in plots.items()):
             draw_result(result)
         failure = {} if measured.failure is None else {"failure": measured.failure}
         return {"rows": rows, **others, **measured.about, **failure}
@@ -212,24 +214,32 @@ class Declaration:
         path = LAB.parent / Path(*self.module.split(".")).with_suffix(".py")
         body = ast.parse(path.read_text()).body
         defined = {name: statement for statement in body for name in _defined_names(statement)}
-        needed: set[ast.stmt] = set()
+        needed: dict[ast.stmt, set[str]] = {}
         names = [self.settings]
         while names:
-            statement = defined.get(names.pop())
-            if statement is not None and statement not in needed:
-                needed.add(statement)
-                names += [each.id for each in ast.walk(statement) if isinstance(each, ast.Name)]
+            name = names.pop()
+            if (statement := defined.get(name)) is None or name in needed.get(statement, ()):
+                continue
+            needed.setdefault(statement, set()).add(name)
+            names += [each.id for each in ast.walk(statement) if isinstance(each, ast.Name)]
+        for statement, wanted in needed.items():
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                statement.names = [each for each in statement.names if _imported_name(each) in wanted]
         scope: dict[str, Any] = {"__name__": self.module}
-        slice_ = ast.Module([each for each in body if each in needed], type_ignores=[])
-        exec(compile(slice_, path, "exec"), scope)  # of this checkout's own file
+        part = ast.Module([each for each in body if each in needed], type_ignores=[])
+        exec(compile(part, path, "exec"), scope)  # of this checkout's own file
         settings: type[Any] = scope[self.settings]
         return settings
+
+
+def _imported_name(alias: ast.alias) -> str:
+    return alias.asname or alias.name.partition(".")[0]
 
 
 def _defined_names(statement: ast.stmt) -> list[str]:
     match statement:
         case ast.Import(names) | ast.ImportFrom(names=names):
-            return [each.asname or each.name.partition(".")[0] for each in names]
+            return [_imported_name(each) for each in names]
         case ast.Assign(targets):
             return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
         case ast.AnnAssign(ast.Name(name)) | ast.ClassDef(name) | ast.FunctionDef(name):
