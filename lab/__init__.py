@@ -13,8 +13,6 @@ PLOTS.update(
     | {
         "faults.json": "tests.faults.report:plot_faults",
         "messages.json": "lab.messages.plot:plot_messages",
-        "plan.json": "lab.planning.plot:plot_plan",
-        "layouts-*.json": "lab.planning.plot:plot_layouts",
         "pipelining.json": "lab.collectives.plot:plot_pipelining",
         "composition.json": "lab.collectives.plot:plot_composition",
         "operator-ablations*.json": "lab.operators.plot:plot_ablations",
@@ -25,8 +23,6 @@ PLOTS.update(
         "simulated-dlrm.json": "lab.studies.plot:plot_simulated_dlrm",
         "simulated-scaling.json": "lab.studies.plot:plot_scaling",
         "checkouts.json": "lab.checkouts.plot:plot_checkouts",
-        "simulated-steps.json": "lab.planning.plot:plot_simulated_steps",
-        "simulated-pipelines.json": "lab.planning.plot:plot_simulated_pipelines",
         "experts.json": "lab.training.plot:plot_experts",
         "simulated-collectives.json": "lab.simulated_schedules.plot:plot_simulated_collectives",
         "simulated-msccl.json": "lab.simulated_schedules.plot:plot_simulated_msccl",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations  # the settings are imported when a command is used
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,14 +22,6 @@ if TYPE_CHECKING:
     from lab.collectives.settings import AblationsSetting, BackendSetting
     from lab.experts.settings import ExpertsSetting, MoeLayersSetting
     from lab.messages.settings import MessagesSetting
-    from lab.planning.layout_settings import LayoutsSetting
-    from lab.planning.settings import (
-        MemorySetting,
-        PlanSetting,
-        PublishedExpertsSetting,
-        PublishedPipelinesSetting,
-        SimulatedStepsSetting,
-    )
     from lab.saves.settings import SavesSetting
     from lab.simulated_schedules.settings import SimulatedCollectivesSetting, SimulatedMscclSetting
     from lab.studies.settings import (
@@ -109,70 +100,6 @@ def moe_layers(setting: MoeLayersSetting, out: Path) -> Any:
     return bench_moe_layers(setting, out)
 
 
-@benches.command("plan", "lab.planning.settings", needs=Needs.RANKS)
-def plan(setting: PlanSetting, out: Path) -> Any:
-    """Every grid of the ranks, measured and compared with the planner's predictions: step times, memory, order.
-
-    Predict first (this needs no GPU): python -m lab plan --predict FILE --cluster CLUSTER.toml --ranks 4
-    """
-    from stretto.cluster import Cluster
-
-    planned = setting.workloads(benches.count_ranks(setting.ranks))
-    if setting.predict is None or setting.cluster is None:
-        from lab.planning.settings import read_predictions
-
-        read_predictions(setting.predictions, planned)  # refused before torch is imported
-
-        from lab.planning.run import bench_plan
-
-        return bench_plan(planned, setting.predictions, out, again=setting.again)
-    cluster = Cluster.find(setting.cluster)
-
-    from lab.planning.run import write_predictions
-
-    written = write_predictions(planned, cluster, setting.predict, shards_sequence=setting.shards_sequence)
-    print(f"predictions written to {setting.predict}", file=sys.stderr)
-    return written
-
-
-@benches.command("layouts", "lab.planning.layout_settings", needs=Needs.TWO_GPUS)
-def layouts(setting: LayoutsSetting, out: Path) -> Any:
-    """Grids with pipelines, experts and state on the host: measured, compared with predictions and with FSDP2.
-
-    Predict first (this needs no GPU): python -m lab layouts --file FILE --cluster CLUSTER.toml
-    """
-    from lab.planning.layout_settings import read_layout_predictions, read_layouts, shrink
-
-    file = read_layouts(setting.file).choose(setting.only)
-    file = shrink(file) if setting.small else file
-    if setting.cluster is not None:
-        from stretto.cluster import Cluster
-
-        cluster = Cluster.find(setting.cluster)
-
-        from lab.planning.layouts import predict_layouts
-
-        return predict_layouts(file, cluster, out)
-    predicted = read_layout_predictions(out, file)
-
-    from stretto.cluster.detection import count_gpus
-
-    if not count_gpus() and not setting.small:
-        raise ValueError("this bench takes GPUs, and torch sees none here; --small tries the command without one")
-
-    from lab.planning.layouts import bench_layouts
-
-    return bench_layouts(file, predicted, setting, out)
-
-
-@benches.command("memory", "lab.planning.settings", needs=Needs.ONE_GPU)
-def memory(setting: MemorySetting, out: Path) -> Any:
-    """Memory of training runs that nearly fill one GPU, compared with the planner's predictions."""
-    from lab.planning.memory import bench_memory
-
-    return bench_memory(setting, out)
-
-
 @benches.command("backend", "lab.collectives.settings", needs=Needs.TWO_GPUS, count=benches.count_ranks_on_gpus)
 def backend(ranks: int, setting: BackendSetting, out: Path) -> Any:
     """torch.distributed calls with the backend `stretto` and with NCCL: alone, during matrix products, in DDP steps."""
@@ -243,38 +170,6 @@ def flips(setting: FlipsSetting, out: Path) -> Any:
     from tests.faults.flips import bench_flips
 
     return bench_flips(setting, out)
-
-
-@benches.command("published-pipelines", "lab.planning.settings")
-def published_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
-    """Plans for the pipelines of Singh's chapter 3 on Summit, compared with the published times (needs no GPU)."""
-    from lab.planning.published_pipelines import bench_published_pipelines
-
-    return bench_published_pipelines(out, setting.batch)
-
-
-@benches.command("published-experts", "lab.planning.settings")
-def published_experts(setting: PublishedExpertsSetting, out: Path) -> Any:
-    """Plans for the mixtures of experts of Singh's chapter 7 on Summit, and the published figures (needs no GPU)."""
-    from lab.planning.published_experts import bench_published_experts
-
-    return bench_published_experts(out, setting.micro_batch)
-
-
-@benches.command("simulated-steps", "lab.planning.settings")
-def simulated_steps(setting: SimulatedStepsSetting, out: Path) -> Any:
-    """Steps that were measured on GPUs, compared with the simulator and the planner (needs no GPU)."""
-    from lab.planning.simulated_steps import bench_simulated_steps
-
-    return bench_simulated_steps([Path(folder) for folder in setting.plans], setting.overlaps, out)
-
-
-@benches.command("simulated-pipelines", "lab.planning.settings")
-def simulated_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
-    """The pipelines of Singh's chapter 3 on Summit, simulated, compared with the published times (needs no GPU)."""
-    from lab.planning.simulated_pipelines import bench_simulated_pipelines
-
-    return bench_simulated_pipelines(out, setting.batch)
 
 
 @benches.command("simulated-collectives", "lab.simulated_schedules.settings")

@@ -118,16 +118,17 @@ class Bench:
     settings: a frozen dataclass whose fields are options (`stretto.bench.settings.Option`). A field `ranks` that is
     None becomes the machine's GPUs where the bench needs GPUs or ranks. run: takes the settings (and the output folder,
     if it has a second parameter), and yields rows, or returns `Measured`, or yields several of them, each of which is
-    written when it comes. row: their dataclass, whose fields are `column`s; rows may also be dicts with these keys.
-    title: of the table; takes the settings where it depends on them. plot: draws a result into a picture; a dict of
-    several, by patterns of files' names. about: what the JSON says besides rows, made of the settings. shares_gpus:
-    whether it takes more ranks than there are GPUs.
+    written when it comes (again, where the name is the same). A dict that it returns is only what `--json` prints.
+    row: their dataclass, whose fields are `column`s; rows may also be dicts with these keys. title: of the table; takes
+    the settings where it depends on them. plot: draws a result into a picture; a dict of several, by patterns of files'
+    names. about: what the JSON says besides rows, made of the settings. shares_gpus: whether it takes more ranks than
+    there are GPUs.
     """
 
     name: str
     summary: str
     settings: type[Any]
-    run: Callable[..., Iterable[Any] | Measured]
+    run: Callable[..., Iterable[Any] | Measured | Mapping[str, Any]]
     row: type[Any]
     title: str | Callable[[Any], str]
     plot: Plot | Mapping[str, Plot] | None = None
@@ -139,21 +140,24 @@ class Bench:
         """Measure, print the tables, and write JSON, tables and pictures to `out`. Returns what `--json` prints."""
         takes_out = len(signature(self.run).parameters) > 1
         found = self.run(setting, out) if takes_out else self.run(setting)
+        if isinstance(found, Mapping):
+            return dict(found)
         if isinstance(found, Measured):
             return self._write(found, setting, out)
         rows: list[Any] = []
-        said: list[dict[str, Any]] = []
+        said: dict[str | None, dict[str, Any]] = {}
         for each in found:
             if isinstance(each, Measured):
-                said.append(self._write(each, setting, out))
+                said[each.name] = self._write(each, setting, out)
             else:
                 rows.append(each)
         if rows or not said:
-            said.append(self._write(Measured(rows), setting, out))
+            said[None] = self._write(Measured(rows), setting, out)
         if len(said) == 1:
-            return said[0]
-        failures = [each["failure"] for each in said if "failure" in each]
-        return {"rows": [row for each in said for row in each["rows"]]} | ({"failure": failures[0]} if failures else {})
+            return next(iter(said.values()))
+        failures = [each["failure"] for each in said.values() if "failure" in each]
+        joined = {"rows": [row for each in said.values() for row in each["rows"]]}
+        return joined | ({"failure": failures[0]} if failures else {})
 
     def _write(self, measured: Measured, setting: Any, out: Path) -> dict[str, Any]:
         from stretto.atomic_files import write_atomically
