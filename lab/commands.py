@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from lab.messages.settings import MessagesSetting
     from lab.saves.settings import SavesSetting
     from lab.simulated_schedules.settings import SimulatedCollectivesSetting, SimulatedMscclSetting
-    from lab.studies.settings import (
-        SimulatedDlrmSetting,
-        SimulatedScalingSetting,
-        SimulatedTwoLevelSetting,
-        SimulatedZero3Setting,
-    )
     from lab.two_level.settings import TwoLevelSetting
     from stretto.bench.operators.settings import OperatorsSetting
 
@@ -188,35 +182,3 @@ def simulated_msccl(setting: SimulatedMscclSetting, out: Path) -> Any:
     from lab.simulated_schedules.msccl import bench_simulated_msccl
 
     return bench_simulated_msccl(setting, out)
-
-
-@benches.command("simulated-two-level", "lab.studies.settings")
-def simulated_two_level(setting: SimulatedTwoLevelSetting, out: Path) -> Any:
-    """Two-level collectives on Frontier and Perlmutter, compared with Singh's chapter 6 (needs no GPU)."""
-    from lab.studies.two_level import bench_simulated_two_level
-
-    return bench_simulated_two_level(setting, out)
-
-
-@benches.command("simulated-zero3", "lab.studies.settings")
-def simulated_zero3(setting: SimulatedZero3Setting, out: Path) -> Any:
-    """ZeRO-3 over flat and two-level collectives, simulated and compared with Singh's figure 6.12 (needs no GPU)."""
-    from lab.studies.zero3 import bench_simulated_zero3
-
-    return bench_simulated_zero3(setting, out)
-
-
-@benches.command("simulated-scaling", "lab.studies.settings")
-def simulated_scaling(setting: SimulatedScalingSetting, out: Path) -> Any:
-    """Weak and strong scaling against Singh's figures 5.4, 5.5 and 5.7, and why Table 5.2 is slower (needs no GPU)."""
-    from lab.studies.scaling import bench_simulated_scaling
-
-    return bench_simulated_scaling(setting, out)
-
-
-@benches.command("simulated-dlrm", "lab.studies.settings")
-def simulated_dlrm(setting: SimulatedDlrmSetting, out: Path) -> Any:
-    """A DLRM's step on a torus of 128+ nodes, compared with section 4.4 of Punniyamurthy et al. (needs no GPU)."""
-    from lab.studies.recommendation import bench_simulated_dlrm
-
-    return bench_simulated_dlrm(setting, out)

@@ -153,8 +153,8 @@ class Bench:
                 rows.append(each)
         if rows or not said:
             said[None] = self._write(Measured(rows), setting, out)
-        if len(said) == 1:
-            return next(iter(said.values()))
+        if None in said or len(said) == 1:
+            return said.get(None) or next(iter(said.values()))
         failures = [each["failure"] for each in said.values() if "failure" in each]
         joined = {"rows": [row for each in said.values() for row in each["rows"]]}
         return joined | ({"failure": failures[0]} if failures else {})
