@@ -4,7 +4,6 @@
 from __future__ import annotations  # the settings are imported when a command is used
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,10 +18,6 @@ if TYPE_CHECKING:
     from tests.faults.flips import FlipsSetting
     from tests.faults.settings import FaultsSetting
 
-    from lab.checkouts.settings import CheckoutsSetting
-    from lab.collectives.settings import AblationsSetting, BackendSetting
-    from lab.experts.settings import ExpertsSetting, MoeLayersSetting
-    from lab.messages.settings import MessagesSetting
     from lab.planning.layout_settings import LayoutsSetting
     from lab.planning.settings import (
         MemorySetting,
@@ -31,8 +26,6 @@ if TYPE_CHECKING:
         PublishedPipelinesSetting,
         SimulatedStepsSetting,
     )
-    from lab.saves.settings import SavesSetting
-    from lab.simulated_schedules.settings import SimulatedCollectivesSetting, SimulatedMscclSetting
     from lab.studies.settings import (
         SimulatedDlrmSetting,
         SimulatedScalingSetting,
@@ -50,8 +43,6 @@ if TYPE_CHECKING:
         RecomputeSetting,
         StagesSetting,
     )
-    from lab.two_level.settings import TwoLevelSetting
-    from stretto.bench.operators.settings import OperatorsSetting
 
 benches = BenchApp("Run the benches whose results the README and the documentation report.", "lab/results")
 app = benches.app
@@ -163,39 +154,12 @@ def offload(setting: OffloadSetting, out: Path) -> Any:
     return bench_offload(setting, out)
 
 
-@benches.command("saves", "lab.saves.settings", needs=Needs.ONE_GPU)
-def saves(setting: SavesSetting, out: Path) -> Any:
-    """Cost of asynchronous checkpoints: step time, copies and writes; with --kills N, kill -9 during saves.
-
-    --kills runs on processes of the CPU alone, and needs no GPU.
-    """
-    from lab.saves.run import bench_saves
-
-    return bench_saves(setting, out)
-
-
 @benches.command("recompute", "lab.training.settings")
 def recompute(setting: RecomputeSetting, out: Path) -> Any:
     """Activation checkpointing with and without repeated communication, over slow links between CPU processes."""
     from lab.training.recompute import bench_recompute
 
     return bench_recompute(setting, out)
-
-
-@benches.command("experts", "lab.experts.settings")
-def experts(setting: ExpertsSetting, out: Path) -> Any:
-    """Savings by duplicate token dropping and communication-aware checkpointing, over slow links between processes."""
-    from lab.experts.communication import bench_experts
-
-    return bench_experts(setting, out)
-
-
-@benches.command("moe-layers", "lab.experts.settings", needs=Needs.ONE_GPU)
-def moe_layers(setting: MoeLayersSetting, out: Path) -> Any:
-    """Layers of Qwen3-30B-A3B on one GPU, compared with transformers: tokens/s, memory, host synchronizations."""
-    from lab.experts.layers import bench_moe_layers
-
-    return bench_moe_layers(setting, out)
 
 
 @benches.command("ddp", "lab.training.settings", needs=Needs.ONE_GPU)
@@ -270,46 +234,6 @@ def memory(setting: MemorySetting, out: Path) -> Any:
     return bench_memory(setting, out)
 
 
-@benches.command("backend", "lab.collectives.settings", needs=Needs.TWO_GPUS, count=benches.count_ranks_on_gpus)
-def backend(ranks: int, setting: BackendSetting, out: Path) -> Any:
-    """torch.distributed calls with the backend `stretto` and with NCCL: alone, during matrix products, in DDP steps."""
-    from lab.collectives.backend import bench_backend
-
-    return bench_backend(ranks, out, setting)
-
-
-@benches.command("ablations", "lab.collectives.settings", needs=Needs.TWO_GPUS, count=benches.count_gpus)
-def ablations(ranks: int, setting: AblationsSetting, out: Path) -> Any:
-    """MSCCLang's ablations: pipelining over tiles on and off; one kernel compared with the same algorithm in NCCL
-    calls."""
-    from lab.collectives.ablations import bench_ablations
-
-    return bench_ablations(ranks, out, setting)
-
-
-@benches.command(
-    "operator-ablations",
-    "stretto.bench.operators.settings",
-    needs=Needs.TWO_GPUS,
-    out="operators",
-    count=benches.count_gpus,
-)
-def operator_ablations(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
-    """Overlapped operators with one field of a configuration varied at a time (cases: flux by default)."""
-    from lab.operators.ablations import bench_operator_ablations
-
-    return bench_operator_ablations(ranks, out, setting if setting.cases else replace(setting, cases=("flux",)))
-
-
-@benches.command("two-level", "lab.two_level.settings")
-def two_level(setting: TwoLevelSetting, out: Path) -> Any:
-    """Two-level collectives between network namespaces: recursive, ring and flat, compared with the model (needs
-    root)."""
-    from lab.two_level.run import bench_two_level
-
-    return bench_two_level(setting, out)
-
-
 @benches.command("dlrm", "lab.training.settings", needs=Needs.RANKS)
 def dlrm(setting: DlrmSetting, out: Path) -> Any:
     """A DLRM's training step with look-up and all-to-all fused, compared with PyTorch's functions."""
@@ -318,30 +242,6 @@ def dlrm(setting: DlrmSetting, out: Path) -> Any:
     from lab.training.dlrm import bench_dlrm
 
     return bench_dlrm(workload, ranks, out)
-
-
-@benches.command("checkouts", "lab.checkouts.settings", needs=Needs.ONE_GPU)
-def checkouts(setting: CheckoutsSetting, out: Path) -> Any:
-    """Collectives, tiles, embeddings and operators of two checkouts, interleaved, all ranks on one GPU under MPS.
-
-    A case that loses ranks is left out. Ends with 1 where that happened four times; what was measured until then is
-    written.
-    """
-    from lab.checkouts.run import bench_checkouts
-
-    return bench_checkouts(setting, out)
-
-
-@benches.command("messages", "lab.messages.settings", needs=Needs.RANKS, count=benches.count_ranks)
-def messages(ranks: int, setting: MessagesSetting, out: Path) -> Any:
-    """Messages between pipeline stages by transport, compared with torch's send and recv; all-reduces by backend."""
-    from lab.messages.settings import require_two_ranks
-
-    require_two_ranks(ranks)
-
-    from lab.messages.run import bench_messages
-
-    return bench_messages(ranks, setting, out)
 
 
 @benches.command("flips", "tests.faults.flips")
@@ -382,24 +282,6 @@ def simulated_pipelines(setting: PublishedPipelinesSetting, out: Path) -> Any:
     from lab.planning.simulated_pipelines import bench_simulated_pipelines
 
     return bench_simulated_pipelines(out, setting.batch)
-
-
-@benches.command("simulated-collectives", "lab.simulated_schedules.settings")
-def simulated_collectives(setting: SimulatedCollectivesSetting, out: Path) -> Any:
-    """Simulated and measured schedules, on H200 and on 8 processes over shaped links (measuring needs root)."""
-    setting.require_results()
-
-    from lab.simulated_schedules.run import bench_simulated_collectives
-
-    return bench_simulated_collectives(setting, out)
-
-
-@benches.command("simulated-msccl", "lab.simulated_schedules.settings")
-def simulated_msccl(setting: SimulatedMscclSetting, out: Path) -> Any:
-    """MSCCLang's figures 8 and 11 simulated: hierarchical, two-step and AllToNext on clusters (needs no GPU)."""
-    from lab.simulated_schedules.msccl import bench_simulated_msccl
-
-    return bench_simulated_msccl(setting, out)
 
 
 @benches.command("simulated-two-level", "lab.studies.settings")

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 MODES = ("graph", "eager")
@@ -138,3 +139,11 @@ CPU_CASES = [
     ),
 ]
 """Two small cases for CPU ranks, whose kernels are interpreted."""
+
+
+def find_source(name: str, path: Path) -> Path:
+    """The folder of a checkout that holds the package. ValueError where there is none. name: the option's."""
+    for folder in (path, path / "src"):
+        if (folder / "stretto" / "__init__.py").is_file():
+            return folder.resolve()
+    raise ValueError(f"--{name} is {str(path)!r}, which holds no package stretto: give a checkout, or its src")

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lab.checkouts.settings import find_source
+from lab.checkouts.cases import find_source
 from lab.training.settings import DdpSetting
 from stretto.bench.harness import Column, print_table, write_result
 from stretto.bench.pictures import draw_result

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal, cast, get_args
 
 import stretto
-from lab.checkouts.settings import find_source
+from lab.checkouts.cases import find_source
 from stretto.bench.settings import (
     Layers,
     Option,
