@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+BEFORE, AFTER = "before", "after"
 MODES = ("graph", "eager")
 _SIZES = {"1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "16 MB": 16 << 20}
 _EAGER_SIZES = ("1 KB", "1 MB")  # sizes at which the host's time shows

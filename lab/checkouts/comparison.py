@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab.checkouts.cases import CheckoutCase
+from lab.checkouts.cases import AFTER, BEFORE, CheckoutCase
 from lab.processes import Processes, RanksFailed
 from stretto.memory.mps import mps_daemon
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from lab.checkouts.run import CheckoutsSetting
 
 WORKER = Path(__file__).with_name("worker.py")
-BEFORE, AFTER = "before", "after"
 BOUND = 0.02
 """Medians of ratios that differ from 1 by less count as equal."""
 _NORMAL_QUANTILE = 1.96  # for 95% confidence

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import stretto
-from lab.checkouts.cases import CPU_CASES, CPU_TRAINING_CASES, CheckoutCase, find_source, list_cases
-from lab.checkouts.comparison import AFTER, BEFORE, BOUND, Comparison, MeasuredCase, log
+from lab.checkouts.cases import AFTER, BEFORE, CPU_CASES, CPU_TRAINING_CASES, CheckoutCase, find_source, list_cases
+from lab.checkouts.comparison import BOUND, Comparison, MeasuredCase, log
 from lab.harness import Bench, Measured, column
 from lab.processes import raising_on_sigterm
 from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Needs, Option, require_least
 from stretto.cluster.detection import count_gpus
-from stretto.memory.mps import share_for
 
 _INCHES = 0.17  # of a row of the picture
 
@@ -96,6 +95,8 @@ class CheckoutsSetting:
     @property
     def share(self) -> int:
         """Percent of the multiprocessors that a rank gets."""
+        from stretto.memory.mps import share_for
+
         return share_for(self.ranks) if self.percentage is None else self.percentage
 
     @property
