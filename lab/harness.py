@@ -88,7 +88,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rows with what else the result says: `about` joins the JSON, `lines` follow the tables on the terminal.
+    """Rows with what else the result says: `about` joins the JSON, `lines` follow the tables.
 
     tables: printed and written after the rows' own. name, title, row: of the file, its table and its columns, where
     they are not the bench's. failure: ends the command with status 1 once everything is written. is_drawn: whether a
@@ -161,7 +161,7 @@ class Bench:
 
     def _write(self, measured: Measured, setting: Any, out: Path) -> dict[str, Any]:
         from stretto.atomic_files import write_atomically
-        from stretto.bench.harness import print_table, write_result, write_tables
+        from stretto.bench.harness import append_to_table, print_table, write_result, write_tables
         from stretto.bench.pictures import draw_result
 
         title = measured.title or (self.title if isinstance(self.title, str) else self.title(setting))
@@ -178,6 +178,8 @@ class Bench:
         result = write_result(out, name, main.columns(), rows, **about, **others)
         if len(shown) > 1:
             write_tables(result, shown)
+        if measured.lines:
+            append_to_table(result, ["\n\n".join(measured.lines)])
         write_atomically(result.with_suffix(".csv"), _csv(main.columns(), rows))
         plots = self.plot if isinstance(self.plot, Mapping) else {self.name: self.plot}
         if measured.is_drawn and any(plot and fnmatch(name, pattern) for pattern, plot in plots.items()):

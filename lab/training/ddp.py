@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import stretto
-from lab.checkouts.settings import find_source
+from lab.checkouts.cases import find_source
 from lab.harness import Bench, Measured, column
 from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Needs, Option, require_least

@@ -51,7 +51,7 @@ def test_a_bench_writes_tables_without_empty_columns_and_the_errors_of_rows(tmp_
     ]
     table = (tmp_path / "made-up.md").read_text()
     assert "| case | time (s) | error |\n|---|---|---|\n| one | 1.2 | - |\n| two | - | out of memory |" in table
-    assert table.endswith("Choice:\n\n| fastest |\n|---|\n| one |\n")
+    assert table.endswith("Choice:\n\n| fastest |\n|---|\n| one |\n\na line\n")
     assert (tmp_path / "made-up.csv").read_text() == "case,seconds,error\none,1.25,\ntwo,,out of memory\n"
     assert "a line" in capsys.readouterr().out
 
