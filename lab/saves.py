@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overhead of a save in training steps, and the speed of copies of a state to the host and of writes to a disk.
+"""`python -m lab saves`: what a checkpoint adds to a step, at which speed it is copied and written, and kills.
 
 steps: a GPT is trained with regular checkpoints, saved synchronously between two steps, and asynchronously. size: a
 state of 7B's size, weights and two moments in fp32, on one GPU: pinning the memory, the host link, the copy, a step
 with and without a concurrent copy; then a part of it is written, by several numbers of writer threads. hash: the hash
-of 7B's weights that `train.verify_steps` compares before a save, relative to the GPU's memory bandwidth.
+of 7B's weights that `train.verify_steps` compares before a save, relative to the GPU's memory bandwidth. With --kills,
+runs are killed while they save (`tests.faults.kills`), on processes of the CPU.
+
+Defaults are those of one GPU. With `--cpu`, steps run on `--ranks` processes, and `size` copies little: a try.
 """
 
 import os
@@ -13,18 +16,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.saves.kills import bench_kills
-from lab.saves.settings import LARGEST_NUMBERS, USABLE, USABLE_ON_HOST, SavesSetting
-from stretto.bench.harness import Column, empty_memory, print_table, run_ranks, time_steps, write_result
+from lab.harness import Bench, Measured, column
+from stretto.bench.harness import empty_memory, run_ranks, time_steps
 from stretto.bench.probe import measure_host_link
+from stretto.bench.settings import Needs, Option, Repeats, require_known, require_least
 from stretto.cluster.host_memory import host_memory_available
 from stretto.memory import failures
 from stretto.parallel import Grid
@@ -37,55 +41,127 @@ from stretto.train.checkpoint.writing import CheckpointWriter, free_bytes, write
 from stretto.train.config import TrainConfig, make_config
 from stretto.train.gpt.task import GPTTask
 
+USUAL_PARTS = ("steps", "size")
+PARTS = (*USUAL_PARTS, "hash")
+LLAMA_7B_NUMBERS = 6_738_415_616
+"""Parameters of Llama 7B (Touvron et al., 2023), of which each has a weight and two moments in fp32."""
+LARGEST_NUMBERS = 11008 * 4096
+"""Numbers of its largest matrix, and of the tensors that `size` copies."""
+USABLE, USABLE_ON_HOST = 0.85, 0.75
+"""The parts of a GPU's free memory and of the host's that `size` uses."""
 STATES = ("model.{}", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq")
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4000
-DESCRIPTION = {"optimizer": "adamw", "model": {}, "run": {}, "data": {}}
-
-STEP_COLUMNS = (
-    Column("saves", "checkpoints"),
-    Column("gigabytes", "state (GB)", "{:.3f}"),
-    Column("step_ms", "step, median (ms)", "{:.1f}"),
-    Column("save_ms", "save call, median (ms)", "{:.1f}"),
-    Column("added_ms", "a save adds to the run (ms)", "{:.1f}"),
-    Column("added_steps", "in steps", "{:.2f}"),
-)
-SIZE_COLUMNS = (
-    Column("what", ""),
-    Column("gigabytes", "GB", "{:.1f}"),
-    Column("seconds", "seconds", "{:.3f}"),
-    Column("rate", "GB/s", "{:.1f}"),
-)
+DESCRIPTION: dict[str, Any] = {"optimizer": "adamw", "model": {}, "run": {}, "data": {}}
 
 
-def bench_saves(setting: SavesSetting, out: Path) -> Any:
-    """Measure the parts, or kill runs, and write a result for each."""
+@dataclass(frozen=True)
+class SavesSetting:
+    """Settings of `python -m lab saves`. Raises ValueError for impossible settings."""
+
+    parts: Annotated[tuple[str, ...], Option("steps, size, hash, with commas.")] = USUAL_PARTS
+    ranks: Annotated[int, Option("Processes of the CPU, for steps and kills; a GPU has one.", least=1)] = 2
+    steps: Annotated[int, Option("Timed steps of each way to save.", least=1)] = 48
+    every: Annotated[int, Option("Steps between two saves.", least=1)] = 12
+    layers: Annotated[int, Option("Transformer blocks of the model that is trained.", least=1)] = 4
+    hidden: Annotated[int, Option("Width of a token's vector.")] = 512
+    batch: Annotated[int, Option("Sequences of a step, of 256 tokens.", least=1)] = 4
+    numbers: Annotated[
+        int, Option("Parameters whose state is copied by `size`; fewer where memory does not suffice.", least=1)
+    ] = LLAMA_7B_NUMBERS
+    write_gigabytes: Annotated[float, Option("Of that state, how much `size` writes to the disk.")] = 8.0
+    writers: Annotated[tuple[int, ...], Option("Writer threads to compare, with commas.")] = (1, 2, 4, 8)
+    repeats: Repeats = 3
+    kills: Annotated[int, Option("Kill runs so often while they save, on the CPU, and measure nothing else.")] = 0
+    seed: Annotated[int, Option("Of the kills' moments.")] = 0
+    cpu: Annotated[bool, Option("On processes of the CPU; `size` is then a try.")] = False
+
+    def __post_init__(self) -> None:
+        require_known("part", self.parts, PARTS)
+        require_least(0, kills=self.kills, seed=self.seed)
+        if self.hidden < 64 or self.hidden % 64:
+            raise ValueError(f"hidden is {self.hidden}, but must be a multiple of 64; 512 would do")
+        if self.write_gigabytes <= 0:
+            raise ValueError(f"write-gigabytes is {self.write_gigabytes:g}, but must be more than 0")
+        if self.steps < 2 * self.every:
+            raise ValueError(f"steps is {self.steps}, but must be at least twice every ({self.every})")
+
+    @property
+    def device(self) -> str:
+        """The type of the devices that are measured."""
+        return "cpu" if self.cpu else "cuda"
+
+
+@dataclass(frozen=True)
+class SaveRow:
+    """Steps with a kind of saves, and what a save adds to them (None: there are none)."""
+
+    saves: str = column("checkpoints")
+    gigabytes: float = column("state (GB)", "{:.3f}")
+    total: float
+    step_ms: float = column("step, median (ms)", "{:.1f}")
+    save_ms: float | None = column("save call, median (ms)", "{:.1f}")
+    added_ms: float | None = column("a save adds to the run (ms)", "{:.1f}", default=None)
+    added_steps: float | None = column("in steps", "{:.2f}", default=None)
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """Bytes that were moved, and the time."""
+
+    what: str = column("")
+    gigabytes: float = column("GB", "{:.1f}")
+    seconds: float = column("seconds", "{:.3f}")
+    rate: float = column("GB/s", "{:.1f}")
+
+
+@dataclass(frozen=True)
+class KillRow:
+    """Kills that left the same state."""
+
+    left: str = column("what the kill left")
+    kills: int = column("kills")
+    all: int = column("of all ranks")
+    one: int = column("of one rank")
+    broken: int = column("broken checkpoints")
+    most_lost: int = column("most steps lost")
+
+
+def measure_parts(setting: SavesSetting) -> Iterator[Measured]:
+    """Measure the parts, or kill runs; each has a result of its own. Raises RuntimeError for other losses."""
     if setting.kills:
-        return bench_kills(setting, out)
-    found: dict[str, Any] = {}
-    if "steps" in setting.parts:
-        rows = run_ranks(setting.ranks if setting.cpu else 1, _measure_steps, setting)
-        print_table("What a save adds to training", STEP_COLUMNS, rows)
-        write_result(out, "saves-steps", STEP_COLUMNS, rows)
-        found["steps"] = rows
-    if "size" in setting.parts:
-        rows = run_ranks(1, _measure_size, setting)
-        print_table("Copying and writing a state", SIZE_COLUMNS, rows)
-        write_result(out, "saves-size", SIZE_COLUMNS, rows)
-        found["size"] = rows
-    if "hash" in setting.parts:
-        rows = run_ranks(1, _measure_hash, setting)
-        print_table("Hashing the weights that replicas compare", SIZE_COLUMNS, rows)
-        write_result(out, "saves-hash", SIZE_COLUMNS, rows)
-        found["hash"] = rows
-    return found
+        yield kill(setting)
+        return
+    parts: dict[str, tuple[str, int, Callable[[SavesSetting], list[Any]]]] = {
+        "steps": ("What a save adds to training", setting.ranks if setting.cpu else 1, _measure_steps),
+        "size": ("Copying and writing a state", 1, _measure_size),
+        "hash": ("Hashing the weights that replicas compare", 1, _measure_hash),
+    }
+    for part, (title, ranks, measure) in parts.items():
+        if part in setting.parts:
+            yield Measured(run_ranks(ranks, measure, setting), name=f"saves-{part}", title=title)
+
+
+def kill(setting: SavesSetting) -> Measured:
+    """Kill runs while they save, and compare what is left with an undisturbed run's."""
+    from tests.faults.kills import kill_runs
+
+    kills, runs = kill_runs(setting.kills, setting.ranks, setting.seed, hidden=setting.hidden)
+    rows = []
+    for left in sorted({kill.left for kill in kills}):
+        own = [kill for kill in kills if kill.left == left]
+        of_all = sum(len(kill.victims) == setting.ranks for kill in own)
+        broken, lost = sum(kill.broken for kill in own), max(kill.lost for kill in own)
+        rows.append(KillRow(left, len(own), of_all, len(own) - of_all, broken, lost))
+    title = f"{len(kills)} kills, seed {setting.seed}, in {runs} runs that ended with the losses of an undisturbed one"
+    return Measured(rows, {"seed": setting.seed, "runs": runs, "ranks": setting.ranks}, name="saves-kills", title=title)
 
 
 # --- hash
 
 
-def _measure_hash(setting: SavesSetting) -> list[dict[str, Any]]:
+def _measure_hash(setting: SavesSetting) -> list[SpeedRow]:
     """One pass over weights in fp32 and in bf16, and a sum of the same bytes by torch, which also reads them once."""
-    device = torch.device("cpu" if setting.cpu else "cuda")
+    device = torch.device(setting.device)
     Grid(data=1, device=device)
     numbers = min(setting.numbers, 1 << 24) if setting.cpu else min(setting.numbers, _numbers_that_fit(device))
     rows = []
@@ -101,7 +177,7 @@ def _measure_hash(setting: SavesSetting) -> list[dict[str, Any]]:
         for what, call in (("hashed", partial(hash_bits, weights)), ("added up by torch.sum", add_up)):
             seconds = time_steps(call, warm_up=2, repeats=max(3, setting.repeats))
             name = f"{numbers:,} weights in {str(dtype).removeprefix('torch.')}, {what}"
-            rows.append({"what": name, "gigabytes": total / 1e9, "seconds": seconds, "rate": total / seconds / 1e9})
+            rows.append(SpeedRow(name, total / 1e9, seconds, total / seconds / 1e9))
     return rows
 
 
@@ -113,7 +189,7 @@ def _config(folder: Path, setting: SavesSetting, ranks: int) -> TrainConfig:
     config = make_config(
         {
             "out": str(folder / "run"),
-            "device": "cpu" if setting.cpu else "cuda",
+            "device": setting.device,
             "grid": {"data": ranks},
             "data": {"path": str(folder / "text.txt")},
             "model": {"layers": setting.layers, "hidden": setting.hidden, "heads": setting.hidden // 64},
@@ -125,8 +201,8 @@ def _config(folder: Path, setting: SavesSetting, ranks: int) -> TrainConfig:
     return config
 
 
-def _measure_steps(setting: SavesSetting) -> list[dict[str, Any]]:
-    device = torch.device("cpu" if setting.cpu else "cuda")
+def _measure_steps(setting: SavesSetting) -> list[SaveRow]:
+    device = torch.device(setting.device)
     ranks = int(os.environ["WORLD_SIZE"])
     grid = Grid(data=ranks, device=device)
     folder = [tempfile.mkdtemp(prefix="stretto-bench-saves-") if dist.get_rank() == 0 else ""]
@@ -141,62 +217,50 @@ def _measure_steps(setting: SavesSetting) -> list[dict[str, Any]]:
             shutil.rmtree(folder[0], ignore_errors=True)
 
 
-def _time_saves(setting: SavesSetting, task: GPTTask, out: Path) -> Iterator[dict[str, Any]]:
+def _time_saves(setting: SavesSetting, task: GPTTask, out: Path) -> Iterator[SaveRow]:
     """Runs without saves, with synchronous and with asynchronous saves; the best of two rounds counts."""
     step = 0
-    best: dict[str, dict[str, Any]] = {}
+    best: dict[str, SaveRow] = {}
     for kind in ("none", "between steps", "beside training") * 2:
         with Saver(out, task.grid.device, Retention(1), is_async=kind == "beside training") as saver:
             task.before_update = saver.wait_on_device
             for _ in range(3):
-                step = _run_step(task, step)
+                step += 1
+                task.step(step, 1e-4)
             saver.prepare(task.state())
-            _synchronize(task.grid.device)
+            failures.synchronize(task.grid.device)
             dist.barrier()
             began, steps, saves = time.perf_counter(), [], []
             for number in range(1, setting.steps + 1):
                 start = time.perf_counter()
-                step = _run_step(task, step)
-                _synchronize(task.grid.device)
+                step += 1
+                task.step(step, 1e-4)
+                failures.synchronize(task.grid.device)
                 steps.append(time.perf_counter() - start)
                 if kind != "none" and number % setting.every == 0:
                     start = time.perf_counter()
                     saver.save(step, task.state(), task.description())
                     saves.append(time.perf_counter() - start)
             total = time.perf_counter() - began
-        row = {
-            "saves": kind,
-            "gigabytes": sum(sizes_of(task.state()).values()) / 1e9,
-            "total": total,
-            "step_ms": 1e3 * statistics.median(steps),
-            "save_ms": 1e3 * statistics.median(saves) if saves else None,
-        }
-        if kind not in best or best[kind]["total"] > total:
-            best[kind] = row
+        size, saving = sum(sizes_of(task.state()).values()) / 1e9, 1e3 * statistics.median(saves) if saves else None
+        if kind not in best or best[kind].total > total:
+            best[kind] = SaveRow(kind, size, total, 1e3 * statistics.median(steps), saving)
     plain = best["none"]
     for row in best.values():
-        if row is not plain:
-            count = setting.steps // setting.every
-            row["added_ms"] = 1e3 * (row["total"] - plain["total"]) / count
-            row["added_steps"] = row["added_ms"] / plain["step_ms"]
-        yield row
-
-
-def _run_step(task: GPTTask, step: int) -> int:
-    task.step(step + 1, 1e-4)
-    return step + 1
+        added = 1e3 * (row.total - plain.total) / (setting.steps // setting.every)
+        yield row if row is plain else replace(row, added_ms=added, added_steps=added / plain.step_ms)
 
 
 # --- size
 
 
-def _measure_size(setting: SavesSetting) -> list[dict[str, Any]]:
-    device = torch.device("cpu" if setting.cpu else "cuda")
+def _measure_size(setting: SavesSetting) -> list[SpeedRow]:
+    device = torch.device(setting.device)
     Grid(device=device)
-    rows: list[dict[str, Any]] = []
+    rows: list[SpeedRow] = []
 
     def add(what: str, num_bytes: float, seconds: float) -> None:
-        rows.append({"what": what, "gigabytes": num_bytes / 1e9, "seconds": seconds, "rate": num_bytes / seconds / 1e9})
+        rows.append(SpeedRow(what, num_bytes / 1e9, seconds, num_bytes / seconds / 1e9))
         print(f"{what}: {num_bytes / 1e9:.1f} GB in {seconds:.3f} s, {num_bytes / seconds / 1e9:.1f} GB/s", flush=True)
 
     if device.type == "cuda":
@@ -314,13 +378,24 @@ def _write(
 
 def _clock(device: torch.device, call: Callable[[], Any], *, waits: bool = True) -> float:
     """Seconds of a call; with `waits`, including the work that it launched on the device."""
-    _synchronize(device)
+    failures.synchronize(device)
     began = time.perf_counter()
     call()
     if waits:
-        _synchronize(device)
+        failures.synchronize(device)
     return time.perf_counter() - began
 
 
-def _synchronize(device: torch.device) -> None:
-    failures.synchronize(device)
+BENCH = Bench(
+    "saves",
+    """Cost of asynchronous checkpoints: step time, copies and writes; with --kills N, kill -9 during saves.
+
+    --kills runs on processes of the CPU alone, and needs no GPU.
+    """,
+    SavesSetting,
+    measure_parts,
+    SaveRow,
+    title="Saves",
+    needs=Needs.ONE_GPU,
+    about=lambda setting: {},
+)

@@ -1,80 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes that run one checkout of Stretto: starts them, sends commands, and collects answers in time."""
+"""Ranks of a bench as processes of their own, which take commands: a line of JSON on stdin, answered by one on stdout.
+
+They are for ranks that `stretto.bench.harness.run_ranks` cannot start: of another checkout, or in a network namespace.
+"""
 
 import json
 import os
 import queue
+import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-WORKER = Path(__file__).with_name("worker.py")
-_AFTER_AN_ERROR = 10.0  # seconds for the other ranks to raise too: they may wait for the one that did
+_AFTER_AN_ERROR = 10.0  # seconds for the other ranks to fail too: they may wait for the one that did
 _TO_END = 5.0
 
 
-class RanksFailed(RuntimeError):
+class RanksFailed(ValueError):
     """Ranks died, timed out or disagreed. These processes cannot be used any further."""
 
 
-class CheckoutRanks:
-    """`ranks` worker processes that import Stretto from `source`. A context manager, which ends them.
+class Processes:
+    """One process a rank. A context manager, which ends them; they end too where this process does.
 
-    name: of the checkout, for messages. store: a path that does not exist yet, for the ranks' rendezvous. device:
-    "cuda" (all on the first GPU) or "cpu". environment: variables that are added to this process's.
+    name: of all of them, for messages. commands: the command of each rank. environment: variables that are added to
+    this process's. errors: a path; the ranks' stderr goes to files of this name and their number (None: to ours).
     """
 
     def __init__(
-        self, name: str, source: Path, ranks: int, store: Path, device: str, environment: Mapping[str, str]
+        self,
+        name: str,
+        commands: Sequence[Sequence[str]],
+        environment: Mapping[str, str] | None = None,
+        errors: Path | None = None,
     ) -> None:
         self.name = name
-        self._source = source
         self._processes: list[subprocess.Popen[bytes]] = []
         self._answers: list[queue.Queue[bytes]] = []
-        self._errors = [store.with_name(f"{store.name}-{rank}.txt") for rank in range(ranks)]
-        given = os.environ.get("PYTHONPATH")
-        variables = {
-            **os.environ,
-            **environment,
-            "PYTHONPATH": os.pathsep.join([str(source), *([given] if given else [])]),
-            "OMP_NUM_THREADS": "1",
-        }
+        self._errors = [errors and errors.with_name(f"{errors.name}-{rank}.txt") for rank in range(len(commands))]
         try:
-            for rank in range(ranks):
-                settings = {"rank": rank, "world": ranks, "store": str(store), "device": device}
-                self._start([sys.executable, "-P", str(WORKER), json.dumps(settings)], variables, self._errors[rank])
+            for command, errors in zip(commands, self._errors, strict=True):
+                self._start(command, {**os.environ, **(environment or {})}, errors)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, command: list[str], environment: Mapping[str, str], errors: Path) -> None:
-        # -P keeps the script's folder off sys.path, before the checkout. In a session of its own, Ctrl-C misses it.
-        with errors.open("wb") as file:
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], errors: Path | None) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with open(os.devnull if errors is None else errors, "wb") as file:
+            # In a session of its own, Ctrl-C misses it.
             process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                start_new_session=True,
+                command, env=environment, stderr=None if errors is None else file, start_new_session=True, **pipes
             )
-        answers: queue.Queue[bytes] = queue.Queue()
         self._processes.append(process)
-        self._answers.append(answers)
-        threading.Thread(target=_forward_lines, args=(process, answers), daemon=True).start()
-
-    def wait_for_start(self, limit: float) -> list[dict[str, Any]]:
-        """Wait until the ranks have joined; returns their first answers. RanksFailed for the wrong checkout."""
-        started = self._read_replies("start", limit)
-        for answer in started:
-            if "error" not in answer and not Path(answer["stretto"]).resolve().is_relative_to(self._source.resolve()):
-                raise RanksFailed(f"{self.name} imported Stretto from {answer['stretto']}, not from {self._source}")
-        return started
+        self._answers.append(queue.Queue())
+        threading.Thread(target=_forward_lines, args=(process, self._answers[-1]), daemon=True).start()
 
     def ask(self, command: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
         """Send a command to all ranks and return their answers in rank order: all of them have "error", or none has.
@@ -82,10 +66,10 @@ class CheckoutRanks:
         limit: seconds. Raises RanksFailed if a rank dies, times out, or fails while another succeeds.
         """
         self.send(command)
-        return self.receive(command, limit)
+        return self.receive(f"{command['do']} {command.get('case', '')}".strip(), limit)
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Send a command to all ranks without waiting for the replies, which `receive` collects."""
+        """Send a command to all ranks without waiting for the answers, which `receive` collects."""
         line = (json.dumps(command) + "\n").encode()
         for rank, process in enumerate(self._processes):
             assert process.stdin is not None
@@ -95,11 +79,8 @@ class CheckoutRanks:
             except OSError as error:
                 raise self._failure(rank, "has ended") from error
 
-    def receive(self, command: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
-        """Wait for the replies to the command that `send` has sent. Raises as `ask` does."""
-        return self._read_replies(f"{command['do']} {command.get('case', '')}".strip(), limit)
-
-    def _read_replies(self, what: str, limit: float) -> list[dict[str, Any]]:
+    def receive(self, what: str, limit: float) -> list[dict[str, Any]]:
+        """Wait for each rank's next answer, as `ask` does. what: of what they are, for messages."""
         end = time.monotonic() + limit
         answered: dict[int, dict[str, Any]] = {}
         while len(answered) < len(self._processes):
@@ -127,18 +108,17 @@ class CheckoutRanks:
         return [answered[rank] for rank in range(len(self._processes))]
 
     def _failure(self, rank: int, what: str) -> RanksFailed:
-        lines = self._errors[rank].read_text(errors="replace").strip().splitlines()
+        errors = self._errors[rank]
+        lines = [] if errors is None else errors.read_text(errors="replace").strip().splitlines()
         last = f"; its last words: {lines[-1][-300:]}" if lines else ""
         return RanksFailed(f"rank {rank} of {self.name} {what}{last}")
 
     def close(self) -> None:
-        """Stop all processes: request their exit, then kill those that remain."""
+        """Close the ranks' stdin, at which they exit even in the middle of a command, and kill those that remain."""
         for process in self._processes:
             assert process.stdin is not None
             with suppress(OSError):  # the process may have ended
-                process.stdin.write(b'{"do": "end"}\n')
-            with suppress(OSError):
-                process.stdin.close()  # ends a rank even in the middle of a case
+                process.stdin.close()
         end = time.monotonic() + _TO_END
         for process in self._processes:
             try:
@@ -149,7 +129,7 @@ class CheckoutRanks:
             with suppress(subprocess.TimeoutExpired):  # do not wait for a process that the driver holds
                 process.wait(_TO_END)
 
-    def __enter__(self) -> "CheckoutRanks":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -163,3 +143,20 @@ def _forward_lines(process: "subprocess.Popen[bytes]", answers: "queue.Queue[byt
         for line in lines:
             answers.put(line)
     answers.put(b"")
+
+
+@contextmanager
+def raising_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM unwind as Ctrl-C does, so that what was made is removed. Does nothing outside the main thread."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

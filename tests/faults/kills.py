@@ -18,19 +18,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lab.saves.settings import SavesSetting
-from stretto.bench.harness import Column, print_table, write_result
 from stretto.train.checkpoint.folders import checkpoints_by_step, step_of
 from stretto.train.checkpoint.metadata import METADATA_FILE, read_metadata
 from stretto.train.checkpoint.storage import read_tensor
@@ -42,15 +38,6 @@ AFTER = 1.5
 LONGEST = 120.0  # seconds, until a save begins or a run ends
 LONGEST_END = 10.0  # seconds, for ranks whose peer was killed
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 40
-
-COLUMNS = (
-    Column("left", "what the kill left"),
-    Column("kills", "kills"),
-    Column("all", "of all ranks"),
-    Column("one", "of one rank"),
-    Column("broken", "broken checkpoints"),
-    Column("most_lost", "most steps lost"),
-)
 
 
 @dataclass(frozen=True)
@@ -67,29 +54,6 @@ class Kill:
     left: str
     broken: int
     lost: int
-
-
-def bench_kills(setting: SavesSetting, out: Path) -> Any:
-    """Kill runs `setting.kills` times, print a table, and write it. Raises RuntimeError for other losses."""
-    kills, runs = kill_runs(setting.kills, setting.ranks, setting.seed, hidden=setting.hidden)
-    rows = []
-    for left in sorted({kill.left for kill in kills}):
-        own = [kill for kill in kills if kill.left == left]
-        hit = Counter(len(kill.victims) == setting.ranks for kill in own)
-        rows.append(
-            {
-                "left": left,
-                "kills": len(own),
-                "all": hit[True],
-                "one": hit[False],
-                "broken": sum(kill.broken for kill in own),
-                "most_lost": max(kill.lost for kill in own),
-            }
-        )
-    title = f"{len(kills)} kills, seed {setting.seed}, in {runs} runs that ended with the losses of an undisturbed one"
-    print_table(title, COLUMNS, rows)
-    write_result(out, "saves-kills", COLUMNS, rows, seed=setting.seed, runs=runs, ranks=setting.ranks)
-    return rows
 
 
 def kill_runs(count: int, ranks: int, seed: int, *, hidden: int = 512, steps: int = 40) -> tuple[list[Kill], int]:
