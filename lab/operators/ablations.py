@@ -20,7 +20,7 @@ from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.settings import OPERATORS, OperatorsSetting, local_shape
 from stretto.bench.pictures import draw_result
 from stretto.ops import Blocks, KernelConfig
-from stretto.ops.dispatch import choose_config, describe_problem
+from stretto.ops.config import choose_config, describe_problem
 from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 

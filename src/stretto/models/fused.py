@@ -73,7 +73,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _needs_operators(*tensors: Tensor) -> bool:
-    """Whether PyTorch must differentiate or trace operators. As `stretto.ops.dispatch` (whose import takes Triton)."""
+    """Whether PyTorch must differentiate or trace operators. As `stretto.ops.operator` (whose import takes Triton)."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None

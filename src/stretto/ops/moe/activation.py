@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stretto.ops.dispatch import Autograd, define_operator, needs_gradients
 from stretto.ops.mlp import ACTIVATIONS
 from stretto.ops.moe.copies_kernels import DTYPES, choose_block, find_block
+from stretto.ops.operator import Autograd, define_operator, needs_gradients
 from stretto.tiles.launches import launch_cached
 
 Activation = str | Callable[[Tensor], Tensor]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.dispatch import define_operator, needs_gradients
+from stretto.ops.operator import define_operator, needs_gradients
 from stretto.tiles.launches import launch_cached
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

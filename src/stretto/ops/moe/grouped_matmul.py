@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.dispatch import Autograd, define_operator
 from stretto.ops.moe.activation import Activation, find_activation, gated_activation
 from stretto.ops.moe.copies_kernels import DTYPES
+from stretto.ops.operator import Autograd, define_operator
 from stretto.tiles.launches import launch_cached
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm

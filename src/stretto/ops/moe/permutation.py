@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.ops.dispatch import is_traced
 from stretto.ops.moe import copies_kernels
 from stretto.ops.moe.copies_kernels import DTYPES, sum_dtype
+from stretto.ops.operator import is_traced
 
 
 class Permuted(NamedTuple):

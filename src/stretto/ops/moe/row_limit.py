@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops.checks import find_name
-from stretto.ops.workspace import find_group, find_known, is_kept, require_no_capture
+from stretto.ops.operator import find_group, find_known, find_name, is_kept, require_no_capture
 
 _KEY = "moe rows"
 
