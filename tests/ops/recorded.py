@@ -24,7 +24,7 @@ from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.embedding.table_set import find_tables
 from stretto.ops.gemm import Product, Scales
-from stretto.ops.moe import activation, copies_kernels
+from stretto.ops.moe import activation, permutation
 from stretto.ops.operator import FP8, OperatorWorkspace
 
 # As attributes of the package these are the functions.
@@ -288,9 +288,9 @@ def run_alone(kind: Alone) -> None:
             activation._run(make(rows, 2 * columns))
         case "copies":
             positions = make(rows, 2, dtype=torch.int64)
-            copies_kernels._run_sum(make(2 * rows, columns), positions, make(rows, 2, dtype=torch.float32), None)
-            copies_kernels._run_sum(make(2 * rows, columns), positions, None, None)
-            copies_kernels._run_multiply(make(rows, columns), make(2 * rows, columns), positions, None)
+            permutation._run_sum(make(2 * rows, columns), positions, make(rows, 2, dtype=torch.float32), None)
+            permutation._run_sum(make(2 * rows, columns), positions, None, None)
+            permutation._run_multiply(make(rows, columns), make(2 * rows, columns), positions, None)
         case "loss":
             cross_entropy.read_statistics(make(rows, columns), make(rows, dtype=torch.int64), columns)
 
