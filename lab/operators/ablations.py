@@ -23,7 +23,7 @@ from stretto.bench.operators.settings import OPERATORS, OperatorsSetting, local_
 from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Needs, Option, Ranks
 from stretto.ops import Blocks, KernelConfig
-from stretto.ops.dispatch import choose_config, describe_problem
+from stretto.ops.config import choose_config, describe_problem
 from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 

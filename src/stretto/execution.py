@@ -378,6 +378,8 @@ HALVED_INPUTS = 2048
 LOGITS_SLICE = 2**26
 # GEMMs want row strides of 16 bytes: a vocabulary's part is padded to this many rows, and the padding masked.
 LOGITS_ROW_MULTIPLE = 64
+# The target of a position that no loss counts, as torch's cross-entropy and transformers have it.
+IGNORED_TARGET = -100
 # A bucket's size: large enough for the links' full bandwidth, small enough that the last bucket does not delay the end.
 BUCKET_BYTES = 64 * 2**20
 # How many reduce-scatters over z may run at once: about two blocks' weights. It bounds the memory that they hold.

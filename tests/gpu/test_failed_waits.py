@@ -28,7 +28,7 @@ from stretto import ops
 from stretto.collectives import call_counts, install
 from stretto.collectives.algorithms import find
 from stretto.memory import PeerError, compilation, failures, shared_gpus
-from stretto.ops import workspace
+from stretto.ops.operator import _caches
 from stretto.optim import AdamW
 from stretto.optim.guard import guard
 from stretto.parallel import CapturedStep
@@ -100,7 +100,7 @@ def require_no_failure() -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         assert int(failures.failure_flag(device)) == 0
     finally:
-        workspace._caches.clear()  # so that, whatever was kept too long here, other tests are not harmed
+        _caches.clear()  # so that, whatever was kept too long here, other tests are not harmed
 
 
 def numbers_of(rank: int, *shape: int) -> Tensor:

@@ -31,7 +31,7 @@ from lab.processes import RanksFailed
 from stretto import ops
 from stretto.collectives.selection import CHOICES, AlgorithmChoice
 from stretto.memory.mps import mps_daemon
-from stretto.ops.gemm.config import decode
+from stretto.ops.config import decode
 
 SOURCE = Path(stretto.__file__).parents[1]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IGNORED_TARGET = -100
+from stretto.execution import IGNORED_TARGET
 
 
 class UnknownRolesError(ValueError):

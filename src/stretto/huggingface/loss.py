@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stretto.huggingface.formulas import IGNORED_TARGET
+from stretto.execution import IGNORED_TARGET
 
 
 class ShardedLoss(Protocol):

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.axes import BATCH, LOSS
+from stretto.execution import IGNORED_TARGET
 from stretto.huggingface.accelerator import follow_grid
 from stretto.huggingface.folder import find_weights
-from stretto.huggingface.formulas import IGNORED_TARGET
 from stretto.huggingface.optimizer_state import load_optimizer, save_optimizer
 from stretto.memory import exchange, group_timeout
 from stretto.parallel import Grid, gather

@@ -73,7 +73,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _needs_operators(*tensors: Tensor) -> bool:
-    """Check whether PyTorch must differentiate or trace operators. `stretto.ops.dispatch`, too, but it takes Triton."""
+    """Check whether PyTorch must differentiate or trace operators, as `stretto.ops.operator`, which imports Triton."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None

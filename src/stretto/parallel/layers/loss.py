@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from stretto.axes import LOSS
-from stretto.execution import LOGITS_ROW_MULTIPLE, LOGITS_SLICE
-from stretto.huggingface.formulas import IGNORED_TARGET
+from stretto.execution import IGNORED_TARGET, LOGITS_ROW_MULTIPLE, LOGITS_SLICE
 from stretto.ops import cross_entropy
 from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.comm.collectives import all_reduce

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tile of the GEMM that all fused operators share: its operands, product, order among tiles, and store.
+"""The GEMM that all overlapped operators share: operands, one tile's product and store, and stream-K.
 
 C = A @ B.T with A [m, k] in rows of k elements, and B [n, k] (a linear's weight), or the transpose of a [k, n] that
 lies in rows (`transposed`: the input's gradient multiplies by the weight itself). Sums are fp32. Operands are loaded by
-TMA where their layout allows, else by pointers. fp8 operands have factors for rows and columns (`scale_tile`). Nothing
-here waits or signals: operators do, around these functions.
+TMA where their layout allows, else by pointers. fp8 operands have factors for rows and columns (`scale_tile`).
+
+Stream-K: a last wave of tiles that would leave most programs idle is split by steps over k into work units, and their
+partial sums are added up by a fix-up. A work unit is a whole tile, or some of a tile's steps (`split_last_wave`).
+
+Nothing here waits or signals: operators do, around these functions.
 """
 
 import math
@@ -18,12 +22,44 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.ops.gemm.config import Blocks, count_column_parts, find_capability, has_power_of_two_columns
+from stretto.memory.gpus import find_capability
 from stretto.tiles import kind_of
 
-_TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
-_CONVERTED_BYTES = tl.constexpr(64 << 10)  # of shared memory, that a store by pointers takes to convert a tile's layout
-_SHARED_BYTES = 224 << 10  # of a multiprocessor of sm_90, less what barriers take
+TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
+_FIX_UP_STEPS = 20  # over k that a program could multiply in the time of a fix-up
+_MAX_SPLITS = 4  # work units of one tile
+_MIN_SAVED = 0.05  # of all waves: idle programs leave their power to the others, which then are faster
+
+
+class Blocks(NamedTuple):
+    """Tile sizes, and how a kernel with such tiles is launched.
+
+    group_rows: rows of tiles that are processed together (Triton's GROUP_SIZE_M), so that the operands they share stay
+    in the L2 cache. programs: programs of the persistent kernel.
+    """
+
+    m: int
+    n: int
+    k: int
+    group_rows: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+def has_power_of_two_columns(blocks: Blocks) -> bool:
+    """Whether a tile's columns are a power of two, as Triton's own tiles are."""
+    return not blocks.n & (blocks.n - 1)
+
+
+def count_column_parts(blocks: Blocks) -> int:
+    """In how many parts a tile's columns are multiplied: each of a power of two, up to 64 or 128."""
+    return blocks.n // min(blocks.n & -blocks.n, 64 if blocks.m <= 64 else 128)
+
+
+def divide_up(number: int, by: int) -> int:
+    """number / by, rounded up. `triton.cdiv` is made for kernels, and takes the host microseconds."""
+    return -(-number // by)
 
 
 class Scales(NamedTuple):
@@ -34,6 +70,20 @@ class Scales(NamedTuple):
 
     rows: Tensor
     columns: Tensor
+
+
+class Product(NamedTuple):
+    """The product that a launch computes, and its place: out = x @ weight.T, times scales, + bias, of a group's ranks.
+
+    x: own rows of it for a gather, else all of them. out: this rank's part of the result. scales: of fp8 operands.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    out: Tensor
+    group: str
+    scales: Scales | None = None
 
 
 class Gemm(NamedTuple):
@@ -96,7 +146,7 @@ def describe_gemm(
     if parts > 1:
         blocks = blocks._replace(n=blocks.n // parts)
     transposed = not weight.is_contiguous()
-    b = _stored(weight)
+    b = weight.t() if transposed else weight  # as it is stored, row by row
     by_tma = takes_tma(a) and takes_tma(b)
     stores_by_tma = out is not None and by_tma and takes_tma(out)
     exact = torch.get_float32_matmul_precision() == "highest"
@@ -168,39 +218,12 @@ def _describe(
         stores_by_tma=tl.constexpr(stores_by_tma),
         out_parts=tl.constexpr(out_parts if blocks.n >= 128 else 1),
         precision=tl.constexpr("ieee" if exact else "tf32"),
-        grain=tl.constexpr(1 if by_tma else math.gcd(k, n if transposed else k, _TMA_BYTES // element_size)),
+        grain=tl.constexpr(1 if by_tma else math.gcd(k, n if transposed else k, TMA_BYTES // element_size)),
         row_scales=None,
         row_step=0,
         column_scales=None,
         column_step=0,
     )
-
-
-def count_store_parts(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
-    """The number of parts in which TMA stores a tile's columns, so that one fits besides the loads; 0: none.
-
-    A part waits until TMA has read the part before it, so one part is the fastest. Sizes are an element's, in bytes.
-    Blocks of up to four warps are made for two programs on a multiprocessor.
-    """
-    held = _SHARED_BYTES if blocks.num_warps > 4 else _SHARED_BYTES // 2
-    loads = blocks.num_stages * (blocks.m + blocks.n) * blocks.k * loaded_size
-    for parts in (1, 2, 4):  # four: of fp32 sums beside 16-bit operands
-        fits = loads + blocks.m * blocks.n * stored_size // parts <= held
-        if fits and blocks.n // parts * stored_size >= _TMA_BYTES:
-            return parts
-    return 0
-
-
-def fit_stages(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
-    """The stages of TMA loads that fit besides a store by pointers, which converts a tile, or half of a large one.
-
-    At most the stages of `blocks`, and at least one. Sizes are an element's, in bytes.
-    """
-    converted = blocks.m * blocks.n * stored_size
-    if converted > _CONVERTED_BYTES.value:  # as `goes_in_halves`
-        converted //= 2
-    most = (_SHARED_BYTES - converted) // ((blocks.m + blocks.n) * blocks.k * loaded_size)
-    return max(1, min(blocks.num_stages, most))
 
 
 def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
@@ -225,11 +248,6 @@ def _known_block(block: tuple[int, int]) -> list[int]:
     return TensorDescriptor(torch.empty(0, dtype=torch.float64), sizes, [16 * block[1], 1], sizes).block_shape
 
 
-def _stored(weight: Tensor) -> Tensor:
-    """The weight as it is stored, row by row: itself, or its transpose."""
-    return weight if weight.is_contiguous() else weight.t()
-
-
 def takes_tma(matrix: Tensor) -> bool:
     """Whether TMA can load this contiguous matrix on its device; interpreted descriptors have the same rules."""
     if matrix.is_cuda and find_capability(matrix.device.index) < (9, 0):
@@ -237,7 +255,68 @@ def takes_tma(matrix: Tensor) -> bool:
     row, column = matrix.stride()
     if column != 1 or matrix.numel() == 0:  # another stride is of a dim of size 1
         return False
-    return not (matrix.data_ptr() % _TMA_BYTES or row * matrix.element_size() % _TMA_BYTES)
+    return not (matrix.data_ptr() % TMA_BYTES or row * matrix.element_size() % TMA_BYTES)
+
+
+class StreamK(NamedTuple):
+    """How tiles are split into work units: the first `whole_tiles` are a unit each, the others `unit_steps` steps each.
+
+    Steps over k are counted through all tiles, `tile_steps` a tile, the last ones of which may be none. partials,
+    arrivals: buffers of the fix-up (see `fix_up`); partials is None where no fix-up is needed, and so is unit_steps
+    where all tiles are whole (`DATA_PARALLEL`).
+    """
+
+    whole_tiles: Any
+    tile_steps: Any
+    unit_steps: Any
+    partials: Any
+    arrivals: Any
+
+
+DATA_PARALLEL = StreamK(0, 0, None, None, None)
+"""Every tile is one work unit."""
+
+
+def count_splits(count: int, k: int, blocks: Blocks) -> int:
+    """The best number of work units for each tile of the last wave of `count` tiles; 1: tiles are not split."""
+    splits = min(range(1, _MAX_SPLITS + 1), key=lambda splits: _count_last(count, k, blocks, splits))
+    saved = _count_last(count, k, blocks, 1) - _count_last(count, k, blocks, splits)
+    return splits if saved > _MIN_SAVED * divide_up(count, blocks.programs) else 1
+
+
+def count_waves(count: int, k: int, blocks: Blocks) -> float:
+    """How long `count` tiles take, in waves of whole tiles."""
+    return count // blocks.programs + _count_last(count, k, blocks, count_splits(count, k, blocks))
+
+
+def _count_last(count: int, k: int, blocks: Blocks, splits: int) -> float:
+    steps, waves = divide_up(k, blocks.k), divide_up(count % blocks.programs * splits, blocks.programs)
+    return waves * divide_up(steps, splits) / steps + (_FIX_UP_STEPS / steps if splits > 1 else 0)
+
+
+@lru_cache(maxsize=4096)
+def split_last_wave(count: int, k: int, blocks: Blocks, kept: int = 0) -> tuple[StreamK, int]:
+    """(how `count` tiles are split, the number of work units); the first `kept` tiles stay whole.
+
+    All units of a wave begin at one of few steps, so that the operands that tiles share are loaded at one time. Units
+    that follow each other without gaps, as in the paper, were slower than whole tiles, since each loaded its columns of
+    B by itself.
+    """
+    splits, rest = count_splits(count, k, blocks), count % blocks.programs
+    if splits == 1 or not has_power_of_two_columns(blocks) or count - rest < kept:
+        return DATA_PARALLEL, count
+    unit_steps = divide_up(divide_up(k, blocks.k), splits)
+    return StreamK(count - rest, splits * unit_steps, unit_steps, None, None), count - rest + rest * splits
+
+
+def make_stream_k(count: int, k: int, blocks: Blocks, arrivals: Tensor, kept: int = 0) -> tuple[StreamK, int]:
+    """`split_last_wave`, with the buffers of its fix-up; arrivals: int32 zeros on the operands' device."""
+    stream_k, units = split_last_wave(count, k, blocks, kept)
+    if stream_k is DATA_PARALLEL or units - stream_k.whole_tiles > arrivals.numel():
+        return DATA_PARALLEL, count
+    places = units - stream_k.whole_tiles + count - stream_k.whole_tiles
+    partials = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=arrivals.device)
+    return stream_k._replace(partials=partials, arrivals=arrivals), units
 
 
 @triton.jit
@@ -338,12 +417,6 @@ def _append(parts, part):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def goes_in_halves(gemm, dtype):  # type: ignore[no-untyped-def]
-    """Whether a store by pointers is split into halves, so that its buffer fits besides the loads' stages."""
-    return gemm.block_m * gemm.block_n * dtype.primitive_bitwidth > 8 * _CONVERTED_BYTES
-
-
-@triton.jit
 def halve(tile):  # type: ignore[no-untyped-def]
     """Split a tile into its left and right columns."""
     rows: tl.constexpr = tile.shape[0]
@@ -400,35 +473,117 @@ def store_tile(gemm, out, total, row, column, m):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def locate_owned(rank, world, gemm, rows, index, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(owner, tile, row, column) of the index-th tile of partial sums: tile and place count among the owner's."""
-    row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, gemm.block_n)
-    owner = index // (row_tiles * column_tiles)
-    if SHIFTED:
-        owner = (rank + 1 + owner) % world
-    tile = index % (row_tiles * column_tiles)
-    row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
-    return owner, tile, row_tile * gemm.block_m, column_tile * gemm.block_n
+def count_steps(gemm, stream_k):  # type: ignore[no-untyped-def]
+    """Steps over k that a tile is counted as."""
+    return tl.cdiv(gemm.k, gemm.block_k) if stream_k.unit_steps is None else stream_k.tile_steps
 
 
 @triton.jit
-def find_rows(gemm, staging, slot, within):  # type: ignore[no-untyped-def]
-    """The address of row `within` of a staged tile, slot [block_m, block_n]."""
-    return staging + (tl.cast(slot, tl.int64) * gemm.block_m + within) * gemm.block_n
+def count_units(stream_k, count):  # type: ignore[no-untyped-def]
+    """The work units of `count` tiles."""
+    if stream_k.unit_steps is None:
+        units = count
+    else:
+        splits = stream_k.tile_steps // stream_k.unit_steps
+        units = stream_k.whole_tiles + (count - stream_k.whole_tiles) * splits
+    return units
 
 
 @triton.jit
-def load_rows(gemm, staging, slot, within, offsets):  # type: ignore[no-untyped-def]
-    """Load rows of a staged tile from row `within` on, as fp32."""
-    return tl.load(find_rows(gemm, staging, slot, within) + offsets).to(tl.float32)
+def find_unit(gemm, stream_k, index, count):  # type: ignore[no-untyped-def]
+    """(begin, end) of the index-th work unit, in steps over k of `count` tiles; empty behind the last one."""
+    steps = count_steps(gemm, stream_k)
+    begin = index * steps
+    end = begin + steps
+    if stream_k.unit_steps is not None:
+        behind = index - stream_k.whole_tiles
+        begin = tl.where(behind < 0, begin, stream_k.whole_tiles * steps + behind * stream_k.unit_steps)
+        end = begin + tl.where(behind < 0, steps, stream_k.unit_steps)
+    return begin, tl.minimum(end, count * steps)
 
 
 @triton.jit
-def store_rows(gemm, out, bias, total, row, column, rows):  # type: ignore[no-untyped-def]
-    """Add the bias to sums of a tile's rows, and store those inside of out [rows, n]."""
-    if bias is not None:
-        total += load_bias(bias, column, gemm.n, gemm.block_n)
-    rows_at = (row + tl.arange(0, total.shape[0]))[:, None]
-    columns = (column + tl.arange(0, gemm.block_n))[None, :]
-    mask = (rows_at < rows) & (columns < gemm.n)
-    tl.store(out + rows_at.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=mask)
+def multiply_unit(gemm, stream_k, a, b, row, column, ready, begin, end):  # type: ignore[no-untyped-def]
+    """Multiply the steps from `begin` to `end` that belong to begin's tile; no program waits for another.
+
+    Returns (the tile, as `multiply_tile` has it; whether this program finishes the tile; where its next tile begins).
+    Of the programs that share a tile, the one that arrives last adds up the partial sums and finishes it.
+    """
+    steps = count_steps(gemm, stream_k)
+    if stream_k.partials is None:
+        total = multiply_tile(gemm, a, b, row, column, ready)
+        is_mine = True
+        begin += steps
+    else:
+        tile = begin // steps
+        first = begin - tile * steps
+        last = tl.minimum(first + end - begin, steps)
+        total = multiply_tile(gemm, a, b, row, column, ready, first, last)
+        is_mine = last - first == steps
+        if not is_mine:
+            rest = tile - stream_k.whole_tiles
+            low = rest * steps // stream_k.unit_steps
+            high = ((rest + 1) * steps - 1) // stream_k.unit_steps
+            own = (begin - stream_k.whole_tiles * steps) // stream_k.unit_steps
+            # A unit and the next one have at most one tile in common: the two numbers add up to a unique place.
+            total, is_mine = fix_up(
+                gemm, stream_k.partials, stream_k.arrivals + low, total, rest + low, rest + own, rest + high
+            )
+        begin += last - first
+    return total, is_mine, begin
+
+
+@triton.jit
+def fix_up(gemm, partials, arrivals, total, first, own, last):  # type: ignore[no-untyped-def]
+    """Add up the partial sums of a tile: (the sum, True) for the program that arrives last, (any, False) for others.
+
+    partials: fp32 [places, block_m, block_n]. This program's partial sum goes to place `own`, and those from `first` to
+    `last` are added in that order, so that the result does not depend on which program arrives last. arrivals: a
+    counter, 0 before and after.
+    """
+    _store_sum(gemm, partials, total, own)
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == last - first
+    if is_last:
+        total = _add_sums(gemm, partials, first, last)
+        tl.store(arrivals, 0)
+    return total, is_last
+
+
+@triton.jit
+def _store_sum(gemm, partials, total, place):  # type: ignore[no-untyped-def]
+    # In quarters, as in `_add_sums`: a whole wide tile would take its size again of registers.
+    if gemm.block_n >= 128:
+        left, right = halve(total)
+        quarters = halve(left) + halve(right)
+        for quarter in tl.static_range(4):
+            tl.store(partials + _find_slice(gemm, place, quarter, 4), quarters[quarter])
+    else:
+        tl.store(partials + _find_slice(gemm, place, 0, 1), total)
+
+
+@triton.jit
+def _add_sums(gemm, partials, first, last):  # type: ignore[no-untyped-def]
+    if gemm.block_n >= 128:
+        left = unite(_add_slice(gemm, partials, first, last, 0, 4), _add_slice(gemm, partials, first, last, 1, 4))
+        right = unite(_add_slice(gemm, partials, first, last, 2, 4), _add_slice(gemm, partials, first, last, 3, 4))
+        total = unite(left, right)
+    else:
+        total = _add_slice(gemm, partials, first, last, 0, 1)
+    return total
+
+
+@triton.jit
+def _add_slice(gemm, partials, first, last, index: tl.constexpr, slices: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.zeros((gemm.block_m, gemm.block_n // slices), tl.float32)
+    for place in range(first, last + 1):
+        total += tl.load(partials + _find_slice(gemm, place, index, slices))
+    return total
+
+
+@triton.jit
+def _find_slice(gemm, place, index: tl.constexpr, slices: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Addresses of the index-th of `slices` groups of columns of a place: one slice after another."""
+    columns: tl.constexpr = gemm.block_n // slices
+    start = (tl.cast(place, tl.int64) * slices + index) * (gemm.block_m * columns)
+    return start + tl.arange(0, gemm.block_m)[:, None] * columns + tl.arange(0, columns)[None, :]
