@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lab beside the library: benches with their peers, papers' figures, and their committed results. Not in the wheel.
 
-`python -m lab` lists them. A folder has the settings of its benches (of which `stretto.cli.bench.command` makes the
+`python -m lab` lists them. A folder has the settings of its benches (of which `stretto.cli.settings_command` makes the
 commands' options), the benches, their peers and their pictures.
 """
 
 from lab.harness import list_plots
-from stretto.bench.pictures import PLOTS
+from lab.pictures import PLOTS
 
 PLOTS.update(
     list_plots()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lab.harness import add_commands
-from stretto.cli.bench.command import BenchApp, Needs
 from stretto.cli.console import Json, print_json, refusing_bad_input
+from stretto.cli.settings_command import BenchApp, Needs
 
 if TYPE_CHECKING:
     from tests.faults.flips import FlipsSetting
@@ -66,7 +66,7 @@ def redraw(
 ) -> None:
     """Redraw the pictures of results from their JSON, and the losses of runs, without measuring."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.pictures import redraw
+        from lab.pictures import redraw
 
         pictures = redraw(folder)
     if as_json:

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from stretto.cli.bench.command import BenchApp, Needs
+from stretto.cli.settings_command import BenchApp, Needs
 
 LAB = Path(__file__).parent
 _DECLARATION = "\nBENCH = Bench("
@@ -78,8 +78,8 @@ class Bench:
 
     def __call__(self, setting: Any, out: Path) -> list[dict[str, Any]]:
         """Measure, print the table, and write the JSON, the table and the picture to `out`. Returns the rows."""
+        from lab.pictures import draw_result
         from stretto.bench.harness import print_table, write_result
-        from stretto.bench.pictures import draw_result
 
         found = self.run(setting)
         measured = found if isinstance(found, Measured) else Measured(list(found))

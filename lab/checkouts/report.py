@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from lab.checkouts.cases import CheckoutCase
 from lab.checkouts.settings import CheckoutsSetting
-from stretto.bench.harness import Column, append_to_table, print_table, write_result
-from stretto.bench.pictures import draw_result
+from lab.pictures import draw_result
+from lab.tables import append_to_table
+from stretto.bench.harness import Column, print_table, write_result
 
 BOUND = 0.02
 """Medians of ratios that differ from 1 by less count as equal."""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lab.collectives.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
 from lab.collectives.settings import AblationsSetting
+from lab.pictures import draw_result
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
-from stretto.bench.pictures import draw_result
 from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule

@@ -22,8 +22,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lab.collectives.settings import BackendSetting
+from lab.shared_gpus import shared_where_few
+from lab.tables import write_tables
 from stretto.bench.collectives.peers import CollectiveBuffers
-from stretto.bench.harness import Column, print_table, run_ranks, shared_where_few, write_result, write_tables
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, name_size, time_interleaved
 from stretto.cluster.detection import count_gpus
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.collectives.plot import _MODES
+from lab.collectives.peers_plot import _MODES
+from lab.pictures import describe_origin
 from stretto.bench.interleaved import name_size
-from stretto.bench.pictures import describe_origin
 from stretto.report.style import (
     OTHER_PEER,
     PEER,

@@ -21,17 +21,10 @@ import torch
 import torch.distributed as dist
 
 from lab.experts.settings import ExpertsSetting
+from lab.pictures import draw_result
+from lab.training.steps import cluster_of_a_byte_a_second, whole_gpt
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.pictures import draw_result
-from stretto.bench.training.runs import (
-    Step,
-    Stepped,
-    TrainingRun,
-    cluster_of_a_byte_a_second,
-    local_batch,
-    measure,
-    whole_gpt,
-)
+from stretto.bench.training.runs import Step, Stepped, TrainingRun, local_batch, measure
 from stretto.models import GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, parallelize
 from stretto.parallel.comm.collectives import running_collective

@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 
 from lab.messages.settings import LIBRARY
-from stretto.bench.pictures import describe_origin
+from lab.pictures import describe_origin
 from stretto.report.style import PEER, SERIES, drawing, plain_log
 
 _TITLES = {"message": "a message, half of a round trip", "all-reduce": "an all-reduce of all {ranks} ranks"}

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.messages.settings import LIBRARY, MessagesSetting
-from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, shared_where_few, write_result
-from stretto.bench.pictures import draw_result
+from lab.pictures import draw_result
+from lab.shared_gpus import shared_where_few
+from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, write_result
 from stretto.memory import shared_gpus
 from stretto.parallel.pipeline.messages import MessageKey, MessageTransport
 from stretto.parallel.pipeline.transports import TRANSPORTS, choose_transport

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lab.pictures import draw_result
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.settings import OPERATORS, OperatorsSetting, local_shape
-from stretto.bench.pictures import draw_result
 from stretto.ops import Blocks, KernelConfig
 from stretto.ops.dispatch import choose_config, describe_problem
 from stretto.ops.tuning import RotatingOperands

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stretto.bench.operators.plot import _BAR, _NAMES
-from stretto.bench.pictures import describe_origin
+from lab.operators.peers_plot import _BAR, _NAMES
+from lab.pictures import describe_origin
 from stretto.report.style import PEER, STRETTO, drawing, name_bars
 
 

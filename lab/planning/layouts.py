@@ -20,23 +20,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lab.pictures import draw_result
 from lab.planning.comparison import compare, summarize
 from lab.planning.layout_settings import FsdpPeer, LayoutFile, LayoutsSetting, describe_options, predictions_file
+from lab.shared_gpus import shared_where_few
+from lab.tables import append_to_table
+from lab.training.torch_peers import FsdpOptions, build_accumulating
 from stretto.atomic_files import write_atomically
 from stretto.axes import OUTER_TO_INNER
-from stretto.bench.harness import (
-    TORCH_DTYPES,
-    Column,
-    append_to_table,
-    markdown_table,
-    print_table,
-    run_ranks,
-    shared_where_few,
-    write_result,
-)
-from stretto.bench.pictures import draw_result
+from stretto.bench.harness import TORCH_DTYPES, Column, markdown_table, print_table, run_ranks, write_result
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, measure
-from stretto.bench.training.torch_peers import FsdpOptions, build_accumulating
 from stretto.cluster import Cluster
 from stretto.ops import free_workspaces
 from stretto.parallel import Grid

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from stretto.bench.pictures import describe_origin
+from lab.pictures import describe_origin
 from stretto.report.style import GREY, GUIDE, ORANGE, PEER, SERIES, STRETTO, Look, drawing
 
 _ROW = 0.2  # inches

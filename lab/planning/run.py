@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from lab.pictures import draw_result
 from lab.planning.comparison import compare, summarize
 from lab.planning.settings import Planned, read_predictions
+from lab.tables import append_to_table
 from stretto.atomic_files import write_atomically
-from stretto.bench.harness import Column, append_to_table, markdown_table, print_table, run_ranks, write_result
-from stretto.bench.pictures import draw_result
+from stretto.bench.harness import Column, markdown_table, print_table, run_ranks, write_result
 from stretto.bench.training.runs import make_grid, measure, stretto_run
 from stretto.bench.training.settings import TrainingWorkload, grids_of
 from stretto.cluster import Cluster, name_grid

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from lab.training.models import model_config
 from stretto.bench.settings import Option, Ranks, Repeats, Rounds, SeqLen, Vocab, WarmUp, parse_number, require_least
-from stretto.bench.training.settings import PADDED_VOCAB, TrainingWorkload, model_config
+from stretto.bench.training.settings import PADDED_VOCAB, TrainingWorkload
 
 DTYPES = ("bf16", "fp32")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lab.pictures import draw_result
 from lab.planning.published_pipelines import (
     CHOICES,
     FIGURES_BATCH,
@@ -25,9 +26,9 @@ from lab.planning.published_pipelines import (
     plan_stages,
     predict_pipeline,
 )
+from lab.tables import append_to_table
 from stretto.axes import GridSizes
-from stretto.bench.harness import Column, append_to_table, markdown_table, print_table, write_result
-from stretto.bench.pictures import draw_result
+from stretto.bench.harness import Column, markdown_table, print_table, write_result
 from stretto.cluster import Cluster
 from stretto.planner import GridPlan
 from stretto.planner.architecture_loader import read_architecture

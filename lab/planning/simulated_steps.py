@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lab.pictures import draw_result
 from lab.planning.comparison import rank_correlation
+from lab.tables import append_to_table
 from stretto.axes import check_sizes
-from stretto.bench.harness import Column, append_to_table, markdown_table, print_table, write_result
-from stretto.bench.pictures import draw_result
+from stretto.bench.harness import Column, markdown_table, print_table, write_result
 from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions, Overlap
 from stretto.models import GPTConfig

@@ -24,8 +24,8 @@ from torch import Tensor
 from lab.saves.kills import bench_kills
 from lab.saves.settings import LARGEST_NUMBERS, USABLE, USABLE_ON_HOST, SavesSetting
 from stretto.bench.harness import Column, empty_memory, print_table, run_ranks, time_steps, write_result
-from stretto.bench.probe import measure_host_link
 from stretto.cluster.host_memory import host_memory_available
+from stretto.cluster.probe import measure_host_link
 from stretto.memory import failures
 from stretto.parallel import Grid
 from stretto.train.bit_hash import hash_bits

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lab.pictures import draw_result
 from lab.simulated_schedules.peers import (
     chained_trees_all_reduce,
     dgx1_topology,
@@ -24,7 +25,6 @@ from lab.simulated_schedules.settings import SimulatedMscclSetting
 from stretto.atomic_files import write_atomically
 from stretto.bench.harness import Column, markdown_table, print_table, write_result
 from stretto.bench.interleaved import name_size
-from stretto.bench.pictures import draw_result
 from stretto.cluster import Cluster
 from stretto.collectives.algorithms import find
 from stretto.collectives.schedule import Schedule

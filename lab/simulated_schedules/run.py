@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lab.pictures import draw_result
 from lab.simulated_schedules.cases import MeasuredSchedule, read_gpu_cases
 from lab.simulated_schedules.choices import CHOICES, list_choices, summarize_choices
 from lab.simulated_schedules.fit import Parameter, SchedulePredictor, fit
@@ -26,7 +27,6 @@ from lab.simulated_schedules.sockets import (
 from stretto.atomic_files import write_atomically
 from stretto.bench.harness import Column, markdown_table, print_table, write_result
 from stretto.bench.interleaved import name_size
-from stretto.bench.pictures import draw_result
 from stretto.cluster import Cluster
 from stretto.simulator.schedules import ExecutorCosts, MachineCosts, ProtocolCosts
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from stretto.bench.pictures import describe_origin
+from lab.pictures import describe_origin
 from stretto.report.style import SERIES, SMALL, drawing, group_bars, name_bars, plain_log
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from lab.pictures import draw_result
 from lab.studies.settings import SimulatedDlrmSetting
-from stretto.bench.harness import ANY_CPU, Column, print_table, write_result, write_tables
-from stretto.bench.pictures import draw_result
+from lab.tables import ANY_CPU, write_tables
+from stretto.bench.harness import Column, print_table, write_result
 from stretto.simulator.dlrm import (
     EXCHANGES,
     FIDELITIES,

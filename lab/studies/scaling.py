@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lab.pictures import draw_result
 from lab.planning.published import RUNS, PublishedRun, model_flops, paper_model
 from lab.studies.machines import MACHINES
 from lab.studies.settings import SimulatedScalingSetting
-from stretto.bench.harness import ANY_CPU, Column, TitledTable, print_table, write_result, write_tables
-from stretto.bench.pictures import draw_result
+from lab.tables import ANY_CPU, TitledTable, write_tables
+from stretto.bench.harness import Column, print_table, write_result
 from stretto.cluster import Cluster, name_grid
 from stretto.execution import Overlap
 from stretto.models import GPTConfig

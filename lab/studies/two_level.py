@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.pictures import draw_result
 from lab.studies import symmetric
 from lab.studies.machines import MACHINES, MIB, RCCL_HOPS, StudiedMachine, with_rccl_table
 from lab.studies.settings import SimulatedTwoLevelSetting
-from stretto.bench.harness import ANY_CPU, Column, print_table, write_result, write_tables
-from stretto.bench.pictures import draw_result
+from lab.tables import ANY_CPU, write_tables
+from stretto.bench.harness import Column, print_table, write_result
 from stretto.collectives.two_level import Links, find_crossovers, predict
 from stretto.collectives.two_level.inter_node import InterNodeAlgorithm
 from stretto.collectives.two_level.model import TYPICAL, Collective

@@ -11,12 +11,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from lab.pictures import draw_result
 from lab.studies import symmetric
 from lab.studies.machines import MACHINES, StudiedMachine
 from lab.studies.settings import SimulatedZero3Setting
+from lab.tables import ANY_CPU
 from stretto.axes import GridSizes
-from stretto.bench.harness import ANY_CPU, Column, print_table, write_result
-from stretto.bench.pictures import draw_result
+from stretto.bench.harness import Column, print_table, write_result
 from stretto.collectives.two_level.model import Collective
 from stretto.models import GPTConfig
 from stretto.planner import read_architecture

@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
+from lab.shared_gpus import shared_where_few
 from lab.training.settings import BLOCK_MODELS, BlocksSetting
-from stretto.bench.harness import Column, print_table, run_ranks, shared_where_few, write_result
+from lab.training.torch_peers import clip_sharded_grad_norm_
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, TrainingRun, measure
-from stretto.bench.training.torch_peers import clip_sharded_grad_norm_
 from stretto.cluster.detection import count_gpus
 from stretto.execution import ReshardPolicy
 from stretto.parallel import Grid, clip_grad_norm_, parallelize

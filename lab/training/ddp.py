@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from lab.checkouts.settings import find_source
+from lab.pictures import draw_result
 from lab.training.settings import DdpSetting
 from stretto.bench.harness import Column, print_table, write_result
-from stretto.bench.pictures import draw_result
 from stretto.cluster.detection import count_gpus
 from stretto.memory.mps import mps_daemon, share_for
 from stretto.train.observe.timeline import Interval, Intervals, merge, subtract, total

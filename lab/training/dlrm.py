@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lab.pictures import draw_result
 from lab.training.settings import DlrmWorkload
 from stretto.bench.harness import (
     FAILURES,
@@ -28,7 +29,6 @@ from stretto.bench.harness import (
     time_steps,
     write_result,
 )
-from stretto.bench.pictures import draw_result
 from stretto.models import DLRM
 from stretto.parallel import Grid, ShardedTables, distribute_tables
 from stretto.parallel.recsys.pooled_exchange import Implementation

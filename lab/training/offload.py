@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.pictures import draw_result
 from lab.training.settings import OffloadSetting
+from lab.training.torch_peers import build_offloaded
 from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, time_steps, write_result
-from stretto.bench.pictures import draw_result
-from stretto.bench.probe import measure_host_link
-from stretto.bench.training.torch_peers import build_offloaded
 from stretto.cluster import Cluster, HostLink
+from stretto.cluster.probe import measure_host_link
 from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter

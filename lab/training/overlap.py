@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lab.pictures import draw_result
 from lab.training.exposed import profile_exposed
+from lab.training.models import parse_grids
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.pictures import draw_result
 from stretto.bench.training.runs import TrainingRun, build_stretto, make_grid, measure
-from stretto.bench.training.settings import TrainingWorkload, parse_grids
+from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import name_grid
 from stretto.parallel import Grid, Overlap
 

@@ -18,19 +18,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lab.pictures import draw_result
+from lab.training.models import parse_grids
+from lab.training.steps import captured, whole_gpt
+from lab.training.torch_peers import TorchSetup, build_torch
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.pictures import draw_result
-from stretto.bench.training.runs import (
-    Step,
-    TrainingRun,
-    captured,
-    make_grid,
-    measure,
-    stretto_run,
-    whole_gpt,
-)
-from stretto.bench.training.settings import TrainingWorkload, grids_of, parse_grids
-from stretto.bench.training.torch_peers import TorchSetup, build_torch
+from stretto.bench.training.runs import Step, TrainingRun, make_grid, measure, stretto_run
+from stretto.bench.training.settings import TrainingWorkload, grids_of
 from stretto.cluster import name_grid
 from stretto.parallel import Grid
 from stretto.planner.grids import divisors

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lab.pictures import draw_result
 from lab.training.settings import PipelineSetting
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.pictures import draw_result
 from stretto.execution import StageOptions
 from stretto.parallel import Grid, Pipeline, parallelize
 from stretto.parallel.comm.gradient_reducer import GradientReducer

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import mode
 from typing import Any
 
+from lab.pictures import describe_origin
 from lab.training.ddp import split_kernels
-from stretto.bench.pictures import describe_origin
-from stretto.bench.training.plot import _BAR
+from lab.training.throughput_plot import _BAR
 from stretto.report.style import (
     EXPOSED,
     GUIDE,

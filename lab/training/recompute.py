@@ -19,16 +19,9 @@ from typing import Any
 import torch
 
 from lab.training.settings import RecomputeSetting
+from lab.training.steps import cluster_of_a_byte_a_second, whole_gpt
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.training.runs import (
-    Step,
-    Stepped,
-    TrainingRun,
-    cluster_of_a_byte_a_second,
-    local_batch,
-    measure,
-    whole_gpt,
-)
+from stretto.bench.training.runs import Step, Stepped, TrainingRun, local_batch, measure
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, parallelize
 from stretto.parallel.comm.counting import CollectiveCall
 from stretto.planner import predict

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, cast, get_args
 
 import stretto
 from lab.checkouts.settings import find_source
+from lab.training.models import LLAMA_7B, model_config, parse_grids
 from stretto.bench.settings import (
     Layers,
     Option,
@@ -18,7 +19,7 @@ from stretto.bench.settings import (
     require_known,
     require_least,
 )
-from stretto.bench.training.settings import LLAMA_7B, TrainingWorkload, model_config, parse_grids
+from stretto.bench.training.settings import TrainingWorkload
 from stretto.execution import Recomputation
 from stretto.models import DLRMConfig, GPTConfig
 

@@ -4,7 +4,7 @@
 import json
 from pathlib import Path
 
-from stretto.bench.pictures import describe_origin
+from lab.pictures import describe_origin
 from stretto.report.style import GREEN, INK, ORANGE, PEER, STRETTO, Look, drawing, plain_log
 
 _LOOKS = {

@@ -6,7 +6,7 @@ from __future__ import annotations  # the settings are imported when a command i
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.cli.bench.command import BenchApp, Needs
+from stretto.cli.settings_command import BenchApp, Needs
 
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesSetting
