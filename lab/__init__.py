@@ -5,6 +5,6 @@
 """
 
 from lab.harness import list_plots
-from stretto.bench.pictures import PLOTS
+from lab.pictures import PLOTS
 
 PLOTS.update(list_plots() | {"faults.json": "tests.faults.report:plot_faults"})

@@ -10,8 +10,8 @@ import typer
 
 from lab.harness import add_commands
 from stretto.bench.settings import Needs
-from stretto.cli.bench.command import BenchApp
 from stretto.cli.console import Json, print_json, refusing_bad_input
+from stretto.cli.settings_command import BenchApp
 
 if TYPE_CHECKING:
     from tests.faults.flips import FlipsSetting
@@ -32,7 +32,7 @@ def redraw(
 ) -> None:
     """Redraw the pictures of results from their JSON, and the losses of runs, without measuring."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.bench.pictures import redraw
+        from lab.pictures import redraw
 
         pictures = redraw(folder)
     if as_json:

@@ -27,7 +27,7 @@ from stretto.bench.settings import Needs
 
 if TYPE_CHECKING:
     from stretto.bench.harness import Column
-    from stretto.cli.bench.command import BenchApp
+    from stretto.cli.settings_command import BenchApp
 
 LAB = Path(__file__).parent
 _DECLARATION = "\nBENCH = Bench("
@@ -160,9 +160,10 @@ class Bench:
         return joined | ({"failure": failures[0]} if failures else {})
 
     def _write(self, measured: Measured, setting: Any, out: Path) -> dict[str, Any]:
+        from lab.pictures import draw_result
+        from lab.tables import append_to_table, write_tables
         from stretto.atomic_files import write_atomically
-        from stretto.bench.harness import append_to_table, print_table, write_result, write_tables
-        from stretto.bench.pictures import draw_result
+        from stretto.bench.harness import print_table, write_result
 
         title = measured.title or (self.title if isinstance(self.title, str) else self.title(setting))
         main = Table(title, measured.rows, self._columns(measured))

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.harness import Bench, Measured, column
-from stretto.bench.harness import FAILURES, in_one_line, run_ranks, shared_where_few
-from stretto.bench.pictures import describe_origin
+from lab.pictures import describe_origin
+from lab.shared_gpus import shared_where_few
+from stretto.bench.harness import FAILURES, in_one_line, run_ranks
 from stretto.bench.settings import Needs, Option, Ranks, Repeats, require_least
 from stretto.memory import shared_gpus
 from stretto.parallel.pipeline.messages import MessageKey, MessageTransport

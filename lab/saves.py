@@ -27,9 +27,9 @@ from torch import Tensor
 
 from lab.harness import Bench, Measured, column
 from stretto.bench.harness import empty_memory, run_ranks, time_steps
-from stretto.bench.probe import measure_host_link
 from stretto.bench.settings import Needs, Option, Repeats, require_known, require_least
 from stretto.cluster.host_memory import host_memory_available
+from stretto.cluster.probe import measure_host_link
 from stretto.memory import failures
 from stretto.parallel import Grid
 from stretto.train.bit_hash import hash_bits

@@ -128,7 +128,7 @@ def _time(run: Callable[[], tuple[int, float, float]]) -> dict[str, Any]:
 
 def plot_simulator_speed(result: Path, picture: Path) -> None:
     """Draw the seconds of a simulation, and events a second, over ranks: a line a case."""
-    from stretto.bench.pictures import describe_origin
+    from lab.pictures import describe_origin
     from stretto.report.style import SERIES, drawing, plain_log
 
     data = json.loads(result.read_text())

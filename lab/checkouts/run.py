@@ -20,8 +20,8 @@ import stretto
 from lab.checkouts.cases import AFTER, BEFORE, CPU_CASES, CPU_TRAINING_CASES, CheckoutCase, find_source, list_cases
 from lab.checkouts.comparison import BOUND, Comparison, MeasuredCase, log
 from lab.harness import Bench, Measured, column
+from lab.pictures import describe_origin
 from lab.processes import raising_on_sigterm
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Needs, Option, require_least
 from stretto.cluster.detection import count_gpus
 

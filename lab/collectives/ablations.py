@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lab.collectives.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
 from lab.harness import Bench, Measured, column
+from lab.pictures import describe_origin
 from stretto.bench.collectives.settings import MODES, PROTOCOLS
 from stretto.bench.harness import Column, run_ranks
 from stretto.bench.interleaved import name_size, time_interleaved
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import LargestBytes, Modes, Needs, Option, Ranks, Step, list_sizes, require_known
 from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
@@ -339,7 +339,7 @@ def plot_composition(result: Path, picture: Path) -> None:
 def _plot_ablation(
     data: Mapping[str, Any], picture: Path, series: Sequence[tuple[str, str, Any]], title: str, caption: str
 ) -> None:
-    from stretto.bench.collectives.plot import _MODES
+    from lab.collectives.peers_plot import _MODES
     from stretto.report.style import drawing, plain_log
 
     algorithms = list(dict.fromkeys(row["algorithm"] for row in data["rows"]))

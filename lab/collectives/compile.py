@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, column
-from stretto.bench.pictures import describe_origin
+from lab.pictures import describe_origin
 from stretto.bench.settings import Option
 from stretto.collectives import verify
 from stretto.collectives.algorithms import find

@@ -22,18 +22,11 @@ import torch
 import torch.distributed as dist
 
 from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
+from lab.training.steps import cluster_of_a_byte_a_second, whole_gpt
 from stretto.bench.harness import print_table, run_ranks
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp, require_least
-from stretto.bench.training.runs import (
-    Step,
-    Stepped,
-    TrainingRun,
-    cluster_of_a_byte_a_second,
-    local_batch,
-    measure,
-    whole_gpt,
-)
+from stretto.bench.training.runs import Step, Stepped, TrainingRun, local_batch, measure
 from stretto.models.gpt_config import GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, parallelize
 from stretto.parallel.comm.collectives import running_collective

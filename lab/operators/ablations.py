@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from lab.harness import Bench, column
+from lab.pictures import describe_origin
 from stretto.bench.harness import run_ranks
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.settings import OPERATORS, OperatorsSetting, local_shape
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Needs, Option, Ranks
 from stretto.ops import Blocks, KernelConfig
 from stretto.ops.config import choose_config, describe_problem
@@ -133,7 +133,7 @@ def _measure(name: str, case: str, rows: int, device: torch.device) -> Iterator[
 
 def plot_ablations(result: Path, picture: Path) -> None:
     """Draw a panel an operator and m: the time of each variation, as a bar."""
-    from stretto.bench.operators.plot import _BAR, _NAMES
+    from lab.operators.peers_plot import _BAR, _NAMES
     from stretto.report.style import PEER, STRETTO, drawing, name_bars
 
     data = json.loads(result.read_text())

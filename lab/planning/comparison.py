@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.harness import column
-from stretto.bench.pictures import describe_origin
+from lab.pictures import describe_origin
 
 # A predicted fastest grid that is slower than the truly fastest by less than this is within a run's noise.
 NEAR = 0.03

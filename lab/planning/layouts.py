@@ -30,11 +30,13 @@ from lab.planning.layout_file import (
     shrink,
 )
 from lab.planning.plan import why_not
+from lab.shared_gpus import shared_where_few
+from lab.tables import ANY_CPU
+from lab.training.torch_peers import FsdpOptions, build_accumulating
 from stretto.axes import OUTER_TO_INNER
-from stretto.bench.harness import ANY_CPU, TORCH_DTYPES, run_ranks, shared_where_few
+from stretto.bench.harness import TORCH_DTYPES, run_ranks
 from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp, require_least
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, measure
-from stretto.bench.training.torch_peers import FsdpOptions, build_accumulating
 from stretto.cluster import Cluster
 from stretto.ops import free_workspaces
 from stretto.parallel import Grid

@@ -17,6 +17,7 @@ import torch
 
 from lab.harness import Bench, Measured, Table
 from lab.planning.comparison import Row, Summary, compare, plot_predicted, summarize
+from lab.training.models import model_config
 from stretto.atomic_files import write_atomically
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import (
@@ -31,7 +32,7 @@ from stretto.bench.settings import (
     parse_number,
 )
 from stretto.bench.training.runs import make_grid, measure, stretto_run
-from stretto.bench.training.settings import PADDED_VOCAB, TrainingWorkload, grids_of, model_config
+from stretto.bench.training.settings import PADDED_VOCAB, TrainingWorkload, grids_of
 from stretto.cluster import Cluster, name_grid
 from stretto.parallel import Grid
 from stretto.planner import predict

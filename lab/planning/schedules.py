@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from lab.harness import Bench, column
-from stretto.bench.pictures import describe_origin
+from lab.pictures import describe_origin
 from stretto.bench.settings import Option, require_least
 from stretto.schedules import (
     PipelineTimeline,

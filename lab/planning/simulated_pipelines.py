@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.planning.published_pipelines import (
     CHOICES,
     FIGURES_BATCH,
@@ -28,7 +29,6 @@ from lab.planning.published_pipelines import (
     predict_pipeline,
 )
 from stretto.axes import GridSizes
-from stretto.bench.pictures import describe_origin
 from stretto.cluster import Cluster
 from stretto.planner import GridPlan
 from stretto.planner.architecture_loader import read_architecture

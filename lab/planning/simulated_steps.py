@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.planning.comparison import rank_correlation
 from stretto.axes import check_sizes
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Option
 from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions, Overlap

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.simulated_schedules.peers import (
     chained_trees_all_reduce,
     dgx1_topology,
@@ -23,7 +24,6 @@ from lab.simulated_schedules.peers import (
     two_step_exchanges,
 )
 from stretto.bench.interleaved import name_size
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Option, require_least
 from stretto.cluster import Cluster
 from stretto.collectives.algorithms import find

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.simulated_schedules.cases import MeasuredSchedule, read_gpu_cases
 from lab.simulated_schedules.choices import Choice, list_choices, summarize_choices
 from lab.simulated_schedules.fit import Parameter, SchedulePredictor, fit
@@ -28,7 +29,6 @@ from lab.simulated_schedules.sockets import (
 from stretto.atomic_files import write_atomically
 from stretto.bench.harness import Column, write_result
 from stretto.bench.interleaved import name_size
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Option, require_least
 from stretto.cluster import Cluster
 from stretto.simulator.schedules import ExecutorCosts, MachineCosts, ProtocolCosts

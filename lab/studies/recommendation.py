@@ -13,8 +13,8 @@ from statistics import mean
 from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, Table, column
-from stretto.bench.harness import ANY_CPU
-from stretto.bench.pictures import describe_origin
+from lab.pictures import describe_origin
+from lab.tables import ANY_CPU
 from stretto.bench.settings import Option, require_known, require_least
 from stretto.recommendation.simulation import (
     EXCHANGES,

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.planning.published import RUNS, PublishedRun, model_flops, paper_model
 from lab.studies.machines import MACHINES, name_machines
-from stretto.bench.harness import ANY_CPU
-from stretto.bench.pictures import describe_origin
+from lab.tables import ANY_CPU
 from stretto.bench.settings import Option, require_known
 from stretto.cluster import Cluster, name_grid
 from stretto.execution import Overlap

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.studies import STUDIED, symmetric
 from lab.studies.machines import MACHINES, MIB, RCCL_HOPS, StudiedMachine, name_machines, with_rccl_table
-from stretto.bench.harness import ANY_CPU, Column
-from stretto.bench.pictures import describe_origin
+from lab.tables import ANY_CPU
+from stretto.bench.harness import Column
 from stretto.bench.settings import Option, require_known, require_least
 from stretto.collectives.two_level import Links, find_crossovers, predict
 from stretto.collectives.two_level.inter_node import InterNodeAlgorithm

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from lab.harness import Bench, column
+from lab.pictures import describe_origin
 from lab.studies import STUDIED, symmetric
 from lab.studies.machines import MACHINES, StudiedMachine, name_machines
+from lab.tables import ANY_CPU
 from stretto.axes import GridSizes
-from stretto.bench.harness import ANY_CPU
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Option, require_known, require_least
 from stretto.collectives.two_level.model import Collective
 from stretto.models import GPTConfig

@@ -19,10 +19,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from lab.harness import Bench, column
-from stretto.bench.harness import run_ranks, shared_where_few
+from lab.shared_gpus import shared_where_few
+from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp, require_known, require_least
+from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, TrainingRun, measure
-from stretto.bench.training.torch_peers import clip_sharded_grad_norm_
 from stretto.cluster.detection import count_gpus
 from stretto.execution import ReshardPolicy
 from stretto.parallel import Grid, clip_grad_norm_, parallelize

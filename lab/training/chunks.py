@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.harness import Bench, Measured, column
+from lab.pictures import describe_origin
 from stretto.bench.harness import run_ranks
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Option, Repeats, require_least
 from stretto.execution import StateOptions
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import stretto
 from lab.checkouts.cases import find_source
 from lab.harness import Bench, Measured, column
-from stretto.bench.pictures import describe_origin
+from lab.pictures import describe_origin
 from stretto.bench.settings import Needs, Option, require_least
 from stretto.cluster.detection import count_gpus
 from stretto.memory.mps import mps_daemon, share_for

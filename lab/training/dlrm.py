@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.harness import Bench, column
+from lab.pictures import describe_origin
 from stretto.bench.harness import (
     FAILURES,
     empty_memory,
@@ -26,7 +27,6 @@ from stretto.bench.harness import (
     run_ranks,
     time_steps,
 )
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Needs, Option, Ranks, Repeats, Rounds, WarmUp, require_least
 from stretto.parallel import Grid
 from stretto.recommendation import DLRM, DLRMConfig, ShardedTables, distribute_tables

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, column
+from lab.pictures import describe_origin
 from stretto.bench.harness import run_ranks
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Option, require_least
 from stretto.models.gpt_config import GPTConfig
 from stretto.report.run import read_metrics, read_run

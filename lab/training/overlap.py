@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, column
+from lab.pictures import describe_origin
 from lab.training.exposed import profile_exposed
+from lab.training.models import model_config, parse_grids
 from stretto.bench.harness import run_ranks
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, SeqLen, WarmUp
 from stretto.bench.training.runs import TrainingRun, build_stretto, make_grid, measure
-from stretto.bench.training.settings import TrainingWorkload, model_config, parse_grids
+from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import name_grid
 from stretto.parallel import Grid, Overlap
 
@@ -95,7 +96,7 @@ def measure_overlap(workload: TrainingWorkload, ranks: int, grids: str) -> list[
 
 def plot_overlap(result: Path, picture: Path) -> None:
     """Draw a panel a grid: step time of each stage, with its exposed communication (if measured) hatched."""
-    from stretto.bench.training.plot import _BAR
+    from lab.training.throughput_plot import _BAR
     from stretto.report.style import EXPOSED, STRETTO, drawing, name_bars
 
     data = json.loads(result.read_text())

@@ -20,19 +20,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lab.harness import Bench, Measured, column
+from lab.training.models import model_config, parse_grids
+from lab.training.steps import captured, whole_gpt
+from lab.training.torch_peers import TorchSetup, build_torch
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, SeqLen, WarmUp
-from stretto.bench.training.runs import (
-    Step,
-    TrainingRun,
-    captured,
-    make_grid,
-    measure,
-    stretto_run,
-    whole_gpt,
-)
-from stretto.bench.training.settings import TrainingWorkload, grids_of, model_config, parse_grids
-from stretto.bench.training.torch_peers import TorchSetup, build_torch
+from stretto.bench.training.runs import Step, TrainingRun, make_grid, measure, stretto_run
+from stretto.bench.training.settings import TrainingWorkload, grids_of
 from stretto.cluster import name_grid
 from stretto.parallel import Grid
 from stretto.planner.grids import divisors
@@ -207,7 +201,7 @@ def _build(workload: TrainingWorkload, mesh: DeviceMesh, device: torch.device, s
 
 def plot_peers(result: Path, picture: Path) -> None:
     """Draw tokens/s a GPU and peak memory of each run as bars, peers in another colour."""
-    from stretto.bench.training.plot import plot_runs
+    from lab.training.throughput_plot import plot_runs
 
     data = json.loads(result.read_text())
     work = data["workload"]

@@ -18,17 +18,10 @@ from typing import Annotated, Any
 import torch
 
 from lab.harness import Bench, column
+from lab.training.steps import cluster_of_a_byte_a_second, whole_gpt
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp, require_least
-from stretto.bench.training.runs import (
-    Step,
-    Stepped,
-    TrainingRun,
-    cluster_of_a_byte_a_second,
-    local_batch,
-    measure,
-    whole_gpt,
-)
+from stretto.bench.training.runs import Step, Stepped, TrainingRun, local_batch, measure
 from stretto.execution import Recomputation
 from stretto.models import GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, parallelize

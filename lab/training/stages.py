@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.harness import Bench, column
+from lab.training.models import LLAMA_7B
 from stretto.bench.harness import TORCH_DTYPES, run_ranks
 from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp, require_least
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, compile_blocks, measure, meta_gpt
-from stretto.bench.training.settings import LLAMA_7B
 from stretto.execution import StageOptions
 from stretto.memory import allocated_bytes
 from stretto.models import GPT, GPTConfig

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.processes import Processes
 from lab.two_level.namespaces import Network, command_in, require_namespaces, shaped_network
-from stretto.bench.pictures import describe_origin
 from stretto.bench.settings import Option, require_least
 
 if TYPE_CHECKING:

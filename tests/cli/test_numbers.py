@@ -17,8 +17,8 @@ import lab
 import stretto.bench
 from lab.harness import find_benches
 from stretto.bench.settings import Option
-from stretto.cli.bench.command import _read
 from stretto.cli.console import Command
+from stretto.cli.settings_command import _read
 
 
 def test_every_command_refuses_numbers_that_are_not_finite_or_beyond_64_bits() -> None:

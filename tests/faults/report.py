@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lab.pictures import describe_origin
 from stretto.bench.harness import Column
-from stretto.bench.pictures import describe_origin
 from tests.faults.settings import KINDS
 
 _SECONDS = "{:.1f}"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from stretto.bench.harness import time_steps
-from stretto.bench.probe import measure_host_link
 from stretto.cluster import HostLink
+from stretto.cluster.probe import measure_host_link
 from stretto.memory.pinned import allocate_pinned
 
 Run = Callable[..., list[Any]]
@@ -64,7 +64,7 @@ def test_copies_return_before_they_end_and_freeing_waits_for_them(run_ranks: Run
 UNDER_A_LIMIT = """
 import ctypes, os, resource, torch
 from stretto.bench.harness import time_steps
-from stretto.bench.probe import measure_host_link
+from stretto.cluster.probe import measure_host_link
 from stretto.cluster import HostLink
 from stretto.memory.pinned import allocate_pinned
 device = torch.device("cuda", 0)

@@ -14,7 +14,7 @@ import stretto
 from lab.commands import app as lab_app
 from stretto.bench.settings import Option
 from stretto.cli.bench import app as bench_app
-from stretto.cli.bench.command import BenchApp
+from stretto.cli.settings_command import BenchApp
 
 
 def bench(*arguments: object) -> tuple[int, str]:

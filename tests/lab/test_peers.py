@@ -9,8 +9,8 @@ import pytest
 from tests.lab.workloads import WORKLOAD, start_on_pool
 
 from lab.training import peers
+from lab.training.models import LLAMA_7B, model_config, parse_grids
 from lab.training.peers import BENCH, PeersSetting, measure_peers, speedup
-from stretto.bench.training.settings import LLAMA_7B, model_config, parse_grids
 
 
 def test_the_default_model_has_the_parameters_that_it_is_named_after():

@@ -4,8 +4,8 @@
 import pytest
 
 import stretto
-from stretto.bench.probe import _assemble, hierarchies, members, probe
 from stretto.cluster import GPU, Cluster, HostLink
+from stretto.cluster.probe import _assemble, hierarchies, members, probe
 from stretto.planner.compute import matmul_shapes
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lab.operators.ablations import BENCH, OperatorAblationsSetting, vary
+from lab.operators.peers_plot import plot_operators
 from stretto.bench.interleaved import Timed
-from stretto.bench.operators.plot import plot_operators
 from stretto.bench.operators.settings import CASES, FEW_ROWS, OPERATORS, OperatorsSetting, local_shape
 from stretto.ops import Blocks, KernelConfig
 

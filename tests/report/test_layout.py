@@ -15,10 +15,10 @@ from tests.report.layout import find_faults
 
 import lab  # noqa: F401  (adds its pictures)
 from lab.harness import Measured
+from lab.pictures import PLOTS, describe_origin, draw_result, redraw
 from lab.training.chunks import BENCH, ChunksSetting, Row
 from lab.training.offload import BENCH as OFFLOAD
 from lab.training.offload import BucketRow, OffloadSetting, TileRow
-from stretto.bench.pictures import PLOTS, describe_origin, draw_result, redraw
 from stretto.collectives.algorithms import ring_all_reduce
 from stretto.report import Timeline, plot_loss, plot_timeline
 from stretto.report.expert_plot import RoutingHistory, plot_experts

@@ -11,7 +11,7 @@ from tests.report.test_layout import ABOUT, compile_
 from tests.report.test_run_report import write_run
 from typer.testing import CliRunner
 
-from stretto.bench.pictures import draw_result
+from lab.pictures import draw_result
 from stretto.cli import app
 from stretto.report import pictures, write_report
 

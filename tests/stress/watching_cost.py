@@ -136,7 +136,8 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=256)
     given = parser.parse_args()
 
-    from stretto.bench.harness import machine_kind, run_ranks, shared_where_few
+    from lab.shared_gpus import shared_where_few
+    from stretto.bench.harness import machine_kind, run_ranks
 
     with tempfile.TemporaryDirectory(prefix="stretto-watching-") as folder, shared_where_few(given.ranks):
         threading.Thread(target=watch, args=(Path(folder),), daemon=True).start()

@@ -11,8 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,15 +25,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from stretto.atomic_files import write_atomically
-from stretto.cluster.detection import count_gpus
 from stretto.launch import (
     allocator_environment,
-    changed_environment,
     loopback_environment,
     rank_variables,
 )
-from stretto.memory import allocated_bytes, shared_gpus
-from stretto.memory.mps import has_mps, mps_daemon, share_for
+from stretto.memory import allocated_bytes
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -63,10 +59,6 @@ def machine_kind() -> dict[str, str]:
     return kind
 
 
-ANY_CPU = {"devices": "any CPU"}
-"""The machine of results that are computed, and the same everywhere."""
-
-
 def write_result(
     out: Path, name: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], **about: Any
 ) -> Path:
@@ -89,23 +81,6 @@ def write_result(
     lines = [f"`{result['command']}`, {result['date']}, {devices}", "", *markdown_table(columns, rows)]
     write_atomically(path.with_suffix(".md"), "\n".join(lines) + "\n")
     return path
-
-
-TitledTable = tuple[str, Sequence[Column], Sequence[Mapping[str, Any]]]
-
-
-def write_tables(result: Path, tables: Sequence[TitledTable]) -> None:
-    """Write several tables, each with its title, into the Markdown next to a result, replacing its single table."""
-    table = result.with_suffix(".md")
-    head = table.read_text().partition("\n\n")[0]
-    parts = [f"{title}:\n\n" + "\n".join(markdown_table(columns, rows)) for title, columns, rows in tables]
-    write_atomically(table, "\n\n".join([head, *parts]) + "\n")
-
-
-def append_to_table(result: Path, lines: Iterable[str]) -> None:
-    """Append lines of Markdown, after an empty one, to the table next to a result."""
-    table = result.with_suffix(".md")
-    write_atomically(table, table.read_text() + "\n" + "\n".join(lines) + "\n")
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -146,20 +121,6 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Mapping[st
 def in_one_line(error: BaseException) -> str:
     """The first line of an error's message, for a cell of a table."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:400]
-
-
-@contextmanager
-def shared_where_few(ranks: int) -> Iterator[None]:
-    """Processes started within the block share the machine's GPUs if it has fewer than `ranks`, by MPS where it is
-    available. Does nothing on a machine without GPUs."""
-    gpus = count_gpus()
-    with ExitStack() as stack:
-        if gpus and ranks > gpus:
-            variables = {shared_gpus.SWITCH: "1", shared_gpus.OVERLAPPING: "1"}
-            if has_mps():
-                variables |= stack.enter_context(mps_daemon(share_for(ranks)))
-            stack.enter_context(changed_environment(variables))
-        yield
 
 
 def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = True) -> Any:

@@ -2,10 +2,10 @@
 """Settings of benches: frozen dataclasses whose fields are the options of a command of `stretto bench`.
 
 Each bench has its settings in a module of its own that does not import torch, so that `stretto bench --help` is fast. A
-field that the command line sets is annotated with an `Option`; `stretto.cli.bench.command` makes the command from
+field that the command line sets is annotated with an `Option`; `stretto.cli.settings_command` makes the command from
 these.
 
-Two traps: when a command is used, `stretto.cli.bench.command` unpacks each annotation,
+Two traps: when a command is used, `stretto.cli.settings_command` unpacks each annotation,
 `type_, option = get_args(field.type)`.
 
 - Write `Annotated[type, Option(...)]` with exactly two arguments. Any other number raises ValueError there.

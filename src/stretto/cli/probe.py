@@ -47,7 +47,7 @@ def probe(
         require_links(count)
         shapes = matmul_shapes(model or [], batch or [], seq_len, count)
 
-        from stretto.bench.probe import probe as measure  # imports torch
+        from stretto.cluster.probe import probe as measure  # imports torch
 
         cluster = measure(count, dtype or ("bf16" if gpus else "fp32"), shapes)
         cluster.save(out)

@@ -13,7 +13,6 @@ from stretto.bench.collectives.peers import CollectiveBuffers, TorchPeers, handw
 from stretto.bench.collectives.settings import CollectivesSetting
 from stretto.bench.harness import TORCH_DTYPES, Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
-from stretto.bench.pictures import draw_result
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
 from stretto.collectives.selection import (
     COPY_ENGINE_MIN_BYTES,
@@ -46,11 +45,10 @@ COLUMNS = (
 
 
 def bench_collectives(ranks: int, out: Path, setting: CollectivesSetting) -> list[dict[str, Any]]:
-    """Measure on the given number of GPUs, print the table, write JSON and a picture. Returns the rows."""
+    """Measure on the given number of GPUs, print the table, write the JSON. Returns the rows."""
     rows: list[dict[str, Any]] = run_ranks(ranks, _measure_all, ranks, setting, trains=False)
     print_table(f"Collectives, {ranks} ranks, whole arrays", COLUMNS, rows)
-    path = write_result(out, "collectives", COLUMNS, rows, ranks=ranks)
-    draw_result(path)
+    write_result(out, "collectives", COLUMNS, rows, ranks=ranks)
     return rows
 
 

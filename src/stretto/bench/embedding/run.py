@@ -16,7 +16,6 @@ from stretto.bench.embedding.peers import Batched, Chunked, EmbeddingBags, Looku
 from stretto.bench.embedding.settings import EmbeddingSetting, LookupShape
 from stretto.bench.harness import Column, print_table, run_ranks, time_steps, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
-from stretto.bench.pictures import draw_result
 from stretto.ops.embedding.forward import count_trace, find_launch_config, look_up_and_send
 from stretto.ops.embedding.forward_kernel import ORDERS, TRACE_WORDS
 from stretto.ops.embedding.launch_config import LaunchConfig
@@ -49,7 +48,7 @@ COLUMNS = (
 
 
 def bench_embedding(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[str, Any]]:
-    """Measure all cases and print the table. JSON and picture are written anew after every row. Returns the rows."""
+    """Measure all cases and print the table. The JSON is written anew after every row. Returns the rows."""
     rows = run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
     print_table(f"Embedding look-ups and their exchange, {ranks} ranks", _used(rows), rows)
     return rows
@@ -74,8 +73,7 @@ def measure_all(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[s
                 if dist.get_rank() == 0:
                     shown = {key: value for key, value in rows[-1].items() if key != "timeline"}
                     print(" ".join(f"{key}={value}" for key, value in shown.items() if value is not None), flush=True)
-                    path = write_result(out, "embedding", _used(rows), rows, ranks=ranks, dtype=setting.dtype)
-                    draw_result(path)
+                    write_result(out, "embedding", _used(rows), rows, ranks=ranks, dtype=setting.dtype)
         ops.check_indices()
         del batch
         if device.type == "cuda":

@@ -21,7 +21,6 @@ from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import Runs, peers, world_name
 from stretto.bench.operators.settings import CASES, MODES, OPERATORS, OperatorsSetting, local_shape
-from stretto.bench.pictures import draw_result
 from stretto.ops.config import choose_config, describe_problem
 from stretto.ops.operator import FP8
 from stretto.ops.tuning import RotatingOperands
@@ -51,7 +50,7 @@ COLUMNS = (
 
 
 def bench_operators(ranks: int, out: Path, setting: OperatorsSetting) -> list[dict[str, Any]]:
-    """Measure, print the table, write JSON and a picture. Each row is written at once; earlier runs' rows are kept.
+    """Measure, print the table, write the JSON. Each row is written at once; earlier runs' rows are kept.
 
     Returns all rows of the file.
     """
@@ -59,7 +58,6 @@ def bench_operators(ranks: int, out: Path, setting: OperatorsSetting) -> list[di
     path = out / f"{setting.file_name}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     print_table(f"Operators, {setting.dtype}, {ranks} ranks", COLUMNS, rows)
-    draw_result(path)
     return rows
 
 

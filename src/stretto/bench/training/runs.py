@@ -9,7 +9,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -26,11 +26,9 @@ from stretto.bench.harness import (
     time_each_step,
 )
 from stretto.bench.training.settings import TrainingWorkload
-from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import (
-    CapturedStep,
     Grid,
     Overlap,
     checkpoint_activations,
@@ -86,16 +84,6 @@ class TrainingRun:
     build: Callable[[], Step]
     is_peer: bool = False
     is_compiled: bool = False
-
-
-def captured(run: TrainingRun) -> TrainingRun:
-    """The same run with each step as one CUDA graph."""
-
-    def build() -> Step:
-        step = CapturedStep(run.build())
-        return lambda: Stepped(*step())
-
-    return replace(run, name=f"{run.name}, captured", build=build)
 
 
 def make_grid(sizes: Mapping[str, int]) -> Grid:
@@ -214,13 +202,6 @@ def meta_gpt(config: GPTConfig) -> GPT:
         return GPT(config)
 
 
-def whole_gpt(config: GPTConfig, device: torch.device) -> GPT:
-    """The whole model, with the same fp32 weights on every rank."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        return GPT(config)
-
-
 def compile_blocks(model: nn.Module, options: Mapping[str, Any] | None = None) -> None:
     """Compile each block by itself, as large models are compiled. options: Inductor's."""
     blocks = model.blocks
@@ -282,13 +263,3 @@ def stretto_run(workload: TrainingWorkload, grid: Grid, name: str, **options: An
     """A run of `measure` whose step is made by `build_stretto`."""
     build = partial(build_stretto, workload, grid, **options)
     return TrainingRun(name, build, is_compiled=bool(options.get("is_compiled")))
-
-
-def cluster_of_a_byte_a_second(ranks: int) -> Cluster:
-    """A node of CPU ranks with links of 1 byte/s: predicted seconds equal the bytes that a rank sends."""
-    return Cluster(
-        name="CPU ranks",
-        gpus_per_node=ranks,
-        gpu=GPU(name="CPU", memory=1e12, memory_bandwidth=1e10, peak_flops=FlopRates(fp32=1e11)),
-        in_node=NodeLink(bandwidth=1.0, latency=1e-30),
-    )

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the benches of training steps, and the workloads that are made from them."""
 
-import re
-from dataclasses import dataclass, replace
-from math import prod
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
-from stretto.axes import NAMES, name_grid
 from stretto.bench.settings import (
     Layers,
     Option,
@@ -20,21 +17,6 @@ from stretto.bench.settings import (
 )
 from stretto.models import GPTConfig
 
-# The 7.24 billion parameters of a Llama-3-8B with Llama-2's vocabulary.
-LLAMA_7B = GPTConfig(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    ffn=14336,
-    vocab=32_000,
-    max_seq_len=4096,
-    positions="rotary",
-    activation="swiglu",
-    norm="rmsnorm",
-    bias=False,
-    tie_embeddings=False,
-)
 PADDED_VOCAB = 50304  # GPT-2's 50,257 to a multiple of 64: an odd matrix product slows everything down
 
 
@@ -67,35 +49,11 @@ class TrainingWorkload:
         return 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
 
 
-def model_config(name: str, layers: int | None, seq_len: int) -> GPTConfig:
-    """The configuration of llama-7b, or of a preset with its vocabulary padded. ValueError for another name."""
-    if name == "llama-7b":
-        config = replace(LLAMA_7B, max_seq_len=seq_len)
-        return config if layers is None else replace(config, layers=layers)
-    overrides: dict[str, Any] = {} if layers is None else {"layers": layers}
-    return GPTConfig.preset(name, max_seq_len=seq_len, vocab=PADDED_VOCAB, **overrides)
-
-
 def grids_of(ranks: int) -> list[dict[str, int]]:
     """Every factorization of `ranks` into data, x, y and z."""
     from stretto.planner.grids import every_grid  # not for `stretto bench --help`
 
     return [grid.sizes() for grid in every_grid(ranks)]
-
-
-def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
-    """Parse grids written as "z=4, x=2 z=2". Raises ValueError for an invalid grid of that many ranks."""
-    grids = []
-    for part in text.split(","):
-        fields = re.split(r"[\s]+", part.strip())
-        pairs = [re.fullmatch(r"(data|x|y|z)=(\d+)", field) for field in fields]
-        if not all(pairs):
-            raise ValueError(f"{part.strip()!r} is not a grid; write grids as 'z=4, x=2 z=2'")
-        sizes = dict.fromkeys(NAMES, 1) | {pair[1]: int(pair[2]) for pair in pairs if pair}
-        if prod(sizes.values()) != ranks:
-            raise ValueError(f"the grid {name_grid(sizes)} has {prod(sizes.values())} ranks, but {ranks} are used")
-        grids.append(sizes)
-    return grids
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ fp32, its usual setting; Stretto's travel in bf16 unless --reduce-fp32. All runs
 """
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import init_device_mesh
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
-from stretto.bench.pictures import draw_result
-from stretto.bench.training.runs import Step, TrainingRun, make_grid, measure, meta_gpt, stretto_run
+from stretto.bench.training.fsdp2 import build_fsdp2
+from stretto.bench.training.runs import TrainingRun, make_grid, measure, stretto_run
 from stretto.bench.training.settings import TrainingWorkload, grids_of
-from stretto.bench.training.torch_peers import TorchSetup, build_torch
 from stretto.cluster import name_grid
 from stretto.parallel import Grid
 
@@ -29,16 +29,16 @@ COLUMNS = (
     Column("error", "error", "{}"),
 )
 FSDP2 = {
-    "FSDP2": TorchSetup(frees_weights=True),
-    "FSDP2, compiled": TorchSetup(frees_weights=True, is_compiled=True),
-    "FSDP2, compiled, weights kept": TorchSetup(is_compiled=True),
+    "FSDP2": {"is_compiled": False, "frees_weights": True},
+    "FSDP2, compiled": {"is_compiled": True, "frees_weights": True},
+    "FSDP2, compiled, weights kept": {"is_compiled": True, "frees_weights": False},
 }
 
 
 def bench_train(
     workload: TrainingWorkload, ranks: int, out: Path, peak_flops: float | None, with_peers: bool
 ) -> list[dict[str, Any]]:
-    """Measure, print the table, and write train.json and train.png to `out`."""
+    """Measure, print the table, and write train.json to `out`."""
     rows = run_ranks(ranks, _measure_all, workload, ranks, with_peers)
     for row in rows:
         if peak_flops and "step_milliseconds" in row:
@@ -47,24 +47,21 @@ def bench_train(
     rows.sort(key=lambda row: -row.get("tokens_per_second_per_gpu", 0.0))
     print_table(f"{workload.model.layers} layers of hidden {workload.model.hidden}, {ranks} ranks", columns, rows)
     formula = "72 B s l h^2 (1 + s/6h + V/12lh) / (step x GPUs x peak)"
-    path = write_result(
-        out, "train", columns, rows, workload=asdict(workload), mfu_formula=formula, peak_flops=peak_flops
-    )
-    draw_result(path)
+    write_result(out, "train", columns, rows, workload=asdict(workload), mfu_formula=formula, peak_flops=peak_flops)
     return rows
 
 
 def _measure_all(workload: TrainingWorkload, ranks: int, with_peers: bool) -> list[dict[str, Any]]:
     world = Grid(data=ranks)  # joins the job, so that peers and grids share its process group
-    runs = [_fsdp2_run(workload, world, name, setup) for name, setup in FSDP2.items()] if with_peers else []
+    mesh = init_device_mesh(world.device.type, (ranks,))
+    runs = [
+        TrainingRun(
+            name,
+            partial(build_fsdp2, workload, mesh, world.device, **options),
+            is_peer=True,
+            is_compiled=options["is_compiled"],
+        )
+        for name, options in (FSDP2.items() if with_peers else ())
+    ]
     runs += [stretto_run(workload, make_grid(sizes), name_grid(sizes)) for sizes in grids_of(ranks)]
     return measure(runs, workload, world.device)
-
-
-def _fsdp2_run(workload: TrainingWorkload, world: Grid, name: str, setup: TorchSetup) -> TrainingRun:
-    mesh = init_device_mesh(world.device.type, (world.size("world"), 1), mesh_dim_names=("dp", "tp"))
-
-    def build() -> Step:
-        return build_torch(workload, meta_gpt(workload.model), mesh, world.device, setup)
-
-    return TrainingRun(name, build, is_peer=True, is_compiled=setup.is_compiled)

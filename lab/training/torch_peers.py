@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Literal
 
 import torch
@@ -27,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_, draw_weights, shard_fully
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, compile_blocks, fused_adamw, local_batch
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.models import GPT, GPTConfig
@@ -75,12 +75,9 @@ def build_torch(
     if setup.is_compiled:
         compile_blocks(model, {"_micro_pipeline_tp": True} if setup.is_async else None)
     if setup.precision == "fsdp2":
-        _shard_fully(model, dp, setup)
+        shard_fully(model, dp, frees_weights=setup.frees_weights, reduce_dtype=setup.reduce_dtype)
     if any(parameter.is_meta for parameter in model.parameters()):
-        model.to_empty(device=device)
-        torch.manual_seed(0)
-        with torch.no_grad():
-            model.apply(model._init_weights)
+        draw_weights(model, device)
     is_master = setup.precision == "masters"
     optimizer = _MasterWeights(model, workload) if is_master else fused_adamw(model.parameters(), workload)
 
@@ -134,16 +131,6 @@ def _shard_tensors(model: GPT, mesh: DeviceMesh, seq_len: int) -> None:
         parallelize_module(block, mesh, block_plan, src_data_rank=None)
 
 
-def _shard_fully(model: GPT, mesh: DeviceMesh, setup: TorchSetup) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=setup.reduce_dtype)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.frees_weights)
-    if not model.config.tie_embeddings:  # a shared weight has to belong to the root module
-        fully_shard(model.embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.frees_weights)
-        fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.frees_weights)
-
-
 class _MasterWeights:
     """Fused AdamW on fp32 copies of a model's bf16 shards."""
 
@@ -170,37 +157,6 @@ class _MasterWeights:
 def _local(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
-
-
-@torch.no_grad()
-def clip_sharded_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip sharded gradients in one collective: torch.nn.utils.clip_grad_norm_ without DTensor's dispatch.
-
-    Stretto's own clip sends one message too, so that none of the runs loses time here. Returns the norm.
-    """
-    alike: dict[int, list[Tensor]] = {}
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        assert isinstance(parameter, DTensor)
-        assert isinstance(gradient, DTensor)
-        if gradient.placements != parameter.placements:  # of a replicated norm: partial sums
-            parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
-        replicas = prod(
-            size
-            for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-            if placement.is_replicate()
-        )
-        alike.setdefault(replicas, []).append(gradient.to_local())
-    parts = [
-        torch.stack(torch._foreach_norm(some, 2, dtype=torch.float32)).square().sum() / replicas
-        for replicas, some in alike.items()
-    ]
-    total = torch.stack(parts).sum()
-    dist.all_reduce(total)
-    norm = total.sqrt()
-    shards = [shard for some in alike.values() for shard in some]
-    torch._foreach_mul_(shards, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shards[0].dtype))
-    return norm
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from lab.pictures import describe_origin
 from stretto.bench.interleaved import name_size
-from stretto.bench.pictures import describe_origin
 from stretto.report.style import (
     GUIDE,
     INK,

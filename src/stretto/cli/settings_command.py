@@ -145,9 +145,7 @@ def _make_function(
     parameters = [_make_parameter(field) for field in options.values()]
     if count is not None:
         parameters.insert(0, _make_ranks())
-    parameters.append(
-        _parameter("out", Annotated[Path, typer.Option(help="Folder for the JSON and the picture.")], folder)
-    )
+    parameters.append(_parameter("out", Annotated[Path, typer.Option(help="Folder for the results.")], folder))
     parameters.append(_parameter("as_json", Json, False))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

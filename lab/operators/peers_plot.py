@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from stretto.bench.pictures import describe_origin
+from lab.pictures import describe_origin
 from stretto.report.style import GUIDE, OTHER_PEER, PEER, STRETTO, Picture, drawing, name_bars
 
 _SERIES = (("nccl", "GEMM + NCCL", PEER), ("async_tp", "torch's async-TP", OTHER_PEER), ("stretto", "Stretto", STRETTO))

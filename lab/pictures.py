@@ -16,11 +16,11 @@ from stretto.suggestions import did_you_mean_file
 # Of file names to functions; the first pattern that matches counts. Imported on use: they import matplotlib. The lab
 # adds its own.
 PLOTS = {
-    "train.json": "stretto.bench.training.plot:plot_train",
-    "collectives.json": "stretto.bench.collectives.plot:plot_collectives",
-    "operators.json": "stretto.bench.operators.plot:plot_operators",
-    "operators-fp8.json": "stretto.bench.operators.plot:plot_operators",
-    "embedding.json": "stretto.bench.embedding.plot:plot_embedding",
+    "train.json": "lab.training.throughput_plot:plot_train",
+    "collectives.json": "lab.collectives.peers_plot:plot_collectives",
+    "operators.json": "lab.operators.peers_plot:plot_operators",
+    "operators-fp8.json": "lab.operators.peers_plot:plot_operators",
+    "embedding.json": "lab.embedding.plot:plot_embedding",
 }
 
 
