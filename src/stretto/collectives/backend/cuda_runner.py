@@ -187,20 +187,13 @@ class CudaRunner:
         end = self._find_end()
         if end is None or end.query():
             return barrier
-        work = make_work(self._member.rank, "barrier", ())
 
-        def job() -> None:
-            try:
-                barrier.wait()
-                end.synchronize()
-                failures.check()
-            except BaseException as error:  # noqa: BLE001  (whatever it is, `work.wait` must raise it)
-                work.fail(error)
-            else:
-                work.succeed()
+        def run() -> None:
+            barrier.wait()
+            end.synchronize()
+            failures.check()
 
-        self._worker.submit(job)
-        return work
+        return self._worker.submit_work(make_work(self._member.rank, "barrier", ()), run)
 
     def discard(self, schedule: Schedule) -> None:
         """Drop the schedule and its kernels once the GPU has finished with them, except those that graphs replay."""
