@@ -19,7 +19,7 @@ How they follow it:
 - The host executor runs an uneven call on copies with full chunks, and on a copy of an input that the schedule writes
   (`Buffers`).
 - The interpreter on GPUs does the same, but only where a longer chunk passes through a shorter place
-  (`value_trace.find_narrowing_writes`) or the schedule writes its input: other calls run on the caller's own tensors.
+  (`find_narrowing_writes`) or the schedule writes its input: other calls run on the caller's own tensors.
 - The fused kernel keeps full chunks in registers and in mailboxes and stores nothing but outputs.
 - Copy engines send from buffers: they never send a value from, or write it to, a place that may be shorter than the
   value (`StoreChunk.is_whole`).

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from stretto.collectives.collective import Buffer
+from stretto.collectives.executor.cuda.value_trace import Divisions, StepPlace
 from stretto.collectives.executor.cuda.workspace import MAX_COUNTS
 from stretto.collectives.executor.plan import ExecutionPlan
-from stretto.collectives.executor.value_trace import Divisions, StepPlace
 from stretto.collectives.schedule import Step, StepType
 
 ConnectionKey = tuple[int, int, int]
