@@ -232,3 +232,8 @@ class Buffers:
 def poisoned(elements: int, dtype: torch.dtype) -> Tensor:
     """A tensor of unwritten memory, filled with NaN, or an unlikely integer."""
     return torch.full((elements,), float("nan") if dtype.is_floating_point else 0x5A, dtype=dtype)
+
+
+def overlap(first: Tensor, second: Tensor) -> bool:
+    """Check whether two contiguous tensors share memory."""
+    return first.data_ptr() < second.data_ptr() + second.nbytes and second.data_ptr() < first.data_ptr() + first.nbytes
