@@ -23,12 +23,9 @@ from stretto.memory.gpus import leave_room_for_copies, limit_waiting
 from stretto.ops.config import (
     LIBRARY,
     KernelConfig,
-    choose_config,
-    describe_problem,
     encode_implementation,
-    make_call_key,
+    find_config,
     pin_backward,
-    recall_config,
 )
 from stretto.ops.gemm import (
     Product,
@@ -200,7 +197,8 @@ def _multiply_several(
         if out is not None:
             require_out(operator, out, shape, x.dtype, x, *weights, *biases, *outs[:place])
     products: list[Any] = [None if out is None else out.flatten(0, -2) for out in outs]
-    widest = max(range(len(weights)), key=lambda place: weights[place].shape[0])
+    columns = [weight.shape[0] for weight in weights]
+    widest = columns.index(max(columns))
     first = rows, weights[widest], biases[widest], find_name(group), how
     products[widest], gathered = _gathered(*first, out=products[widest])
     with torch.autocast(gathered.device.type, enabled=False):  # as in the first product
@@ -229,12 +227,10 @@ def _run(
     returns_gathered: bool,
 ) -> tuple[Tensor, Tensor]:
     """(product, in `out` if there is one; gathered x, or x itself where that is not returned)."""
-    key = make_call_key("all_gather_matmul", x, weight, bias, implementation, "gathered" if returns_gathered else "")
-    config = recall_config(group, key)
-    if config is None:
-        require_operands("all_gather_matmul", x, weight, bias, implementation)
-        problem = describe_problem("all_gather_matmul", x.shape[0] * find_group(group).size(), x, weight, group)
-        config = choose_config(problem, x, weight, group, implementation, key)
+    config = find_config(
+        "all_gather_matmul", x, weight, bias, group, implementation, "gathered" if returns_gathered else "",
+        check=lambda: require_operands("all_gather_matmul", x, weight, bias, implementation),
+    )  # fmt: skip
     (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         product, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)

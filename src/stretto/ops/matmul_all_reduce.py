@@ -12,11 +12,8 @@ from stretto.ops import small_m
 from stretto.ops.config import (
     LIBRARY,
     KernelConfig,
-    choose_config,
-    describe_problem,
     encode_implementation,
-    make_call_key,
-    recall_config,
+    find_config,
 )
 from stretto.ops.gemm import Product, Scales
 from stretto.ops.matmul_reduce_scatter import launch_scatter
@@ -97,15 +94,12 @@ def _run(
     out: Tensor | None = None,
 ) -> Tensor:
     """The output, in `out` if there is one."""
-    # The convention is part of the key since ranks compare it: their backward passes would wait for each other.
-    key = make_call_key("matmul_all_reduce", x, weight, bias, implementation, grad_convention)
-    config = recall_config(group, key)
-    if config is None:
-        require_operands("matmul_all_reduce", x, weight, bias, implementation)
+    # The convention is among the options since ranks compare them: their backward passes would wait for each other.
+    config = find_config(
+        "matmul_all_reduce", x, weight, bias, group, implementation, grad_convention,
+        check=lambda: require_operands("matmul_all_reduce", x, weight, bias, implementation),
+    )  # fmt: skip
     (m, k), n = x.shape, weight.shape[0]
-    if config is None:
-        problem = describe_problem("matmul_all_reduce", m, x, weight, group)
-        config = choose_config(problem, x, weight, group, implementation, key)
     if m == 0 or n == 0 or k == 0:  # nothing to wait for
         return copy_to(out, x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias)
     if config == LIBRARY:

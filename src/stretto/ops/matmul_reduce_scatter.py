@@ -24,12 +24,9 @@ from stretto.ops import small_m
 from stretto.ops.config import (
     LIBRARY,
     KernelConfig,
-    choose_config,
-    describe_problem,
     encode_implementation,
-    make_call_key,
+    find_config,
     pin_backward,
-    recall_config,
 )
 from stretto.ops.gemm import (
     Blocks,
@@ -138,12 +135,10 @@ def _run(
     out: Tensor | None = None,
 ) -> Tensor:
     """The output, in `out` if there is one."""
-    key = make_call_key("matmul_reduce_scatter", x, weight, bias, implementation, reduce_dtype)
-    config = recall_config(group, key)
-    if config is None:
-        _require(x, weight, bias, group, reduce_dtype, implementation)
-        problem = describe_problem("matmul_reduce_scatter", x.shape[0], x, weight, group)
-        config = choose_config(problem, x, weight, group, implementation, key)
+    config = find_config(
+        "matmul_reduce_scatter", x, weight, bias, group, implementation, reduce_dtype,
+        check=lambda: _require(x, weight, bias, group, reduce_dtype, implementation),
+    )  # fmt: skip
     rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         return copy_to(out, x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias)
