@@ -28,7 +28,7 @@ from stretto.ops.config import (
     pin_backward,
 )
 from stretto.ops.gemm import (
-    Product,
+    GroupProduct,
     Scales,
     count_steps,
     count_units,
@@ -244,7 +244,7 @@ def _run(
         config = config._replace(transfer="copies", direction="push")
     out = x.new_empty(rows * world, n) if out is None else out
     returned = x.new_empty(rows * world, k) if returns_gathered else None
-    launch_gather(config, Product(x, weight, bias, out, group), returned)
+    launch_gather(config, GroupProduct(x, weight, bias, out, group), returned)
     return out, x if returned is None else returned
 
 
@@ -537,7 +537,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         tl.store(destination + offsets, value, mask=offsets < size)
 
 
-def launch_gather(config: KernelConfig, product: Product, returned: Tensor | None = None) -> None:
+def launch_gather(config: KernelConfig, product: GroupProduct, returned: Tensor | None = None) -> None:
     """Launch the call: out = gather(x) @ weight.T + bias, by the configuration's kernel.
 
     Scales of own rows of an fp8 x are sent with them. returned: gets the gathered x, which copy engines alone can give.
@@ -549,7 +549,7 @@ def launch_gather(config: KernelConfig, product: Product, returned: Tensor | Non
         _launch_by_copies(config.with_power_of_two_tiles(), product, returned)
 
 
-def _launch_by_copies(config: KernelConfig, product: Product, returned: Tensor | None) -> None:
+def _launch_by_copies(config: KernelConfig, product: GroupProduct, returned: Tensor | None) -> None:
     """Begin the call, have copy engines push this rank's rows on a side stream, and launch the GEMM."""
     x, weight, bias, out, group, scales = product
     blocks, (rows, k) = config.blocks, x.shape
@@ -607,7 +607,7 @@ def _launch_by_copies(config: KernelConfig, product: Product, returned: Tensor |
         tiles.join_copies(block_channel)
 
 
-def _launch_by_programs(config: KernelConfig, product: Product) -> None:
+def _launch_by_programs(config: KernelConfig, product: GroupProduct) -> None:
     """Launch the call's only kernel, whose first programs move rows before they multiply."""
     x, weight, bias, out, group, scales = product
     blocks, (rows, k) = config.blocks, x.shape

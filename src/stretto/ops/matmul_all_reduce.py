@@ -15,7 +15,7 @@ from stretto.ops.config import (
     encode_implementation,
     find_config,
 )
-from stretto.ops.gemm import Product, Scales
+from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.matmul_reduce_scatter import launch_scatter
 from stretto.ops.operator import (
     Autograd,
@@ -122,11 +122,11 @@ def launch_all_reduce(
     m, n, world = x.shape[0], weight.shape[0], find_group(group).size()
     if config.exchange == "tiles" and m % world == 0:  # of many rows each rank adds up its own
         own = x.new_empty(m // world, n, dtype=dtype)
-        launch_scatter(config, Product(x, weight, bias, own, group, scales), dtype)
+        launch_scatter(config, GroupProduct(x, weight, bias, own, group, scales), dtype)
         return copy_to(out, gather_rows(own, group))
     out = x.new_empty(m, n, dtype=dtype) if out is None else out
     form = "one-shot" if config.shots == 1 else "two-shot"
-    small_m.launch("matmul_all_reduce", form, config, Product(x, weight, bias, out, group, scales), world)
+    small_m.launch("matmul_all_reduce", form, config, GroupProduct(x, weight, bias, out, group, scales), world)
     return out
 
 

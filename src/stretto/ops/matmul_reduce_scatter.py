@@ -31,7 +31,7 @@ from stretto.ops.config import (
 from stretto.ops.gemm import (
     Blocks,
     Gemm,
-    Product,
+    GroupProduct,
     StreamK,
     count_steps,
     count_units,
@@ -146,7 +146,7 @@ def _run(
     if config == LIBRARY:
         return copy_to(out, _run_library(x, weight, bias, group, dtype))
     out = x.new_empty(rows, n) if out is None else out
-    launch_scatter(config, Product(x, weight, bias, out, group), dtype)
+    launch_scatter(config, GroupProduct(x, weight, bias, out, group), dtype)
     return out
 
 
@@ -314,7 +314,7 @@ def _add_partials(channel, gemm, stream_k, owned, buffer, bias, out, count, redu
         store_rows(gemm, out, bias, total, row, column, owned.rows)
 
 
-def launch_scatter(config: KernelConfig, product: Product, dtype: torch.dtype) -> None:
+def launch_scatter(config: KernelConfig, product: GroupProduct, dtype: torch.dtype) -> None:
     """Launch the call by packets, by copy engines, or by the kernel here; partial sums are sent in `dtype`.
 
     The kernel here is all of the call or, if the call needs more than two slots hold, its second launch.
@@ -347,7 +347,7 @@ def _launch(
     config: KernelConfig,
     stream_k: StreamK,
     units: int,
-    product: Product,
+    product: GroupProduct,
     dtype: torch.dtype,
 ) -> None:
     """Begin the call and launch the kernel, on no more programs than there are work units."""

@@ -19,7 +19,7 @@ from stretto.ops.config import (
     encode_implementation,
     find_config,
 )
-from stretto.ops.gemm import Product, Scales
+from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.matmul_all_reduce import launch_all_reduce
 from stretto.ops.matmul_reduce_scatter import divide_first_dim, launch_scatter, require_rows
 from stretto.ops.operator import (
@@ -208,7 +208,7 @@ def _run(
     if operator == "matmul_all_reduce":
         return launch_all_reduce(config, x, weight, bias, out_dtype, group, scales, out)
     out = x.new_empty(rows, n, dtype=out_dtype) if out is None else out
-    product = Product(x, weight, bias, out, group, scales)
+    product = GroupProduct(x, weight, bias, out, group, scales)
     if operator == "all_gather_matmul":
         launch_gather(config, product)
     else:
