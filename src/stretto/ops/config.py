@@ -447,7 +447,7 @@ NARROW_SPEED = 0.85
 """Speed of tiles of 128 columns relative to 256: they are taken where 256 would leave too many programs idle."""
 
 ONE_SHOT_BYTES = 900_000
-"""What one shot may send more than two shots do, which wait for each other: as much as travels in that time."""
+"""Bytes that one shot may send more than two shots do, which wait for each other: as many as travel in that time."""
 
 _MIN_STAGES = 3  # of loads in flight, where memory bandwidth is the limit
 _PAYING_BYTES = 164 << 10  # of shared memory on a multiprocessor: with more, products of 64 rows take 1% longer
@@ -550,7 +550,7 @@ def count_usable(problem: GemmProblem, machine: Machine, transfer: str | None = 
 
 
 def find_gather_transfer(m: int) -> tuple[str, int]:
-    """What moves the rows of a gather of m rows where nothing was measured, and how many programs do."""
+    """The movers of a gather's m rows where nothing was measured: copies or programs, and how many programs."""
     return next(row[1:] for row in GATHER_TRANSFERS if m <= row[0])
 
 

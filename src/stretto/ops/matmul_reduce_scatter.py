@@ -179,7 +179,7 @@ class StagedSums(NamedTuple):
 
 
 class OwnedRows(NamedTuple):
-    """What a rank owns of the output. rows: its number of rows. reducers: programs that add up its tiles.
+    """A rank's part of the output. rows: its number of rows. reducers: programs that add up its tiles.
 
     is_shifted, compiled in: tiles are multiplied beginning with the next rank's, else with rank 0's.
     """
