@@ -31,9 +31,9 @@ from stretto.bench.pictures import draw_result
 from stretto.cluster import Cluster
 from stretto.planner import GridPlan
 from stretto.planner.architecture_loader import read_architecture
+from stretto.planner.step import COMPUTE
 from stretto.planner.workload import StepWorkload
 from stretto.simulator.training import StepSimulation, simulate_step, step_of_plan
-from stretto.simulator.training.program import COMPUTE
 from stretto.simulator.training.simulation import Fidelity
 
 PEAK = 125e12  # FLOP/s of a V100, as the dissertation counts

@@ -4,35 +4,14 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from stretto.axes import REPLICAS, GridSizes, axes_of
+from stretto.axes import GridSizes, axes_of
 from stretto.cluster import Cluster, MeasuredCollective
 from stretto.planner.communication import Rates, group_bandwidth, slowest_rate
-from stretto.planner.experts.cost import RankGroup, group_of_replicas, local_expert_parameters
-from stretto.planner.optimizer_state import number_bytes
-from stretto.planner.workload import StepConfig, StepWorkload
+from stretto.planner.experts.cost import RankGroup
 
 # Seconds that a hop of a ring takes to start, where the cluster does not say.
 IN_NODE_LATENCY = 3e-6
 BETWEEN_NODES_LATENCY = 6e-6
-
-
-def chunked_sums(
-    workload: StepWorkload, config: StepConfig, cluster: Cluster, rates: Rates, parameters: float, reductions: int
-) -> float:
-    """Seconds of a rank's all-reduces of gradients over data, in this many chunks, with separate optimizer state."""
-    grid, gradient = config.grid, number_bytes(workload, config.state).gradient
-    of_experts = local_expert_parameters(workload.model, grid)
-
-    def each(kept: float, replicas: int) -> float:
-        return 2 * (replicas - 1) / replicas * kept / reductions * gradient
-
-    time = collective_seconds(
-        "all_reduce", REPLICAS, each(parameters - of_experts, grid.replicas), cluster, grid, rates
-    )
-    if of_experts:
-        sent = each(of_experts, grid.expert_data)
-        time += group_seconds("all_reduce", group_of_replicas(grid), sent, cluster)
-    return reductions * time
 
 
 def collective_seconds(

@@ -10,10 +10,10 @@ from stretto.cluster import NetworkLink, NodeLink
 from stretto.planner.communication import bandwidths
 from stretto.planner.compute import Device
 from stretto.planner.pipeline.cost import estimate, pipeline_cost
+from stretto.planner.step import COMPUTE
 from stretto.planner.workload import ScheduleChoice
 from stretto.schedules import SCHEDULES, StageCosts, StageLinks, build_schedule, simulate, simulate_message_driven
 from stretto.simulator.training import simulate_step
-from stretto.simulator.training.program import COMPUTE
 
 CHOICES = [
     *(ScheduleChoice(name, 2 if name in ("interleaved", "zb-v", "dualpipe-v") else 1) for name in SCHEDULES),

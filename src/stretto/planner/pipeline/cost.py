@@ -99,7 +99,7 @@ def estimate(
     """
     assert config.schedule is not None
     schedule, pipe = config.schedule, config.grid.pipe
-    parts = parts or measure_parts(workload, config, device.cluster, device, rates)
+    parts = parts or measure_parts(workload, config, device, rates)
     placed = place_stages(schedule, pipe)
     cuts = config.options.stages.cuts
     whole = (0, *cuts, workload.model.layers) if cuts is not None else cut_blocks(parts, len(placed))
@@ -255,9 +255,7 @@ def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, repla
     sent = Volume(
         most.sent_gather, most.sent_scatter, most.sent_y, most.sent_x, plan.edges[busiest].data_sent, most.sent_expert
     )
-    work = Compute(
-        count * most.forward, count * (most.backward_input + most.backward_weight), (), (), (), 0.0, optimizer
-    )
+    work = Compute(count * most.forward, count * (most.backward_input + most.backward_weight), 0.0, optimizer)
     return Cost(
         terms,
         rates,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, NAMES, REPLICAS
 from stretto.cluster import Cluster
 from stretto.planner.compute import Device
-from stretto.planner.cost import SLOWDOWN_BESIDE_COMMUNICATION
+from stretto.planner.step import COMPUTE, HOST, overlap_slowdown
 from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.simulator.events import NANOSECONDS
 from stretto.simulator.graph import Execution, OperationType, covered
@@ -22,8 +22,8 @@ from stretto.simulator.network.shapes import switch
 from stretto.simulator.training.execution import StageNetwork, execute_step, sample_links
 from stretto.simulator.training.lowering import BY_COPY_ENGINES, LoweredStep, RankFactors, StepLowering
 from stretto.simulator.training.messages import MessageLowering, network_of
-from stretto.simulator.training.program import COMPUTE, HOST, PIPE
-from stretto.simulator.training.step import StepPrograms, record_step
+from stretto.simulator.training.program import PIPE
+from stretto.simulator.training.step import StepPrograms, write_programs
 
 Fidelity = Literal["closed-form", "event-driven"]
 COPY_ENGINE_SLOWDOWN = 0.5
@@ -236,7 +236,7 @@ def simulate_step(
     if fidelity not in get_args(Fidelity):
         raise ValueError(f"fidelity is {fidelity!r}, but must be closed-form or event-driven")
     _check_batch(workload, config)
-    programs = record_step(workload, config, Device(cluster, workload.dtype))
+    programs = write_programs(workload, config, Device(cluster, workload.dtype))
     network: NetworkModel
     if fidelity == "event-driven":
         lowered = MessageLowering(programs, cluster, factors).lower()
@@ -247,7 +247,7 @@ def simulate_step(
         _check_operations(programs, len(represented))
         lowered = StepLowering(programs, represented, factors).lower()
         network = _stage_network(programs, lowered, factors)
-    slowdown = cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
+    slowdown = overlap_slowdown(cluster)
     slowdowns = {
         name: slowdown * (COPY_ENGINE_SLOWDOWN if name.endswith(BY_COPY_ENGINES) else 1.0)
         for name in lowered.graph.stream_names
