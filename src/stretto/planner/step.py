@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from stretto.axes import EXPERT_DATA, EXPERT_Z, REPLICAS
 from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions
 from stretto.planner.workload import StepConfig, StepWorkload
@@ -28,6 +29,7 @@ from stretto.planner.workload import StepConfig, StepWorkload
 SLOWDOWN_BESIDE_COMMUNICATION = 0.2
 COMPUTE = "compute"
 HOST = "host"
+AXIS_OF_GROUP = {REPLICAS: "data", EXPERT_DATA: "data", EXPERT_Z: "z"}
 OTHER = "attention, norms and element-wise kernels"
 
 Prefetch = Literal["all", "next", "none"]
@@ -36,17 +38,21 @@ Prefetch = Literal["all", "next", "none"]
 class GroupCollective(NamedTuple):
     """One collective over a group of ranks.
 
-    kind: all_gather, reduce_scatter, all_reduce or all_to_all. group: an axis, or a group of several
-    (`stretto.axes`). axis: for reports. num_bytes: what a ring sends from one rank. seconds: with all groups of this
-    kind concurrently. by_copy_engine: no multiprocessor sends it.
+    kind: all_gather, reduce_scatter, all_reduce or all_to_all. group: an axis, one of experts', or a group of several
+    (`stretto.axes`). num_bytes: what a ring sends from one rank. seconds: with all groups of this kind concurrently.
+    by_copy_engine: no multiprocessor sends it.
     """
 
     kind: str
     group: str
-    axis: str
     num_bytes: float
     seconds: float
     by_copy_engine: bool = False
+
+    @property
+    def axis(self) -> str:
+        """The axis that reports count it to."""
+        return AXIS_OF_GROUP.get(self.group, self.group)
 
 
 @dataclass(frozen=True)

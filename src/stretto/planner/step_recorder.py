@@ -8,11 +8,11 @@ Bytes are those of `planner.communication` and `planner.experts.cost`, seconds t
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, REPLICAS
+from stretto.axes import EXPERT_DATA, EXPERT_Z, REPLICAS
 from stretto.cluster import Cluster
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS, SCATTERS_IN_FLIGHT
 from stretto.planner.architecture import Architecture
-from stretto.planner.collective_times import collective_seconds, group_seconds, message_latency
+from stretto.planner.collective_times import collective_seconds
 from stretto.planner.communication import (
     LinearTraffic,
     Rates,
@@ -24,12 +24,8 @@ from stretto.planner.communication import (
 from stretto.planner.compute import BlockSeconds, Device, block_seconds, cast_seconds, head_seconds
 from stretto.planner.experts.cost import (
     HOST_READ,
-    all_to_all_seconds,
     expert_messages,
-    group_of_replicas,
-    group_of_shards,
     local_expert_parameters,
-    ranks_in_node,
     weight_traffic,
 )
 from stretto.planner.layers import Linear
@@ -77,10 +73,10 @@ def chunked_sums(
     num_bytes = sent(parameters - of_experts, grid.replicas)
     seconds = collective_seconds("all_reduce", REPLICAS, num_bytes, cluster, grid, rates)
     if of_experts:
-        group = group_of_replicas(grid)
-        seconds += group_seconds("all_reduce", group, sent(of_experts, grid.expert_data), cluster)
+        sent_by_experts = sent(of_experts, grid.expert_data)
+        seconds += collective_seconds("all_reduce", EXPERT_DATA, sent_by_experts, cluster, grid, rates)
     whole = sent(parameters, grid.replicas)
-    return chunks, GroupCollective("all_reduce", REPLICAS, "data", whole, seconds) if seconds else None
+    return chunks, GroupCollective("all_reduce", REPLICAS, whole, seconds) if seconds else None
 
 
 class _StepRecorder:
@@ -128,25 +124,24 @@ class _StepRecorder:
             1 if model.is_sharded_by_blocks else SCATTERS_IN_FLIGHT,
         )
 
-    def _over(self, kind: str, axis: str, num_bytes: float) -> GroupCollective | None:
-        """A collective over an axis that sends so many bytes from a rank; None where it has one rank."""
-        group = REPLICAS if axis == "data" else axis
+    def _over(self, kind: str, group: str, num_bytes: float) -> GroupCollective | None:
+        """A collective over a group that sends so many bytes from a rank; None where it has one rank."""
         seconds = collective_seconds(kind, group, num_bytes, self.cluster, self.config.grid, self.rates)
-        return GroupCollective(kind, group, axis, num_bytes, seconds) if seconds > 0 else None
+        return GroupCollective(kind, group, num_bytes, seconds) if seconds > 0 else None
 
-    def _weight(self, traffic: WeightTraffic) -> WeightCollectives:
-        """Collectives of weights over z and data."""
+    def _weight(self, traffic: WeightTraffic, shards: str = "z", replicas: str = REPLICAS) -> WeightCollectives:
+        """Collectives of weights over the ranks that shard them, and over those that hold the same."""
         element, is_separate = self.workload.element, self.config.state.is_separate
-        gather = self._over("all_gather", "z", traffic.all_gather * element)
-        scatter = self._over("reduce_scatter", "z", traffic.reduce_scatter * element)
+        gather = self._over("all_gather", shards, traffic.all_gather * element)
+        scatter = self._over("reduce_scatter", shards, traffic.reduce_scatter * element)
         data = copies = None
         if not is_separate:  # else gradients are summed in separate chunks
-            data = self._over("all_reduce", "data", traffic.data * element)
+            data = self._over("all_reduce", replicas, traffic.data * element)
             if isinstance(traffic, LinearTraffic) and traffic.copies:
                 copies = self._over("all_reduce", "x", traffic.copies * element)
         return WeightCollectives(
-            gather and gather._replace(by_copy_engine=self.gathers_by_engine),
-            scatter and scatter._replace(by_copy_engine=self.scatters_by_engine),
+            gather and gather._replace(by_copy_engine=self.gathers_by_engine and shards == "z"),
+            scatter and scatter._replace(by_copy_engine=self.scatters_by_engine and shards == "z"),
             data,
             copies,
         )
@@ -182,21 +177,11 @@ class _StepRecorder:
         return self._over("all_reduce", "y", 2 * (y - 1) / y * self.tokens / self.config.token_parts * 8)
 
     def _weights_together(self, model: Architecture) -> Iterator[WeightCollectives]:
-        grid, element = self.config.grid, self.workload.element
+        grid = self.config.grid
         if together := model.block_parameters if model.is_sharded_by_blocks else model.gathered_parameters:
             yield self._weight(WeightTraffic.of(together, grid))
         if model.expert_tensors:
-            traffic, shards, replicas = weight_traffic(model, grid), group_of_shards(grid), group_of_replicas(grid)
-            found = [
-                GroupCollective(kind, group, axis, sent, group_seconds(kind, ranks, sent, self.cluster))
-                for kind, group, axis, ranks, sent in (
-                    ("all_gather", EXPERT_Z, "z", shards, traffic.all_gather * element),
-                    ("reduce_scatter", EXPERT_Z, "z", shards, traffic.reduce_scatter * element),
-                    ("all_reduce", EXPERT_DATA, "data", replicas, traffic.data * element),
-                )
-            ]
-            gather, scatter, data = (each if each.seconds > 0 else None for each in found)
-            yield WeightCollectives(gather, scatter, None if self.config.state.is_separate else data)
+            yield self._weight(weight_traffic(model, grid), EXPERT_Z, EXPERT_DATA)
 
     def _linear(self, place: int, linears: Sequence[Linear], seconds: BlockSeconds) -> LinearRecord:
         """One linear. With sharded tokens, its sums over x are gathers and scatters within its products."""
@@ -251,21 +236,12 @@ class _StepRecorder:
         if layer is None:
             return None
         waits = grid.expert > 1 and config.options.expert_rows is None
-        leaves = grid.expert > ranks_in_node(grid, self.cluster.gpus_per_node)
-        latency = message_latency(self.cluster, leaves=leaves)
         by_pass: dict[bool, list[GroupCollective]] = {True: [], False: []}
         for message in expert_messages(
             layer, grid, self.tokens, config.token_parts, drops_duplicates=config.drops_duplicates
         ):
-            num_bytes = message.numbers * self.workload.element
-            found: GroupCollective | None = None
-            if message.kind != "all_to_all":
-                found = self._over(message.kind, message.axis, num_bytes)
-            elif grid.expert > 1:
-                seconds = all_to_all_seconds(num_bytes, grid, self.cluster, latency)
-                found = GroupCollective("all_to_all", EXPERT, EXPERT, num_bytes, seconds)
-            if found is not None:
-                by_pass[message.is_forward].append(found)
+            found = self._over(message.kind, message.axis, message.numbers * self.workload.element)
+            by_pass[message.is_forward] += [found] if found is not None else []
         return ExpertsRecord(product, HOST_READ if waits else 0.0, _around(by_pass[True]), _around(by_pass[False]))
 
     def _embedding(self, model: Architecture, casts: tuple[float, float]) -> EndRecord:

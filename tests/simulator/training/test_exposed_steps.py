@@ -18,7 +18,7 @@ from stretto.simulator.training.step import StepPrograms
 
 
 def over(axis: str, seconds: float, kind: str = "all_reduce") -> GroupCollective:
-    return GroupCollective(kind, axis, axis, seconds, seconds)
+    return GroupCollective(kind, axis, seconds, seconds)
 
 
 def run(tape: Tape, **slowdowns: float) -> StepSimulation:

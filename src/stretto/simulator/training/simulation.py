@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, NAMES, REPLICAS
+from stretto.axes import EXPERT, NAMES
 from stretto.cluster import Cluster
 from stretto.planner.compute import Device
-from stretto.planner.step import COMPUTE, HOST, overlap_slowdown
+from stretto.planner.step import AXIS_OF_GROUP, COMPUTE, HOST, overlap_slowdown
 from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.simulator.events import NANOSECONDS
 from stretto.simulator.graph import Execution, OperationType, covered
@@ -32,7 +32,6 @@ of 2 H200 with z=2 and batch 4 (lab/results/plan-2-gpus)."""
 MAX_OPERATIONS = 6_000_000
 """Of a graph: about a minute, and 4 GB."""
 MAX_AVERAGED = 64
-_AXIS_OF_GROUP = {REPLICAS: "data", EXPERT_DATA: "data", EXPERT_Z: "z"}
 
 
 class StepSpan(NamedTuple):
@@ -294,7 +293,7 @@ def _check_operations(programs: StepPrograms, represented: int) -> None:
 
 def _row(stream: str) -> str:
     group = stream.removesuffix(BY_COPY_ENGINES)
-    return _AXIS_OF_GROUP.get(group, group)
+    return AXIS_OF_GROUP.get(group, group)
 
 
 def _nanoseconds(seconds: float) -> int:
