@@ -24,6 +24,7 @@ from stretto.planner.step import (
     GroupCollective,
     Pass,
     Start,
+    StepRecord,
     UseWeight,
     Wait,
     WeightCollectives,
@@ -226,58 +227,28 @@ def full_cost(workload: StepWorkload, config: StepConfig, device: Device, rates:
         count * (last.forward.computation + last.backward.computation),
         step_seconds(workload, config, device),
     )
-    # How often a step gathers weights in forward and backward passes, and scatters their gradients.
-    gathers, gathers_again = (1, 0) if config.gathers_once else (count, count)
-    scatters = record.scatters
-    gather, again = gathers * blocks.forward.gathered, gathers_again * blocks.backward.gathered
-    scatter, data, sums = scatters * blocks.scatter, blocks.data, workload.model.layers
+    data, sums = blocks.data, workload.model.layers
     if config.state.is_separate:
         sums, chunk = chunked_sums(workload, config, device.cluster, rates)
         data = sums * chunk.seconds if chunk is not None else 0.0
+    gathers, again, scatters = record.gathers, record.gathers_again, record.scatters
     sent, of_ends = blocks.forward.plus(blocks.backward), ends.forward.plus(ends.backward)
     outside = Volume(
         gathers * of_ends.gathered, scatters * ends.scatter, count * of_ends.y, count * of_ends.x, ends.data
     )
-    communication = outside + Volume(gather + again, scatter, count * sent.y, count * sent.x, data, count * sent.expert)
-    # The next weight is gathered under this linear, and weights' gradients are sent during the rest of the backward
-    # pass, which sums over x and y have not taken.
-    overlap, weights = config.options.overlap, count * blocks.weights
-    room = work.backward - count * blocks.backward.hidden
-    left_forward = left_over(gather, work.forward * overlap.all_gather, weights)
-    hidden_again, hidden_scatter = again * overlap.all_gather, scatter * overlap.reduce_scatter
-    in_last = room / count  # of which the last micro-batch's backward pass has this
-    if scatters == count:
-        in_backward = hidden_again + hidden_scatter
-        left = left_over(in_backward, room, weights)
-        share = hidden_scatter / in_backward if in_backward else 0.0
-        left_again, left_scatter = left * (1 - share), left * share
-        in_last -= in_backward / count
-    else:  # what is gathered again comes first, and only the last micro-batch scatters
-        left_again = left_over(hidden_again, room, weights)
-        in_last = max(0.0, in_last - hidden_again / count)
-        left_scatter = left_over(hidden_scatter, in_last, blocks.weights)
-        in_last -= hidden_scatter
-    # Only the last micro-batch's backward pass can hide the sum over data, and what z sends comes first.
-    left_data = left_over(data, max(0.0, in_last) * overlap.data, sums)
-    if steps_in_chunks(workload, config):
-        left_data = exposed_sums(left_data, data, sums, work.optimizer)
-    exposed = sum_by_axis(
-        (
-            outside
-            + Volume(
-                left_forward + left_again + again - hidden_again,
-                left_scatter + scatter - hidden_scatter,
-                count * (sent.y - sent.hidden_y),
-                count * (sent.x - sent.hidden_x),
-                left_data,
-                count * sent.expert,
-            )
-        ).by_name()
+    gathered = gathers * blocks.forward.gathered, again * blocks.backward.gathered
+    scattered, rows = scatters * blocks.scatter, count * sent.expert
+    communication = outside + Volume(sum(gathered), scattered, count * sent.y, count * sent.x, data, rows)
+    left_gather, left_scatter, left_data = _exposed_over_z_and_data(
+        record, blocks, work, gathered, scattered, data, sums
     )
+    left_y, left_x = count * (sent.y - sent.hidden_y), count * (sent.x - sent.hidden_x)
+    left = outside + Volume(left_gather, left_scatter, left_y, left_x, left_data, rows)
+    exposed = sum_by_axis(left.by_name())
     terms = {"computation": work.total - work.optimizer, "the optimizer": work.optimizer}
     terms |= {f"exposed communication over {axis}": time for axis, time in exposed.items()}
-    by_copies = gathers * blocks.forward.gathered_by_copies + gathers_again * blocks.backward.gathered_by_copies
     hidden, slowdown = communication.total - sum(exposed.values()), overlap_slowdown(record.cluster)
+    by_copies = gathers * blocks.forward.gathered_by_copies + again * blocks.backward.gathered_by_copies
     by_copies = min(by_copies + scatters * blocks.scatter_by_copies, hidden)
     terms["slower computation beside communication"] = (
         slowdown * (hidden - by_copies) + min(slowdown, SLOWDOWN_BESIDE_COPIES) * by_copies
@@ -285,6 +256,43 @@ def full_cost(workload: StepWorkload, config: StepConfig, device: Device, rates:
     if sent.host:
         terms["waits of the host for counts of rows"] = count * sent.host
     return Cost(terms, rates, communication, exposed, work)
+
+
+def _exposed_over_z_and_data(
+    record: StepRecord,
+    blocks: PartTotals,
+    work: Compute,
+    gathered: tuple[float, float],
+    scattered: float,
+    data: float,
+    sums: int,
+) -> tuple[float, float, float]:
+    """What computation does not hide of gathered weights, scattered gradients, and their sums over data, all of blocks.
+
+    The next weight is gathered under this linear, and weights' gradients are sent during the rest of the backward pass,
+    which sums over x and y have not taken. gathered: in forward and in backward passes. sums: all-reduces of `data`.
+    """
+    count, overlap = record.micro_batches, record.config.options.overlap
+    weights = count * blocks.weights
+    room = work.backward - count * blocks.backward.hidden
+    left_forward = left_over(gathered[0], work.forward * overlap.all_gather, weights)
+    again, scatter = gathered[1] * overlap.all_gather, scattered * overlap.reduce_scatter
+    in_last = room / count  # of which the last micro-batch's backward pass has this
+    if record.scatters == count:
+        left = left_over(again + scatter, room, weights)
+        share = scatter / (again + scatter) if scatter else 0.0
+        left_again, left_scatter = left * (1 - share), left * share
+        in_last -= (again + scatter) / count
+    else:  # what is gathered again comes first, and only the last micro-batch scatters
+        left_again = left_over(again, room, weights)
+        in_last = max(0.0, in_last - again / count)
+        left_scatter = left_over(scatter, in_last, blocks.weights)
+        in_last -= scatter
+    # Only the last micro-batch's backward pass can hide the sum over data, and what z sends comes first.
+    left_data = left_over(data, max(0.0, in_last) * overlap.data, sums)
+    if steps_in_chunks(record.workload, record.config):
+        left_data = exposed_sums(left_data, data, sums, work.optimizer)
+    return left_forward + left_again + gathered[1] - again, left_scatter + scattered - scatter, left_data
 
 
 def left_over(time: float, room: float, parts: int) -> float:

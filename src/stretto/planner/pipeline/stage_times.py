@@ -185,7 +185,7 @@ def _part_times(record: StepRecord, total: PartTotals, weight_gradients: float, 
         scatter=total.scatter - scatter,
         data=total.data,
         room=max(0.0, room - again - scatter),
-        sent_gather=forward.gathered if once else count * (forward.gathered + backward.gathered),
+        sent_gather=record.gathers * forward.gathered + record.gathers_again * backward.gathered,
         sent_scatter=record.scatters * total.scatter,
         sent_y=count * (forward.y + backward.y),
         sent_x=count * (forward.x + backward.x),
@@ -293,7 +293,7 @@ def edges_of_rank(
         data = sums * chunk.seconds if chunk is not None else 0.0
     gather, scatter, left, room = times.gather, times.scatter, data, times.room
     # Gradients of embeddings that both ends have are summed last, and all of a rank's with them.
-    is_tied = _is_tied(workload) and (stages.is_first != stages.is_last)
+    is_tied = has_tied_message(workload, stages)
     if overlap.all_gather:
         of_blocks = parts.blocks(blocks, sum(stages.moe_blocks))
         gather = ends.gather + max(of_blocks.gather / blocks, of_blocks.gather - of_blocks.whole_forward)
@@ -308,18 +308,23 @@ def edges_of_rank(
         left = exposed_sums(left, data, sums, optimizer)
     tie = 0.0
     if is_tied:
-        rows = -(-workload.model.vocab // grid.x) / grid.z
-        num_bytes = rows * workload.model.hidden / grid.y * number_bytes(workload, config.state).gradient
         leaves = config.grid.pipe * config.grid.stage_ranks > cluster.gpus_per_node
-        tie = 2 * message_latency(cluster, leaves=leaves) + num_bytes / message_rate(
+        tie = 2 * message_latency(cluster, leaves=leaves) + tied_bytes(workload, config) / message_rate(
             cluster, config.grid, leaves=leaves
         )
     return StepEdges(gather, scatter, left, tie, optimizer, data)
 
 
-def _is_tied(workload: StepWorkload) -> bool:
-    model = workload.model
-    return model.is_tied and model.labels is None
+def has_tied_message(workload: StepWorkload, stages: RankStages) -> bool:
+    """Whether a rank exchanges the gradient of tied embeddings, which the first and the last stage both have."""
+    return workload.model.is_tied and workload.model.labels is None and stages.is_first != stages.is_last
+
+
+def tied_bytes(workload: StepWorkload, config: StepConfig) -> float:
+    """Bytes of that gradient on a rank."""
+    grid = workload.model.splitting_sizes(config.grid)
+    rows = -(-workload.model.vocab // grid.x) / grid.z
+    return rows * workload.model.hidden / grid.y * number_bytes(workload, config.state).gradient
 
 
 # Messages.
@@ -337,16 +342,26 @@ class HopTimes(NamedTuple):
         return self.latency + self.transmission
 
 
+def message_bytes(workload: StepWorkload, config: StepConfig) -> float:
+    """Bytes of a micro-batch's activations, or of their gradient, that a rank sends to a neighbouring stage."""
+    tokens = config.micro_batch * workload.seq_len
+    return message_numbers(workload.model, config.grid, tokens, config.token_parts) * workload.element
+
+
 def message_times(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tuple[HopTimes, ...]:
     """The times of messages from each rank of pipe to the next, and from the last to the first."""
-    grid = config.grid
-    tokens = config.micro_batch * workload.seq_len
-    numbers = message_numbers(workload.model, grid, tokens, config.token_parts)
+    grid, num_bytes = config.grid, message_bytes(workload, config)
     known = {
         leaves: HopTimes(
             message_latency(cluster, leaves=leaves),
-            numbers * workload.element / message_rate(cluster, grid, leaves=leaves),
+            num_bytes / message_rate(cluster, grid, leaves=leaves),
         )
         for leaves in {leaves_node(cluster, grid, rank) for rank in range(grid.pipe)}
     }
     return tuple(known[leaves_node(cluster, grid, rank)] for rank in range(grid.pipe))
+
+
+def hop_between(messages: Sequence[HopTimes], first: int, second: int) -> HopTimes:
+    """The times of a message between two neighbouring ranks of pipe, or the last and the first, in either direction."""
+    last = len(messages) - 1
+    return messages[last if {first, second} == {0, last} and last > 1 else min(first, second)]

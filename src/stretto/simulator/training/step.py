@@ -8,11 +8,19 @@ schedule in order; a message-driven one is first simulated by the planner's timi
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.planner.communication import Rates, bandwidths, message_numbers
+from stretto.planner.communication import Rates, bandwidths
 from stretto.planner.compute import Device, step_seconds
-from stretto.planner.optimizer_state import number_bytes, steps_in_chunks
-from stretto.planner.pipeline.cost import PipelineEstimate, estimate
-from stretto.planner.pipeline.stage_times import HopTimes, RankStages, stage_workload
+from stretto.planner.optimizer_state import steps_in_chunks
+from stretto.planner.pipeline.cost import estimate, simulate_schedule
+from stretto.planner.pipeline.stage_times import (
+    HopTimes,
+    RankStages,
+    has_tied_message,
+    hop_between,
+    message_bytes,
+    stage_workload,
+    tied_bytes,
+)
 from stretto.planner.step import (
     AwaitRoom,
     BlockRecord,
@@ -28,14 +36,7 @@ from stretto.planner.step import (
 )
 from stretto.planner.step_recorder import chunked_sums, record_step
 from stretto.planner.workload import StepConfig, StepWorkload
-from stretto.schedules import (
-    Action,
-    PipelineOperation,
-    StageCosts,
-    StageLinks,
-    build_schedule,
-    simulate_message_driven,
-)
+from stretto.schedules import Action, PipelineOperation
 from stretto.simulator.training.program import GradientSums, StageMessage, StepOperation, Tape, WeightGathers
 
 # Of a rank that makes more passes of blocks in a step, computation between collectives is one operation.
@@ -62,9 +63,7 @@ class StepPrograms:
 
     def hop(self, message: StageMessage) -> HopTimes:
         """Seconds of a message: the links between two neighbouring ranks of pipe, or the last and the first."""
-        pipe, ends = self.config.grid.pipe, {message.source, message.target}
-        is_wrapped = ends == {0, pipe - 1} and pipe > 2
-        return self.messages[pipe - 1 if is_wrapped else min(ends)]
+        return hop_between(self.messages, message.source, message.target)
 
     @property
     def operations(self) -> int:
@@ -83,35 +82,13 @@ def write_programs(workload: StepWorkload, config: StepConfig, device: Device) -
         recorder = RankRecorder(record, rates, (0, model.layers), (0,), 0, stages, optimizer)
         return StepPrograms(workload, config, (recorder.record(actions),))
     plan = estimate(workload, config, device, rates)
-    programs = []
-    for rank, (ordered, stages) in enumerate(zip(order_actions(plan), plan.ranks, strict=True)):
+    ordered, programs = simulate_schedule(plan, plan.micro_batches).schedule.ranks, []
+    for rank, (actions, stages) in enumerate(zip(ordered, plan.ranks, strict=True)):
         optimizer = plan.edges[stages].optimizer
         recorder = RankRecorder(record, rates, plan.layout.cuts, plan.layout.ranks, rank, stages, optimizer)
-        programs.append(recorder.record(ordered))
-    tokens = config.micro_batch * workload.seq_len
-    numbers = message_numbers(model, config.grid, tokens, config.token_parts)
-    grid = model.splitting_sizes(config.grid)
-    rows = -(-model.vocab // grid.x) / grid.z
-    tied_bytes = rows * model.hidden / grid.y * number_bytes(workload, config.state).gradient
-    return StepPrograms(workload, config, tuple(programs), plan.messages, numbers * workload.element, tied_bytes)
-
-
-def order_actions(plan: PipelineEstimate) -> Sequence[Sequence[Action]]:
-    """The actions of each rank of pipe. A message-driven order is the one that the planner's timing model finds."""
-    schedule, pipe, count = plan.schedule, plan.config.grid.pipe, plan.micro_batches
-    if not schedule.is_message_driven:
-        built = build_schedule(schedule.name, pipe, count, schedule.virtual_stages, schedule.extra_warm_up)
-        return built.ranks
-    between = plan.messages[: pipe - 1]
-    links = StageLinks(tuple(each.latency for each in between), tuple(each.transmission for each in between))
-    timeline = simulate_message_driven(
-        count,
-        StageCosts(*plan.passes),
-        links,
-        limit=schedule.limit,
-        serve_first=schedule.serve_first or "backward",
-    )
-    return timeline.schedule.ranks
+        programs.append(recorder.record(actions))
+    sizes = message_bytes(workload, config), tied_bytes(workload, config)
+    return StepPrograms(workload, config, tuple(programs), plan.messages, *sizes)
 
 
 class RankRecorder:
@@ -239,9 +216,7 @@ class RankRecorder:
     def _finish(self) -> None:
         tape, config = self.tape, self.config
         sums = self.gradients.finish(tape)
-        model, pipe = self.workload.model, config.grid.pipe
-        is_tied = pipe > 1 and model.is_tied and model.labels is None
-        if is_tied and self.stages.is_first != self.stages.is_last:
+        if has_tied_message(self.workload, self.stages):
             other = self.placed[-1] if self.stages.is_first else self.placed[0]
             tape.send(StageMessage(self.rank, other, None, self.stages.is_first, None))
             tape.receive(StageMessage(other, self.rank, None, not self.stages.is_first, None))
@@ -251,7 +226,7 @@ class RankRecorder:
                 tape.compute("optimizer", self.optimizer / len(sums))
             return
         tape.wait(*sums)
-        if pipe > 1 and (config.clips or not config.state.is_separate):
+        if config.grid.pipe > 1 and (config.clips or not config.state.is_separate):
             tape.barrier()
         tape.compute("optimizer", self.optimizer)
 
