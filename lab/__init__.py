@@ -1,30 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lab beside the library: benches with their peers, papers' figures, and their committed results. Not in the wheel.
 
-`python -m lab` lists them. A folder has the settings of its benches (of which `stretto.cli.bench.command` makes the
-commands' options), the benches, their peers and their pictures.
+`python -m lab` lists them. A bench is one file (`lab.harness`); peers of several are in `lab.peers`.
 """
 
 from lab.harness import list_plots
 from stretto.bench.pictures import PLOTS
 
-PLOTS.update(
-    list_plots()
-    | {
-        "overlap.json": "lab.training.plot:plot_overlap",
-        "dlrm.json": "lab.training.plot:plot_dlrm",
-        "ddp.json": "lab.training.plot:plot_ddp",
-        "offload-buckets.json": "lab.training.plot:plot_buckets",
-        "pipeline.json": "lab.training.plot:plot_pipeline",
-        "faults.json": "tests.faults.report:plot_faults",
-        "plan.json": "lab.planning.plot:plot_plan",
-        "layouts-*.json": "lab.planning.plot:plot_layouts",
-        "simulated-two-level.json": "lab.studies.plot:plot_two_level_heat_maps",
-        "simulated-curves.json": "lab.studies.plot:plot_curves",
-        "simulated-zero3.json": "lab.studies.plot:plot_zero3",
-        "simulated-dlrm.json": "lab.studies.plot:plot_simulated_dlrm",
-        "simulated-scaling.json": "lab.studies.plot:plot_scaling",
-        "simulated-steps.json": "lab.planning.plot:plot_simulated_steps",
-        "simulated-pipelines.json": "lab.planning.plot:plot_simulated_pipelines",
-    }
-)
+PLOTS.update(list_plots() | {"faults.json": "tests.faults.report:plot_faults"})

@@ -91,7 +91,8 @@ class Measured:
     """Rows with what else the result says: `about` joins the JSON, `lines` follow the tables.
 
     tables: printed and written after the rows' own. name, title, row: of the file, its table and its columns, where
-    they are not the bench's. failure: ends the command with status 1 once everything is written.
+    they are not the bench's. failure: ends the command with status 1 once everything is written. is_drawn: whether a
+    picture is drawn of it, where the bench has one for a file of this name.
     """
 
     rows: Sequence[Any]
@@ -102,6 +103,7 @@ class Measured:
     title: str | None = None
     row: "Columns | None" = None
     failure: str | None = None
+    is_drawn: bool = True
 
 
 def setting_of(setting: Any) -> dict[str, Any]:
@@ -116,16 +118,17 @@ class Bench:
     settings: a frozen dataclass whose fields are options (`stretto.bench.settings.Option`). A field `ranks` that is
     None becomes the machine's GPUs where the bench needs GPUs or ranks. run: takes the settings (and the output folder,
     if it has a second parameter), and yields rows, or returns `Measured`, or yields several of them, each of which is
-    written when it comes. row: their dataclass, whose fields are `column`s; rows may also be dicts with these keys.
-    title: of the table; takes the settings where it depends on them. plot: draws a result into a picture; a dict of
-    several, by patterns of files' names. about: what the JSON says besides rows, made of the settings. shares_gpus:
-    whether it takes more ranks than there are GPUs.
+    written when it comes (again, where the name is the same). A dict that it returns is only what `--json` prints.
+    row: their dataclass, whose fields are `column`s; rows may also be dicts with these keys. title: of the table; takes
+    the settings where it depends on them. plot: draws a result into a picture; a dict of several, by patterns of files'
+    names. about: what the JSON says besides rows, made of the settings. shares_gpus: whether it takes more ranks than
+    there are GPUs.
     """
 
     name: str
     summary: str
     settings: type[Any]
-    run: Callable[..., Iterable[Any] | Measured]
+    run: Callable[..., Iterable[Any] | Measured | Mapping[str, Any]]
     row: type[Any]
     title: str | Callable[[Any], str]
     plot: Plot | Mapping[str, Plot] | None = None
@@ -137,21 +140,24 @@ class Bench:
         """Measure, print the tables, and write JSON, tables and pictures to `out`. Returns what `--json` prints."""
         takes_out = len(signature(self.run).parameters) > 1
         found = self.run(setting, out) if takes_out else self.run(setting)
+        if isinstance(found, Mapping):
+            return dict(found)
         if isinstance(found, Measured):
             return self._write(found, setting, out)
         rows: list[Any] = []
-        said: list[dict[str, Any]] = []
+        said: dict[str | None, dict[str, Any]] = {}
         for each in found:
             if isinstance(each, Measured):
-                said.append(self._write(each, setting, out))
+                said[each.name] = self._write(each, setting, out)
             else:
                 rows.append(each)
         if rows or not said:
-            said.append(self._write(Measured(rows), setting, out))
-        if len(said) == 1:
-            return said[0]
-        failures = [each["failure"] for each in said if "failure" in each]
-        return {"rows": [row for each in said for row in each["rows"]]} | ({"failure": failures[0]} if failures else {})
+            said[None] = self._write(Measured(rows), setting, out)
+        if None in said or len(said) == 1:
+            return said.get(None) or next(iter(said.values()))
+        failures = [each["failure"] for each in said.values() if "failure" in each]
+        joined = {"rows": [row for each in said.values() for row in each["rows"]]}
+        return joined | ({"failure": failures[0]} if failures else {})
 
     def _write(self, measured: Measured, setting: Any, out: Path) -> dict[str, Any]:
         from stretto.atomic_files import write_atomically
@@ -176,7 +182,7 @@ class Bench:
             append_to_table(result, ["\n\n".join(measured.lines)])
         write_atomically(result.with_suffix(".csv"), _csv(main.columns(), rows))
         plots = self.plot if isinstance(self.plot, Mapping) else {self.name: self.plot}
-        if any(fnmatch(name, pattern) and plot is not None for pattern, plot in plots.items()):
+        if measured.is_drawn and any(plot and fnmatch(name, pattern) for pattern, plot in plots.items()):
             draw_result(result)
         failure = {} if measured.failure is None else {"failure": measured.failure}
         return {"rows": rows, **others, **measured.about, **failure}
@@ -214,24 +220,32 @@ class Declaration:
         path = LAB.parent / Path(*self.module.split(".")).with_suffix(".py")
         body = ast.parse(path.read_text()).body
         defined = {name: statement for statement in body for name in _defined_names(statement)}
-        needed: set[ast.stmt] = set()
+        needed: dict[ast.stmt, set[str]] = {}
         names = [self.settings]
         while names:
-            statement = defined.get(names.pop())
-            if statement is not None and statement not in needed:
-                needed.add(statement)
-                names += [each.id for each in ast.walk(statement) if isinstance(each, ast.Name)]
+            name = names.pop()
+            if (statement := defined.get(name)) is None or name in needed.get(statement, ()):
+                continue
+            needed.setdefault(statement, set()).add(name)
+            names += [each.id for each in ast.walk(statement) if isinstance(each, ast.Name)]
+        for statement, wanted in needed.items():
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                statement.names = [each for each in statement.names if _imported_name(each) in wanted]
         scope: dict[str, Any] = {"__name__": self.module}
-        slice_ = ast.Module([each for each in body if each in needed], type_ignores=[])
-        exec(compile(slice_, path, "exec"), scope)  # of this checkout's own file
+        part = ast.Module([each for each in body if each in needed], type_ignores=[])
+        exec(compile(part, path, "exec"), scope)  # of this checkout's own file
         settings: type[Any] = scope[self.settings]
         return settings
+
+
+def _imported_name(alias: ast.alias) -> str:
+    return alias.asname or alias.name.partition(".")[0]
 
 
 def _defined_names(statement: ast.stmt) -> list[str]:
     match statement:
         case ast.Import(names) | ast.ImportFrom(names=names):
-            return [each.asname or each.name.partition(".")[0] for each in names]
+            return [_imported_name(each) for each in names]
         case ast.Assign(targets):
             return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
         case ast.AnnAssign(ast.Name(name)) | ast.ClassDef(name) | ast.FunctionDef(name):

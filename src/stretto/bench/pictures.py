@@ -17,7 +17,6 @@ from stretto.suggestions import did_you_mean_file
 # adds its own.
 PLOTS = {
     "train.json": "stretto.bench.training.plot:plot_train",
-    "peers-*.json": "stretto.bench.training.plot:plot_peers",
     "collectives.json": "stretto.bench.collectives.plot:plot_collectives",
     "operators.json": "stretto.bench.operators.plot:plot_operators",
     "operators-fp8.json": "stretto.bench.operators.plot:plot_operators",

@@ -23,9 +23,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from stretto.bench.settings import Option, Repeats, Rounds, WarmUp, require_known, require_least
+from stretto.bench.settings import require_known
 from stretto.suggestions import did_you_mean_file
 
 if TYPE_CHECKING:
@@ -34,30 +34,6 @@ if TYPE_CHECKING:
 MAX_LAYOUTS = 64
 _SECTIONS = ("config", "layouts", "peers")
 StatePlace = Literal["fp32", "host"]
-
-
-@dataclass(frozen=True)
-class LayoutsSetting:
-    """Which layouts `python -m lab layouts` predicts or measures. Raises ValueError for impossible numbers."""
-
-    file: Annotated[Path, Option("The file of layouts.", "--file")] = Path("lab/results/layouts/llama.toml")
-    cluster: Annotated[
-        str | None,
-        Option("Only predict, for this cluster: a file (`stretto probe`) or a preset's name. Do it before measuring."),
-    ] = None
-    only: Annotated[
-        tuple[str, ...], Option("Only layouts and peers with this in their name; may be repeated.", is_repeated=True)
-    ] = ()
-    small: Annotated[
-        bool, Option("Tiny sizes of the model in the same layouts, for a try, also without a GPU; no comparison.")
-    ] = False
-    warm_up: WarmUp = 1
-    repeats: Repeats = 3
-    rounds: Rounds = 2
-
-    def __post_init__(self) -> None:
-        require_least(1, repeats=self.repeats, rounds=self.rounds)
-        require_least(0, warm_up=self.warm_up)
 
 
 @dataclass(frozen=True)
