@@ -13,9 +13,10 @@ from typing import Any
 from lab.studies import symmetric
 from lab.studies.machines import MACHINES, MIB, RCCL_HOPS, StudiedMachine, with_rccl_table
 from lab.studies.settings import SimulatedTwoLevelSetting
+from lab.two_level.crossovers import find_crossovers
 from stretto.bench.harness import ANY_CPU, Column, print_table, write_result, write_tables
 from stretto.bench.pictures import draw_result
-from stretto.collectives.two_level import Links, find_crossovers, predict
+from stretto.collectives.two_level import Links, predict
 from stretto.collectives.two_level.inter_node import InterNodeAlgorithm
 from stretto.collectives.two_level.model import TYPICAL, Collective
 from stretto.models.gpt_config import PRESETS

@@ -17,11 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lab.two_level.crossovers import find_crossovers
 from lab.two_level.namespaces import INTERFACE, namespace_of, require_namespaces, shaped_network
 from lab.two_level.settings import TwoLevelSetting
 from stretto.bench.harness import Column, append_to_table, markdown_table, print_table, write_result
 from stretto.bench.pictures import draw_result
-from stretto.collectives.two_level import Links, choose, find_crossovers, predict
+from stretto.collectives.two_level import Links, choose, predict
 from stretto.collectives.two_level.model import Algorithm, Collective
 
 ALGORITHMS: tuple[Algorithm, ...] = ("recursive", "ring", "flat")
