@@ -18,7 +18,8 @@ from lab.studies.machines import MACHINES, MIB, RCCL_HOPS, StudiedMachine, name_
 from lab.tables import ANY_CPU
 from stretto.bench.harness import Column
 from stretto.bench.settings import Option, require_known, require_least
-from stretto.collectives.two_level import Links, find_crossovers, predict
+from lab.two_level.crossovers import find_crossovers
+from stretto.collectives.two_level import Links, predict
 from stretto.collectives.two_level.inter_node import InterNodeAlgorithm
 from stretto.collectives.two_level.model import TYPICAL, Collective
 from stretto.models.gpt_config import PRESETS

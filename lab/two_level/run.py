@@ -203,7 +203,7 @@ def _make_row(measured: dict[str, Any], setting: TwoLevelSetting, links: "Links"
 
 
 def _find_crossovers(rows: Sequence[Row], setting: TwoLevelSetting, links: "Links") -> Iterator[Crossover]:
-    from stretto.collectives.two_level import find_crossovers
+    from lab.two_level.crossovers import find_crossovers
 
     for collective in dict.fromkeys(row.collective for row in rows):
         of_size = {row.shard_bytes: row for row in rows if row.collective == collective}

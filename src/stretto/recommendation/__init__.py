@@ -18,23 +18,9 @@ if TYPE_CHECKING:
     from stretto.recommendation.placement import TablePlacement, TableSize, place_tables
     from stretto.recommendation.tables import ShardedTables, distribute_tables
 
-__all__ = [
-    "DLRM",
-    "DLRMConfig",
-    "ShardedTables",
-    "TablePlacement",
-    "TableSize",
-    "distribute_tables",
-    "place_tables",
-]
+__all__ = ["DLRM", "DLRMConfig", "ShardedTables", "TablePlacement", "TableSize", "distribute_tables", "place_tables"]
 
-_HOMES = {
-    "DLRM": "model",
-    "DLRMConfig": "model_config",
-    "ShardedTables": "tables",
-    "TablePlacement": "placement",
-    "TableSize": "placement",
-    "distribute_tables": "tables",
-    "place_tables": "placement",
-}
-__getattr__, __dir__ = attach(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})
+_HOMES = {"DLRM": "model", "DLRMConfig": "model_config", "ShardedTables": "tables", "distribute_tables": "tables"}
+__getattr__, __dir__ = attach(
+    __name__, {name: f"stretto.recommendation.{_HOMES.get(name, 'placement')}" for name in __all__}
+)

@@ -44,7 +44,7 @@ flat), `work` (starts collectives in order, waits with a time limit), `inter_nod
 
 from stretto.collectives.two_level.group import TwoLevelCall, TwoLevelGroup
 from stretto.collectives.two_level.inter_node import GroupTransport, Message, Transport
-from stretto.collectives.two_level.model import TYPICAL, Links, choose, find_crossovers, predict
+from stretto.collectives.two_level.model import TYPICAL, Links, choose, predict
 from stretto.collectives.two_level.nodes import Nodes
 from stretto.collectives.two_level.work import MessageWork, Work
 
@@ -60,6 +60,5 @@ __all__ = [
     "TwoLevelGroup",
     "Work",
     "choose",
-    "find_crossovers",
     "predict",
 ]
