@@ -109,7 +109,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@mock.patch("stretto.parallel.blocks.MIN_COPIED_BYTES", 5000)
+@mock.patch("stretto.parallel.install.MIN_COPIED_BYTES", 5000)
 def wrong_weights(sizes: dict[str, int]) -> list[str]:
     """Return what trains otherwise than in one process."""
     grid, found = Grid(**sizes), []

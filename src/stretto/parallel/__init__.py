@@ -4,8 +4,8 @@
 `Grid` arranges the ranks along axes, and `parallelize` shards an nn.Module over them in place; the other names are for
 training loops.
 
-Modules: api, builder: `parallelize`. roles: the roles of submodules. layers: the parallel modules that replace a
-model's own. comm: collectives, weight gathering, gradient reduction.
+Modules: api, resolve, place (builder), install: `parallelize`, in this order. roles: the roles of submodules. layers:
+the parallel modules that replace a model's own. comm: collectives, weight gathering, gradient reduction.
 """
 
 from typing import TYPE_CHECKING

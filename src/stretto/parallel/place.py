@@ -66,7 +66,7 @@ def place(model: nn.Module, request: ShardingRequest, plan: ShardingPlan | Block
     if grid.size("pipe") * stages.virtual_stages == 1:
         return _place(model, request, plan, initializer, None)
     cut = cut_into_stages(model, grid, stages)
-    if initializer is not None:
+    if initializer is not None and cut.stages.skeleton is not None:
         initializer.remember(cut.stages.skeleton)
     try:
         placement = _place(model, request, plan, initializer, cut)

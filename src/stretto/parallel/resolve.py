@@ -132,8 +132,10 @@ def _read_plan(
             kind, known = ("parameter", own_parameters) if role.role == "inner_parameter" else ("submodule", modules)
             raise ValueError(f"no {kind} is named {pattern!r}{did_you_mean(pattern, known)}")
         found.update(dict.fromkeys(names, role))
+    own: Mapping[str, Any]
+    own_attributes: Mapping[str, str] = {}
     if callable(declared := getattr(model, "parallel_plan", None)):
-        own, own_attributes = declared(), {}
+        own = declared()
     else:
         own, own_attributes = plan_of(model, {name: role.role for name, role in found.items()}, sizes)
     of_own_plan: set[str] = set()

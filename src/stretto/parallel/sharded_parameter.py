@@ -203,8 +203,9 @@ class ParameterShard(nn.Parameter):
 
 
 # torch.optim and torch's clip_grad_norm_ use one kernel for many tensors if they know their type.
+_OWN_TYPES: tuple[Any, ...] = (ShardedParameter, _Copy, ParameterShard)
 for _known in (_foreach_types_of_optimizers, _foreach_types):
-    _known += [kind for kind in (ShardedParameter, _Copy, ParameterShard) if kind not in _known]
+    _known += [kind for kind in _OWN_TYPES if kind not in _known]
 
 
 def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
@@ -308,6 +309,7 @@ def _note_view(func: Any, source: ShardedParameter, found: Any, args: Any, kwarg
         if type(part) is DTensor:
             is_shared = part._local_tensor.untyped_storage()._cdata == storage
             part.__class__ = type(source) if is_shared else _Copy
+            assert isinstance(part, ShardedParameter)
             of_number = make if part is found else lambda whole, number=number: make(whole)[number]
             part.view_of = _View(_parameter_of(source), of_number)
 
