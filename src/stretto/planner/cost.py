@@ -149,7 +149,8 @@ def total_pass(recorded: Pass) -> PassTotals:
         match step:
             case Computation():
                 total["host" if step.stream == HOST else "computation"] += step.seconds
-                running = {start: (each, beside + step.seconds) for start, (each, beside) in running.items()}
+                if running:
+                    running = {start: (each, beside + step.seconds) for start, (each, beside) in running.items()}
             case Start():
                 total[step.collective.axis] += step.collective.seconds
                 running[place] = step.collective, 0.0
