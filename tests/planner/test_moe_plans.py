@@ -200,7 +200,7 @@ def test_dense_and_mixed_blocks_are_cut_by_their_times():
     pattern = (False, False, False, True, True, True)
     parts = PipelineParts((dense, mixed), pattern, PartTotals(), PartTotals())
     assert cut_blocks(parts, 2) == (0, 4, 6)  # 6 and 6
-    assert parts.blocks(3, 1) == dense.times(2).plus(mixed)
+    assert parts.blocks(3, 1) == mixed.plus(dense, 2)
 
 
 def test_stages_hold_their_own_experts():
