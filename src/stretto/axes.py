@@ -269,8 +269,13 @@ class GridSizes(Mapping[str, int]):
 
     def preceding(self, axis: str) -> int:
         """The product of the sizes of the axes inside this one: how far apart its ranks lie (Singh, section 5.1.2)."""
-        _require_axes((axis,))
-        return self.over(OUTER_TO_INNER[OUTER_TO_INNER.index(axis) + 1 :])
+        if axis not in self._preceding:
+            _require_axes((axis,))
+        return self._preceding[axis]
+
+    @cached_property
+    def _preceding(self) -> dict[str, int]:
+        return {axis: self.over(OUTER_TO_INNER[place + 1 :]) for place, axis in enumerate(OUTER_TO_INNER)}
 
 
 def name_grid(sizes: Mapping[str, Any]) -> str:

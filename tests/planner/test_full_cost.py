@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import stretto
 from stretto.cli import app
 from stretto.cluster import GPU, Cluster, FlopRates, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
+from stretto.execution import ExecutionOptions, Overlap
 from stretto.models import GPTConfig
 from stretto.parallel.layers import linear
 from stretto.planner import compute, predict, read_architecture, step_recorder
@@ -51,6 +52,27 @@ def test_overlap_exposes_less_and_never_more(grid, recompute):
         assert (hidden.exposed[axis] > 0) == (size > 1)
         assert hidden.exposed[axis] <= plain.exposed[axis]
     assert hidden.step_time < plain.step_time
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("switches", "axis", "kinds"),
+    [
+        ({"all_reduce"}, "x", {"all_reduce_x"}),
+        ({"all_gather", "reduce_scatter"}, "z", {"all_gather_z", "reduce_scatter_z"}),
+        ({"data"}, "data", {"all_reduce_data"}),
+    ],
+    ids=str,
+)
+def test_a_single_switch_exposes_what_it_hid_and_nothing_else(switches, axis, kinds, recompute):
+    overlap = Overlap(**dict.fromkeys(switches, False))
+    for grid in ({axis: 4}, {axis: 2, "y": 2}):
+        hidden = step(cluster(), grid, recompute=recompute)
+        shown = step(cluster(), grid, recompute=recompute, options=ExecutionOptions(overlap))
+        assert shown.exposed[axis] == pytest.approx(sum(shown.communication[kind] for kind in kinds))
+        assert hidden.exposed[axis] < shown.exposed[axis]
+        if axis != "x":  # sums over y are hidden by the same switch
+            assert shown.exposed["y"] == hidden.exposed["y"]
 
 
 def test_one_rank_exposes_nothing():

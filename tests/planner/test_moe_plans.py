@@ -16,6 +16,7 @@ from stretto.parallel import validate
 from stretto.planner import predict, read_architecture
 from stretto.planner.activations import recomputed_blocks
 from stretto.planner.compute import Device
+from stretto.planner.cost import PartTotals, PassTotals
 from stretto.planner.experts.cost import (
     ALL_TO_ALL_PEER,
     expert_messages,
@@ -29,7 +30,7 @@ from stretto.planner.experts.layers import MoeLayer, MoeShape
 from stretto.planner.grids import every_grid, list_expert_grids, why_impossible
 from stretto.planner.memory import local_parameters
 from stretto.planner.pipeline.space import make_pipeline_space
-from stretto.planner.pipeline.stage_times import PartTimes, PipelineParts, cut_blocks
+from stretto.planner.pipeline.stage_times import PipelineParts, cut_blocks
 from stretto.planner.workload import StepWorkload
 
 HIDDEN, FFN, EXPERTS, ACTIVE, VOCAB, SEQ_LEN, BATCH = 32, 48, 8, 2, 256, 16, 16
@@ -195,11 +196,11 @@ def test_kept_rows_take_memory_between_the_passes():
 
 
 def test_dense_and_mixed_blocks_are_cut_by_their_times():
-    dense, mixed = PartTimes(forward=1.0), PartTimes(forward=3.0)
+    dense, mixed = (PartTotals(PassTotals(computation=seconds)) for seconds in (1.0, 3.0))
     pattern = (False, False, False, True, True, True)
-    parts = PipelineParts((dense, mixed), pattern, PartTimes(), PartTimes())
+    parts = PipelineParts((dense, mixed), pattern, PartTotals(), PartTotals())
     assert cut_blocks(parts, 2) == (0, 4, 6)  # 6 and 6
-    assert parts.blocks(3, 1) == dense.times(2).plus(mixed)
+    assert parts.blocks(3, 1) == mixed.plus(dense, 2)
 
 
 def test_stages_hold_their_own_experts():

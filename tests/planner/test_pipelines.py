@@ -21,6 +21,7 @@ from stretto.models import GPTConfig
 from stretto.planner import predict, read_architecture
 from stretto.planner.communication import bandwidths, leaves_node, message_rate
 from stretto.planner.compute import Device
+from stretto.planner.cost import PartTotals
 from stretto.planner.memory import local_parameters
 from stretto.planner.pipeline.cost import (
     PAPER_MESSAGE_FACTOR,
@@ -33,7 +34,6 @@ from stretto.planner.pipeline.cost import (
 from stretto.planner.pipeline.memory import checkpoint_interval, count_live, pipeline_memory
 from stretto.planner.pipeline.stage_times import (
     HopTimes,
-    PartTimes,
     PipelineParts,
     StageLayout,
     place_stages,
@@ -81,7 +81,7 @@ def made_up(schedule: ScheduleChoice, pipe: int, count: int, passes: tuple[float
     layout = StageLayout(tuple(range(len(placed) + 1)), placed)
     config = StepConfig(GridSizes(pipe=pipe), 1, schedule=schedule)
     times = StagePasses(*(tuple([time] * len(placed)) for time in each))
-    nothing = PipelineParts((PartTimes(),), (False,) * len(placed), PartTimes(), PartTimes())
+    nothing = PipelineParts((PartTotals(),), (False,) * len(placed), PartTotals(), PartTotals())
     hops = (HopTimes(latency, 0.0),) * pipe
     return PipelineEstimate(config, count, nothing, layout, tuple(stages_of_ranks(layout, pipe)), times, {}, hops)
 

@@ -114,7 +114,8 @@ class PassTotals(NamedTuple):
     """Seconds of a pass, or of several: computation, waits of the host, and collectives.
 
     x, y, expert: all that is sent over an axis; hidden_x, hidden_y: what computation hides of it. gathered: of weights
-    over z; gathered_by_copies: by copy engines.
+    over z; gathered_by_copies: by copy engines. z, hidden_z, slowed: of a pipeline's passes alone, what is sent over z
+    in each of them, and what computation loses beside all that it hides.
     """
 
     computation: float = 0.0
@@ -126,6 +127,9 @@ class PassTotals(NamedTuple):
     hidden_y: float = 0.0
     gathered: float = 0.0
     gathered_by_copies: float = 0.0
+    z: float = 0.0
+    hidden_z: float = 0.0
+    slowed: float = 0.0
 
     def times(self, count: float) -> "PassTotals":
         """Of so many such passes."""
@@ -137,8 +141,14 @@ class PassTotals(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """What computation hides of all that is sent over x and y."""
-        return self.hidden_x + self.hidden_y
+        """What computation hides of all that is sent."""
+        return self.hidden_x + self.hidden_y + self.hidden_z
+
+    @property
+    def whole(self) -> float:
+        """The pass with its waits."""
+        waits = self.host + self.x + self.y + self.z + self.expert - self.hidden
+        return self.computation + waits + self.slowed
 
 
 def total_pass(recorded: Pass) -> PassTotals:
@@ -149,7 +159,8 @@ def total_pass(recorded: Pass) -> PassTotals:
         match step:
             case Computation():
                 total["host" if step.stream == HOST else "computation"] += step.seconds
-                running = {start: (each, beside + step.seconds) for start, (each, beside) in running.items()}
+                if running:
+                    running = {start: (each, beside + step.seconds) for start, (each, beside) in running.items()}
             case Start():
                 total[step.collective.axis] += step.collective.seconds
                 running[place] = step.collective, 0.0
@@ -166,16 +177,24 @@ def total_pass(recorded: Pass) -> PassTotals:
 class PartTotals(NamedTuple):
     """Seconds of a block, of several, or of the modules before or after all blocks, for one micro-batch.
 
-    backward: with recomputation. scatter, data: of weights' gradients over z, and over data; scatter_by_copies: by copy
-    engines. weights: in how many messages weights are sent.
+    backward: with recomputation. weight_gradients: the computation of weights' gradients, a part of it. scatter, data:
+    of these over z, and over data; scatter_by_copies: by copy engines. weights: in how many messages weights are sent.
+    room: of a pipeline's last backward pass, what can hide sums of gradients.
     """
 
     forward: PassTotals = PassTotals()
     backward: PassTotals = PassTotals()
+    weight_gradients: float = 0.0
     scatter: float = 0.0
     scatter_by_copies: float = 0.0
     data: float = 0.0
     weights: int = 0
+    room: float = 0.0
+
+    @property
+    def whole(self) -> float:
+        """Both passes with their waits."""
+        return self.forward.whole + self.backward.whole
 
     def plus(self, other: "PartTotals", count: int = 1) -> "PartTotals":
         """With so many of another part."""
@@ -190,19 +209,23 @@ def total_block(block: BlockRecord) -> PartTotals:
         last = 1 / block.options.recomputation.blocks if block.leaves_out_last else 0.0
         for again, part in ((block.again, 1 - last), (block.again_last, last)):
             backward = backward.plus(total_pass(again).times(part)) if part else backward
-    return _total_part(total_pass(block.forward), backward, list(block.all_weights))
+    return _total_part(total_pass(block.forward), backward, block.weight_seconds, list(block.all_weights))
 
 
 def total_end(end: EndRecord) -> PartTotals:
     """Add up the modules before or after all blocks."""
-    return _total_part(total_pass(end.forward), total_pass(end.backward), [end.weight] if end.weight else [])
+    weights = [end.weight] if end.weight is not None else []
+    return _total_part(total_pass(end.forward), total_pass(end.backward), 0.0, weights)
 
 
-def _total_part(forward: PassTotals, backward: PassTotals, weights: Sequence[WeightCollectives]) -> PartTotals:
+def _total_part(
+    forward: PassTotals, backward: PassTotals, weight_gradients: float, weights: Sequence[WeightCollectives]
+) -> PartTotals:
     scatters = [each.scatter for each in weights if each.scatter is not None]
     return PartTotals(
         forward,
         backward,
+        weight_gradients,
         sum(each.seconds for each in scatters),
         sum(each.seconds for each in scatters if each.by_copy_engine),
         sum(each.seconds for weight in weights for each in (weight.data, weight.copies) if each is not None),
@@ -231,7 +254,7 @@ def full_cost(workload: StepWorkload, config: StepConfig, device: Device, rates:
     if config.state.is_separate:
         sums, chunk = chunked_sums(workload, config, device.cluster, rates)
         data = sums * chunk.seconds if chunk is not None else 0.0
-    gathers, again, scatters = record.gathers, record.gathers_again, record.scatters
+    (gathers, again), scatters = config.weight_gathers(count), config.gradient_scatters(count)
     sent, of_ends = blocks.forward.plus(blocks.backward), ends.forward.plus(ends.backward)
     outside = Volume(
         gathers * of_ends.gathered, scatters * ends.scatter, count * of_ends.y, count * of_ends.x, ends.data
@@ -278,7 +301,7 @@ def _exposed_over_z_and_data(
     left_forward = left_over(gathered[0], work.forward * overlap.all_gather, weights)
     again, scatter = gathered[1] * overlap.all_gather, scattered * overlap.reduce_scatter
     in_last = room / count  # of which the last micro-batch's backward pass has this
-    if record.scatters == count:
+    if record.config.gradient_scatters(count) == count:
         left = left_over(again + scatter, room, weights)
         share = scatter / (again + scatter) if scatter else 0.0
         left_again, left_scatter = left * (1 - share), left * share

@@ -430,21 +430,6 @@ class StepRecord:
         return self.config.micro_batches(self.workload)
 
     @property
-    def gathers(self) -> int:
-        """How often weights are gathered over z for forward passes in the step."""
-        return 1 if self.config.gathers_once else self.micro_batches
-
-    @property
-    def gathers_again(self) -> int:
-        """How often backward passes gather those again that they need."""
-        return 0 if self.config.gathers_once else self.micro_batches
-
-    @property
-    def scatters(self) -> int:
-        """How often weights' gradients are sent over z in the step."""
-        return 1 if self.config.options.scatters_once else self.micro_batches
-
-    @property
     def blocks(self) -> list[BlockRecord]:
         """The record of each block of the model."""
         return [self.kinds[-1 if has_moe else 0][1] for has_moe in self.workload.model.has_moe]

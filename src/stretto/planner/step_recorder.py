@@ -8,7 +8,7 @@ Bytes are those of `planner.communication` and `planner.experts.cost`, seconds t
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from stretto.axes import EXPERT_DATA, EXPERT_Z, REPLICAS
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, REPLICAS
 from stretto.cluster import Cluster
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS, SCATTERS_IN_FLIGHT
 from stretto.planner.architecture import Architecture
@@ -85,7 +85,11 @@ class _StepRecorder:
     def __init__(self, workload: StepWorkload, config: StepConfig, device: Device, rates: Rates) -> None:
         self.workload, self.config, self.device, self.rates = workload, config, device, rates
         self.cluster, self.model = device.cluster, workload.model
-        self.tokens = config.micro_batch * workload.seq_len
+        self.tokens, grid = config.micro_batch * workload.seq_len, config.grid
+        sizes = {"x": grid.x, "y": grid.y, "z": grid.z, REPLICAS: grid.replicas}
+        sizes |= {EXPERT: grid.expert, EXPERT_Z: grid.expert_z, EXPERT_DATA: grid.expert_data}
+        self._known: dict[tuple[str, str, float], GroupCollective | None] = {}
+        self._several = {group for group, size in sizes.items() if size > 1}  # that have several ranks
         options, has_nvlink = config.options, has_nvlink_over_z(self.cluster, config.grid)
         is_plain, is_whole = not self.model.is_sharded_by_blocks, config.grid.pipe == 1
         engines = options.overlap.copy_engines and has_nvlink and config.grid.z > 1 and is_whole
@@ -126,8 +130,13 @@ class _StepRecorder:
 
     def _over(self, kind: str, group: str, num_bytes: float) -> GroupCollective | None:
         """A collective over a group that sends so many bytes from a rank; None where it has one rank."""
-        seconds = collective_seconds(kind, group, num_bytes, self.cluster, self.config.grid, self.rates)
-        return GroupCollective(kind, group, num_bytes, seconds) if seconds > 0 else None
+        if group not in self._several:
+            return None
+        key = kind, group, num_bytes
+        if key not in self._known:
+            seconds = collective_seconds(*key, self.cluster, self.config.grid, self.rates)
+            self._known[key] = GroupCollective(*key, seconds) if seconds > 0 else None
+        return self._known[key]
 
     def _weight(self, traffic: WeightTraffic, shards: str = "z", replicas: str = REPLICAS) -> WeightCollectives:
         """Collectives of weights over the ranks that shard them, and over those that hold the same."""
@@ -140,8 +149,8 @@ class _StepRecorder:
             if isinstance(traffic, LinearTraffic) and traffic.copies:
                 copies = self._over("all_reduce", "x", traffic.copies * element)
         return WeightCollectives(
-            gather and gather._replace(by_copy_engine=self.gathers_by_engine and shards == "z"),
-            scatter and scatter._replace(by_copy_engine=self.scatters_by_engine and shards == "z"),
+            gather._replace(by_copy_engine=True) if gather and self.gathers_by_engine and shards == "z" else gather,
+            scatter._replace(by_copy_engine=True) if scatter and self.scatters_by_engine and shards == "z" else scatter,
             data,
             copies,
         )
@@ -187,32 +196,40 @@ class _StepRecorder:
         """One linear. With sharded tokens, its sums over x are gathers and scatters within its products."""
         linear, config, element = linears[place], self.config, self.workload.element
         output, input_gradient, weight_gradient = seconds.linears[place]
-        of_output = ProductRecord(linear.name, output)
-        of_input = ProductRecord(f"input gradient of {linear.name}", input_gradient)
+        names, is_kept = (linear.name, f"input gradient of {linear.name}"), seconds.kept[place]
         if self.model.is_sharded_by_blocks:
-            return LinearRecord(of_output, of_input, weight_gradient, seconds.kept[place], None)
+            products = ProductRecord(names[0], output), ProductRecord(names[1], input_gradient)
+            return LinearRecord(*products, weight_gradient, is_kept, None)
         tokens = self.tokens * config.grid.z  # as equations 5.3 and 5.4 have them
         traffic = linear_traffic(linear, config.grid, tokens)
-        weight = self._weight(traffic)
+        gathered = scattered = gradient_gathered = gradient_scattered = sums = gradient_sums = None
+        parts = 1
         if config.token_parts == 1:
             parts = 2 if is_halved(linear, config, tokens * element) else 1
             sums = self._over("all_reduce", traffic.output_sum_axis, traffic.output * element / parts)
             gradient_sums = self._over("all_reduce", traffic.gradient_sum_axis, traffic.gradient * element)
-            of_output = replace(of_output, sums=() if sums is None else (sums,) * parts)
-            of_input = replace(of_input, sums=() if gradient_sums is None else (gradient_sums,))
         elif linear.is_rowwise:
-            over_y = self._over("all_reduce", "y", traffic.gradient * element)
-            of_output = replace(of_output, scattered=self._tiled("reduce_scatter", traffic.output))
-            of_input = replace(
-                of_input, gathered=self._tiled("all_gather", traffic.output), sums=() if over_y is None else (over_y,)
-            )
+            scattered = self._tiled("reduce_scatter", traffic.output)
+            gradient_gathered = self._tiled("all_gather", traffic.output)
+            gradient_sums = self._over("all_reduce", "y", traffic.gradient * element)
         else:
-            over_y = self._over("all_reduce", "y", traffic.output * element)
             if place == 0 or linears[place - 1].is_rowwise:  # else the linear before it has gathered the same
-                of_output = replace(of_output, gathered=self._tiled("all_gather", traffic.gradient))
-            of_output = replace(of_output, sums=() if over_y is None else (over_y,))
-            of_input = replace(of_input, scattered=self._tiled("reduce_scatter", traffic.gradient))
-        return LinearRecord(of_output, of_input, weight_gradient, seconds.kept[place], weight)
+                gathered = self._tiled("all_gather", traffic.gradient)
+            gradient_scattered = self._tiled("reduce_scatter", traffic.gradient)
+            sums = self._over("all_reduce", "y", traffic.output * element)
+        return LinearRecord(
+            ProductRecord(names[0], output, gathered, scattered, (sums,) * parts if sums else ()),
+            ProductRecord(
+                names[1],
+                input_gradient,
+                gradient_gathered,
+                gradient_scattered,
+                (gradient_sums,) if gradient_sums else (),
+            ),
+            weight_gradient,
+            is_kept,
+            self._weight(traffic),
+        )
 
     def _tiled(self, kind: str, numbers: float) -> TiledCollective | None:
         """Half of an all-reduce over x, within a product, all but one rank's part; across nodes, before or after it.

@@ -149,6 +149,15 @@ class StepConfig:
         """Over how many ranks of x the activations between blocks are sharded."""
         return self.grid.x if self.options.shard_sequence else 1
 
+    def weight_gathers(self, micro_batches: int) -> tuple[int, int]:
+        """How often weights are gathered over z for forward passes in a step, and those that are freed or computed
+        with again for backward passes."""
+        return (1, 0) if self.gathers_once else (micro_batches, micro_batches)
+
+    def gradient_scatters(self, micro_batches: int) -> int:
+        """How often weights' gradients are sent over z in a step."""
+        return 1 if self.options.scatters_once else micro_batches
+
     def micro_batches(self, workload: StepWorkload) -> int:
         """How many a step has."""
         return max(1, workload.batch // self.grid.batch_parts // self.micro_batch)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated pipelines have the times of `stretto.schedules.simulate`, where messages do not contend."""
 
+from dataclasses import replace
+
 import pytest
 from tests.simulator.training.steps import configure, made_up, workload
 
@@ -54,6 +56,16 @@ def test_a_pipeline_within_data_and_x_sends_over_all_of_them():
     assert set(step.communication) == {"pipe", "data", "x"}
     assert step.exposed["x"] > 0
     assert step.lowered.devices == (0, 4)  # one rank of each stage
+
+
+def test_copy_engines_send_weights_and_gradients_except_in_pipelines():
+    # A stage has several micro-batches in flight, and copy engines' memory is that of one.
+    machine = made_up(gpu=replace(made_up().gpu, name="NVIDIA H100"))
+    assert machine.has_nvlink
+    for grid, are_used in (({"z": 2}, True), ({"pipe": 2, "z": 2}, False)):
+        step = simulate_step(workload(batch=8), configure(grid, 1, schedule=grid.get("pipe") and "1f1b"), machine)
+        streams = {name for name in step.lowered.graph.stream_names if name.startswith("z")}
+        assert streams == ({"z, by copy engines"} if are_used else {"z"})
 
 
 def test_a_stage_is_exposed_to_the_messages_that_it_receives():

@@ -17,10 +17,9 @@ from stretto.axes import EXPERT, NAMES
 from stretto.cluster import Cluster
 from stretto.planner.communication import Rates, Volume, blocks_volume, message_numbers, seconds, sum_by_axis
 from stretto.planner.compute import MATMUL_EFFICIENCY, Compute, Device
-from stretto.planner.cost import PAPER_ELEMENT, Cost, PipelineCost, paper_expert_seconds, paper_terms
+from stretto.planner.cost import PAPER_ELEMENT, Cost, PartTotals, PipelineCost, paper_expert_seconds, paper_terms
 from stretto.planner.pipeline.stage_times import (
     HopTimes,
-    PartTimes,
     PipelineParts,
     RankStages,
     StageLayout,
@@ -112,9 +111,9 @@ def estimate(
     known = {kind: times_of_rank(parts, kind) for kind in set(kinds)}
     stages = [known[kind] for kind in kinds]
     passes = StagePasses(
-        tuple(each.whole_forward for each in stages),
-        tuple(each.whole_input for each in stages),
-        tuple(each.backward_weight for each in stages),
+        tuple(each.forward.whole for each in stages),
+        tuple(each.backward.whole - each.weight_gradients for each in stages),
+        tuple(each.weight_gradients for each in stages),
     )
     known_edges = {} if known_edges is None else known_edges
     edges = {}
@@ -234,27 +233,33 @@ def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, repla
     sums = max(0.0, ends[last].sums - slack[last])
     share = sums / ends[last].sums if ends[last].sums else 0.0
     gather = max(each.gather for each in plan.edges.values())
-    computed = count * (most.forward + most.backward_input + most.backward_weight)
+    passes = most.forward.plus(most.backward)
     exposed = dict.fromkeys(NAMES, 0.0)
-    exposed["x"] = count * (most.x_forward + most.x_backward)
-    exposed["y"] = count * (most.y_forward + most.y_backward)
-    exposed["z"] = count * (most.z_forward + most.z_backward) + gather + share * ends[last].scatter
+    exposed["x"] = count * (passes.x - passes.hidden_x)
+    exposed["y"] = count * (passes.y - passes.hidden_y)
+    exposed["z"] = count * (passes.z - passes.hidden_z) + gather + share * ends[last].scatter
     exposed["data"] = share * ends[last].data
     exposed["pipe"] = phase - alone + share * ends[last].tie
-    if waits := count * (most.expert_forward + most.expert_backward):
-        exposed[EXPERT] = waits
+    if passes.expert:
+        exposed[EXPERT] = count * passes.expert
     bubble = alone - count * most.whole
     sent_messages = (2 if pipe > 2 else 1) * len(busiest.blocks) * count
     hop = max((each.whole for each in plan.messages[: max(1, pipe - 1)]), default=0.0)
-    terms = {"computation": computed, "the optimizer": optimizer, "pipeline bubbles": bubble}
+    terms = {"computation": count * passes.computation, "the optimizer": optimizer, "pipeline bubbles": bubble}
     terms |= {f"exposed communication over {axis}": time for axis, time in exposed.items()}
-    terms["slower computation beside communication"] = count * (most.slower_forward + most.slower_backward)
-    if reads := count * (most.host_forward + most.host_backward):
-        terms["waits of the host for counts of rows"] = reads
+    terms["slower computation beside communication"] = count * passes.slowed
+    if passes.host:
+        terms["waits of the host for counts of rows"] = count * passes.host
+    gathers, again = config.weight_gathers(count)
     sent = Volume(
-        most.sent_gather, most.sent_scatter, most.sent_y, most.sent_x, plan.edges[busiest].data_sent, most.sent_expert
+        gathers * most.forward.gathered + again * most.backward.gathered,
+        config.gradient_scatters(count) * most.scatter,
+        count * passes.y,
+        count * passes.x,
+        plan.edges[busiest].data_sent,
+        count * passes.expert,
     )
-    work = Compute(count * most.forward, count * (most.backward_input + most.backward_weight), 0.0, optimizer)
+    work = Compute(count * most.forward.computation, count * most.backward.computation, 0.0, optimizer)
     return Cost(
         terms,
         rates,
@@ -269,7 +274,7 @@ def estimate_evenly(workload: StepWorkload, config: StepConfig, cluster: Cluster
     """Stages of equally many blocks, of which no time is predicted, as the paper has them."""
     assert config.schedule is not None
     pattern, pipe = workload.model.has_moe, config.grid.pipe
-    nothing = PipelineParts((PartTimes(),), pattern, PartTimes(), PartTimes())
+    nothing = PipelineParts((PartTotals(),), pattern, PartTotals(), PartTotals())
     placed = place_stages(config.schedule, pipe)
     cuts = config.options.stages.cuts
     layers = workload.model.layers

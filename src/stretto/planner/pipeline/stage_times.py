@@ -26,67 +26,6 @@ from stretto.schedules.generators import V_SHAPED
 from stretto.schedules.schedule import place_in_loops, place_in_v
 
 
-class PartTimes(NamedTuple):
-    """Seconds of a part of a stage on one rank, per micro-batch unless described as per step.
-
-    forward, backward_input, backward_weight: computation. x, y, z: how long the forward, and the backward pass waits
-    for collectives over an axis. slower: the slowdown of computation by hidden collectives, in each pass. gather,
-    scatter, data: of a step, collectives over z and data of the part's weights. room: of the last backward pass, what
-    can hide them. sent_gather, sent_scatter, sent_y, sent_x, sent_expert: of a step, all that is sent over these axes.
-    expert, host: how long passes wait for experts' all-to-alls, and for counts of rows.
-    """
-
-    forward: float = 0.0
-    backward_input: float = 0.0
-    backward_weight: float = 0.0
-    x_forward: float = 0.0
-    x_backward: float = 0.0
-    y_forward: float = 0.0
-    y_backward: float = 0.0
-    z_forward: float = 0.0
-    z_backward: float = 0.0
-    slower_forward: float = 0.0
-    slower_backward: float = 0.0
-    gather: float = 0.0
-    scatter: float = 0.0
-    data: float = 0.0
-    room: float = 0.0
-    sent_gather: float = 0.0
-    sent_scatter: float = 0.0
-    sent_y: float = 0.0
-    sent_x: float = 0.0
-    expert_forward: float = 0.0
-    expert_backward: float = 0.0
-    host_forward: float = 0.0
-    host_backward: float = 0.0
-    sent_expert: float = 0.0
-
-    def times(self, count: float) -> "PartTimes":
-        """Of so many such parts."""
-        return PartTimes(*(count * value for value in self))
-
-    def plus(self, other: "PartTimes") -> "PartTimes":
-        """Of both together."""
-        return PartTimes(*(a + b for a, b in zip(self, other, strict=True)))
-
-    @property
-    def whole_forward(self) -> float:
-        """A forward pass, with its waits."""
-        waits = self.x_forward + self.y_forward + self.z_forward + self.expert_forward + self.host_forward
-        return self.forward + waits + self.slower_forward
-
-    @property
-    def whole_input(self) -> float:
-        """A backward pass without the weights' gradients, with its waits."""
-        waits = self.x_backward + self.y_backward + self.z_backward + self.expert_backward + self.host_backward
-        return self.backward_input + waits + self.slower_backward
-
-    @property
-    def whole(self) -> float:
-        """All of a micro-batch."""
-        return self.whole_forward + self.whole_input + self.backward_weight
-
-
 class PipelineParts(NamedTuple):
     """The times of a model's parts on one grid, with one micro-batch.
 
@@ -94,23 +33,23 @@ class PipelineParts(NamedTuple):
     experts.
     """
 
-    kinds: tuple[PartTimes, ...]
+    kinds: tuple[PartTotals, ...]
     pattern: tuple[bool, ...]
-    first: PartTimes
-    last: PartTimes
+    first: PartTotals
+    last: PartTotals
 
-    def block(self, *, has_moe: bool) -> PartTimes:
+    def block(self, *, has_moe: bool) -> PartTotals:
         """The times of a block."""
         return self.kinds[-1 if has_moe else 0]
 
-    def blocks(self, count: int, moe_blocks: int) -> PartTimes:
+    def blocks(self, count: int, moe_blocks: int) -> PartTotals:
         """The times of so many blocks together, so many of them with a mixture of experts."""
         if len(self.kinds) == 1:
-            return self.kinds[0].times(count)
-        return self.kinds[0].times(count - moe_blocks).plus(self.kinds[1].times(moe_blocks))
+            return PartTotals().plus(self.kinds[0], count)
+        return PartTotals().plus(self.kinds[0], count - moe_blocks).plus(self.kinds[1], moe_blocks)
 
     @property
-    def all_blocks(self) -> PartTimes:
+    def all_blocks(self) -> PartTotals:
         """The times of all blocks of the model together."""
         return self.blocks(len(self.pattern), sum(self.pattern))
 
@@ -155,45 +94,26 @@ class StageLayout(NamedTuple):
 def measure_parts(workload: StepWorkload, config: StepConfig, device: Device, rates: Rates) -> PipelineParts:
     """Predict the times of a block, and of the first and last stages' other modules."""
     record = record_step(workload, config, device, rates)
-    kinds = (_part_times(record, total_block(block), block.weight_seconds, hides=1) for _, block in record.kinds)
-    ends = (_part_times(record, total_end(end), 0.0, hides=0) for end in (record.first, record.last))
+    kinds = (_time_part(record, total_block(block), hides=1) for _, block in record.kinds)
+    ends = (_time_part(record, total_end(end), hides=0) for end in (record.first, record.last))
     return PipelineParts(tuple(kinds), workload.model.has_moe, *ends)
 
 
-def _part_times(record: StepRecord, total: PartTotals, weight_gradients: float, *, hides: int) -> PartTimes:
-    """The times of a part. hides: 1 if its passes hide what it sends over z, 0 if not."""
-    count, once, slowdown = record.micro_batches, record.config.gathers_once, overlap_slowdown(record.cluster)
-    (forward, backward), overlap = total[:2], record.config.options.overlap
+def _time_part(record: StepRecord, total: PartTotals, *, hides: int) -> PartTotals:
+    """A part with what its passes send over z. hides: 1 if they hide some of that, 0 if not."""
+    config, count, slowdown = record.config, record.micro_batches, overlap_slowdown(record.cluster)
+    forward, backward, overlap = total.forward, total.backward, config.options.overlap
     room = hides * (backward.computation - backward.hidden)
-    gather, again = (0.0, 0.0) if once else (forward.gathered, backward.gathered)
-    scatter = total.scatter if record.scatters == count else 0.0  # in each micro-batch
-    hidden_gather = min(gather * overlap.all_gather, hides * forward.computation)
-    hidden_backward = min(again * overlap.all_gather + scatter * overlap.reduce_scatter, room)
-    return PartTimes(
-        forward=forward.computation,
-        backward_input=backward.computation - weight_gradients,
-        backward_weight=weight_gradients,
-        x_forward=forward.x - forward.hidden_x,
-        x_backward=backward.x - backward.hidden_x,
-        y_forward=forward.y - forward.hidden_y,
-        y_backward=backward.y - backward.hidden_y,
-        z_forward=gather - hidden_gather,
-        z_backward=again + scatter - hidden_backward,
-        slower_forward=slowdown * (forward.hidden + hidden_gather),
-        slower_backward=slowdown * (backward.hidden + hidden_backward),
-        gather=forward.gathered if once else 0.0,
-        scatter=total.scatter - scatter,
-        data=total.data,
-        room=max(0.0, room - again - scatter),
-        sent_gather=record.gathers * forward.gathered + record.gathers_again * backward.gathered,
-        sent_scatter=record.scatters * total.scatter,
-        sent_y=count * (forward.y + backward.y),
-        sent_x=count * (forward.x + backward.x),
-        expert_forward=forward.expert,
-        expert_backward=backward.expert,
-        host_forward=forward.host,
-        host_backward=backward.host,
-        sent_expert=count * (forward.expert + backward.expert),
+    gather, again = (0.0, 0.0) if config.gathers_once else (forward.gathered, backward.gathered)
+    scatter = total.scatter if config.gradient_scatters(count) == count else 0.0
+    hidden = min(gather * overlap.all_gather, hides * forward.computation)
+    forward = forward._replace(z=gather, hidden_z=hidden)
+    hidden = min(again * overlap.all_gather + scatter * overlap.reduce_scatter, room)
+    backward = backward._replace(z=again + scatter, hidden_z=hidden)
+    return total._replace(
+        forward=forward._replace(slowed=slowdown * forward.hidden),
+        backward=backward._replace(slowed=slowdown * backward.hidden),
+        room=max(0.0, room - backward.z),
     )
 
 
@@ -249,7 +169,7 @@ def stages_of_ranks(layout: StageLayout, pipe: int) -> list[RankStages]:
     ]
 
 
-def times_of_rank(parts: PipelineParts, stages: RankStages) -> PartTimes:
+def times_of_rank(parts: PipelineParts, stages: RankStages) -> PartTotals:
     """The times of all stages of a rank together."""
     times = parts.blocks(sum(stages.blocks), sum(stages.moe_blocks))
     times = times.plus(parts.first) if stages.is_first else times
@@ -285,22 +205,27 @@ def edges_of_rank(
     grid = workload.model.splitting_sizes(config.grid)
     parameters = local_parameters(own.model, grid)
     optimizer = optimizer_seconds(workload, config.state, cluster, parameters, device.traffic)
-    blocks, overlap = sum(stages.blocks), config.options.overlap
+    blocks, overlap, count = sum(stages.blocks), config.options.overlap, config.micro_batches(workload)
     ends = times_of_rank(parts, stages._replace(blocks=(0,), moe_blocks=(0,)))
     sums, data = blocks, times.data
     if config.state.is_separate:
         sums, chunk = chunked_sums(own, config, cluster, rates)
         data = sums * chunk.seconds if chunk is not None else 0.0
-    gather, scatter, left, room = times.gather, times.scatter, data, times.room
+    # What is sent once a step.
+    once, scatters_once = config.gathers_once, config.gradient_scatters(count) < count
+    gather, scatter = once * times.forward.gathered, scatters_once * times.scatter
+    left, room = data, times.room
     # Gradients of embeddings that both ends have are summed last, and all of a rank's with them.
     is_tied = has_tied_message(workload, stages)
     if overlap.all_gather:
         of_blocks = parts.blocks(blocks, sum(stages.moe_blocks))
-        gather = ends.gather + max(of_blocks.gather / blocks, of_blocks.gather - of_blocks.whole_forward)
+        gathered = once * of_blocks.forward.gathered
+        gather = once * ends.forward.gathered + max(gathered / blocks, gathered - of_blocks.forward.whole)
     if overlap.reduce_scatter and not is_tied:
-        scattered = scatter - ends.scatter
+        of_ends = scatters_once * ends.scatter
+        scattered = scatter - of_ends
         if scattered:
-            scatter = ends.scatter + max(scattered - room, scattered / blocks)
+            scatter = of_ends + max(scattered - room, scattered / blocks)
             room = max(0.0, room - scattered)
     if overlap.data and not is_tied:
         left = ends.data + (max(data - ends.data - room, data / sums) if data else 0.0)
