@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stretto import ops
 from stretto.bench.embedding.peers import Batched, Chunked, EmbeddingBags, LookupBatch, draw_lookups, exchange_alone
-from stretto.bench.embedding.settings import MLPERF_POOLINGS, MLPERF_ROWS, EmbeddingSetting, LookupShape
+from stretto.bench.embedding.settings import MLPERF_POOLINGS, MLPERF_ROWS, EmbeddingSetting, LookupShape, LookupShapes
 from stretto.bench.harness import Column, print_table, run_ranks, time_steps, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.ops.embedding.forward import count_trace, find_launch_config, look_up_and_send
@@ -85,7 +85,7 @@ def _used(rows: Sequence[dict[str, Any]]) -> list[Column]:
     return [column for column in COLUMNS if any(row.get(column.key) is not None for row in rows)]
 
 
-def make_batch(case: LookupShape, setting: EmbeddingSetting, device: torch.device) -> LookupBatch:
+def make_batch(case: LookupShape, setting: LookupShapes, device: torch.device) -> LookupBatch:
     """Make this rank's tables, of small numbers, and look-ups that differ between ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if case.tables:
