@@ -17,7 +17,6 @@ from stretto.suggestions import did_you_mean_file
 # adds its own.
 PLOTS = {
     "train.json": "lab.training.throughput_plot:plot_train",
-    "peers-*.json": "lab.training.throughput_plot:plot_peers",
     "collectives.json": "lab.collectives.peers_plot:plot_collectives",
     "operators.json": "lab.operators.peers_plot:plot_operators",
     "operators-fp8.json": "lab.operators.peers_plot:plot_operators",

@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _only_waits(config: pytest.Config) -> bool:
-    """Whether xdist's workers run the tests, and this process is none of them."""
+    """True if xdist's workers run the tests, and this process is none of them."""
     return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
 
 

@@ -82,7 +82,7 @@ class Page:
 
     @property
     def runs(self) -> bool:
-        """Whether any block is run."""
+        """True if any block is run."""
         return any(block.language in (*RUN, "toml") and block.reason is None for block in self.blocks)
 
 
@@ -194,7 +194,7 @@ def _run_shell(block: Block, page: Page, pythons: tuple[str, str]) -> str:
 
 
 def iterate_unexplained(page: Page) -> Iterator[str]:
-    """What is wrong with a page's blocks: no known language, no reason, or nothing that could check it."""
+    """Return what is wrong with a page's blocks: no known language, no reason, or nothing that could check it."""
     for block in page.blocks:
         place = f"{page.name}:{block.line}"
         if block.language not in KNOWN:

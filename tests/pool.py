@@ -68,7 +68,7 @@ class RankError(Exception):
 
 @dataclass(frozen=True)
 class _Job:
-    """What a worker needs to run one rank: `call` is the pickled (function, args, kwargs)."""
+    """Order to a worker to run one rank: `call` is the pickled (function, args, kwargs)."""
 
     rank: int
     world_size: int

@@ -231,7 +231,7 @@ def shared_server(kind: str = "commands") -> PythonServer:
 
 
 def forks_processes() -> bool:
-    """Whether `sys.executable` is a server's, whose processes end only shortly after it was killed."""
+    """True if `sys.executable` is a server's, whose processes end only shortly after it was killed."""
     return any(server.is_started and sys.executable == server.python for server in _SERVERS.values())
 
 

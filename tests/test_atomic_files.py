@@ -114,6 +114,7 @@ def test_a_full_disk_leaves_old_files_whole_and_nothing_beside_them_and_is_named
     assert files_of(tmp_path) == before
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_exported_whole_or_not_at_all(ranks: Any, tmp_path: Path) -> None:
     ranks(1).run(runs.save_trained, runs.make_gpt, {}, tmp_path / "run")
     (tmp_path / "model.safetensors").write_text("old")

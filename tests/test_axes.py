@@ -174,7 +174,7 @@ MADE_UP = '    Axis("sheaf", "made up by a test", sums_gradients=True),\n'
 
 
 def with_made_up_axis(program: str, ranks: int = 1) -> list[dict]:
-    """What `program`, which leaves a dict `found`, finds on every rank where AXES has one line more."""
+    """Return what `program`, which leaves a dict `found`, finds on every rank where AXES has one line more."""
     source = Path(axes.__file__).read_text()
     (z,) = re.finditer(r'^ +Axis\(\s*"z"', source, re.MULTILINE)
     changed = source[: z.start()] + MADE_UP + source[z.start() :]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rounds of tests/gpu/crossing.py are drawn, and its kernels for a GPU that is not there."""
+"""Tests of how the rounds of tests/gpu/crossing.py are drawn, and its kernels for a GPU that is not there."""
 
 import itertools
 import subprocess

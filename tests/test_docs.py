@@ -22,7 +22,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """What `#...` may name on a page: its headings, as GitHub writes them."""
+    """Return what `#...` may name on a page: its headings, as GitHub writes them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -18,10 +18,11 @@ from stretto.collectives.executor import simulate
 from stretto.collectives.xml import ScheduleFileError, from_xml
 from stretto.collectives.xml import to_xml as schedule_to_xml
 from stretto.huggingface.families import DECODERS
-from stretto.models import DLRMConfig, GPTConfig
+from stretto.models import GPTConfig
 from stretto.parallel import validate
 from stretto.parallel.roles.plan import KINDS
 from stretto.planner import plan, read_architecture
+from stretto.recommendation import DLRMConfig
 from stretto.train.config import load_config
 from stretto.train.preflight import preflight
 from tests.collectives.executor import programs

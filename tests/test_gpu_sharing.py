@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tests run on one GPU: pools of ranks, numbers of ranks, and runs that go on. No GPU is needed."""
+"""Tests of how tests run on one GPU: pools of ranks, numbers of ranks, and runs that go on. No GPU is needed."""
 
 import subprocess
 import sys
@@ -179,7 +179,7 @@ def names_of(output: str, outcome: str = "PASSED") -> set[str]:
     return {line.partition("::")[2] for line in output.splitlines() if line.startswith(outcome)}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_that_was_cut_off_goes_on_with_what_has_not_passed(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_one.py").write_text(TESTS)
@@ -221,7 +221,7 @@ def test_shards_are_all_of_it_and_keep_a_files_ranks_together(tmp_path):
     assert status == pytest.ExitCode.USAGE_ERROR
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_processes_of_a_run_of_all_tests_load_the_gpu_folder_only_when_they_collect_it(tmp_path):
     folder = tmp_path / "tests" / "gpu"
     folder.mkdir(parents=True)

@@ -15,8 +15,10 @@ from stretto.lazy import attach
 LAZY = (
     "stretto",
     "stretto.huggingface",
+    "stretto.models",
     "stretto.parallel",
     "stretto.planner",
+    "stretto.recommendation",
     "stretto.report",
     "stretto.train.checkpoint",
     "stretto.launch",
@@ -67,12 +69,14 @@ def modules_after(statement: str) -> set[str]:
     return {name for name in done.stdout.split() if name.partition(".")[0] not in {*sys.stdlib_module_names, "stretto"}}
 
 
+@pytest.mark.long
 def test_the_front_door_imports_no_more_than_torchs_fsdp2() -> None:
     found = modules_after("from stretto import Grid, parallelize")
     assert found - modules_after("from torch.distributed.fsdp import fully_shard") == set()
     assert not {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "transformers"} & found
 
 
+@pytest.mark.long
 def test_the_trainers_plugin_imports_no_trainer_before_it_is_used() -> None:
     found = modules_after("from stretto.huggingface import trainer_plugin")
     assert not {"transformers", "accelerate", "trl", "pytorch_lightning"} & found

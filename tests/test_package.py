@@ -28,7 +28,7 @@ make_links_absolute = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["
 
 
 def is_kept(path: Path) -> bool:
-    """Whether a path belongs to the repository, and not to a cache or a build."""
+    """True if a path belongs to the repository, and not to a cache or a build."""
     return path.suffix not in (".pyc", ".pyo") and not any(
         part == "__pycache__" or part.endswith(".egg-info") for part in path.parts
     )

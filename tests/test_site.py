@@ -46,7 +46,7 @@ def test_a_page_can_be_edited_and_says_which_version_it_describes() -> None:
 
 
 def test_pictures_suit_the_dark_theme_and_the_searchs_index_waits_for_a_search() -> None:
-    text = (SITE / "timeline" / "index.html").read_text()
+    text = (SITE / "overlap" / "index.html").read_text()
     assert re.search(r'\[data-md-color-scheme="slate"\] \.md-typeset img \{[^}]*filter: invert\(1\)', text)
     held, theme = text.find("XMLHttpRequest.prototype.open ="), text.find("assets/javascripts/bundle")
     assert 0 < held < theme

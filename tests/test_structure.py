@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the source is laid out: what keeps a reader who has never seen it from getting lost (docs/decisions/016)."""
+"""Tests of how the source is laid out: what keeps a reader who has never seen it from getting lost
+(docs/decisions/016).
+"""
 
 import ast
 import importlib.util
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -69,7 +72,7 @@ def test_few_files_are_so_short_that_another_could_hold_them():
 
 
 def is_schema(node: ast.FunctionDef) -> bool:
-    """Whether torch.library makes an operator's schema of the function's parameters, which it takes one by one."""
+    """True if torch.library makes an operator's schema of the function's parameters, which it takes one by one."""
     return all(
         argument.annotation is not None and ast.unparse(argument.annotation) in SCHEMA_TYPES
         for argument in node.args.args + node.args.kwonlyargs
@@ -92,6 +95,15 @@ def test_no_function_has_so_many_parameters_that_their_order_must_be_looked_up()
         if count > MAX_PARAMETERS and path.parts[0] != "cli" and not is_schema(node):
             wide[f"{path}: {node.name}"] = count
     assert wide == {}
+
+
+# Attributes named after this package, which no class of its own declares: `parallel.state` and subclasses hold state.
+HUNG = re.compile(r"""(?:\.|attr\([^()]*['"])_?stretto_\w+""")
+
+
+def test_nothing_hangs_attributes_on_objects_of_others():
+    assert HUNG.findall('y.stretto_axis = 1; getattr(x, "_stretto_axis", 0); stretto_like = 2') != []
+    assert {str(path): found for path in parse_files() if (found := HUNG.findall(path.read_text()))} == {}
 
 
 def name_module(path: Path) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a misspelt name or path was probably meant to be."""
+"""Tests of what a misspelt name or path was probably meant to be."""
 
 from pathlib import Path
 

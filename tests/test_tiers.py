@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make test`, CI and `make nightly` run: nothing is left out of all of them, and no file out of `make test`."""
+"""Tests of what `make test`, CI and `make nightly` run: nothing is left out of all of them,
+and no file out of `make test`.
+"""
 
 import ast
 import random

@@ -3,8 +3,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+BEFORE, AFTER = "before", "after"
 MODES = ("graph", "eager")
 _SIZES = {"1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20, "16 MB": 16 << 20}
 _EAGER_SIZES = ("1 KB", "1 MB")  # sizes at which the host's time shows
@@ -138,3 +140,11 @@ CPU_CASES = [
     ),
 ]
 """Two small cases for CPU ranks, whose kernels are interpreted."""
+
+
+def find_source(name: str, path: Path) -> Path:
+    """The folder of a checkout that holds the package. ValueError where there is none. name: the option's."""
+    for folder in (path, path / "src"):
+        if (folder / "stretto" / "__init__.py").is_file():
+            return folder.resolve()
+    raise ValueError(f"--{name} is {str(path)!r}, which holds no package stretto: give a checkout, or its src")

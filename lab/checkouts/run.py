@@ -1,250 +1,280 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures two checkouts of Stretto in turn in one run, case by case, to show what a change costs.
+"""`python -m lab checkouts`: calls of two checkouts of Stretto in turn in one run, to show what a change costs.
 
-Each checkout has its own set of ranks: processes that import Stretto from that checkout. One set of ranks works at a
-time. A round measures every case once with each checkout, in random order and without a pause between the two. The
-result of a case is the median over the rounds of the ratio of the pair, in which the machine's drift cancels.
-
-After half of the time both sets start again in the other order, and so get each other's multiprocessors: calls of
-microseconds may take 5% longer in one place than in the other. The two medians' geometric mean counts.
-
-All ranks share one GPU under MPS, so the times only serve to compare two checkouts.
+All ranks share one GPU under MPS, so the times only serve to compare two checkouts. `comparison` says how.
 """
 
-import contextlib
+import hashlib
+import json
+import math
 import random
-import signal
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lab.checkouts.cases import CheckoutCase
-from lab.checkouts.ranks import CheckoutRanks, RanksFailed
-from lab.checkouts.report import Comparison, MeasuredCase, log, write_comparison
-from lab.checkouts.settings import AFTER, BEFORE, CheckoutsSetting
+import stretto
+from lab.checkouts.cases import AFTER, BEFORE, CPU_CASES, CPU_TRAINING_CASES, CheckoutCase, find_source, list_cases
+from lab.checkouts.comparison import BOUND, Comparison, MeasuredCase, log
+from lab.harness import Bench, Measured, column
+from lab.pictures import describe_origin
+from lab.processes import raising_on_sigterm
+from stretto.bench.settings import Needs, Option, require_least
 from stretto.cluster.detection import count_gpus
-from stretto.memory.mps import mps_daemon
 
-_MAX_STARTS = 4
-_PREPARATION = 0.6  # share of the time limit after which no further case is prepared
-_START_LIMIT, _PREPARE_LIMIT, _RUN_LIMIT = 120.0, 60.0, 45.0  # seconds; a wait on the device times out after 30
-_TARGET_SECONDS = 4e-3  # of a measurement
-_MAX_REPLAYS = 64
-_CONNECTIONS = 32  # queues to the GPU, of all ranks; with the few that MPS gives, streams of a rank wait for each other
+_INCHES = 0.17  # of a row of the picture
 
 
-def bench_checkouts(setting: CheckoutsSetting, out: Path) -> dict[str, Any]:
-    """Compare the two checkouts, print tables, and write checkouts.json, .md and .png to `out`.
+@dataclass(frozen=True)
+class CheckoutsSetting:
+    """The checkouts that `python -m lab checkouts` compares, the cases, and the time that it may take.
 
-    Returns "rows" (one a case), "refused" (why a case was not measured, by its name) and "failure" (None, or why
-    measuring stopped early; the rows then hold what was measured before). All processes and the MPS daemon have ended
-    on return. Raises ValueError where there is no GPU or no MPS.
+    before, after: folders that hold the package `stretto`, or a `src` that does. rounds: of every case; those whose
+    confidence interval still contains a bound then get more, up to most_rounds each, until `seconds` have passed since
+    the command started. At a percentage of 100 / (2 ranks) or less, both sets of ranks have multiprocessors of their
+    own and prepare cases at the same time. Raises ValueError for settings that cannot work.
+    """
+
+    before: Annotated[Path, Option("A checkout of Stretto, or its src.")]
+    after: Annotated[Path, Option("Another one (default: where this command is from).")] = field(
+        default_factory=lambda: Path(stretto.__file__).parents[1]
+    )
+    ranks: Annotated[int, Option("Processes of each checkout; all share one GPU.")] = 4
+    rounds: Annotated[int, Option("Rounds over all cases.")] = 30
+    most_rounds: Annotated[
+        int | None, Option("Rounds at most, of a case that --rounds do not decide (default: ten times --rounds).")
+    ] = None
+    seconds: Annotated[float, Option("Time limit of the whole run.")] = 270.0
+    only: Annotated[tuple[str, ...], Option("Parts of the names of cases, with commas; hyphens match spaces.")] = ()
+    skip: Annotated[tuple[str, ...], Option("The same, of cases to leave out.")] = ()
+    percentage: Annotated[
+        int | None, Option("Share of the GPU's multiprocessors for a rank (default: 100 / ranks).")
+    ] = None
+    placements: Annotated[
+        int | None, Option("2: exchange the checkouts' places on the GPU after half of the time (default).")
+    ] = None
+    seed: Annotated[int, Option("Seed of the order of measurements (default: random).")] = field(
+        default_factory=lambda: random.randrange(2**31)
+    )
+    on_cpu: Annotated[bool, Option("Only two cases, with interpreted kernels, to try the command.", "--cpu")] = False
+
+    def __post_init__(self) -> None:
+        require_least(1, ranks=self.ranks)
+        require_least(2, rounds=self.rounds)
+        require_least(self.rounds, most_rounds=self.round_limit)
+        require_least(1, seconds=self.seconds)
+        if self.placements not in (None, 1, 2):
+            raise ValueError(f"--placements is {self.placements}, but two sets of ranks have 1 or 2")
+        if self.share * self.ranks > 100 or self.share < 1:
+            raise ValueError(
+                f"{self.ranks} ranks with {self.share}% of the multiprocessors each: up to {100 // self.ranks}% will "
+                "do, since ranks that wait for each other run at once"
+            )
+        self.sources  # noqa: B018 - raises where a folder holds no checkout
+        names = [case.name for case in list_cases(self.ranks)]
+        for part in (*self.only, *self.skip):
+            if not any(has_part(name, part) for name in names):
+                raise ValueError(f"no case has {part!r} in its name; one is {names[0]!r}")
+        if not self.cases():
+            raise ValueError("no case is left to measure: --skip leaves out all of them")
+
+    @property
+    def round_limit(self) -> int:
+        """The most rounds of a case."""
+        return 10 * self.rounds if self.most_rounds is None else self.most_rounds
+
+    @property
+    def orders(self) -> tuple[tuple[str, str], ...]:
+        """In which order the two sets of ranks start, for each placement."""
+        placements = self.placements or (1 if self.on_cpu else 2)
+        return ((BEFORE, AFTER), (AFTER, BEFORE))[:placements]
+
+    @property
+    def share(self) -> int:
+        """Percent of the multiprocessors that a rank gets."""
+        from stretto.memory.mps import share_for
+
+        return share_for(self.ranks) if self.percentage is None else self.percentage
+
+    @property
+    def sources(self) -> dict[str, Path]:
+        """The folder to import from, of each checkout."""
+        return {name: find_source(name, path) for name, path in ((BEFORE, self.before), (AFTER, self.after))}
+
+    def cases(self) -> list[CheckoutCase]:
+        """The cases to measure."""
+        every = list_cases(self.ranks)
+        if self.on_cpu:
+            every = CPU_TRAINING_CASES if self.ranks == 1 else CPU_CASES
+        wanted = [case for case in every if not self.only or any(has_part(case.name, part) for part in self.only)]
+        return [case for case in wanted if not any(has_part(case.name, part) for part in self.skip)]
+
+
+def has_part(name: str, part: str) -> bool:
+    """Whether a case's name contains a part, in which hyphens may stand for spaces."""
+    return part in name or part in name.replace(" ", "-")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case: microseconds a call of both checkouts, and their ratio with its interval. host: only of eager calls."""
+
+    case: str = column("case")
+    kind: str
+    mode: str
+    is_bounded: bool = column("fills the GPU and waits")
+    rounds: int = column("rounds")
+    placements: int
+    before: float = column("before (us)", "{:.1f}")
+    after: float = column("after (us)", "{:.1f}")
+    ratio: float = column("after / before", "{:.3f}")
+    low: float = column("from", "{:.3f}")
+    high: float = column("to", "{:.3f}")
+    verdict: str = column("verdict")
+    host_before: float | None = column("host before (us)", "{:.1f}")
+    host_after: float | None = column("host after (us)", "{:.1f}")
+
+
+def compare(setting: CheckoutsSetting) -> Measured:
+    """Compare the two checkouts.
+
+    Cases that were not measured are "refused", with the reason. All processes and the MPS daemon have ended on return.
+    Raises ValueError where there is no GPU or no MPS.
     """
     deadline = time.monotonic() + setting.seconds
-    with _raising_on_sigterm(), tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:
-        # An empty cache: neither checkout may select kernels by times that the other one or an earlier run measured.
-        environment = {
-            "STRETTO_CACHE": str(Path(folder) / "cache"),
-            "STRETTO_SHARE_GPUS": "1",
-            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": str(max(2, _CONNECTIONS // (2 * setting.ranks))),
-        }
-        if setting.on_cpu:
-            environment["TRITON_INTERPRET"] = "1"
-        else:
-            _require_gpu()
-        outcome = _run(setting, Path(folder), environment, deadline)
-    return write_comparison(setting, outcome, out)
-
-
-def _run(setting: CheckoutsSetting, folder: Path, environment: dict[str, str], deadline: float) -> Comparison:
-    """Measure with each placement of the two sets of ranks, each in an equal part of the time."""
-    outcome = Comparison()
-    for placement, order in enumerate(setting.orders):
-        now = time.monotonic()
-        until = now + (deadline - now) / (len(setting.orders) - placement)
-        _measure_placement(setting, folder, environment, until, outcome, placement, order)
-        if outcome.failure is not None:
-            break
-    return outcome
-
-
-def _measure_placement(
-    setting: CheckoutsSetting,
-    folder: Path,
-    environment: dict[str, str],
-    deadline: float,
-    outcome: Comparison,
-    placement: int,
-    order: Sequence[str],
-) -> None:
-    """Start both sets of ranks, prepare and measure the cases; restart without any case that killed the ranks."""
-    for attempt in range(_MAX_STARTS):
-        began = time.monotonic()
-        prepare_until = began + _PREPARATION * (deadline - began)
-        with contextlib.ExitStack() as stack:
-            # A new daemon for each start: ranks killed in the middle of a kernel may have broken the last one.
-            variables = environment | ({} if setting.on_cpu else stack.enter_context(mps_daemon(setting.share)))
-            try:
-                store = folder / f"store-{placement}-{attempt}"
-                sets = _start(setting, order, store, variables, deadline, stack, outcome)
-            except RanksFailed as error:
-                outcome.failure = str(error)
-                return
-            times = _prepare(setting, sets, outcome, prepare_until)
-            if times is None:
-                continue
-            seconds = time.monotonic() - began
-            log(f"{order[0]} first: {len(times)} cases prepared after {seconds:.0f} s, {len(outcome.refused)} not")
-            if _measure(setting, sets, times, outcome, deadline, placement):
-                return
-    outcome.failure = f"ranks were lost {_MAX_STARTS} times: {list(outcome.refused.values())[-1]}"
-
-
-def _start(
-    setting: CheckoutsSetting,
-    order: Sequence[str],
-    store: Path,
-    environment: Mapping[str, str],
-    deadline: float,
-    stack: contextlib.ExitStack,
-    outcome: Comparison,
-) -> list[CheckoutRanks]:
-    """Start both sets of ranks, "before" and "after", in that order or the other.
-
-    On a GPU the second set starts once the first has its share of the multiprocessors, so that MPS places the ranks of
-    one set side by side.
-    """
-    device = "cpu" if setting.on_cpu else "cuda"
-    sets: list[CheckoutRanks] = []
-    for name in order:
-        source = setting.sources[name]
-        path = store.with_name(f"{store.name}-{name}")
-        sets.append(stack.enter_context(CheckoutRanks(name, source, setting.ranks, path, device, environment)))
-        if not setting.on_cpu:
-            outcome.processors = _await_start(sets[-1], deadline)
-    if setting.on_cpu:
-        for each in sets:
-            _await_start(each, deadline)
-    return sets
-
-
-def _await_start(ranks: CheckoutRanks, deadline: float) -> int:
-    limit = min(_START_LIMIT, max(1.0, deadline - time.monotonic()))
-    started = ranks.wait_for_start(limit)
-    if "error" in started[0]:
-        raise RanksFailed(f"{ranks.name} does not start: {started[0]['error']}")
-    return int(started[0]["processors"])
-
-
-def _prepare(
-    setting: CheckoutsSetting, sets: Sequence[CheckoutRanks], outcome: Comparison, until: float
-) -> dict[str, int] | None:
-    """Have both sets prepare all cases. Returns the replays of a measurement by case, or None if ranks were lost."""
-    times: dict[str, int] = {}
-    has_own_processors = 2 * setting.ranks * setting.share <= 100 or setting.on_cpu
-    for case in setting.cases():
-        if case.name in outcome.refused:
-            continue
-        if time.monotonic() > until:
-            if case.name not in outcome.measured:
-                outcome.refused[case.name] = "there was no time left to prepare it"
-            continue
-        command = {"do": "prepare", "case": case.name, **case.describe()}
-        try:
-            if has_own_processors:
-                for each in sets:
-                    each.send(command)
-                answers = [each.receive(command, _PREPARE_LIMIT) for each in sets]
-            else:
-                answers = [each.ask(command, _PREPARE_LIMIT) for each in sets]
-            pairs = zip(sets, answers, strict=True)
-            errors = [f"{each.name}: {answer[0]['error']}" for each, answer in pairs if answer[0]]
-            if errors:
-                outcome.refused[case.name] = "; ".join(errors)
-                continue
-            seconds = max(_time(each, case, 1)[0] for each in sets)
-        except RanksFailed as error:
-            outcome.refused[case.name] = str(error)
-            log(f"{case.name}: {error}")
-            return None
-        calls = case.options["calls"]
-        times[case.name] = min(_MAX_REPLAYS, max(1, round(_TARGET_SECONDS / (seconds * calls))))
-    return times
-
-
-def _measure(
-    setting: CheckoutsSetting,
-    sets: Sequence[CheckoutRanks],
-    times: Mapping[str, int],
-    outcome: Comparison,
-    deadline: float,
-    placement: int,
-) -> bool:
-    """Measure in rounds over all cases, then over the undecided ones.
-
-    Returns False if ranks were lost in a case, which is then excluded; `outcome` keeps the other cases.
-    """
-    order = random.Random(setting.seed)
-    cases = [case for case in setting.cases() if case.name in times and case.name not in outcome.refused]
-    began = time.monotonic()
-    rounds = -(-setting.rounds // len(setting.orders))
-    for number in range(-(-setting.round_limit // len(setting.orders))):
-        if number >= rounds:
-            cases = [case for case in cases if not outcome.measured[case.name].is_decided()]
-        if not cases:
-            return True
-        if number in (1, rounds):
-            log(f"after {time.monotonic() - began:.0f} s of measuring: round {number + 1}, of {len(cases)} cases")
-        for case in order.sample(cases, len(cases)):
-            if time.monotonic() > deadline:
-                log(f"the time is over in round {number + 1}, of {len(cases)} cases")
-                return True
-            pair = {each.name: (0.0, 0.0) for each in sets}
-            try:
-                for each in order.sample(sets, len(sets)):
-                    pair[each.name] = _time(each, case, times[case.name])
-            except RanksFailed as error:
-                log(f"{case.name}: {error}")
-                outcome.refused[case.name] = str(error)
-                outcome.measured.pop(case.name, None)
-                return False
-            found = outcome.measured.setdefault(case.name, MeasuredCase())
-            found.placements.append(placement)
-            found.device.append((pair[BEFORE][0], pair[AFTER][0]))
-            found.host.append((pair[BEFORE][1], pair[AFTER][1]))
-    return True
-
-
-def _time(ranks: CheckoutRanks, case: CheckoutCase, times: int) -> tuple[float, float]:
-    """Run a case; returns seconds a call on the slowest rank, on the device and for the host to issue it."""
-    answers = ranks.ask({"do": "run", "case": case.name, "times": times}, _RUN_LIMIT)
-    if errors := dict.fromkeys(answer["error"] for answer in answers if "error" in answer):  # each rank's, once
-        raise RanksFailed(f"{ranks.name} at {case.name}: {'; '.join(errors)}")
-    return max(answer["seconds"] for answer in answers), max(answer["host"] for answer in answers)
-
-
-def _require_gpu() -> None:
-    if not count_gpus():
+    if not setting.on_cpu and not count_gpus():
         raise ValueError("this bench takes a GPU, which all ranks share: torch sees none here; --cpu tries the command")
+    with raising_on_sigterm(), tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:
+        outcome = Comparison(setting, Path(folder), deadline)
+        outcome.run()
+    rows = [_row(case, outcome.measured[case.name]) for case in setting.cases() if case.name in outcome.measured]
+    # Of kernels that fill the GPU and wait, a change may bound how many programs they have.
+    parts = {
+        "cases": [row for row in rows if not row.is_bounded],
+        "cases whose kernels fill the GPU and wait": [row for row in rows if row.is_bounded],
+    }
+    summary = {name: _summarize(part) for name, part in parts.items() if part}
+    for name, reason in outcome.refused.items():
+        log(f"not measured: {name}: {reason}")
+    if outcome.failure is not None:
+        log(f"broken off: {outcome.failure}")
+    about = {
+        "processors": outcome.processors,
+        "summary": summary,
+        "refused": outcome.refused,
+        "failure": outcome.failure,
+    }
+    lines = tuple(f"{name}: {describe(found)}" for name, found in summary.items())
+    return Measured(rows, about, lines, failure=outcome.failure)
 
 
-@contextlib.contextmanager
-def _raising_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM unwind like Ctrl-C, so that processes and the daemon end. Does nothing outside the main thread."""
+def _row(case: CheckoutCase, found: MeasuredCase) -> Row:
+    ratio, low, high = found.estimate()
+    before, after = (1e6 * statistics.median(each) for each in zip(*found.device, strict=True))
+    host = [1e6 * statistics.median(each) if case.mode == "eager" else None for each in zip(*found.host, strict=True)]
+    return Row(
+        case.name, case.kind, case.mode, case.is_bounded, len(found.device), len(set(found.placements)),
+        before, after, ratio, low, high, found.judge(), *host,
+    )  # fmt: skip
 
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
 
-    previous: Callable[..., Any] | int | None = None
-    try:
-        previous = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous if previous is not None else signal.SIG_DFL)
+def _summarize(rows: Sequence[Row]) -> dict[str, Any]:
+    """The number of rows, the ratios' geometric mean, and the cases of each verdict."""
+    verdicts = ("same", "slower", "faster", "unclear")
+    mean = math.exp(statistics.fmean(math.log(row.ratio) for row in rows))
+    return {"cases": len(rows), "mean_ratio": mean} | {
+        name: [row.case for row in rows if row.verdict == name] for name in verdicts
+    }
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """A summary in words."""
+    text = (
+        f"{len(summary['same'])} of {summary['cases']} medians within {BOUND:.0%}, geometric mean of the ratios "
+        f"{summary['mean_ratio']:.3f}"
+    )
+    others = [f"{name}: {', '.join(summary[name])}" for name in ("slower", "faster", "unclear") if summary[name]]
+    return "; ".join([text, *others])
+
+
+def describe_setting(setting: CheckoutsSetting) -> dict[str, Any]:
+    """Return what a result says of the settings."""
+    return {
+        "ranks": setting.ranks,
+        "percentage": setting.share,
+        "rounds": setting.rounds,
+        "placements": len(setting.orders),
+        "seed": setting.seed,
+        "bound": BOUND,
+        "checkouts": {name: _digest(source) for name, source in setting.sources.items()},
+    }
+
+
+def _digest(source: Path) -> str:
+    """Identify a checkout by a hash of its package's files: results name neither paths nor commits."""
+    found = hashlib.sha256()
+    for path in sorted((source / "stretto").rglob("*")):
+        if path.suffix in (".py", ".cu", ".cpp", ".hpp"):
+            found.update(f"{path.relative_to(source)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def plot_checkouts(result: Path, picture: Path) -> None:
+    """Draw a line a case: the median of after / before with its interval, and the bounds; the first case on top."""
+    from stretto.report.style import EXPOSED, GREY, GUIDE, STRETTO, drawing
+
+    data = json.loads(result.read_text())
+    rows = data["rows"]
+    kinds = (
+        ("median and 95% interval", STRETTO, False),
+        ("the same, of a kernel that fills the GPU and waits", EXPOSED, True),
+    )
+    with drawing(picture, 8, _INCHES * len(rows) + 0.6) as drawn:
+        panel = drawn.panels(1, 1)[0, 0]
+        bounds = (1 - data["bound"], 1 + data["bound"])
+        panel.axvspan(*bounds, color=GREY, alpha=0.25, linewidth=0, label=f"counts as equal: {data['bound']:.0%}")
+        panel.axvline(1, **GUIDE)
+        for label, look, is_bounded in kinds:
+            mine = [(place, row) for place, row in enumerate(rows) if row["is_bounded"] == is_bounded]
+            if mine:
+                panel.errorbar(
+                    [row["ratio"] for _, row in mine],
+                    [place for place, _ in mine],
+                    xerr=(
+                        [row["ratio"] - row["low"] for _, row in mine],
+                        [row["high"] - row["ratio"] for _, row in mine],
+                    ),
+                    linestyle="none",
+                    color=look.colour,
+                    marker=look.marker,
+                    elinewidth=1.2,
+                    label=label,
+                )
+        panel.set_yticks(range(len(rows)), [row["case"] for row in rows])
+        panel.set_ylim(len(rows) - 0.4, -0.6)
+        panel.tick_params(axis="y", length=0)
+        panel.set_xlabel("time after / before")
+        if any(" LL " in row["case"] for row in rows):
+            drawn.caption = "LL: the protocol for small messages, which sends a flag beside every 4 bytes."
+        drawn.title = f"Two checkouts, interleaved: {data['ranks']} ranks on one device"
+        drawn.subtitle = describe_origin(data)
+
+
+BENCH = Bench(
+    "checkouts",
+    """Collectives, tiles, embeddings and operators of two checkouts, interleaved, all ranks on one GPU under MPS.
+
+    A case that loses ranks is left out. Ends with 1 where that happened four times; what was measured until then is
+    written.
+    """,
+    CheckoutsSetting,
+    compare,
+    Row,
+    title=lambda setting: f"Two checkouts: {setting.ranks} ranks of each on one device",
+    plot=plot_checkouts,
+    needs=Needs.ONE_GPU,
+    about=describe_setting,
+)

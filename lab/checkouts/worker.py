@@ -9,7 +9,6 @@ It reads commands from stdin, one line of JSON each, and answers each with one l
 
     {"do": "prepare", "case": name, "kind": ..., "mode": ..., "options": {...}}    -> {}
     {"do": "run", "case": name, "times": n}     -> {"seconds": a call on the device, "host": a call on the host}
-    {"do": "end"}
 
 An exception is answered by {"error": its text}. All output is redirected to stderr. The process exits when stdin is
 closed, even while a command runs.
@@ -76,9 +75,6 @@ def main() -> None:
     answer({"stretto": stretto.__file__, "torch": torch.__version__, "processors": rank.processors})
     while True:
         command = commands.get()
-        if command["do"] == "end":
-            answers.flush()
-            os._exit(0)  # without tearing groups down, where ranks would wait for each other
         try:
             answer(rank.prepare(**command) if command["do"] == "prepare" else rank.run(**command))
         except Exception as error:  # noqa: BLE001 - the bench decides about whatever a checkout raises
@@ -86,7 +82,7 @@ def main() -> None:
 
 
 def _read_commands() -> "queue.Queue[dict[str, Any]]":
-    """Read commands from stdin. At its end, when the parent has exited, exit even in the middle of a case."""
+    """Read commands from stdin. At its end, exit: even in the middle of a case, and without tearing groups down."""
     found: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def read() -> None:

@@ -5,20 +5,24 @@ Both ablations are MSCCLang's (section 7). With pipelining, a chunk's second til
 (section 6.2). A composition of NCCL calls waits for each of its steps to end, which one kernel does not.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lab.collectives.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
-from lab.collectives.settings import AblationsSetting
-from lab.pictures import draw_result
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from lab.harness import Bench, Measured, column
+from lab.pictures import describe_origin
+from stretto.bench.collectives.settings import MODES, PROTOCOLS
+from stretto.bench.harness import Column, run_ranks
 from stretto.bench.interleaved import name_size, time_interleaved
+from stretto.bench.settings import LargestBytes, Modes, Needs, Option, Ranks, Step, list_sizes, require_known
 from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
@@ -29,6 +33,7 @@ from stretto.collectives.executor.plan import make_plan
 from stretto.collectives.schedule import Schedule
 from stretto.parallel import Grid
 
+ABLATIONS = ("pipelining", "composition")
 PIPELINED = ("ring-all-reduce", "hierarchical-all-reduce")
 COMPOSED = ("ring-all-reduce", "two-shot-all-reduce", "two-step-all-to-all")
 WHOLE = "whole"
@@ -38,55 +43,84 @@ _SLACK = 1 << 20  # bytes, since tiles are rounded up
 TimedCall = Callable[[], Any]
 
 
-def bench_ablations(ranks: int, out: Path, setting: AblationsSetting) -> dict[str, list[dict[str, Any]]]:
-    """Measure the ablations, print tables, write JSON, Markdown and pictures. Returns the rows by ablation."""
-    measured: list[dict[str, Any]] = run_ranks(ranks, _measure, ranks, setting, trains=False)
-    return write_ablations(measured, ranks, out, setting)
+@dataclass(frozen=True)
+class AblationsSetting:
+    """The ablations to measure, with array and tile sizes (bytes), protocol and schedule instances.
 
-
-def write_ablations(
-    measured: Sequence[Mapping[str, Any]], ranks: int, out: Path, setting: AblationsSetting
-) -> dict[str, list[dict[str, Any]]]:
-    """Write tables and pictures of the measurements. Returns the rows by ablation.
-
-    measured: dictionaries of "ablation", "algorithm", "mode", "bytes" and "microseconds" (by the name of a run).
+    Raises ValueError for unknown names.
     """
-    makers = {
-        "pipelining": (pipelining_row, _pipelining_columns(setting.tiles)),
-        "composition": (composition_row, _COMPOSITION_COLUMNS),
-    }
-    made = {}
-    for ablation in setting.ablations:
-        make, columns = makers[ablation]
-        rows = [make(one) for one in measured if one["ablation"] == ablation]
-        print_table(f"{ablation.capitalize()}, {ranks} ranks, whole arrays", columns, rows)
-        about = {"ranks": ranks, "protocol": setting.protocol, "instances": setting.instances}
-        path = write_result(out, ablation, columns, rows, **about)
-        draw_result(path)
-        made[ablation] = rows
-    return made
+
+    ablations: Annotated[tuple[str, ...], Option("pipelining, composition, with commas.", "--only")] = ABLATIONS
+    protocol: Annotated[str, Option("Simple, LL or LL128.")] = "LL128"
+    instances: Annotated[int, Option("Instances of the interpreted schedules; each has its own thread blocks.")] = 16
+    tiles: Annotated[tuple[int, ...], Option("Bytes of tiles, with commas.")] = (16 << 10, 64 << 10, 256 << 10)
+    smallest: Annotated[int, Option("Bytes of the whole array; sizes are multiples of it.")] = 1 << 20
+    largest: LargestBytes = 256 << 20
+    step: Step = 4
+    modes: Modes = MODES
+    ranks: Ranks = None
+
+    def __post_init__(self) -> None:
+        require_known("mode", self.modes, MODES)
+        require_known("ablation", self.ablations, ABLATIONS)
+        require_known("protocol", (self.protocol,), PROTOCOLS)
+        list_sizes(self.smallest, self.largest, self.step)
+        if not self.tiles or min(self.tiles) < 480:
+            raise ValueError("ablations take one size of tiles or more, and tiles of at least 480 bytes")
+        if self.instances < 1:
+            raise ValueError(f"a schedule has at least 1 instance, not {self.instances}")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of whole arrays."""
+        return list_sizes(self.smallest, self.largest, self.step)
 
 
-_FIRST_COLUMNS = (Column("algorithm", "algorithm"), Column("mode", "mode"), Column("size", "size"))
-_COMPOSITION_COLUMNS = (
-    *_FIRST_COLUMNS,
-    Column("composed", "composed of NCCL calls (us)", "{:.1f}"),
-    Column("kernel", "one kernel, fused (us)", "{:.1f}"),
-    Column("interpreted", "one kernel, interpreted (us)", "{:.1f}"),
-    Column("ratio", "composed / best kernel", "{:.2f}"),
-    Column("library", "NCCL's own (us)", "{:.1f}"),
-)
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of an algorithm composed of NCCL calls, in one kernel, and of NCCL's own collective."""
+
+    algorithm: str = column("algorithm")
+    mode: str = column("mode")
+    size: str = column("size")
+    composed: float | None = column("composed of NCCL calls (us)", "{:.1f}")
+    kernel: float | None = column("one kernel, fused (us)", "{:.1f}")
+    interpreted: float | None = column("one kernel, interpreted (us)", "{:.1f}")
+    ratio: float | None = column("composed / best kernel", "{:.2f}")
+    library: float | None = column("NCCL's own (us)", "{:.1f}")
 
 
-def _pipelining_columns(tiles: Sequence[int]) -> tuple[Column, ...]:
-    """The columns of the first table: one for each tile size, in the given order."""
+def pipelining_columns(tiles: Sequence[int]) -> tuple[Column, ...]:
+    """The columns of the other ablation: one for each tile size, in the given order."""
     return (
-        *_FIRST_COLUMNS,
+        *(Column(name, name) for name in ("algorithm", "mode", "size")),
         Column(WHOLE, "one tile (us)", "{:.1f}"),
         *(Column(tile_name(tile), f"tiles of {name_size(tile)} (us)", "{:.1f}") for tile in tiles),
         Column("best", "best tile"),
         Column("ratio", "one tile / best", "{:.2f}"),
     )
+
+
+def run_ablations(setting: AblationsSetting) -> Iterator[Measured]:
+    """Measure the ablations, on a GPU a rank."""
+    assert setting.ranks is not None  # the harness has counted the GPUs
+    return tabulate(run_ranks(setting.ranks, _measure, setting, trains=False), setting)
+
+
+def tabulate(measured: Sequence[Mapping[str, Any]], setting: AblationsSetting) -> Iterator[Measured]:
+    """The result of each ablation.
+
+    measured: dictionaries of "ablation", "algorithm", "mode", "bytes" and "microseconds" (by the name of a run).
+    """
+    makers: dict[str, tuple[Callable[..., dict[str, Any]], Any]] = {
+        "pipelining": (pipelining_row, pipelining_columns(setting.tiles)),
+        "composition": (composition_row, Row),
+    }
+    for ablation in setting.ablations:
+        make, columns = makers[ablation]
+        rows = [make(one) for one in measured if one["ablation"] == ablation]
+        title = f"{ablation.capitalize()}, {setting.ranks} ranks, whole arrays"
+        yield Measured(rows, name=ablation, title=title, row=columns)
 
 
 def tile_name(tile_bytes: int) -> str:
@@ -153,7 +187,8 @@ def fifo_bytes(schedule: Schedule, num_bytes: int, protocol: str) -> int:
     return plan.buffer_bytes * 16 // DATA_BYTES[protocol] * 17 // 16 + _SLACK
 
 
-def _measure(ranks: int, setting: AblationsSetting) -> list[dict[str, Any]]:
+def _measure(setting: AblationsSetting) -> list[dict[str, Any]]:
+    ranks = dist.get_world_size()
     device = Grid(data=ranks).device
     largest = max(setting.sizes)
     pipelined = {name: compile_for(name, ranks, setting.instances) for name in PIPELINED}
@@ -262,3 +297,91 @@ def _can_be_captured(run: TimedCall) -> bool:
     everywhere = torch.tensor(int(is_captured), device="cuda")
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
     return bool(everywhere)
+
+
+def plot_pipelining(result: Path, picture: Path) -> None:
+    """A panel an algorithm and mode: microseconds over size, one tile compared with every tile size."""
+    from stretto.report.style import PEER, SERIES
+
+    data = json.loads(result.read_text())
+    tiles = sorted({name for row in data["rows"] for name in row if name.startswith("tile ")}, key=_tile_bytes)
+    series = [("whole", "a chunk in one tile", PEER)]
+    labels = [f"tiles of {name_size(_tile_bytes(name))}" for name in tiles]
+    series += zip(tiles, labels, [SERIES[number % len(SERIES)] for number in range(len(tiles))], strict=True)
+    _plot_ablation(
+        data,
+        picture,
+        series,
+        "Pipelining over tiles",
+        "With tiles, a thread block passes a part of a chunk on before it has received the rest.",
+    )
+
+
+def plot_composition(result: Path, picture: Path) -> None:
+    """A panel an algorithm and mode: microseconds over size, one kernel compared with library calls."""
+    from stretto.report.style import OTHER_PEER, PEER, STRETTO, THIRD_PEER
+
+    series = [
+        ("composed", "the algorithm, composed of NCCL calls", PEER),
+        ("library", "NCCL's own collective", OTHER_PEER),
+        ("interpreted", "the algorithm in one kernel, interpreted", THIRD_PEER),
+        ("kernel", "the algorithm in one kernel, fused", STRETTO),
+    ]
+    _plot_ablation(
+        json.loads(result.read_text()),
+        picture,
+        series,
+        "One kernel beside the same algorithm composed of calls",
+        "Interpreted: the kernel reads the schedule's steps from memory. Fused: it is generated for the schedule.",
+    )
+
+
+def _plot_ablation(
+    data: Mapping[str, Any], picture: Path, series: Sequence[tuple[str, str, Any]], title: str, caption: str
+) -> None:
+    from lab.collectives.peers_plot import _MODES
+    from stretto.report.style import drawing, plain_log
+
+    algorithms = list(dict.fromkeys(row["algorithm"] for row in data["rows"]))
+    modes = list(dict.fromkeys(row["mode"] for row in data["rows"]))
+    with drawing(picture, max(6.0, 3.1 * len(algorithms)), 2.3 * max(1, len(modes))) as drawn:
+        panels = drawn.panels(len(modes), len(algorithms), sharey="col")
+        for across, mode in zip(panels, modes, strict=False):
+            for panel, algorithm in zip(across, algorithms, strict=False):
+                rows = [row for row in data["rows"] if (row["algorithm"], row["mode"]) == (algorithm, mode)]
+                rows.sort(key=lambda row: row["bytes"])
+                for key, label, look in series:
+                    points = [(row["bytes"], row[key]) for row in rows if row.get(key) is not None]
+                    if points:
+                        panel.plot([x for x, _ in points], [y for _, y in points], label=label, **look.line)
+                drawn.log_ticks(panel.xaxis, [row["bytes"] for row in rows], name_size)
+        for panel in panels.flat:
+            if panel.has_data():
+                plain_log(panel.yaxis)
+        for panel in panels[-1]:
+            panel.set_xlabel("size of the whole array")
+        for panel, mode in zip(panels[:, 0], modes, strict=False):
+            panel.set_ylabel(f"{_MODES.get(mode, mode)},\nmicroseconds")
+        for panel, algorithm in zip(panels[0], algorithms, strict=False):
+            panel.set_title(algorithm)
+        drawn.title = f"{title}: {data['ranks']} ranks, protocol {data['protocol']}"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = caption
+
+
+def _tile_bytes(name: str) -> int:
+    return int(name.removeprefix("tile "))
+
+
+BENCH = Bench(
+    "ablations",
+    """MSCCLang's ablations: pipelining over tiles on and off; one kernel compared with the same algorithm in NCCL
+    calls.""",
+    AblationsSetting,
+    run_ablations,
+    Row,
+    title="Ablations",
+    plot={"pipelining": plot_pipelining, "composition": plot_composition},
+    needs=Needs.TWO_GPUS,
+    about=lambda setting: {"ranks": setting.ranks, "protocol": setting.protocol, "instances": setting.instances},
+)

@@ -13,59 +13,82 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lab.collectives.settings import BackendSetting
+from lab.harness import Bench, Measured, column
 from lab.shared_gpus import shared_where_few
-from lab.tables import write_tables
 from stretto.bench.collectives.peers import CollectiveBuffers
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.collectives.settings import COLLECTIVES
+from stretto.bench.harness import run_ranks
 from stretto.bench.interleaved import TimingEffort, name_size, time_interleaved
+from stretto.bench.settings import LargestBytes, Needs, Option, Ranks, Step, list_sizes, require_known, require_least
 from stretto.cluster.detection import count_gpus
 
 _PRODUCT = 4096  # rows, columns and inner size of the products that overlap a collective
 _MAX_PRODUCTS = 64
 _ONE_CALL = 1 << 30  # bytes for `time_interleaved`, which then times one call at a time
-ALONE_COLUMNS = (
-    Column("collective", "collective"),
-    Column("size", "size"),
-    Column("nccl", "NCCL (us)", "{:.1f}"),
-    Column("stretto", "Stretto's backend (us)", "{:.1f}"),
-    Column("ratio", "NCCL / Stretto", "{:.2f}"),
-    Column("ran_as", "ran as"),
-)
-BESIDE_COLUMNS = (
-    Column("collective", "collective"),
-    Column("size", "size"),
-    Column("work", "products alone (us)", "{:.1f}"),
-    Column("nccl", "with NCCL's beside them (us)", "{:.1f}"),
-    Column("stretto", "with Stretto's (us)", "{:.1f}"),
-    Column("ratio", "NCCL / Stretto", "{:.2f}"),
-    Column("nccl_exposed", "exposed, NCCL (us)", "{:.1f}"),
-    Column("stretto_exposed", "exposed, Stretto (us)", "{:.1f}"),
-    Column("ran_as", "ran as"),
-)
-DDP_COLUMNS = (
-    Column("bucket_mb", "bucket (MiB)", "{:g}"),
-    Column("work", "step without all-reduces (ms)", "{:.2f}"),
-    Column("nccl", "step, NCCL (ms)", "{:.2f}"),
-    Column("stretto", "step, Stretto's backend (ms)", "{:.2f}"),
-    Column("ratio", "NCCL / Stretto", "{:.3f}"),
-    Column("nccl_exposed", "exposed, NCCL (ms)", "{:.2f}"),
-    Column("stretto_exposed", "exposed, Stretto (ms)", "{:.2f}"),
-    Column("ran_as", "ran as"),
-)
-_TITLES = {
-    "alone": ("Collectives alone", ALONE_COLUMNS),
-    "beside": ("Collectives with async_op=True beside matrix products", BESIDE_COLUMNS),
-    "ddp": ("Steps of DistributedDataParallel", DDP_COLUMNS),
-}
+BACKEND_PARTS = ("alone", "beside", "ddp")
+
+
+@dataclass(frozen=True)
+class BackendSetting:
+    """Settings of `python -m lab backend`: calls of torch.distributed alone, overlapped with products, and by DDP.
+
+    Sizes are bytes of the whole array. work: duration of the products that overlap a collective, in multiples of the
+    collective's own by NCCL. Raises ValueError for unknown names and impossible sizes.
+    """
+
+    parts: Annotated[tuple[str, ...], Option("alone, beside, ddp, with commas.")] = BACKEND_PARTS
+    collectives: Annotated[tuple[str, ...], Option("Collectives, with commas.", "--only")] = COLLECTIVES
+    smallest: Annotated[int, Option("Bytes of the whole array.")] = 16 << 10
+    largest: LargestBytes = 256 << 20
+    step: Step = 4
+    work: Annotated[
+        float, Option("Time of the products that overlap a collective, in multiples of the collective's by NCCL.")
+    ] = 1.5
+    width: Annotated[int, Option("Width of DDP's linear layers.")] = 4096
+    layers: Annotated[int, Option("Number of DDP's linear layers.")] = 8
+    rows: Annotated[int, Option("Rows of DDP's batch on each rank.")] = 8192
+    bucket_mb: Annotated[tuple[float, ...], Option("Sizes of DDP's buckets in MiB, with commas.")] = (25.0, 100.0)
+    ranks: Ranks = None
+
+    def __post_init__(self) -> None:
+        require_known("part", self.parts, BACKEND_PARTS)
+        require_known("collective", self.collectives, COLLECTIVES)
+        list_sizes(self.smallest, self.largest, self.step)
+        require_least(1, width=self.width, layers=self.layers, rows=self.rows)
+        for name, number in (("--work", self.work), ("--bucket-mb", min(self.bucket_mb))):
+            if not 0 < number < math.inf:
+                raise ValueError(f"{name} is {number:g}, but must be a finite number above 0")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of whole arrays."""
+        return list_sizes(self.smallest, self.largest, self.step)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Times of a call or step, by backend; work: what overlaps it, alone. In microseconds, and ms of DDP's steps."""
+
+    part: str = column("part")
+    collective: str | None = column("collective", default=None)
+    bytes: int | None = None
+    size: str | None = column("size", default=None)
+    bucket_mb: float | None = column("bucket (MiB)", "{:g}", default=None)
+    products: int | None = None
+    work: float | None = column("work alone (us; ddp: ms)", "{:.2f}", default=None)
+    nccl: float | None = column("NCCL", "{:.2f}", default=None)
+    stretto: float | None = column("Stretto's backend", "{:.2f}", default=None)
+    ratio: float | None = column("NCCL / Stretto", "{:.3f}", default=None)
+    nccl_exposed: float | None = column("exposed, NCCL", "{:.2f}", default=None)
+    stretto_exposed: float | None = column("exposed, Stretto", "{:.2f}", default=None)
+    ran_as: str = column("ran as", default="")
 
 
 @dataclass(frozen=True)
@@ -87,52 +110,44 @@ class _Groups:
         return cls(groups | {"stretto": dist.group.WORLD}, device)
 
 
-def bench_backend(ranks: int, out: Path, setting: BackendSetting) -> list[dict[str, Any]]:
-    """Measure with `ranks` ranks, print the tables, write backend.json and .md. Returns the rows of all tables.
+def compare_backends(setting: BackendSetting) -> Measured:
+    """Measure on the ranks, which share GPUs where there are fewer; then of the backend `stretto` alone."""
+    assert setting.ranks is not None  # the harness has counted the GPUs
+    with shared_where_few(setting.ranks):
+        rows = run_ranks(setting.ranks, _measure_all, setting)
+    return Measured(rows, {"gpus": min(setting.ranks, count_gpus())})
 
-    Raises ValueError on a machine without a GPU.
-    """
-    if not count_gpus():
-        raise ValueError("this bench takes GPUs, and torch sees none here")
-    with shared_where_few(ranks):
-        tables: dict[str, list[dict[str, Any]]] = run_ranks(ranks, _measure_all, setting)
-    for part, rows in tables.items():
-        print_table(f"{_TITLES[part][0]}, {ranks} ranks", _TITLES[part][1], rows)
-    rows = [{"part": part, **row} for part, of_part in tables.items() for row in of_part]
-    path = write_result(out, "backend", (), rows, ranks=ranks, gpus=min(ranks, count_gpus()))
-    write_tables(path, [(*_TITLES[part], of_part) for part, of_part in tables.items()])
+
+def _measure_all(setting: BackendSetting) -> list[Row]:
+    groups = _Groups.make()
+    rows: list[Row] = []
+    for part in setting.parts:
+        if part == "ddp":
+            rows += [_measure_ddp(groups, setting, megabytes) for megabytes in setting.bucket_mb]
+            continue
+        measure = _measure_alone if part == "alone" else _measure_overlapped
+        rows += [
+            measure(groups, setting, collective, size) for collective in setting.collectives for size in setting.sizes
+        ]
     return rows
 
 
-def _measure_all(setting: BackendSetting) -> dict[str, list[dict[str, Any]]]:
-    groups = _Groups.make()
-    tables: dict[str, list[dict[str, Any]]] = {}
-    for part in setting.parts:
-        if part == "ddp":
-            tables[part] = [_measure_ddp(groups, setting, megabytes) for megabytes in setting.bucket_mb]
-            continue
-        measure = _measure_alone if part == "alone" else _measure_overlapped
-        tables[part] = [
-            measure(groups, setting, collective, size) for collective in setting.collectives for size in setting.sizes
-        ]
-    return tables
-
-
-def _measure_alone(groups: _Groups, setting: BackendSetting, collective: str, size: int) -> dict[str, Any]:
+def _measure_alone(groups: _Groups, setting: BackendSetting, collective: str, size: int) -> Row:
     buffers = CollectiveBuffers.make(collective, size, torch.bfloat16, groups.device)
     runs = {name: partial(_call, collective, buffers, group) for name, group in groups.by_name.items()}
     ran_as = _found_as(runs["stretto"])
     found = time_interleaved(runs, size, is_graph=False)
-    return {
-        "collective": collective,
-        "bytes": size,
-        "size": name_size(size),
+    return Row(
+        part="alone",
+        collective=collective,
+        bytes=size,
+        size=name_size(size),
         **_compare({name: timed.seconds * 1e6 for name, timed in found.items()}),
-        "ran_as": ran_as,
-    }
+        ran_as=ran_as,
+    )
 
 
-def _measure_overlapped(groups: _Groups, setting: BackendSetting, collective: str, size: int) -> dict[str, Any]:
+def _measure_overlapped(groups: _Groups, setting: BackendSetting, collective: str, size: int) -> Row:
     buffers = CollectiveBuffers.make(collective, size, torch.bfloat16, groups.device)
     a, b, c = (torch.randn(_PRODUCT, _PRODUCT, device=groups.device).bfloat16() for _ in range(3))
     first = next(iter(groups.by_name.values()))  # NCCL's where there is one
@@ -157,17 +172,18 @@ def _measure_overlapped(groups: _Groups, setting: BackendSetting, collective: st
     runs |= {name: partial(run_overlapped, group) for name, group in groups.by_name.items()}
     ran_as = _found_as(runs["stretto"])
     found = time_interleaved(runs, _ONE_CALL, is_graph=False, rests=False)
-    return {
-        "collective": collective,
-        "bytes": size,
-        "size": name_size(size),
-        "products": products,
+    return Row(
+        part="beside",
+        collective=collective,
+        bytes=size,
+        size=name_size(size),
+        products=products,
         **_compare({name: timed.seconds * 1e6 for name, timed in found.items()}),
-        "ran_as": ran_as,
-    }
+        ran_as=ran_as,
+    )
 
 
-def _measure_ddp(groups: _Groups, setting: BackendSetting, bucket_mb: float) -> dict[str, Any]:
+def _measure_ddp(groups: _Groups, setting: BackendSetting, bucket_mb: float) -> Row:
     x = torch.randn(setting.rows, setting.width, device=groups.device)
 
     def make(group: dist.ProcessGroup) -> DistributedDataParallel:
@@ -195,11 +211,12 @@ def _measure_ddp(groups: _Groups, setting: BackendSetting, bucket_mb: float) -> 
     runs |= {name: partial(step, model) for name, model in models.items()}
     ran_as = _found_as(runs["stretto"])
     found = time_interleaved(runs, _ONE_CALL, is_graph=False, rests=False)
-    return {
-        "bucket_mb": bucket_mb,
+    return Row(
+        part="ddp",
+        bucket_mb=bucket_mb,
         **_compare({name: timed.seconds * 1e3 for name, timed in found.items()}),
-        "ran_as": ran_as,
-    }
+        ran_as=ran_as,
+    )
 
 
 def _call(collective: str, buffers: CollectiveBuffers, group: dist.ProcessGroup, *, is_async: bool = False) -> Any:
@@ -227,12 +244,24 @@ def _found_as(run: Callable[[], Any]) -> str:
 
 
 def _compare(found: Mapping[str, float]) -> dict[str, float | None]:
-    """The columns that every table has, of the times of "nccl" (where there is one), "stretto" and "work"."""
+    """What every row has, of the times of "nccl" (where there is one), "stretto" and "work"."""
     nccl, work = found.get("nccl"), found.get("work")
-    row: dict[str, float | None] = {"nccl": nccl, "stretto": found["stretto"]}
+    row: dict[str, float | None] = {"nccl": nccl, "stretto": found["stretto"], "work": work}
     row["ratio"] = None if nccl is None else nccl / found["stretto"]
-    if work is not None:
-        row["work"] = work
-        row["stretto_exposed"] = max(0.0, found["stretto"] - work)
-        row["nccl_exposed"] = None if nccl is None else max(0.0, nccl - work)
+    for name, seconds in found.items():
+        if work is not None and name != "work":
+            row[f"{name}_exposed"] = max(0.0, seconds - work)
     return row
+
+
+BENCH = Bench(
+    "backend",
+    "torch.distributed calls with the backend `stretto` and with NCCL: alone, during matrix products, in DDP steps.",
+    BackendSetting,
+    compare_backends,
+    Row,
+    title=lambda setting: f"The backend `stretto` compared with NCCL, {setting.ranks} ranks",
+    needs=Needs.TWO_GPUS,
+    shares_gpus=True,
+    about=lambda setting: {"ranks": setting.ranks},
+)

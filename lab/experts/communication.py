@@ -8,24 +8,26 @@ begins after the time that a ring algorithm's bytes take. x has a fast link, as 
 one. Nothing is overlapped (overlap=False). The planner predicts the bytes before anything is timed.
 """
 
+import json
 import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 
-from lab.experts.settings import ExpertsSetting
-from lab.pictures import draw_result
+from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.training.steps import cluster_of_a_byte_a_second, whole_gpt
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.harness import print_table, run_ranks
+from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp, require_least
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, local_batch, measure
-from stretto.models import GPTConfig
+from stretto.models.gpt_config import GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, parallelize
 from stretto.parallel.comm.collectives import running_collective
 from stretto.parallel.comm.counting import CollectiveCall
@@ -56,36 +58,102 @@ BARS = (
     ComparedRun("DTD", {"recompute": "full"}, {ALL_TO_ALL: 0.48, STEP: 0.1321}),
     ComparedRun("DTD and CAC", {"recompute": "communication"}, {ALL_TO_ALL: 0.6412, OVER_X: 0.33, STEP: 0.207}),
 )
-COLUMNS = (
-    Column("name", "run"),
-    Column("part", "of it"),
-    Column("calls", "calls a MoE block"),
-    Column("megabytes", "sent by a rank (MB)", "{:.3f}"),
-    Column("predicted_megabytes", "predicted (MB)", "{:.3f}"),
-    Column("milliseconds", "time (ms)", "{:,.0f}"),
-    Column("predicted_milliseconds", "predicted (ms)", "{:,.0f}"),
-    Column("saved", "less than baseline", "{:.1%}"),
-    Column("predicted_saved", "predicted", "{:.1%}"),
-    Column("published_saved", "figure 7.5", "{:.1%}"),
-    Column("loss", "first loss", "{:.5f}"),
-    Column("gradient_norm", "gradient norm", "{:.5f}"),
-)
-_PREDICTED = ("name", "part", "predicted_megabytes", "predicted_milliseconds", "predicted_saved", "published_saved")
 
 
-def bench_experts(setting: ExpertsSetting, out: Path) -> list[dict[str, Any]]:
-    """Predict, measure, print both tables, and write experts.json, .md and .png to `out`. Returns the rows."""
+@dataclass(frozen=True)
+class ExpertsSetting:
+    """The training of `python -m lab experts`, and its links. Raises ValueError for settings that cannot work.
+
+    As in Singh's figure 7.5, every second block has experts, as many as data has ranks (equation 7.1), and a token
+    passes one. Links are in MB/s: of x, whose ranks are in one node there, and of all others.
+    """
+
+    data: Annotated[int, Option("Ranks along data, and experts: each of these ranks has one.")] = 2
+    x: Annotated[int, Option("Ranks along x, which have the same tokens.")] = 4
+    link: Annotated[float, Option("Bandwidth between nodes in MB/s, for all axes but x.")] = 0.125
+    node_link: Annotated[float, Option("Bandwidth within a node in MB/s, for x.")] = 0.75
+    layers: Annotated[int, Option("Transformer blocks; every second one has experts.")] = 2
+    hidden: Annotated[int, Option("Width of a token's vector; heads are of 16.")] = 64
+    batch: Annotated[int, Option("Sequences of a step.")] = 8
+    seq_len: SeqLen = 128
+    warm_up: WarmUp = 0
+    repeats: Repeats = 2
+    rounds: Rounds = 1
+
+    def __post_init__(self) -> None:
+        numbers = {"hidden": self.hidden, "batch": self.batch, "seq_len": self.seq_len}
+        require_least(1, repeats=self.repeats, rounds=self.rounds, **numbers)
+        require_least(2, data=self.data, x=self.x, layers=self.layers)
+        require_least(0, warm_up=self.warm_up)
+        for name, rate in (("link", self.link), ("node_link", self.node_link)):
+            if rate <= 0:
+                raise ValueError(f"{name} is {rate} MB/s, but must be more than 0; 1 would do")
+        if self.layers % 2:
+            raise ValueError(
+                f"layers is {self.layers}, but blocks alternate, so that it must be even; {self.layers + 1} would do"
+            )
+        if self.hidden % 16 or self.hidden // 16 % self.x:
+            raise ValueError(
+                f"hidden is {self.hidden}, but must be 16 times a number of heads that x = {self.x} divides; "
+                f"{16 * self.x} would do"
+            )
+        if self.batch % self.data:
+            raise ValueError(
+                f"batch is {self.batch}, which data = {self.data} does not divide; "
+                f"{-(-self.batch // self.data) * self.data} would do"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """How many processes are started."""
+        return self.data * self.x
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """The sizes of the grid's axes."""
+        return {"data": self.data, "x": self.x, "expert": self.data}
+
+    @property
+    def model(self) -> GPTConfig:
+        """The GPT that is trained."""
+        return GPTConfig(
+            self.layers,
+            self.hidden,
+            self.hidden // 16,
+            vocab=256,
+            max_seq_len=self.seq_len,
+            num_experts=self.data,
+            experts_per_token=1,
+            moe_layers="every:2",
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A part of a run's step: measured, predicted and published."""
+
+    name: str = column("run")
+    part: str = column("of it")
+    calls: int | None = column("calls a MoE block")
+    megabytes: float | None = column("sent by a rank (MB)", "{:.3f}")
+    predicted_megabytes: float | None = column("predicted (MB)", "{:.3f}")
+    milliseconds: float | None = column("time (ms)", "{:,.0f}")
+    predicted_milliseconds: float | None = column("predicted (ms)", "{:,.0f}")
+    saved: float | None = column("less than baseline", "{:.1%}")
+    predicted_saved: float | None = column("predicted", "{:.1%}")
+    published_saved: float | None = column("figure 7.5", "{:.1%}")
+    loss: float | None = column("first loss", "{:.5f}")
+    gradient_norm: float | None = column("gradient norm", "{:.5f}")
+
+
+def compare_runs(setting: ExpertsSetting) -> Measured:
+    """Predict, print that, and measure."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the links are between processes of the CPU
     predictions = {bar.name: predict_bytes(setting, bar) for bar in BARS}
-    columns = [column for column in COLUMNS if column.key in _PREDICTED]
-    print_table(
-        "Before measuring: bytes by the planner, over the links' rates", columns, tabulate(setting, predictions)
-    )
+    before = Table("Before measuring: bytes by the planner, over the links' rates", tabulate(setting, predictions), Row)
+    print_table(before.title, before.columns(), before.rows)
     runs, calls = run_ranks(setting.ranks, measure_bars, setting)
-    rows = tabulate(setting, predictions, runs, calls)
-    print_table(f"Figure 7.5 on {setting.ranks} CPU ranks, links made by waiting", COLUMNS, rows)
-    draw_result(write_result(out, "experts", COLUMNS, rows, setting=asdict(setting), runs=runs))
-    return rows
+    return Measured(tabulate(setting, predictions, runs, calls), {"runs": runs})
 
 
 def predict_bytes(setting: ExpertsSetting, bar: ComparedRun) -> dict[str, float]:
@@ -264,3 +332,62 @@ def _measured_parts(run: Mapping[str, Any]) -> dict[str, tuple[float | None, flo
     over_x = [[value or 0.0 for value in parts[part]] for part in (ALL_REDUCE, IN_ITS_PLACE)]
     sent, spent = map(sum, zip(*over_x, strict=True))
     return parts | {OVER_X: (sent, spent), STEP: (None, run["step_milliseconds"])}
+
+
+def plot_experts(result: Path, picture: Path) -> None:
+    """Draw a step of each run as a bar of its parts, and next to it the savings relative to the baseline."""
+    from stretto.report.style import EXPOSED, LIGHT, OTHER_PEER, PEER, SERIES, STRETTO, THIRD_PEER, drawing, name_bars
+
+    data = json.loads(result.read_text())
+    rows = {(row["name"], row["part"]): row for row in data["rows"]}
+    names = list(dict.fromkeys(row["name"] for row in data["rows"]))[::-1]
+    parts = ("all-to-all", "all-reduce", "reduce-scatter, all-gather", "gradients, and all else")
+    compared = [row for row in data["rows"] if row["published_saved"] is not None][::-1]
+    with drawing(picture, 11, max(0.75 * len(names), 0.45 * len(compared)) + 0.6) as drawn:
+        steps, saved = drawn.panels(1, 2, width_ratios=(3, 2))[0]
+        lengths = [0.0] * len(names)
+        looks = (EXPOSED, STRETTO, OTHER_PEER, SERIES[3])
+        for part, look in zip(parts, looks, strict=True):
+            times = [rows[name, part]["milliseconds"] / 1e3 for name in names]
+            steps.barh(range(len(names)), times, 0.6, left=lengths, label=part, **look.bar)
+            lengths = [length + more for length, more in zip(lengths, times, strict=True)]
+        whole = [rows[name, "step"]["milliseconds"] / 1e3 for name in names]
+        rest = [all_of_it - length for all_of_it, length in zip(whole, lengths, strict=True)]
+        label = "computation, and waits for other ranks"
+        bars = steps.barh(range(len(names)), rest, 0.6, left=lengths, label=label, **PEER.bar)
+        drawn.label_bars(steps, bars, [f"{seconds:,.2f}" for seconds in whole])
+        name_bars(steps, range(len(names)), names)
+        steps.set_xlabel("seconds a step")
+        places = range(len(compared))
+        kinds = (
+            ("published_saved", "published, figure 7.5", THIRD_PEER.bar),
+            ("predicted_saved", "predicted here", {"facecolor": LIGHT}),
+            ("saved", "measured here", SERIES[2].bar),
+        )
+        for turn, (key, label, bar) in enumerate(kinds):
+            values = [100 * row[key] for row in compared]
+            bars = saved.barh([place + 0.27 * (turn - 1) for place in places], values, 0.25, label=label, **bar)
+            drawn.label_bars(saved, bars, [f"{value:.0f}" for value in values])
+        name_bars(saved, places, [f"{row['part']}, {row['name']}" for row in compared])
+        saved.set_xlabel("less time than the baseline (%)")
+        setting = data["setting"]
+        drawn.title = (
+            f"A step of a mixture of experts on data={setting['data']} x={setting['x']} expert={setting['data']}"
+        )
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = (
+            f"Links are made by waiting: {setting['node_link']:g} MB/s over x, {setting['link']:g} MB/s over all other "
+            "axes. DTD: duplicate token dropping. CAC: communication-aware checkpointing. Figure 7.5 of Singh's "
+            "dissertation: 6.7 billion parameters, 32 experts, 128 GPUs, x = 4."
+        )
+
+
+BENCH = Bench(
+    "experts",
+    "Savings by duplicate token dropping and communication-aware checkpointing, over slow links between processes.",
+    ExpertsSetting,
+    compare_runs,
+    Row,
+    title=lambda setting: f"Figure 7.5 on {setting.ranks} CPU ranks, links made by waiting",
+    plot=plot_experts,
+)

@@ -11,17 +11,18 @@ same GPT with experts in plain PyTorch: tokens sorted by expert, two grouped pro
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from lab.experts.settings import MoeLayersSetting
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from lab.harness import Bench, Measured, column
+from stretto.bench.harness import run_ranks
+from stretto.bench.settings import Needs, Option, Repeats, Rounds, SeqLen, Vocab, WarmUp, require_known, require_least
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, measure
 from stretto.cluster import Cluster
 from stretto.models import GPT, GPTConfig
@@ -29,37 +30,73 @@ from stretto.models.moe import Experts
 from stretto.parallel import Grid, gradient_norm, parallelize
 from stretto.planner import predict
 
-COLUMNS = (
-    Column("name", "run"),
-    Column("tokens_per_second_per_gpu", "tokens/s", "{:,.0f}"),
-    Column("step_milliseconds", "step (ms)", "{:.1f}"),
-    Column("speed", "speed to the peer", "{:.3f}"),
-    Column("peak_memory_gib", "peak memory (GiB)", "{:.2f}"),
-    Column("predicted_memory_gib", "predicted by the planner (GiB)", "{:.2f}"),
-    Column("memory_ratio", "predicted to measured", "{:.3f}"),
-    Column("host_waits", "waits of the host in a step"),
-    Column("loss", "first loss", "{:.5f}"),
-    Column("gradient_norm", "gradient norm", "{:.4f}"),
-    Column("error", "error"),
-)
+PEERS = ("auto", "transformers", "torch")
+TINY: dict[str, int] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "experts": 8, "k": 2, "width": 32}
 
 
-def bench_moe_layers(setting: MoeLayersSetting, out: Path) -> dict[str, Any]:
-    """Measure all runs, print the table, and write moe-layers.json and .md to `out`; returns {"rows": ...}.
+@dataclass(frozen=True)
+class MoeLayersSetting:
+    """The layers that `python -m lab moe-layers` trains. Raises ValueError for settings that cannot work.
 
-    Raises ValueError where there is no GPU, or where peer is transformers, which is not installed.
+    The model is Qwen3-30B-A3B, of as many layers. peer: transformers' own model, or one in plain PyTorch that computes
+    experts in the same way; auto takes transformers', where it is installed.
     """
+
+    layers: Annotated[int, Option("How many layers of Qwen3-30B-A3B, which has 48.")] = 8
+    seq_len: SeqLen = 4096
+    batch: Annotated[int, Option("Sequences of a step.")] = 1
+    vocab: Vocab = 151_936
+    peer: Annotated[str, Option("transformers, torch, or auto.")] = "auto"
+    compiled: Annotated[bool, Option("Also with compiled layers.")] = True
+    has_masters: Annotated[
+        bool, Option("Also fp32 weights, whose memory the planner predicts.", "--masters/--no-masters")
+    ] = True
+    steps_optimizer: Annotated[bool, Option("A step of fused AdamW too.", "--optimizer/--no-optimizer")] = False
+    warm_up: WarmUp = 3
+    repeats: Repeats = 10
+    rounds: Rounds = 3
+    on_cpu: Annotated[bool, Option("A tiny model on the CPU, to try the command.", "--cpu")] = False
+
+    def __post_init__(self) -> None:
+        numbers = {"layers": self.layers, "seq_len": self.seq_len, "batch": self.batch, "vocab": self.vocab}
+        require_least(1, repeats=self.repeats, rounds=self.rounds, **numbers)
+        require_least(0, warm_up=self.warm_up)
+        require_known("peer", [self.peer], PEERS)
+
+    def shape(self) -> dict[str, Any]:
+        """The sizes of a layer, by the names of `TINY`."""
+        if self.on_cpu:
+            return TINY
+        whole = {"hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "experts": 128, "k": 8, "width": 768}
+        assert whole.keys() == TINY.keys()
+        return whole
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run: its speed, relative to the peer's; memory; and how often it makes the host wait."""
+
+    name: str = column("run")
+    tokens_per_second_per_gpu: float = column("tokens/s", "{:,.0f}")
+    step_milliseconds: float = column("step (ms)", "{:.1f}")
+    speed: float | None = column("speed to the peer", "{:.3f}")
+    peak_memory_gib: float | None = column("peak memory (GiB)", "{:.2f}")
+    predicted_memory_gib: float | None = column("predicted by the planner (GiB)", "{:.2f}")
+    memory_ratio: float | None = column("predicted to measured", "{:.3f}")
+    host_waits: str | None = column("waits of the host in a step")
+    loss: float = column("first loss", "{:.5f}")
+    gradient_norm: float = column("gradient norm", "{:.4f}")
+
+
+def compare_layers(setting: MoeLayersSetting) -> Measured:
+    """Measure all runs. Raises ValueError where there is no GPU, or where the peer is not installed."""
     if not setting.on_cpu and not torch.cuda.is_available():
         raise ValueError("this bench takes a GPU, and torch finds none here: --cpu tries the command without one")
     if setting.peer == "transformers" and find_spec("transformers") is None:
         raise ValueError("--peer is 'transformers', which is not installed: --peer torch would do")
     if setting.on_cpu:
         setting = replace(setting, vocab=min(setting.vocab, 256), seq_len=min(setting.seq_len, 64))
-    rows = run_ranks(1, measure_layers, setting)
-    columns = COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
-    print_table(f"{setting.layers} layers of Qwen3-30B-A3B", columns, rows)
-    write_result(out, "moe-layers", columns, rows, setting=asdict(setting), shape=setting.shape())
-    return {"rows": rows}
+    return Measured(run_ranks(1, measure_layers, setting), {"shape": setting.shape()})
 
 
 def measure_layers(setting: MoeLayersSetting) -> list[dict[str, Any]]:
@@ -268,3 +305,14 @@ def _predict_memory(setting: MoeLayersSetting, make: Make, measured: float | Non
     )
     predicted = plan.peak_memory / 2**30
     return {"predicted_memory_gib": predicted, "memory_ratio": predicted / measured if measured else None}
+
+
+BENCH = Bench(
+    "moe-layers",
+    "Layers of Qwen3-30B-A3B on one GPU, compared with transformers: tokens/s, memory, host synchronizations.",
+    MoeLayersSetting,
+    compare_layers,
+    Row,
+    title=lambda setting: f"{setting.layers} layers of Qwen3-30B-A3B",
+    needs=Needs.ONE_GPU,
+)

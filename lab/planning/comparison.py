@@ -2,10 +2,49 @@
 """Compares predictions with measurements: ratios a grid, rank correlation and the planner's choice."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from lab.harness import column
+from lab.pictures import describe_origin
 
 # A predicted fastest grid that is slower than the truly fastest by less than this is within a run's noise.
 NEAR = 0.03
+
+
+@dataclass(frozen=True)
+class Row:
+    """A grid or layout: predicted and measured, or why it was not measured."""
+
+    workload: str = column("workload")
+    grid: str = column("grid")
+    predicted_milliseconds: float = column("predicted (ms)", "{:.1f}")
+    measured_milliseconds: float = column("measured (ms)", "{:.1f}")
+    time_ratio: float = column("predicted / measured", "{:.2f}")
+    predicted_gib: float = column("predicted (GiB)", "{:.1f}")
+    measured_gib: float = column("measured (GiB)", "{:.1f}")
+    memory_ratio: float = column("predicted / measured", "{:.2f}")
+    tokens_per_second_per_gpu: float = column("tokens/s/GPU", "{:,.0f}")
+    loss: float = column("first loss", "{:.3f}")
+    fits: str = column("predicted to fit")
+    reason: str = column("why not")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How well a workload's grids were ordered, and the largest errors."""
+
+    workload: str = column("workload")
+    grids: int = column("measured")
+    rank_correlation: float = column("rank correlation", "{:.3f}")
+    predicted_fastest: str = column("predicted fastest")
+    measured_fastest: str = column("truly fastest")
+    loss_by_choice: float = column("slower by", "{:.1%}")
+    is_within_3_percent: bool = column("within 3%")
+    largest_time_error: float = column("largest time error", "{:.1%}")
+    largest_memory_error: float = column("largest memory error", "{:.1%}")
+    failed: int = column("predicted to fit, but failed")
 
 
 def compare(
@@ -72,3 +111,80 @@ def _ratio(predicted: float | None, measured: float | None) -> float | None:
 
 def _time(row: Mapping[str, Any]) -> float | None:
     return row.get("measured_milliseconds")
+
+
+def plot_predicted(data: Mapping[str, Any], picture: Path, kind: str, what_they_are: str) -> None:
+    """Draw a row of panels a workload: a line a grid, from its predicted to its measured time, and memory."""
+    from stretto.report.style import drawing
+
+    quantities_known = (("step time", "milliseconds", "ms"), ("peak memory", "gib", "GiB"))
+    rows_of: dict[str, list[Mapping[str, Any]]] = {}
+    for row in data["rows"]:
+        if row.get("measured_milliseconds") is not None:
+            rows_of.setdefault(row["workload"], []).append(row)
+    quantities = [
+        each for each in quantities_known if any(_has_both(row, each[1]) for rows in rows_of.values() for row in rows)
+    ]
+    heights = [0.2 * len(rows) + 1.0 for rows in rows_of.values()]
+    with drawing(picture, 9, sum(heights) or 1) as drawn:
+        panels = drawn.panels(len(heights), len(quantities), height_ratios=heights or None, sharey="row")
+        for across, (workload, rows) in zip(panels, rows_of.items(), strict=False):
+            for panel, (quantity, key, unit) in zip(across, quantities, strict=True):
+                _plot_pairs(panel, rows, key)
+                panel.set_xlabel(f"{quantity} ({unit})")
+            across[0].set_yticks(range(len(rows)), [row["grid"] for row in rows])
+            across[0].set_ylim(len(rows) - 0.4, -0.6)
+            predicted = [row for row in rows if row.get("predicted_milliseconds") is not None]
+            chosen = min(predicted, key=lambda row: row["predicted_milliseconds"])["grid"]
+            title = f"{workload}\npredicted to be the fastest: {chosen}; the fastest: {predicted[0]['grid']}"
+            across[0].set_title(title, loc="left")
+        drawn.title = f"Predicted before it was measured, {kind} by {kind}"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = f"{what_they_are}, the fastest measured first."
+        missing = sum(row.get("measured_milliseconds") is None for row in data["rows"])
+        if missing:
+            drawn.caption += f" Not drawn: {missing} predicted {kind}s that were not measured (the table says why)."
+
+
+def _plot_pairs(panel: Any, rows: Sequence[Mapping[str, Any]], key: str) -> None:
+    from stretto.report.style import GREY, ORANGE, PEER, STRETTO
+
+    pairs = [
+        (place, row[f"predicted_{key}"], row[f"measured_{key}"])
+        for place, row in enumerate(rows)
+        if _has_both(row, key)
+    ]
+    places, predicted, measured = ([pair[index] for pair in pairs] for index in range(3))
+    panel.hlines(places, predicted, measured, color=GREY, linewidth=1.5, zorder=1)
+    panel.plot(measured, places, linestyle="none", marker="o", markersize=6, color=STRETTO.colour, label="measured")
+    panel.plot(
+        predicted,
+        places,
+        linestyle="none",
+        marker="D",
+        markersize=6,
+        markerfacecolor="none",
+        markeredgecolor=ORANGE,
+        markeredgewidth=1.6,
+        label="predicted",
+    )
+    alone = [
+        (place, row[f"measured_{key}"])
+        for place, row in enumerate(rows)
+        if row.get(f"measured_{key}") is not None and row.get(f"predicted_{key}") is None
+    ]
+    if alone:
+        panel.plot(
+            *zip(*((value, place) for place, value in alone), strict=True),
+            linestyle="none",
+            marker="s",
+            markersize=6,
+            color=PEER.colour,
+            label="FSDP2",
+        )
+    panel.tick_params(axis="y", length=0)
+    panel.set_xlim(left=0)
+
+
+def _has_both(row: Mapping[str, Any], key: str) -> bool:
+    return row.get(f"predicted_{key}") is not None and row.get(f"measured_{key}") is not None

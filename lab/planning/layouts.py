@@ -3,32 +3,39 @@
 
 A layout is a whole configuration of `stretto train`: grid, pipeline schedule, experts, micro-batches, recomputation and
 the place of optimizer state. `predict_layouts` needs no GPU, so that its file can be committed before anything is
-measured; `bench_layouts` reads it. Each run is trained by the task that `stretto train` runs, on random tokens, and
+measured; measuring reads it. Each run is trained by the task that `stretto train` runs, on random tokens, and
 torch's FSDP2 trains the same model in the same job. Runs of a job are interleaved, round by round.
 """
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from lab.pictures import draw_result
-from lab.planning.comparison import compare, summarize
-from lab.planning.layout_settings import FsdpPeer, LayoutFile, LayoutsSetting, describe_options, predictions_file
+from lab.harness import Bench, Measured, Table, column
+from lab.planning.comparison import Row, Summary, compare, plot_predicted, summarize
+from lab.planning.layout_file import (
+    FsdpPeer,
+    LayoutFile,
+    describe_options,
+    read_layout_predictions,
+    read_layouts,
+    shrink,
+)
+from lab.planning.plan import why_not
 from lab.shared_gpus import shared_where_few
-from lab.tables import append_to_table
+from lab.tables import ANY_CPU
 from lab.training.torch_peers import FsdpOptions, build_accumulating
-from stretto.atomic_files import write_atomically
 from stretto.axes import OUTER_TO_INNER
-from stretto.bench.harness import TORCH_DTYPES, Column, markdown_table, print_table, run_ranks, write_result
+from stretto.bench.harness import TORCH_DTYPES, run_ranks
+from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp, require_least
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, measure
 from stretto.cluster import Cluster
 from stretto.ops import free_workspaces
@@ -45,37 +52,42 @@ TIME_LIMIT = 90.0
 # NCCL's communicators of a grid live until their process ends: 2 GiB a grid of 4 H100, so that the last of 12 layouts
 # in one job ran out of memory.
 RUNS_OF_A_JOB = 5
-COLUMNS = (
-    Column("grid", "layout"),
-    Column("predicted_milliseconds", "predicted (ms)", "{:.0f}"),
-    Column("measured_milliseconds", "measured (ms)", "{:.0f}"),
-    Column("time_ratio", "predicted / measured", "{:.2f}"),
-    Column("predicted_gib", "predicted (GiB)", "{:.1f}"),
-    Column("measured_gib", "measured (GiB)", "{:.1f}"),
-    Column("memory_ratio", "predicted / measured", "{:.2f}"),
-    Column("tokens_per_second_per_gpu", "tokens/s/GPU", "{:,.0f}"),
-    Column("loss", "first loss", "{:.3f}"),
-    Column("fits", "predicted to fit"),
-    Column("reason", "why not"),
-)
-PREDICTED_COLUMNS = (
-    Column("grid", "layout"),
-    Column("predicted_milliseconds", "predicted (ms)", "{:.0f}"),
-    Column("predicted_gib", "predicted (GiB)", "{:.1f}"),
-    Column("fits", "fits"),
-    Column("parts", "of which (ms)"),
-    Column("reason", "why not"),
-)
-SUMMARY_COLUMNS = (
-    Column("grids", "layouts measured"),
-    Column("rank_correlation", "rank correlation", "{:.3f}"),
-    Column("predicted_fastest", "predicted fastest"),
-    Column("measured_fastest", "truly fastest"),
-    Column("loss_by_choice", "slower by", "{:.1%}"),
-    Column("largest_time_error", "largest time error", "{:.1%}"),
-    Column("largest_memory_error", "largest memory error", "{:.1%}"),
-    Column("failed", "predicted to fit, but failed"),
-)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A layout's predicted step and memory, or why it is impossible."""
+
+    grid: str = column("layout")
+    predicted_milliseconds: float = column("predicted (ms)", "{:.0f}")
+    predicted_gib: float = column("predicted (GiB)", "{:.1f}")
+    fits: str = column("fits")
+    parts: str = column("of which (ms)")
+    reason: str = column("why not")
+
+
+@dataclass(frozen=True)
+class LayoutsSetting:
+    """Which layouts `python -m lab layouts` predicts or measures. Raises ValueError for impossible numbers."""
+
+    file: Annotated[Path, Option("The file of layouts.", "--file")] = Path("lab/results/layouts/llama.toml")
+    cluster: Annotated[
+        str | None,
+        Option("Only predict, for this cluster: a file (`stretto probe`) or a preset's name. Do it before measuring."),
+    ] = None
+    only: Annotated[
+        tuple[str, ...], Option("Only layouts and peers with this in their name; may be repeated.", is_repeated=True)
+    ] = ()
+    small: Annotated[
+        bool, Option("Tiny sizes of the model in the same layouts, for a try, also without a GPU; no comparison.")
+    ] = False
+    warm_up: WarmUp = 1
+    repeats: Repeats = 3
+    rounds: Rounds = 2
+
+    def __post_init__(self) -> None:
+        require_least(1, repeats=self.repeats, rounds=self.rounds)
+        require_least(0, warm_up=self.warm_up)
 
 
 @dataclass(frozen=True)
@@ -89,23 +101,28 @@ class LayoutWorkload:
     rounds: int
 
 
-def predict_layouts(file: LayoutFile, cluster: Cluster, out: Path) -> dict[str, Any]:
-    """Predict every layout's step and memory, print them, and write `out`/predictions-NAME.json. Returns its content.
+def run_layouts(setting: LayoutsSetting, out: Path) -> Iterator[Measured] | Measured:
+    """Measure the layouts, or predict them alone."""
+    file = read_layouts(setting.file).choose(setting.only)
+    file = shrink(file) if setting.small else file
+    if setting.cluster is not None:
+        return predict_layouts(file, Cluster.find(setting.cluster))
+    predicted = read_layout_predictions(out, file)
+    if not torch.cuda.is_available() and not setting.small:
+        raise ValueError("this bench takes GPUs, and torch sees none here; --small tries the command without one")
+    return compare_layouts(file, predicted, setting)
+
+
+def predict_layouts(file: LayoutFile, cluster: Cluster) -> Measured:
+    """Predict every layout's step and memory, for predictions-NAME.json.
 
     An impossible layout has a reason in place of numbers. Raises ValueError for a cluster without the GPU's memory.
     """
     cluster.require("gpu.memory")
     rows = [_predict(name, layout, cluster) for name, layout in file.layouts.items()]
-    print_table(f"{file.name} on {cluster.name}, predicted", PREDICTED_COLUMNS, rows)
-    written = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "cluster": cluster.name,
-        "gpu": cluster.gpu.name,
-        "rows": rows,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(predictions_file(out, file.name), json.dumps(written, indent=1) + "\n")
-    return written
+    about = {"machine": ANY_CPU, "cluster": cluster.name, "gpu": cluster.gpu.name}
+    title = f"{file.name} on {cluster.name}, predicted"
+    return Measured(rows, about, name=f"predictions-{file.name}", title=title, row=Predicted)
 
 
 def _predict(name: str, layout: TrainConfig, cluster: Cluster) -> dict[str, Any]:
@@ -141,19 +158,17 @@ def _source_of(layout: TrainConfig) -> GPTSource:
     return GPTSource(layout.model.to_gpt(data_vocab=vocab, seq_len=layout.train.seq_len))
 
 
-def bench_layouts(
-    file: LayoutFile, predicted: Sequence[Mapping[str, Any]], setting: LayoutsSetting, out: Path
-) -> dict[str, Any]:
-    """Measure every layout and peer, print the table, and write `out`/layouts-NAME.json, .md and .png.
+def compare_layouts(
+    file: LayoutFile, predicted: Sequence[Mapping[str, Any]], setting: LayoutsSetting
+) -> Iterator[Measured]:
+    """Measure every layout and peer, in jobs of a few; the result is written after each job.
 
     A layout that is predicted to need more than the GPU's memory is not tried: ranks that run out of memory at
-    different moments would wait for each other. Runs are measured in jobs of a few; results are written after each
-    job. Returns the rows and a summary.
+    different moments would wait for each other.
     """
     ranks = file.first.ranks
     names = [*file.layouts, *file.peers]
     measured: list[dict[str, Any]] = []
-    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder, shared_where_few(ranks):
         tokens = _write_tokens(file.first, Path(folder))
         layouts = {name: _with_data(layout, tokens, Path(folder)) for name, layout in file.layouts.items()}
@@ -164,17 +179,11 @@ def bench_layouts(
             peers = {name: file.peers[name] for name in chosen if name in file.peers}
             rows = [row for row in predicted if row["grid"] in of_job]
             measured += run_ranks(ranks, measure_layouts, first, of_job, peers, rows, setting)
-            result = _write(file, predicted, measured, out)
-    print_table(f"{file.name}, {ranks} ranks", COLUMNS, result["rows"])
-    print_table("The planner's choice", SUMMARY_COLUMNS, [result["summary"]])
-    draw_result(result.pop("path"))
-    return result
+            yield _join(file, predicted, measured)
 
 
-def _write(
-    file: LayoutFile, predicted: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], out: Path
-) -> dict[str, Any]:
-    """Write the measurements so far. Returns their rows, summary and path."""
+def _join(file: LayoutFile, predicted: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> Measured:
+    """The measurements so far, beside their predictions."""
     peers = [{**row, "workload": file.name} for row in measured if row["grid"] in file.peers]
     rows = compare(file.name, predicted, [row for row in measured if row["grid"] not in file.peers])
     fitting = {row["grid"]: row["fits"] for row in predicted}
@@ -183,20 +192,16 @@ def _write(
     known = {row["grid"] for row in measured}
     without_time = [row for row in rows if row["grid"] in known and row.get("measured_milliseconds") is None]
     summary["failed"] = sum(row["fits"] == "yes" for row in without_time)
-    path = write_result(
-        out,
-        f"layouts-{file.name}",
-        COLUMNS,
-        rows + peers,
-        ranks=file.first.ranks,
-        gpus=torch.cuda.device_count(),
-        layouts={name: describe_options(layout) for name, layout in file.layouts.items()},
-        peers={name: asdict(peer) for name, peer in file.peers.items()},
-        not_measured=[name for name in (*file.layouts, *file.peers) if name not in known],
-        summary=summary,
-    )
-    append_to_table(path, markdown_table(SUMMARY_COLUMNS, [summary]))
-    return {"rows": rows + peers, "summary": summary, "path": path}
+    about = {
+        "ranks": file.first.ranks,
+        "gpus": torch.cuda.device_count(),
+        "layouts": {name: describe_options(layout) for name, layout in file.layouts.items()},
+        "peers": {name: asdict(peer) for name, peer in file.peers.items()},
+        "not_measured": [name for name in (*file.layouts, *file.peers) if name not in known],
+        "summary": summary,
+    }
+    choice = Table("The planner's choice", [summary], Summary, "summaries")
+    return Measured(rows + peers, about, tables=(choice,), name=f"layouts-{file.name}")
 
 
 def _write_tokens(layout: TrainConfig, folder: Path) -> Path:
@@ -228,7 +233,7 @@ def measure_layouts(
     first: the configuration whose model and batch the peers train.
     """
     world = Grid(data=first.ranks, timeout=TIME_LIMIT)  # joins the job
-    reasons = {str(row["grid"]): _why_not(row, world.device) for row in predicted}
+    reasons = {str(row["grid"]): why_not(row, world.device) for row in predicted}
     runs = [
         TrainingRun(name, partial(_TaskStep, layout, world.device))
         for name, layout in layouts.items()
@@ -256,16 +261,6 @@ def measure_layouts(
             }
         )
     return rows
-
-
-def _why_not(row: Mapping[str, Any], device: torch.device) -> str | None:
-    if row["reason"] is not None:
-        return str(row["reason"])
-    if device.type == "cuda":
-        has = torch.cuda.get_device_properties(device).total_memory / GIB
-        if row["predicted_gib"] > has:
-            return f"not tried: it would need {row['predicted_gib']:.0f} GiB of the {has:.0f} that there are"
-    return None
 
 
 class _TaskStep:
@@ -304,3 +299,24 @@ def _build_peer(layout: TrainConfig, peer: FsdpPeer, device: torch.device) -> St
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(model.vocab, (run.batch // ranks, run.seq_len + 1), generator=generator).to(device)
     return build_accumulating(model, tokens, peer.micro_batch, device, options)
+
+
+def plot_layouts(result: Path, picture: Path) -> None:
+    """Draw a line a layout, from its predicted to its measured time, and memory; peers have no prediction."""
+    plot_predicted(json.loads(result.read_text()), picture, "layout", "Layouts are grids with how they run")
+
+
+BENCH = Bench(
+    "layouts",
+    """Grids with pipelines, experts and state on the host: measured, compared with predictions and with FSDP2.
+
+    Predict first (this needs no GPU): python -m lab layouts --file FILE --cluster CLUSTER.toml
+    """,
+    LayoutsSetting,
+    run_layouts,
+    Row,
+    title=lambda setting: f"Layouts of {setting.file.stem}",
+    plot={"layouts-*": plot_layouts},
+    needs=Needs.TWO_GPUS,
+    about=lambda setting: {},
+)

@@ -11,13 +11,13 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from lab.planning.settings import MemorySetting
-from stretto.bench.harness import Column, empty_memory, in_one_line, print_table, run_ranks, write_result
+from lab.harness import Bench, Measured, column
+from stretto.bench.harness import empty_memory, in_one_line, run_ranks
+from stretto.bench.settings import Needs, Option, require_least
 from stretto.bench.training.runs import build_stretto
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import Cluster
@@ -27,22 +27,50 @@ from stretto.planner import predict
 from stretto.planner.capacity import outside_of_allocator, reserved
 from stretto.planner.workload import Dtype
 
+
+@dataclass(frozen=True)
+class MemorySetting:
+    """Which training runs `python -m lab memory` measures: those whose predicted memory is in a range of the GPU's.
+
+    smallest, largest: percent of the GPU's memory. Raises ValueError for a range that is empty or beyond 120%.
+    """
+
+    runs: Annotated[int, Option("Number of training runs.")] = 24
+    smallest: Annotated[float, Option("Predicted memory of the smallest run, in percent of the GPU's.")] = 60.0
+    largest: Annotated[float, Option("The same of the largest run.")] = 98.0
+    steps: Annotated[int, Option("Steps of each run.")] = 3
+    seconds: Annotated[float | None, Option("Start no run after so many seconds.", least=0)] = None
+    on_cpu: Annotated[bool, Option("Two tiny runs that measure nothing, to try the command.", "--cpu")] = False
+
+    def __post_init__(self) -> None:
+        require_least(1, runs=self.runs, steps=self.steps)
+        if not 0 < self.smallest <= self.largest <= 120:
+            raise ValueError(
+                f"--smallest {self.smallest:g} --largest {self.largest:g} is no range of percents: 0 < smallest <= "
+                "largest <= 120"
+            )
+
+
 _TINY_MEMORY = 64 << 20  # of the GPU that --cpu pretends to have
 _MAX_LAYERS, _MAX_SEQUENCES = 48, 64
 _MAX_STEP_SECONDS = 2.0  # runs whose predicted step takes longer are left out, so that many runs fit in minutes
-COLUMNS = (
-    Column("run", "run"),
-    Column("predicted_allocated_gib", "allocated: predicted (GiB)", "{:.2f}"),
-    Column("allocated_gib", "measured", "{:.2f}"),
-    Column("allocated_ratio", "ratio", "{:.3f}"),
-    Column("predicted_reserved_gib", "reserved: predicted (GiB)", "{:.2f}"),
-    Column("reserved_gib", "measured", "{:.2f}"),
-    Column("reserved_ratio", "ratio", "{:.3f}"),
-    Column("outside_gib", "outside of the allocator (GiB)", "{:.2f}"),
-    Column("predicted_share", "predicted, of the GPU", "{:.1%}"),
-    Column("is_predicted_to_fit", "predicted to fit"),
-    Column("reason", "why not"),
-)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run's memory, predicted and measured, or why it was not measured."""
+
+    run: str = column("run")
+    predicted_allocated_gib: float = column("allocated: predicted (GiB)", "{:.2f}")
+    allocated_gib: float = column("measured", "{:.2f}")
+    allocated_ratio: float = column("ratio", "{:.3f}")
+    predicted_reserved_gib: float = column("reserved: predicted (GiB)", "{:.2f}")
+    reserved_gib: float = column("measured", "{:.2f}")
+    reserved_ratio: float = column("ratio", "{:.3f}")
+    outside_gib: float = column("outside of the allocator (GiB)", "{:.2f}")
+    predicted_share: float = column("predicted, of the GPU", "{:.1%}")
+    is_predicted_to_fit: str = column("predicted to fit")
+    reason: str = column("why not")
 
 
 @dataclass(frozen=True)
@@ -138,11 +166,8 @@ def _predict_all(kind: _Kind, cluster: Cluster, limit: float) -> Iterator[Planne
                 yield PlannedRun(name, workload, plan.peak_memory, needed, plan.fits)
 
 
-def bench_memory(setting: MemorySetting, out: Path) -> dict[str, Any]:
-    """Choose and measure the runs, print a table, and write memory.json and .md to `out`; returns {"rows": ...}.
-
-    Raises ValueError where there is no GPU.
-    """
+def measure_memory(setting: MemorySetting) -> Measured:
+    """Choose and measure the runs. Raises ValueError where there is no GPU."""
     memory: float = _TINY_MEMORY
     if not setting.on_cpu:
         if not torch.cuda.is_available():
@@ -156,9 +181,7 @@ def bench_memory(setting: MemorySetting, out: Path) -> dict[str, Any]:
     else:
         runs = choose_runs(setting, KINDS, cluster)
     rows = [_compare(run, measured, memory) for run, measured in zip(runs, _measure(setting, runs), strict=True)]
-    write_result(out, "memory", COLUMNS, rows, gpu_memory_gib=memory / 2**30)
-    print_table("Memory of training runs on one GPU", COLUMNS, rows)
-    return {"rows": rows}
+    return Measured(rows, {"gpu_memory_gib": memory / 2**30})
 
 
 def _measure(setting: MemorySetting, runs: Sequence[PlannedRun]) -> list[dict[str, Any]]:
@@ -218,3 +241,15 @@ def _train(workload: TrainingWorkload, grid: Grid, steps: int) -> dict[str, Any]
         "reserved_gib": torch.cuda.max_memory_reserved(grid.device) / 2**30,
         "outside_gib": (total - free - torch.cuda.memory_reserved(grid.device)) / 2**30,
     }
+
+
+BENCH = Bench(
+    "memory",
+    "Memory of training runs that nearly fill one GPU, compared with the planner's predictions.",
+    MemorySetting,
+    measure_memory,
+    Row,
+    title="Memory of training runs on one GPU",
+    needs=Needs.ONE_GPU,
+    about=lambda setting: {},
+)

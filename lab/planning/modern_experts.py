@@ -3,10 +3,11 @@
 authors published."""
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
+from lab.harness import column
 from stretto.axes import GridSizes
-from stretto.bench.harness import Column
 from stretto.cluster import Cluster
 from stretto.planner import GridPlan, plan, predict
 from stretto.planner.search_space import PredictKeywords
@@ -58,20 +59,23 @@ RUNS = (
 AUTHORS = GridSizes(pipe=16, data=2, z=64, expert=64)
 AUTHORS_OPTIONS: PredictKeywords = {"schedule": "1f1b", "recompute": "full"}
 
-MODERN_COLUMNS = (
-    Column("model", "model"),
-    Column("gpus", "H100"),
-    Column("whose", "plan"),
-    Column("grid", "grid"),
-    Column("schedule", "schedule"),
-    Column("micro_batch", "micro-batch"),
-    Column("recompute", "recompute"),
-    Column("step_seconds", "step (s)", "{:.2f}"),
-    Column("tokens_per_second", "tokens/s a GPU", "{:,.0f}"),
-    Column("all_to_all_seconds", "all-to-alls (s)", "{:.2f}"),
-    Column("memory_gigabytes", "memory (GB)", "{:.1f}"),
-    Column("plan_seconds", "planned in (s)", "{:.1f}"),
-)
+
+@dataclass(frozen=True)
+class ModernRow:
+    """A plan of a current model, ours or its authors'."""
+
+    model: str = column("model")
+    gpus: str = column("H100")
+    whose: str = column("plan")
+    grid: str = column("grid")
+    schedule: str = column("schedule")
+    micro_batch: str = column("micro-batch")
+    recompute: str = column("recompute")
+    step_seconds: float = column("step (s)", "{:.2f}")
+    tokens_per_second: float = column("tokens/s a GPU", "{:,.0f}")
+    all_to_all_seconds: float = column("all-to-alls (s)", "{:.2f}")
+    memory_gigabytes: float = column("memory (GB)", "{:.1f}")
+    plan_seconds: float = column("planned in (s)", "{:.1f}")
 
 
 def plan_modern() -> list[dict[str, Any]]:

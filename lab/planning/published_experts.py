@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chapter 7 of Singh's dissertation, mixtures of experts on Summit: plans for its runs, and the measured results.
 
-`bench_published_experts` writes four tables: the largest models that fit (figure 7.9), steps with and without the
+The bench writes four tables: the largest models that fit (figure 7.9), steps with and without the
 optimizations of communication (figures 7.8, 7.10 and 7.11, Table 7.1), the saving of each (figure 7.5), and plans of
 two current models compared with their authors' layouts.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lab.planning.modern_experts import MODERN_COLUMNS, plan_modern
+from lab.harness import Bench, Measured, column
+from lab.planning.modern_experts import ModernRow, plan_modern
 from stretto.axes import GridSizes
-from stretto.bench.harness import Column, print_table, write_result
+from stretto.bench.settings import Option
 from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions, StateOptions
 from stretto.models import GPTConfig
@@ -22,6 +22,22 @@ from stretto.planner.capacity import max_allocated, peak
 from stretto.planner.experts.ted import list_memory, min_memory
 from stretto.planner.memory import step_memory, whole_logits
 from stretto.planner.workload import StepConfig, StepWorkload
+
+
+@dataclass(frozen=True)
+class PublishedExpertsSetting:
+    """The micro-batch that `python -m lab published-experts` assumes for the runs of chapter 7."""
+
+    micro_batch: Annotated[int, Option("Micro-batch of the steps on Summit, in sequences of 2048 tokens.")] = 1
+
+    def __post_init__(self) -> None:
+        if self.micro_batch not in (1, 2, 4, 8):
+            near = min((1, 2, 4, 8), key=lambda size: abs(size - self.micro_batch))
+            raise ValueError(
+                f"--micro-batch is {self.micro_batch}, which does not divide the sequences of a rank in all runs; "
+                f"{near} would do"
+            )
+
 
 SEQ_LEN, PEAK, GPU_BYTES = 2048, 125e12, 16e9
 # Table 4.1's base models, with GPT-3's sizes (Brown et al., table 2.1; 13B has 5120 there 5140), and its batches.
@@ -56,18 +72,23 @@ def mixture(base: str, experts: int) -> GPTConfig:
 
 # Figure 7.9: which models fit.
 
-SIZE_COLUMNS = (
-    Column("gpus", "GPUs"),
-    Column("largest", "largest with x up to 6"),
-    Column("billions", "parameters (10^9)", "{:.1f}"),
-    Column("gigabytes", "memory (GB)", "{:.1f}"),
-    Column("largest_alone", "largest with x = 1"),
-    Column("billions_alone", "parameters (10^9)", "{:.1f}"),
-    Column("gigabytes_alone", "memory (GB)", "{:.1f}"),
-    Column("ratio", "ratio", "{:.2f}"),
-    Column("published_ratio", "published", "{:.2f}"),
-    Column("ratio_by_equation", "eq. 7.5 alone", "{:.2f}"),
-)
+
+@dataclass(frozen=True)
+class SizeRow:
+    """The largest mixtures that fit a number of GPUs (figure 7.9)."""
+
+    gpus: str = column("GPUs")
+    largest: str = column("largest with x up to 6")
+    billions: float = column("parameters (10^9)", "{:.1f}")
+    gigabytes: float = column("memory (GB)", "{:.1f}")
+    largest_alone: str = column("largest with x = 1")
+    billions_alone: float = column("parameters (10^9)", "{:.1f}")
+    gigabytes_alone: float = column("memory (GB)", "{:.1f}")
+    ratio: float = column("ratio", "{:.2f}")
+    published_ratio: float = column("published", "{:.2f}")
+    ratio_by_equation: float = column("eq. 7.5 alone", "{:.2f}")
+
+
 PUBLISHED_RATIO = {32: 1.09, 512: 4.8}
 
 
@@ -177,19 +198,23 @@ STEPS = (
     PublishedSteps("7.11", "6.7B", 128, 16, (25, 25), 26.2),
     PublishedSteps("7.11", "13B", 256, 16, (36, 36), 11.7),
 )
-STEP_COLUMNS = (
-    Column("figure", "figure"),
-    Column("base", "base"),
-    Column("gpus", "GPUs"),
-    Column("experts", "experts"),
-    Column("grid", "grid"),
-    Column("baseline_seconds", "baseline (s)", "{:.2f}"),
-    Column("seconds", "DTD + CAC (s)", "{:.2f}"),
-    Column("gain", "gain", "{:.0%}"),
-    Column("published_gain", "published"),
-    Column("peak_share", "of the peak", "{:.1%}"),
-    Column("published_peak", "published", "{:.1%}"),
-)
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A run with and without DTD and CAC: planned and published."""
+
+    figure: str = column("figure")
+    base: str = column("base")
+    gpus: str = column("GPUs")
+    experts: str = column("experts")
+    grid: str = column("grid")
+    baseline_seconds: float = column("baseline (s)", "{:.2f}")
+    seconds: float = column("DTD + CAC (s)", "{:.2f}")
+    gain: float = column("gain", "{:.0%}")
+    published_gain: str = column("published")
+    peak_share: float = column("of the peak", "{:.1%}")
+    published_peak: float = column("published", "{:.1%}")
 
 
 def plan_steps(steps: PublishedSteps, micro_batch: int) -> dict[str, Any]:
@@ -218,17 +243,22 @@ def plan_steps(steps: PublishedSteps, micro_batch: int) -> dict[str, Any]:
 
 # Figure 7.5: the saving of each optimization.
 
-BAR_COLUMNS = (
-    Column("bar", "run"),
-    Column("seconds", "step (s)", "{:.2f}"),
-    Column("saved", "saved", "{:.1%}"),
-    Column("published_saved", "published", "{:.1%}"),
-    Column("all_to_all_seconds", "all-to-alls (s)", "{:.2f}"),
-    Column("all_to_all_saved", "saved", "{:.1%}"),
-    Column("published_all_to_all_saved", "published", "{:.1%}"),
-    Column("over_x_seconds", "over x (s)", "{:.2f}"),
-    Column("all_to_all_share", "all-to-alls of the step", "{:.0%}"),
-)
+
+@dataclass(frozen=True)
+class BarRow:
+    """A bar of figure 7.5: planned and published savings."""
+
+    bar: str = column("run")
+    seconds: float = column("step (s)", "{:.2f}")
+    saved: float = column("saved", "{:.1%}")
+    published_saved: float = column("published", "{:.1%}")
+    all_to_all_seconds: float = column("all-to-alls (s)", "{:.2f}")
+    all_to_all_saved: float = column("saved", "{:.1%}")
+    published_all_to_all_saved: float = column("published", "{:.1%}")
+    over_x_seconds: float = column("over x (s)", "{:.2f}")
+    all_to_all_share: float = column("all-to-alls of the step", "{:.0%}")
+
+
 BARS = {
     "baseline": ("full", False, None, None),
     "DTD": ("full", True, 0.1321, 0.48),
@@ -265,22 +295,6 @@ def plan_bars(micro_batch: int) -> list[dict[str, Any]]:
     return rows
 
 
-def bench_published_experts(out: Path, micro_batch: int) -> dict[str, list[dict[str, Any]]]:
-    """Plan all runs, print the tables, and write them to `out` as JSON and Markdown."""
-    sizes = [plan_sizes(gpus) for gpus in (32, 64, 128, 256, 512)]
-    steps = [plan_steps(each, micro_batch) for each in STEPS]
-    tables: dict[str, tuple[str, tuple[Column, ...], list[dict[str, Any]]]] = {
-        "sizes": ("Figure 7.9: the largest mixture", SIZE_COLUMNS, sizes),
-        "steps": ("Figures 7.8, 7.10, 7.11 and Table 7.1", STEP_COLUMNS, steps),
-        "bars": ("Figure 7.5: 6.7B, 32 experts, 128 GPUs", BAR_COLUMNS, plan_bars(micro_batch)),
-        "modern": ("Mixtures of today on H100", MODERN_COLUMNS, plan_modern()),
-    }
-    for name, (title, columns, rows) in tables.items():
-        print_table(title, columns, rows)
-        write_result(out, f"experts-{name}", columns, rows, micro_batch=micro_batch, seq_len=SEQ_LEN)
-    return {name: rows for name, (_, _, rows) in tables.items()}
-
-
 def _predict(
     base: str, experts: int, grid: GridSizes, batch: int, micro_batch: int, recompute: str, drops_duplicates: bool
 ) -> GridPlan:
@@ -304,3 +318,25 @@ def _model_flops(base: str, batch: int) -> float:
     layers, hidden, _, _ = BASES[base]
     vocab = mixture(base, 4).vocab
     return 96 * batch * SEQ_LEN * layers * hidden**2 * (1 + SEQ_LEN / (6 * hidden) + vocab / (16 * layers * hidden))
+
+
+def plan_published(setting: PublishedExpertsSetting) -> Iterator[Measured]:
+    """Plan all runs: sizes, steps, the bars of figure 7.5, and current models."""
+    sizes = [plan_sizes(gpus) for gpus in (32, 64, 128, 256, 512)]
+    yield Measured(sizes, name="experts-sizes", title="Figure 7.9: the largest mixture", row=SizeRow)
+    steps = [plan_steps(each, setting.micro_batch) for each in STEPS]
+    yield Measured(steps, name="experts-steps", title="Figures 7.8, 7.10, 7.11 and Table 7.1")
+    title = "Figure 7.5: 6.7B, 32 experts, 128 GPUs"
+    yield Measured(plan_bars(setting.micro_batch), name="experts-bars", title=title, row=BarRow)
+    yield Measured(plan_modern(), name="experts-modern", title="Mixtures of today on H100", row=ModernRow)
+
+
+BENCH = Bench(
+    "published-experts",
+    "Plans for the mixtures of experts of Singh's chapter 7 on Summit, and the published figures (needs no GPU).",
+    PublishedExpertsSetting,
+    plan_published,
+    StepRow,
+    title="",
+    about=lambda setting: {"micro_batch": setting.micro_batch, "seq_len": SEQ_LEN},
+)

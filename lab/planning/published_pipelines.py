@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chapter 3 of Singh's dissertation, pipelines on Summit: plans for its runs, and the measured results.
 
-`bench_published_pipelines` writes two tables. The first varies the number of stages of a model of 12B parameters on 48
+The bench writes two tables. The first varies the number of stages of a model of 12B parameters on 48
 GPUs (figures 3.3 and 3.4), the second has the choices of Table 3.1 with the speeds of figure 3.7.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from lab.harness import Bench, Measured, column
 from stretto.axes import GridSizes
-from stretto.bench.harness import Column, print_table, write_result
+from stretto.bench.settings import Option
 from stretto.cluster import Cluster
 from stretto.execution import StateOptions
 from stretto.models import GPTConfig
@@ -18,6 +19,29 @@ from stretto.planner import GridPlan, plan, predict
 from stretto.planner.communication import bandwidth
 from stretto.planner.pipeline.memory import checkpoint_interval
 from stretto.planner.search_space import PredictKeywords
+
+
+@dataclass(frozen=True)
+class PublishedPipelinesSetting:
+    """The global batch that `python -m lab published-pipelines` assumes for the runs of Table 3.1."""
+
+    batch: Annotated[int, Option("Global batch of Table 3.1's runs, in sequences of 512 tokens.")] = 16384
+
+    def __post_init__(self) -> None:
+        if self.batch < 64 or self.batch % 64:
+            near = max(64, round(self.batch / 64) * 64)
+            raise ValueError(
+                f"--batch is {self.batch}, which 8 replicas with micro-batches of 8 do not divide; {near} would do"
+            )
+
+
+def plan_published(setting: PublishedPipelinesSetting) -> Iterator[Measured]:
+    """Plan the figures' stages, then the choices of Table 3.1."""
+    title = f"12B parameters on 48 GPUs of Summit, {FIGURES_BATCH} sequences"
+    figures = [plan_stages(stages) for stages in (6, 12, 24, 48)]
+    yield Measured(figures, {"batch": FIGURES_BATCH}, name="pipelines", title=title, row=StagesRow)
+    yield Measured(plan_choices(setting.batch), {"batch": setting.batch}, name="pipeline-choices")
+
 
 SEQ_LEN, VOCAB = 512, 51200
 # Section 3.3 has 2048 sequences. The batch of section 3.4 is not stated: with 2048 sequences, 48 stages and
@@ -60,43 +84,39 @@ CHOICES = tuple(
 MEASURED_PHASE = {24: 46.08, 6: 34.05}
 MEASURED_REDUCTION = {24: 0.62, 6: 4.32}
 
-FIGURE_COLUMNS = (
-    Column("stages", "G_inter"),
-    Column("phase_seconds", "pipeline (s)", "{:.2f}"),
-    Column("measured_phase_seconds", "published (s)", "{:.2f}"),
-    Column("paper_seconds", "eq. 4.7 and 4.10 (s)", "{:.2f}"),
-    Column("message_gigabytes", "sent by an inner rank (GB)", "{:.1f}"),
-    Column("compute_over_messages", "computation / sent (s/GB)", "{:.2f}"),
-    Column("reduction_seconds", "all-reduce (s)", "{:.2f}"),
-    Column("outer_reduction_seconds", "data outermost (s)", "{:.2f}"),
-    Column("measured_reduction_seconds", "published (s)", "{:.2f}"),
-)
-CHOICE_COLUMNS = (
-    Column("billions", "parameters (10^9)"),
-    Column("framework", "framework"),
-    Column("gpus", "GPUs"),
-    Column("choice", "choice of Table 3.1"),
-    Column("step_seconds", "its step (s)", "{:.0f}"),
-    Column("peak_share", "of the peak", "{:.0%}"),
-    Column("over_axonn", "over AxoNN's", "{:.2f}"),
-    Column("memory_gigabytes", "memory (GB)", "{:.1f}"),
-    Column("best", "our best, stages x data"),
-    Column("best_seconds", "its step (s)", "{:.0f}"),
-    Column("over_best", "the choice over it", "{:.3f}"),
-    Column("best_of_all", "our best of all grids"),
-    Column("best_of_all_seconds", "its step (s)", "{:.0f}"),
-)
+
+@dataclass(frozen=True)
+class StagesRow:
+    """A number of stages: planned and published times (figures 3.3 and 3.4)."""
+
+    stages: str = column("G_inter")
+    phase_seconds: float = column("pipeline (s)", "{:.2f}")
+    measured_phase_seconds: float = column("published (s)", "{:.2f}")
+    paper_seconds: float = column("eq. 4.7 and 4.10 (s)", "{:.2f}")
+    message_gigabytes: float = column("sent by an inner rank (GB)", "{:.1f}")
+    compute_over_messages: float = column("computation / sent (s/GB)", "{:.2f}")
+    reduction_seconds: float = column("all-reduce (s)", "{:.2f}")
+    outer_reduction_seconds: float = column("data outermost (s)", "{:.2f}")
+    measured_reduction_seconds: float = column("published (s)", "{:.2f}")
 
 
-def bench_published_pipelines(out: Path, batch: int = RUNS_BATCH) -> dict[str, list[dict[str, Any]]]:
-    """Plan all runs, print both tables, and write pipelines.json and pipeline-choices.json to `out`."""
-    figures = [plan_stages(stages) for stages in (6, 12, 24, 48)]
-    print_table(f"12B parameters on 48 GPUs of Summit, {FIGURES_BATCH} sequences", FIGURE_COLUMNS, figures)
-    write_result(out, "pipelines", FIGURE_COLUMNS, figures, batch=FIGURES_BATCH, seq_len=SEQ_LEN)
-    choices = plan_choices(batch)
-    print_table(f"Table 3.1's choices, {batch} sequences", CHOICE_COLUMNS, choices)
-    write_result(out, "pipeline-choices", CHOICE_COLUMNS, choices, batch=batch, seq_len=SEQ_LEN)
-    return {"pipelines": figures, "choices": choices}
+@dataclass(frozen=True)
+class Row:
+    """A choice of Table 3.1, and our best plans of as many GPUs."""
+
+    billions: str = column("parameters (10^9)")
+    framework: str = column("framework")
+    gpus: str = column("GPUs")
+    choice: str = column("choice of Table 3.1")
+    step_seconds: float = column("its step (s)", "{:.0f}")
+    peak_share: float = column("of the peak", "{:.0%}")
+    over_axonn: float = column("over AxoNN's", "{:.2f}")
+    memory_gigabytes: float = column("memory (GB)", "{:.1f}")
+    best: str = column("our best, stages x data")
+    best_seconds: float = column("its step (s)", "{:.0f}")
+    over_best: float = column("the choice over it", "{:.3f}")
+    best_of_all: str = column("our best of all grids")
+    best_of_all_seconds: float = column("its step (s)", "{:.0f}")
 
 
 def plan_stages(stages: int) -> dict[str, Any]:
@@ -202,3 +222,14 @@ def model_flops(model: GPTConfig, batch: int) -> float:
         96 * batch * SEQ_LEN * layers * hidden**2
         * (1 + SEQ_LEN / (6 * hidden) + model.vocab / (16 * layers * hidden))
     )  # fmt: skip
+
+
+BENCH = Bench(
+    "published-pipelines",
+    "Plans for the pipelines of Singh's chapter 3 on Summit, compared with the published times (needs no GPU).",
+    PublishedPipelinesSetting,
+    plan_published,
+    Row,
+    title=lambda setting: f"Table 3.1's choices, {setting.batch} sequences",
+    about=lambda setting: {"seq_len": SEQ_LEN},
+)

@@ -6,29 +6,29 @@ and 3.4), and the choices of Table 3.1 with 48 to 384 GPUs (figure 3.7). AxoNN o
 Stretto; for DeepSpeed and Megatron-LM, which did not then, every collective is assumed to be exposed.
 """
 
+import json
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lab.pictures import draw_result
+from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.planning.published_pipelines import (
     CHOICES,
     FIGURES_BATCH,
     MEASURED_PHASE,
     MODELS,
-    RUNS_BATCH,
     SEQ_LEN,
     STATE,
     PublishedChoice,
+    PublishedPipelinesSetting,
     model_flops,
     plan_stages,
     predict_pipeline,
 )
-from lab.tables import append_to_table
 from stretto.axes import GridSizes
-from stretto.bench.harness import Column, markdown_table, print_table, write_result
 from stretto.cluster import Cluster
 from stretto.planner import GridPlan
 from stretto.planner.architecture_loader import read_architecture
@@ -36,6 +36,19 @@ from stretto.planner.workload import StepWorkload
 from stretto.simulator.training import StepSimulation, simulate_step, step_of_plan
 from stretto.simulator.training.program import COMPUTE
 from stretto.simulator.training.simulation import Fidelity
+
+
+def simulate_published(setting: PublishedPipelinesSetting) -> Measured:
+    """Simulate the choices of Table 3.1, and the figures' stages."""
+    stages = [simulate_stages(count) for count in (6, 12, 24, 48)]
+    choices: list[dict[str, Any]] = []
+    for choice in CHOICES:
+        row = simulate_choice(choice, setting.batch)
+        axonn = next((each for each in choices if each["billions"] == choice.billions), row)
+        choices.append(row | {"over_axonn": row["step_seconds"] / axonn["step_seconds"]})
+    title = f"12B parameters on 48 GPUs of Summit, {FIGURES_BATCH} sequences"
+    return Measured(choices, tables=(Table(title, stages, StagesRow, "stages"),))
+
 
 PEAK = 125e12  # FLOP/s of a V100, as the dissertation counts
 # Figure 3.7 and its text: parts of the peak, and the step of 100B over AxoNN's.
@@ -45,29 +58,36 @@ PUBLISHED_OVER_AXONN = {(100, "DeepSpeed"): 1.18, (100, "Megatron-LM"): 2.46}
 # each further round takes as long as the last.
 SIMULATED_ROUNDS = 4
 
-STAGE_COLUMNS = (
-    Column("stages", "G_inter"),
-    Column("closed_seconds", "pipeline, closed form (s)", "{:.2f}"),
-    Column("queued_seconds", "event-driven (s)", "{:.2f}"),
-    Column("planned_seconds", "planner (s)", "{:.2f}"),
-    Column("published_seconds", "published (s)", "{:.2f}"),
-    Column("idle_share", "idle", "{:.0%}"),
-    Column("pipe_share", "waits for messages", "{:.1%}"),
-)
-CHOICE_COLUMNS = (
-    Column("billions", "parameters (10^9)"),
-    Column("framework", "framework"),
-    Column("gpus", "GPUs"),
-    Column("choice", "choice of Table 3.1"),
-    Column("planned_seconds", "planner (s)", "{:.0f}"),
-    Column("step_seconds", "simulated (s)", "{:.0f}"),
-    Column("peak_share", "of the peak", "{:.0%}"),
-    Column("published_share", "published"),
-    Column("over_axonn", "over AxoNN's", "{:.2f}"),
-    Column("published_over_axonn", "published", "{:.2f}"),
-    Column("exposed_share", "exposed", "{:.1%}"),
-    Column("idle_share", "idle", "{:.0%}"),
-)
+
+@dataclass(frozen=True)
+class StagesRow:
+    """A number of stages: the pipeline's seconds simulated, planned and published."""
+
+    stages: str = column("G_inter")
+    closed_seconds: float = column("pipeline, closed form (s)", "{:.2f}")
+    queued_seconds: float = column("event-driven (s)", "{:.2f}")
+    planned_seconds: float = column("planner (s)", "{:.2f}")
+    published_seconds: float = column("published (s)", "{:.2f}")
+    idle_share: float = column("idle", "{:.0%}")
+    pipe_share: float = column("waits for messages", "{:.1%}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A choice of Table 3.1: simulated, planned and published."""
+
+    billions: str = column("parameters (10^9)")
+    framework: str = column("framework")
+    gpus: str = column("GPUs")
+    choice: str = column("choice of Table 3.1")
+    planned_seconds: float = column("planner (s)", "{:.0f}")
+    step_seconds: float = column("simulated (s)", "{:.0f}")
+    peak_share: float = column("of the peak", "{:.0%}")
+    published_share: str = column("published")
+    over_axonn: float = column("over AxoNN's", "{:.2f}")
+    published_over_axonn: float = column("published", "{:.2f}")
+    exposed_share: float = column("exposed", "{:.1%}")
+    idle_share: float = column("idle", "{:.0%}")
 
 
 @dataclass(frozen=True)
@@ -80,24 +100,6 @@ class LongStep:
     exposed: float
     pipe: float
     idle: float
-
-
-def bench_simulated_pipelines(out: Path, batch: int = RUNS_BATCH) -> dict[str, list[dict[str, Any]]]:
-    """Simulate all runs, print both tables, and write simulated-pipelines.json to `out`."""
-    stages = [simulate_stages(count) for count in (6, 12, 24, 48)]
-    choices: list[dict[str, Any]] = []
-    for choice in CHOICES:
-        row = simulate_choice(choice, batch)
-        axonn = next((each for each in choices if each["billions"] == choice.billions), row)
-        choices.append(row | {"over_axonn": row["step_seconds"] / axonn["step_seconds"]})
-    print_table(f"12B parameters on 48 GPUs of Summit, {FIGURES_BATCH} sequences", STAGE_COLUMNS, stages)
-    print_table(f"Table 3.1's choices, {batch} sequences", CHOICE_COLUMNS, choices)
-    path = write_result(
-        out, "simulated-pipelines", CHOICE_COLUMNS, choices, stages=stages, batch=batch, seq_len=SEQ_LEN
-    )
-    append_to_table(path, markdown_table(STAGE_COLUMNS, stages))
-    draw_result(path)
-    return {"stages": stages, "choices": choices}
 
 
 def simulate_stages(stages: int) -> dict[str, Any]:
@@ -168,3 +170,57 @@ def _phase(step: StepSimulation) -> float:
     stream = graph.stream_names.index(COMPUTE)
     passes = np.array([name != "optimizer" for name in graph.names]) & (graph.streams == stream)
     return float(step.execution.ends[passes].max())
+
+
+def plot_simulated_pipelines(result: Path, picture: Path) -> None:
+    """Draw the pipeline's phase by stages, and each framework's step over AxoNN's and part of the peak by GPUs."""
+    from stretto.report.style import PEER, SERIES, STRETTO, drawing
+
+    data = json.loads(result.read_text())
+    with drawing(picture, 12, 3.2) as drawn:
+        stages, shares, ratios = drawn.panels(1, 3)[0]
+        for key, label, look in (
+            ("closed_seconds", "simulated", STRETTO),
+            ("planned_seconds", "planner", SERIES[1]),
+            ("published_seconds", "published", PEER),
+        ):
+            known = [(row["stages"], row[key]) for row in data["stages"] if row[key] is not None]
+            if known:
+                stages.plot(*zip(*known, strict=True), label=label, **look.line)
+        stages.set_title("12B parameters, 48 GPUs", loc="left")
+        stages.set_xlabel("stages")
+        stages.set_ylabel("pipeline (s)")
+        stages.set_ylim(bottom=0)
+        frameworks = list(dict.fromkeys(row["framework"] for row in data["rows"]))
+        for framework, look in zip(frameworks, SERIES[2:], strict=False):
+            rows = [row for row in data["rows"] if row["framework"] == framework]
+            gpus = [row["gpus"] for row in rows]
+            shares.plot(gpus, [100 * row["peak_share"] for row in rows], label=framework, **look.line)
+            ratios.plot(gpus, [row["over_axonn"] for row in rows], **look.line)
+            known = [(row["gpus"], row["published_over_axonn"]) for row in rows if row["published_over_axonn"]]
+            for place, ratio in known:
+                ratios.plot([place], [ratio], marker=look.marker, color=look.colour, markerfacecolor="none")
+        shares.set_ylabel("of the peak (%)")
+        shares.set_ylim(bottom=0)
+        ratios.set_ylabel("step over AxoNN's")
+        for panel in (shares, ratios):
+            panel.set_title("Table 3.1's choices", loc="left")
+            panel.set_xlabel("GPUs")
+        drawn.title = "Pipelines on Summit, simulated"
+        drawn.subtitle = describe_origin(data, simulated="Summit, in closed form")
+        drawn.caption = (
+            "Hollow: published (figure 3.7, 100B parameters). Published parts of the peak: AxoNN 49 to 54%, "
+            "DeepSpeed 39 to 42%, Megatron-LM 21 to 41%."
+        )
+
+
+BENCH = Bench(
+    "simulated-pipelines",
+    "The pipelines of Singh's chapter 3 on Summit, simulated, compared with the published times (needs no GPU).",
+    PublishedPipelinesSetting,
+    simulate_published,
+    Row,
+    title=lambda setting: f"Table 3.1's choices, {setting.batch} sequences",
+    plot=plot_simulated_pipelines,
+    about=lambda setting: {"batch": setting.batch, "seq_len": SEQ_LEN},
+)

@@ -8,14 +8,15 @@ Nothing is measured here. The machine's parameters are those of its probe alone,
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lab.pictures import draw_result
+from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.planning.comparison import rank_correlation
-from lab.tables import append_to_table
 from stretto.axes import check_sizes
-from stretto.bench.harness import Column, markdown_table, print_table, write_result
+from stretto.bench.settings import Option
 from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions, Overlap
 from stretto.models import GPTConfig
@@ -24,53 +25,70 @@ from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.simulator.training import simulate_step
 from stretto.simulator.training.simulation import Fidelity
 
+
+@dataclass(frozen=True)
+class SimulatedStepsSetting:
+    """Which measured steps `python -m lab simulated-steps` simulates."""
+
+    plans: Annotated[
+        tuple[str, ...],
+        Option("Folders of `python -m lab plan`, with the machine's probed.toml.", separator=" ", metavar="FOLDER"),
+    ] = ("lab/results/plan", "lab/results/plan-2-gpus")
+    overlaps: Annotated[
+        Path, Option("A file of `python -m lab overlap` from the first folder's machine.", metavar="FILE")
+    ] = Path("lab/results/overlap/overlap.json")
+
+    def __post_init__(self) -> None:
+        for folder in self.plans:
+            if not (Path(folder) / "probed.toml").is_file():
+                raise ValueError(f"--plans has {folder}, which has no probed.toml; lab/results/plan would do")
+
+
+def simulate_steps(setting: SimulatedStepsSetting) -> Measured:
+    """Simulate each step that was measured. Raises ValueError where a file is missing."""
+    rows = [row for folder in setting.plans for row in compare_plans(Path(folder))]
+    rows += _compare_overlaps(setting.overlaps, Path(setting.plans[0]))
+    summaries = [_summarize(workload, own) for workload, own in _by_workload(rows).items()]
+    return Measured(rows, tables=(Table("The order of grids", summaries, Summary, "summaries"),))
+
+
 BEFORE_COPY_ENGINES = "2026-11-21"
 """Runs up to this date had no copy engines, which carry over z between GPUs that NVLink links since."""
 FIDELITIES: tuple[Fidelity, ...] = ("closed-form", "event-driven")
-COLUMNS = (
-    Column("workload", "workload"),
-    Column("grid", "grid"),
-    Column("measured_milliseconds", "measured (ms)", "{:.1f}"),
-    Column("planned_milliseconds", "plan --cost full (ms)", "{:.1f}"),
-    Column("planned_error", "error", "{:+.1%}"),
-    Column("simulated_milliseconds", "simulated, closed form (ms)", "{:.1f}"),
-    Column("simulated_error", "error", "{:+.1%}"),
-    Column("queued_milliseconds", "simulated, event-driven (ms)", "{:.1f}"),
-    Column("queued_error", "error", "{:+.1%}"),
-    Column("measured_exposed_milliseconds", "exposed, measured (ms)", "{:.1f}"),
-    Column("exposed_milliseconds", "exposed, simulated (ms)", "{:.1f}"),
-)
-SUMMARY_COLUMNS = (
-    Column("workload", "workload"),
-    Column("steps", "steps"),
-    Column("planned_correlation", "rank correlation, plan --cost full", "{:.3f}"),
-    Column("simulated_correlation", "rank correlation, simulated", "{:.3f}"),
-    Column("fastest", "truly fastest"),
-    Column("planned_choice", "planned fastest"),
-    Column("planned_loss", "slower by", "{:.1%}"),
-    Column("simulated_choice", "simulated fastest"),
-    Column("simulated_loss", "slower by", "{:.1%}"),
-    Column("planned_largest", "largest error, plan", "{:.1%}"),
-    Column("simulated_largest", "largest error, simulated", "{:.1%}"),
-)
 
 
-def bench_simulated_steps(plans: Sequence[Path], overlaps: Path, out: Path) -> dict[str, Any]:
-    """Simulate each step that was measured, print the tables, and write simulated-steps.json to `out`.
+@dataclass(frozen=True)
+class Row:
+    """A step that was measured, beside the planner's and the simulator's."""
 
-    plans: folders of `python -m lab plan`, each with the machine's probed.toml. overlaps: a file of `stretto bench
-    overlap` from the first folder's machine. Raises ValueError where a file is missing.
-    """
-    rows = [row for folder in plans for row in compare_plans(folder)]
-    rows += _compare_overlaps(overlaps, plans[0])
-    summaries = [_summarize(workload, own) for workload, own in _by_workload(rows).items()]
-    about = {"plans": [str(folder) for folder in plans], "overlaps": str(overlaps), "summaries": summaries}
-    path = write_result(out, "simulated-steps", COLUMNS, rows, **about)
-    append_to_table(path, markdown_table(SUMMARY_COLUMNS, summaries))
-    print_table("Measured and simulated steps", COLUMNS, rows)
-    print_table("The order of grids", SUMMARY_COLUMNS, summaries)
-    draw_result(path)
-    return {"rows": rows, "summaries": summaries}
+    workload: str = column("workload")
+    grid: str = column("grid")
+    measured_milliseconds: float = column("measured (ms)", "{:.1f}")
+    planned_milliseconds: float = column("plan --cost full (ms)", "{:.1f}")
+    planned_error: float = column("error", "{:+.1%}")
+    simulated_milliseconds: float = column("simulated, closed form (ms)", "{:.1f}")
+    simulated_error: float = column("error", "{:+.1%}")
+    queued_milliseconds: float = column("simulated, event-driven (ms)", "{:.1f}")
+    queued_error: float = column("error", "{:+.1%}")
+    measured_exposed_milliseconds: float = column("exposed, measured (ms)", "{:.1f}")
+    exposed_milliseconds: float = column("exposed, simulated (ms)", "{:.1f}")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How well the order of a workload's steps was found, and the largest errors."""
+
+    workload: str = column("workload")
+    steps: str = column("steps")
+    planned_correlation: float = column("rank correlation, plan --cost full", "{:.3f}")
+    simulated_correlation: float = column("rank correlation, simulated", "{:.3f}")
+    fastest: str = column("truly fastest")
+    planned_choice: str = column("planned fastest")
+    planned_loss: float = column("slower by", "{:.1%}")
+    simulated_choice: str = column("simulated fastest")
+    simulated_loss: float = column("slower by", "{:.1%}")
+    planned_largest: float = column("largest error, plan", "{:.1%}")
+    simulated_largest: float = column("largest error, simulated", "{:.1%}")
 
 
 def compare_plans(folder: Path) -> Iterator[dict[str, Any]]:
@@ -168,3 +186,56 @@ def _read(file: Path) -> dict[str, Any]:
         )
     found: dict[str, Any] = json.loads(file.read_text())
     return found
+
+
+def plot_simulated_steps(result: Path, picture: Path) -> None:
+    """Draw a panel a workload: of each step the planner's and the simulator's time over the measured one."""
+    from stretto.report.style import SERIES, STRETTO, drawing
+
+    data = json.loads(result.read_text())
+    rows_of: dict[str, list[Mapping[str, Any]]] = {}
+    for row in data["rows"]:
+        rows_of.setdefault(row["workload"], []).append(row)
+    series = (("planned_error", "plan --cost full", SERIES[1]), ("simulated_error", "simulated", STRETTO))
+    workloads = list(rows_of.items())
+    pairs = [workloads[place : place + 2] for place in range(0, len(workloads), 2)]
+    heights = [0.2 * max(len(rows) for _, rows in pair) + 1.0 for pair in pairs]
+    with drawing(picture, 13, sum(heights) or 1) as drawn:
+        panels = drawn.panels(len(pairs), 2, height_ratios=heights or None, sharex=True)
+        for across, pair in zip(panels, pairs, strict=True):
+            for panel, (workload, rows) in zip(across, pair, strict=False):
+                _plot_errors(panel, rows, series)
+                panel.set_title(workload, loc="left")
+            for panel in across[len(pair) :]:
+                panel.set_visible(False)
+        for panel in panels[-1] if len(pairs) else ():
+            panel.set_xlabel("error of a step's time (%)")
+        drawn.title = "Steps that were measured, as the planner and the simulator have them"
+        drawn.subtitle = describe_origin(data, simulated="the machines that measured them, in closed form")
+        drawn.caption = "Grids are the sizes of data, x, y and z, the fastest measured first."
+
+
+def _plot_errors(panel: Any, rows: Sequence[Mapping[str, Any]], series: Sequence[tuple[str, str, Any]]) -> None:
+    from stretto.report.style import GUIDE
+
+    panel.axvline(0, **GUIDE)
+    for key, label, look in series:
+        known = [(100 * row[key], place) for place, row in enumerate(rows) if row[key] is not None]
+        errors, places = [error for error, _ in known], [place for _, place in known]
+        if known:
+            panel.plot(errors, places, linestyle="none", marker=look.marker, color=look.colour, label=label)
+    panel.set_yticks(range(len(rows)), [row["grid"] for row in rows])
+    panel.set_ylim(len(rows) - 0.4, -0.6)
+    panel.tick_params(axis="y", length=0)
+
+
+BENCH = Bench(
+    "simulated-steps",
+    "Steps that were measured on GPUs, compared with the simulator and the planner (needs no GPU).",
+    SimulatedStepsSetting,
+    simulate_steps,
+    Row,
+    title="Measured and simulated steps",
+    plot=plot_simulated_steps,
+    about=lambda setting: {"plans": list(setting.plans), "overlaps": str(setting.overlaps)},
+)

@@ -3,12 +3,11 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
+from lab.harness import column
 from lab.simulated_schedules.cases import MeasuredSchedule
 from lab.simulated_schedules.fit import SchedulePredictor
-from stretto.bench.harness import Column
 from stretto.simulator.schedules import MachineCosts
 
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {
@@ -21,23 +20,28 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
 
 The tuner also tries Simple, which was never the fastest: no result has a time of it, and no costs could be fitted.
 """
-CHOICES = (
-    Column("collective", "collective"),
-    Column("ranks", "ranks"),
-    Column("bytes", "bytes", "{:,}"),
-    Column("measured", "fastest, measured"),
-    Column("simulated", "fastest, simulated"),
-    Column("loss", "simulated: slower by"),
-)
 
 
-def list_choices(
-    cases: Sequence[MeasuredSchedule], predictor: SchedulePredictor, costs: MachineCosts
-) -> list[dict[str, Any]]:
-    """For each collective and size (bf16, in CUDA graphs): the fastest choice measured, and simulated.
+@dataclass(frozen=True)
+class Choice:
+    """The fastest choice of a collective at a size, measured and simulated.
 
     loss: by how much the measured choice is slower than the simulated one, in the simulation; None where they are one.
     """
+
+    collective: str = column("collective")
+    ranks: int = column("ranks")
+    bytes: int = column("bytes", "{:,}")
+    measured: str = column("fastest, measured")
+    simulated: str = column("fastest, simulated")
+    loss: str | None = column("simulated: slower by")
+    is_same: bool
+    is_same_algorithm: bool
+    is_close: bool
+
+
+def list_choices(cases: Sequence[MeasuredSchedule], predictor: SchedulePredictor, costs: MachineCosts) -> list[Choice]:
+    """For each collective and size (bf16, in CUDA graphs): the fastest choice measured, and simulated."""
     contests: dict[str, list[MeasuredSchedule]] = defaultdict(list)
     for case in cases:
         if case.mode == "graph" and case.dtype == "bf16" and case.contest.split(",")[0] in ALGORITHMS:
@@ -58,24 +62,26 @@ def list_choices(
         best = min(seconds, key=seconds.__getitem__)
         measured = _name(chosen)
         rows.append(
-            {
-                "collective": collective,
-                "ranks": library.ranks,
-                "bytes": library.num_bytes,
-                "measured": measured,
-                "simulated": best,
-                "loss": None if best == measured else f"{seconds[measured] / seconds[best] - 1:.1%}",
-                "is_same": best == measured,
-                "is_same_algorithm": best.split()[0] == measured.split()[0],
-                "is_close": seconds[measured] < 1.05 * seconds[best],
-            }
+            Choice(
+                collective=collective,
+                ranks=library.ranks,
+                bytes=library.num_bytes,
+                measured=measured,
+                simulated=best,
+                loss=None if best == measured else f"{seconds[measured] / seconds[best] - 1:.1%}",
+                is_same=best == measured,
+                is_same_algorithm=best.split()[0] == measured.split()[0],
+                is_close=seconds[measured] < 1.05 * seconds[best],
+            )
         )
     return rows
 
 
-def summarize_choices(rows: Sequence[Mapping[str, Any]]) -> str:
+def summarize_choices(rows: Sequence[Choice]) -> str:
     """One sentence: how often the simulator's choice is the measured one."""
-    same, algorithm, close = (sum(row[key] for row in rows) for key in ("is_same", "is_same_algorithm", "is_close"))
+    same, algorithm, close = (
+        sum(getattr(row, key) for row in rows) for key in ("is_same", "is_same_algorithm", "is_close")
+    )
     return (
         f"Of {len(rows)} sizes the simulator chooses the measured algorithm and protocol in {same}, the measured "
         f"algorithm in {algorithm}, and finds the measured choice at most 5% slower than its own in {close}."

@@ -6,14 +6,16 @@ fitted to the paper. `CLAIMS` has predictions made by hand before the first run.
 numbers, so only the numbers in its text are compared.
 """
 
+import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lab.pictures import draw_result
+from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.simulated_schedules.peers import (
     chained_trees_all_reduce,
     dgx1_topology,
@@ -21,10 +23,8 @@ from lab.simulated_schedules.peers import (
     rotated_rings_all_reduce,
     two_step_exchanges,
 )
-from lab.simulated_schedules.settings import SimulatedMscclSetting
-from stretto.atomic_files import write_atomically
-from stretto.bench.harness import Column, markdown_table, print_table, write_result
 from stretto.bench.interleaved import name_size
+from stretto.bench.settings import Option, require_least
 from stretto.cluster import Cluster
 from stretto.collectives.algorithms import find
 from stretto.collectives.schedule import Schedule
@@ -34,24 +34,44 @@ from stretto.simulator.schedules import MachineCosts, simulate_schedule
 MEMORY_BANDWIDTH = {"azure-ndv4": 1555e9, "dgx-2": 900e9}  # bytes/s, reads and writes together
 COSTS = {"azure-ndv4": "nccl-2.8-a100", "dgx-2": "nccl-2.8-v100"}
 TITLES = {"azure-ndv4": "NDv4", "dgx-2": "DGX-2"}
-COLUMNS = (
-    Column("study", "study"),
-    Column("size", "bytes"),
-    Column("variant", "variant"),
-    Column("best", "as"),
-    Column("time_us", "simulated (us)", "{:,.1f}"),
-    Column("baseline_us", "baseline (us)", "{:,.1f}"),
-    Column("speedup", "speed-up", "{:.2f}"),
-)
-CLAIM_COLUMNS = (
-    Column("figure", "figure"),
-    Column("claim", "the paper says"),
-    Column("prediction", "predicted before the first run"),
-    Column("simulated", "simulated"),
-    Column("is_met", "the paper's claim is"),
-)
 Times = dict[int, tuple[float, str]]
 """By bytes: the best simulated seconds, and the configuration that reached them."""
+
+
+@dataclass(frozen=True)
+class SimulatedMscclSetting:
+    """How finely the pipelining loop of large buffers is simulated."""
+
+    tiles: Annotated[int, Option("Tiles of a chunk that are simulated; further ones are extrapolated.")] = 4
+
+    def __post_init__(self) -> None:
+        require_least(2, tiles=self.tiles)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant's best simulated time at a size, and its speed-up over the study's baseline. claim: the paper's."""
+
+    study: str = column("study")
+    variant: str = column("variant")
+    bytes: int
+    size: str = column("bytes")
+    best: str = column("as")
+    time_us: float = column("simulated (us)", "{:,.1f}")
+    baseline_us: float = column("baseline (us)", "{:,.1f}")
+    speedup: float = column("speed-up", "{:.2f}")
+    claim: float | None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper's text, what was predicted before the first run, and the simulated number."""
+
+    figure: str = column("figure")
+    claim: str = column("the paper says")
+    prediction: str = column("predicted before the first run")
+    simulated: str = column("simulated")
+    is_met: str = column("the paper's claim is")
 
 
 @dataclass(frozen=True)
@@ -125,7 +145,7 @@ def on_cluster(name: str, tiles: int) -> ClusterSimulation:
     return ClusterSimulation(Cluster.preset(name), MachineCosts.find(COSTS[name]), tiles)
 
 
-def hierarchical_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+def hierarchical_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Iterator[Row]:
     """Figure 8c: hierarchical all-reduce and the same composed of NCCL's calls, over NCCL's all-reduce."""
     where = on_cluster(name, tiles)
     gpus = where.cluster.gpus_per_node
@@ -165,7 +185,7 @@ def _one_gpu_a_node(where: ClusterSimulation) -> ClusterSimulation:
     return replace(where, cluster=replace(cluster, gpus_per_node=1, nics_per_node=1, between_nodes=link))
 
 
-def two_step_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+def two_step_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Iterator[Row]:
     """Figure 8e: two-step all-to-all and NCCL's, over two-step written by hand with NCCL's sends and receives."""
     where = on_cluster(name, tiles)
     gpus = where.cluster.gpus_per_node
@@ -180,7 +200,7 @@ def two_step_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> I
     yield from _rows(study, "NCCL", nccl, by_hand, 1.3)
 
 
-def next_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+def next_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Iterator[Row]:
     """Figure 8g: AllToNext with r instances, over each GPU's one send to the next."""
     where = on_cluster(name, tiles)
     gpus = where.cluster.gpus_per_node
@@ -198,7 +218,7 @@ def next_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Itera
         )
 
 
-def sccl_study(tiles: int, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+def sccl_study(tiles: int, sizes: Sequence[int]) -> Iterator[Row]:
     """Figure 11: the (1,2,2) all-gather on a DGX-1 by MSCCLang's protocols, over SCCL's direct copies.
 
     The baseline is Simple without the copy out of slots, and without slots to wait for.
@@ -214,19 +234,11 @@ def sccl_study(tiles: int, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
         yield from _rows(study, protocol, found, direct, None)
 
 
-def _rows(study: str, variant: str, times: Times, baseline: Times, claim: float | None) -> Iterator[dict[str, Any]]:
+def _rows(study: str, variant: str, times: Times, baseline: Times, claim: float | None) -> Iterator[Row]:
     for num_bytes, (seconds, best) in times.items():
-        yield {
-            "study": study,
-            "variant": variant,
-            "bytes": num_bytes,
-            "size": name_size(num_bytes),
-            "best": best.strip(),
-            "time_us": seconds * 1e6,
-            "baseline_us": baseline[num_bytes][0] * 1e6,
-            "speedup": baseline[num_bytes][0] / seconds,
-            "claim": claim,
-        }
+        base = baseline[num_bytes][0]
+        size = name_size(num_bytes)
+        yield Row(study, variant, num_bytes, size, best.strip(), seconds * 1e6, base * 1e6, base / seconds, claim)
 
 
 @dataclass(frozen=True)
@@ -237,22 +249,20 @@ class PublishedClaim:
     study: str
     claim: str
     prediction: str
-    value: Callable[[Sequence[dict[str, Any]]], float]
+    value: Callable[[Sequence[Row]], float]
     low: float
     high: float
 
 
-def most(variant: str, least: int = 0, largest: int = 1 << 62) -> Callable[[Sequence[dict[str, Any]]], float]:
+def most(variant: str, least: int = 0, largest: int = 1 << 62) -> Callable[[Sequence[Row]], float]:
     """The largest speed-up of a variant between two sizes."""
     return lambda rows: max(
-        row["speedup"] for row in rows if row["variant"].startswith(variant) and least <= row["bytes"] <= largest
+        row.speedup for row in rows if row.variant.startswith(variant) and least <= row.bytes <= largest
     )
 
 
-def _two_step_over_nccl(rows: Sequence[dict[str, Any]]) -> float:
-    ours, nccl = (
-        {row["bytes"]: row["time_us"] for row in rows if row["variant"] == name} for name in ("MSCCLang", "NCCL")
-    )
+def _two_step_over_nccl(rows: Sequence[Row]) -> float:
+    ours, nccl = ({row.bytes: row.time_us for row in rows if row.variant == name} for name in ("MSCCLang", "NCCL"))
     return max(nccl[size] / ours[size] for size in ours if size > 512 << 20)
 
 
@@ -301,45 +311,87 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def bench_simulated_msccl(setting: SimulatedMscclSetting, out: Path) -> dict[str, Any]:
-    """Simulate all studies, print tables, and write simulated-msccl.json, .md and .png to `out`."""
+def simulate_studies(setting: SimulatedMscclSetting) -> Measured:
+    """Simulate all studies."""
     all_reduce = [1 << power for power in (12, 16, 20, 24, 28, 30, 32)]
-    large = [1 << power for power in range(18, 31, 2)]
-    rows: list[dict[str, Any]] = []
+    large, every = ([1 << power for power in range(first, 31, 2)] for first in (18, 10))
+    rows: list[Row] = []
     for study in (
         hierarchical_study("azure-ndv4", 2, setting.tiles, all_reduce),
         hierarchical_study("dgx-2", 2, setting.tiles, all_reduce),
         two_step_study("azure-ndv4", 8, setting.tiles, large),
         two_step_study("dgx-2", 4, setting.tiles, large),
-        next_study("azure-ndv4", 3, setting.tiles, [1 << power for power in range(10, 31, 2)]),
-        next_study("dgx-2", 3, setting.tiles, [1 << power for power in range(10, 31, 2)]),
-        sccl_study(setting.tiles, [1 << power for power in range(10, 29, 2)]),
+        next_study("azure-ndv4", 3, setting.tiles, every),
+        next_study("dgx-2", 3, setting.tiles, every),
+        sccl_study(setting.tiles, every[:-1]),
     ):
         rows += study
-        print(f"{rows[-1]['study']}: done", file=sys.stderr, flush=True)
-    claims = list_claims(rows)
-    print_table("MSCCLang's figures 8 and 11, simulated", COLUMNS, rows)
-    print_table("Beside the paper's text", CLAIM_COLUMNS, claims)
-    path = write_result(out, "simulated-msccl", COLUMNS, rows, claims=claims)
-    table = path.with_suffix(".md")
-    heading, _, every = table.read_text().partition("\n\n")
-    write_atomically(table, f"{heading}\n\n" + "\n".join(markdown_table(CLAIM_COLUMNS, claims)) + f"\n\n{every}")
-    draw_result(path)
-    return {"claims": claims, "rows": rows}
+        print(f"{rows[-1].study}: done", file=sys.stderr, flush=True)
+    return Measured(rows, tables=(Table("Beside the paper's text", list_claims(rows), key="claims"),))
 
 
-def list_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def list_claims(rows: Sequence[Row]) -> list[Claim]:
     """Each claim with the simulated number, and whether that is in the claim's range."""
     found = []
     for claim in CLAIMS:
-        number = claim.value([row for row in rows if row["study"].startswith(claim.study)])
-        found.append(
-            {
-                "figure": claim.figure,
-                "claim": claim.claim,
-                "prediction": claim.prediction,
-                "simulated": f"{number:.2f}x",
-                "is_met": "met" if claim.low <= number <= claim.high else "missed",
-            }
-        )
+        number = claim.value([row for row in rows if row.study.startswith(claim.study)])
+        met = "met" if claim.low <= number <= claim.high else "missed"
+        found.append(Claim(claim.figure, claim.claim, claim.prediction, f"{number:.2f}x", met))
     return found
+
+
+def plot_simulated_msccl(result: Path, picture: Path) -> None:
+    """A panel a study: speed-ups over size, a line a variant, and the paper's claim as a dashed line."""
+    from stretto.report.style import drawing
+
+    data = json.loads(result.read_text())
+    studies = list(dict.fromkeys(row["study"] for row in data["rows"]))
+    columns = 2 if len(studies) > 1 else 1
+    with drawing(picture, 4.6 * columns, 2.6 * -(-len(studies) // columns)) as drawn:
+        panels = drawn.panels(-(-len(studies) // columns), columns)
+        for panel, study in zip(panels.flat, studies, strict=False):
+            _plot_study(drawn, panel, study, [row for row in data["rows"] if row["study"] == study])
+        for panel in list(panels.flat)[len(studies) :]:
+            panel.remove()
+        for panel in panels[:, 0]:
+            panel.set_ylabel("speed-up")
+        drawn.title = "MSCCLang's figures 8 and 11, simulated"
+        drawn.subtitle = describe_origin(data, simulated="the nodes above the panels")
+        drawn.caption = (
+            "Speed-up over each panel's baseline. Dashed: the largest that the paper states. NDv4: nodes of 8 A100; "
+            "DGX-2: of 16 V100; DGX-1: of 8 V100. r: how many instances of the program share the data. LL, Simple: "
+            "the program's protocols; LL sends a flag beside every 4 bytes."
+        )
+
+
+def _plot_study(drawn: Any, panel: Any, study: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    from stretto.report.style import BLACK, GUIDE, SERIES, YELLOW, Look, plain_log
+
+    variants = ("MSCCLang", "composed of NCCL calls", "NCCL", "r=1", "r=4", "r=12")
+    looks = dict(zip(variants, SERIES, strict=True))
+    looks |= {"LL": Look(BLACK, "P", (0, (1, 1))), "Simple": Look(YELLOW, "p", (0, (6, 1)))}
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        mine = [row for row in rows if row["variant"] == variant]
+        speedups = [row["speedup"] for row in mine]
+        panel.plot([row["bytes"] for row in mine], speedups, label=variant, **looks.get(variant, SERIES[0]).line)
+    claims = {row["claim"] for row in rows if row["claim"] is not None}
+    for claim in claims:
+        panel.axhline(claim, linestyle=(0, (4, 2)), **GUIDE)
+    panel.axhline(1, **GUIDE)
+    panel.set_xscale("log", base=2)
+    drawn.log_ticks(panel.xaxis, sorted({row["bytes"] for row in rows}), name_size)
+    panel.set_title(study)
+    panel.set_xlabel("bytes of the larger buffer")
+    plain_log(panel.yaxis)
+
+
+BENCH = Bench(
+    "simulated-msccl",
+    "MSCCLang's figures 8 and 11 simulated: hierarchical, two-step and AllToNext on clusters (needs no GPU).",
+    SimulatedMscclSetting,
+    simulate_studies,
+    Row,
+    title="MSCCLang's figures 8 and 11, simulated",
+    plot=plot_simulated_msccl,
+    about=lambda setting: {},
+)

@@ -10,51 +10,31 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lab.pictures import draw_result
+from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.simulated_schedules.cases import MeasuredSchedule, read_gpu_cases
-from lab.simulated_schedules.choices import CHOICES, list_choices, summarize_choices
+from lab.simulated_schedules.choices import Choice, list_choices, summarize_choices
 from lab.simulated_schedules.fit import Parameter, SchedulePredictor, fit
-from lab.simulated_schedules.settings import TILE_BYTES, SimulatedCollectivesSetting
 from lab.simulated_schedules.sockets import (
+    TILE_BYTES,
     list_two_level,
     measure_sockets,
     read_socket_cases,
     socket_topology,
 )
 from stretto.atomic_files import write_atomically
-from stretto.bench.harness import Column, markdown_table, print_table, write_result
+from stretto.bench.harness import Column, write_result
 from stretto.bench.interleaved import name_size
+from stretto.bench.settings import Option, require_least
 from stretto.cluster import Cluster
 from stretto.simulator.schedules import ExecutorCosts, MachineCosts, ProtocolCosts
 
 CLUSTER = "dgx-h200"
 CLOSE = 1.05  # contests whose best two differ by less have no winner
-COLUMNS = (
-    Column("contest", "contest"),
-    Column("schedule", "schedule"),
-    Column("ran", "ran as"),
-    Column("measured_us", "measured (us)", "{:,.1f}"),
-    Column("predicted_us", "simulated (us)", "{:,.1f}"),
-    Column("error", "error", "{:+.0%}"),
-    Column("use", "size was"),
-)
-GROUPS = (
-    Column("group", "ran as"),
-    Column("fitted", "fitted sizes"),
-    Column("fitted_median", "their median error", "{:.1%}"),
-    Column("others", "other sizes"),
-    Column("others_median", "their median error", "{:.1%}"),
-    Column("others_most", "largest", "{:.0%}"),
-)
-WINNERS = (
-    Column("group", "contests"),
-    Column("contests", "with a winner"),
-    Column("right", "simulated right"),
-    Column("share", "share", "{:.0%}"),
-)
 _EXECUTOR_FIGURES = ("launch", "host_seconds")
 START = MachineCosts(
     "dgx-h200, 2 or 4 of its GPUs",
@@ -115,71 +95,117 @@ SOCKETS = MachineCosts(
 _SOCKET_FIGURES = ("latency", "step_seconds", "block_bandwidth")
 
 
-def bench_simulated_collectives(setting: SimulatedCollectivesSetting, out: Path) -> dict[str, Any]:
-    """Fit, predict, print tables, and write simulated-collectives.json, .md, .png and the costs to `out`.
+@dataclass(frozen=True)
+class SimulatedCollectivesSetting:
+    """Where the measurements are, and which sizes 8 processes measure anew: each twice the one before."""
+
+    results: Annotated[Path, Option("Folder of the committed results.")] = Path("lab/results")
+    measures: Annotated[
+        bool,
+        Option(
+            "Measure 8 processes over shaped links (needs root), or take sockets.json of an earlier run.",
+            "--measure/--no-measure",
+        ),
+    ] = True
+    smallest: Annotated[int, Option("Bytes of the smallest buffer of the 8 processes.")] = 16 << 10
+    sizes: Annotated[int, Option("How many sizes of the 8 processes.")] = 7
+    repeats: Annotated[int, Option("Runs of each; their median counts.")] = 5
+
+    def __post_init__(self) -> None:
+        require_least(4096, smallest=self.smallest)
+        require_least(2, sizes=self.sizes)
+        require_least(1, repeats=self.repeats)
+        for name in ("collectives/collectives.json", "collectives-2-gpus/collectives.json", "two-level/two-level.json"):
+            if not (self.results / name).is_file():
+                raise ValueError(f"{self.results / name} is not there: name the folder of results with --results")
+
+    @property
+    def all_bytes(self) -> tuple[int, ...]:
+        """The sizes in bytes that the processes measure."""
+        return tuple(self.smallest << step for step in range(self.sizes))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured time of a schedule, and the simulated one. use: whether costs were fitted to its size, or not."""
+
+    contest: str = column("contest")
+    schedule: str = column("schedule")
+    ran: str = column("ran as")
+    executor: str
+    ranks: int
+    bytes: int
+    mode: str
+    measured_us: float = column("measured (us)", "{:,.1f}")
+    predicted_us: float = column("simulated (us)", "{:,.1f}")
+    error: float = column("error", "{:+.0%}")
+    use: str = column("size was")
+
+
+@dataclass(frozen=True)
+class ErrorGroup:
+    """Deviations of an executor or a machine: of sizes that were fitted, and of the others."""
+
+    group: str = column("ran as")
+    fitted: int = column("fitted sizes")
+    fitted_median: float | None = column("their median error", "{:.1%}")
+    others: int = column("other sizes")
+    others_median: float | None = column("their median error", "{:.1%}")
+    others_most: float | None = column("largest", "{:.0%}")
+
+
+@dataclass(frozen=True)
+class WinnerGroup:
+    """Contests with a winner, and in how many the simulated winner is the measured one."""
+
+    group: str = column("contests")
+    contests: int = column("with a winner")
+    right: int = column("simulated right")
+    share: float = column("share", "{:.0%}")
+
+
+def simulate_cases(setting: SimulatedCollectivesSetting, out: Path) -> Measured:
+    """Fit costs, which are written to `out` too, and predict.
 
     Raises ValueError, before anything is fitted, where results are missing or namespaces cannot be made.
     """
     gpu_cases = read_gpu_cases(setting.results)
     sockets = out / "sockets.json"
     if setting.measures:
-        measured = measure_sockets(setting)
-        sockets_columns = tuple(Column(name, name) for name in measured[0])
-        write_result(out, "sockets", sockets_columns, measured)
+        measured = measure_sockets(setting.all_bytes, setting.repeats)
+        write_result(out, "sockets", tuple(Column(name, name) for name in measured[0]), measured)
     elif not sockets.is_file():
         raise ValueError(f"{sockets} is not there: run this once with --measure, as root")
     socket_cases = read_socket_cases(json.loads(sockets.read_text())["rows"])
-    cluster = Cluster.preset(CLUSTER)
+    cluster, links = Cluster.preset(CLUSTER), socket_topology()
     on_gpus = SchedulePredictor(lambda ranks: START.topology(cluster, ranks))
+    on_sockets = SchedulePredictor(lambda ranks: links)
     gpu_costs = START
     for executor, figures in FITTED.items():
         protocols = START.executors[executor].protocols
         parameters = [(executor, "", name) for name in _EXECUTOR_FIGURES if _is_seen(gpu_cases, executor, name)]
         parameters += [(executor, protocol, name) for protocol in protocols for name in figures]
         gpu_costs = _fit(gpu_cases, executor, gpu_costs, parameters, on_gpus)
-    links = socket_topology()
-    on_sockets = SchedulePredictor(lambda ranks: links)
     parameters = [("sockets", "", "launch"), *(("sockets", "Simple", name) for name in _SOCKET_FIGURES)]
     socket_costs = _fit(socket_cases, "sockets", SOCKETS, parameters, on_sockets)
-    rows = [
-        _row(case, predictor.predict(case, costs))
-        for cases, predictor, costs in ((gpu_cases, on_gpus, gpu_costs), (socket_cases, on_sockets, socket_costs))
-        for case in cases
-    ]
-    rows += list_two_level(setting.results)
-    groups, winners = list_groups(rows), list_winners(rows)
-    choices = list_choices(gpu_cases, on_gpus, gpu_costs)
+    rows = [_make_row(case, on_gpus.predict(case, gpu_costs)) for case in gpu_cases]
+    rows += [_make_row(case, on_sockets.predict(case, socket_costs)) for case in socket_cases]
+    rows += [Row(**row) for row in list_two_level(setting.results)]
     source = (
         f"python -m lab simulated-collectives, fitted to every second size of lab/results/collectives, "
         f"collectives-2-gpus and ablations with {1e6 * START.link_latency:g} us from GPU to GPU"
     )
+    socket_source = "python -m lab simulated-collectives, every second size"
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "h200.json", MachineCosts.to_json(_named(gpu_costs, source)))
-    write_atomically(
-        out / "namespaces.json",
-        MachineCosts.to_json(_named(socket_costs, "python -m lab simulated-collectives, every second size")),
+    for name, costs, said in (("h200", gpu_costs, source), ("namespaces", socket_costs, socket_source)):
+        write_atomically(out / f"{name}.json", MachineCosts.to_json(replace(costs, source=said)))
+    choices = list_choices(gpu_cases, on_gpus, gpu_costs)
+    tables = (
+        Table("Simulated beside measured, by what ran", list_groups(rows), ErrorGroup, "groups"),
+        Table("The winner of each contest", list_winners(rows), WinnerGroup, "winners"),
+        Table("The fastest choice", choices, Choice, "choices"),
     )
-    print_table("Simulated beside measured, by what ran", GROUPS, groups)
-    print_table("The winner of each contest", WINNERS, winners)
-    print(summarize_choices(choices))
-    path = write_result(out, "simulated-collectives", COLUMNS, rows, groups=groups, winners=winners, choices=choices)
-    table = path.with_suffix(".md")
-    heading, _, every = table.read_text().partition("\n\n")
-    parts = [
-        [heading],
-        markdown_table(GROUPS, groups),
-        markdown_table(WINNERS, winners),
-        [summarize_choices(choices)],
-        markdown_table(CHOICES, choices),
-        [every.rstrip()],
-    ]
-    write_atomically(table, "\n\n".join("\n".join(part) for part in parts) + "\n")
-    draw_result(path)
-    return {"groups": groups, "winners": winners, "choices": choices}
-
-
-def _named(costs: MachineCosts, source: str) -> MachineCosts:
-    return MachineCosts(costs.machine, source, costs.executors, costs.link_latency, costs.network_latency)
+    return Measured(rows, lines=(summarize_choices(choices),), tables=tables)
 
 
 def _is_seen(cases: Sequence[MeasuredSchedule], executor: str, name: str) -> bool:
@@ -198,80 +224,143 @@ def _fit(
     return fit(fitted, costs, parameters, predictor.predict)
 
 
-def _row(case: MeasuredSchedule, predicted: float) -> dict[str, Any]:
+def _make_row(case: MeasuredSchedule, predicted: float) -> Row:
     tile = "" if case.tile_bytes is None else f", tiles of {name_size(case.tile_bytes)}"
-    return {
-        "contest": case.contest,
-        "schedule": case.algorithm,
-        "ran": f"{case.executor} {case.protocol}".strip() + tile,
-        "executor": case.executor,
-        "ranks": case.ranks,
-        "bytes": case.num_bytes,
-        "mode": case.mode,
-        "measured_us": case.seconds * 1e6,
-        "predicted_us": predicted * 1e6,
-        "error": predicted / case.seconds - 1,
-        "use": "fitted" if case.is_fitted else "predicted",
-    }
+    return Row(
+        contest=case.contest,
+        schedule=case.algorithm,
+        ran=f"{case.executor} {case.protocol}".strip() + tile,
+        executor=case.executor,
+        ranks=case.ranks,
+        bytes=case.num_bytes,
+        mode=case.mode,
+        measured_us=case.seconds * 1e6,
+        predicted_us=predicted * 1e6,
+        error=predicted / case.seconds - 1,
+        use="fitted" if case.is_fitted else "predicted",
+    )
 
 
-def list_groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def list_groups(rows: Sequence[Row]) -> list[ErrorGroup]:
     """The errors of each executor, of sizes that were fitted and of the others; then of a machine's all."""
-    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        groups[row["executor"]].append(row)
+        groups[row.executor].append(row)
         groups[_machine_of(row)].append(row)
     found = []
     for group, members in groups.items():
-        fitted, others = (
-            [abs(row["error"]) for row in members if row["use"] == use] for use in ("fitted", "predicted")
-        )
-        found.append(
-            {
-                "group": group,
-                "fitted": len(fitted),
-                "fitted_median": statistics.median(fitted) if fitted else None,
-                "others": len(others),
-                "others_median": statistics.median(others) if others else None,
-                "others_most": max(others, default=None),
-            }
-        )
-    return sorted(found, key=lambda group: group["group"].startswith("all"))
+        fitted, others = ([abs(row.error) for row in members if row.use == use] for use in ("fitted", "predicted"))
+        medians = [statistics.median(errors) if errors else None for errors in (fitted, others)]
+        found.append(ErrorGroup(group, len(fitted), medians[0], len(others), medians[1], max(others, default=None)))
+    return sorted(found, key=lambda each: each.group.startswith("all"))
 
 
-def list_winners(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def list_winners(rows: Sequence[Row]) -> list[WinnerGroup]:
     """Count, of contests whose best two differ by more than 5%, those in which simulation and measurement agree."""
-    contests: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    contests: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        contests[row["contest"]].append(row)
+        contests[row.contest].append(row)
     groups: dict[str, list[bool]] = defaultdict(list)
-    for name, members in contests.items():
-        ranked = sorted(members, key=lambda row: row["measured_us"])
-        if len(ranked) < 2 or ranked[1]["measured_us"] < CLOSE * ranked[0]["measured_us"]:
+    for members in contests.values():
+        ranked = sorted(members, key=lambda row: row.measured_us)
+        if len(ranked) < 2 or ranked[1].measured_us < CLOSE * ranked[0].measured_us:
             continue
-        is_right = min(members, key=lambda row: row["predicted_us"]) is ranked[0]
-        groups[_contest_group(name, members[0])].append(is_right)
+        is_right = min(members, key=lambda row: row.predicted_us) is ranked[0]
+        groups[_contest_group(members[0])].append(is_right)
         groups[_machine_of(members[0])].append(is_right)
-    found = [
-        {"group": group, "contests": len(each), "right": sum(each), "share": sum(each) / len(each)}
-        for group, each in groups.items()
-    ]
-    return sorted(found, key=lambda group: group["group"].startswith("all"))
+    found = [WinnerGroup(group, len(each), sum(each), sum(each) / len(each)) for group, each in groups.items()]
+    return sorted(found, key=lambda each: each.group.startswith("all"))
 
 
-def _machine_of(row: Mapping[str, Any]) -> str:
-    return "all on 8 processes" if row["executor"] in ("sockets", "two-level") else "all on 2 and 4 H200"
+def _machine_of(row: Row) -> str:
+    return "all on 8 processes" if row.executor in ("sockets", "two-level") else "all on 2 and 4 H200"
 
 
-def _contest_group(name: str, row: Mapping[str, Any]) -> str:
-    if row["executor"] == "two-level":
+def _contest_group(row: Row) -> str:
+    if row.executor == "two-level":
         return "two-level collectives and a flat ring (lab/results/two-level)"
-    if row["executor"] == "sockets":
-        return f"schedules of {name.split(',')[0]} over sockets"
-    match name.split(",")[0]:
+    name = row.contest.split(",")[0]
+    if row.executor == "sockets":
+        return f"schedules of {name} over sockets"
+    match name:
         case "composition":
             return "algorithms and executors (lab/results/ablations, composition)"
         case "pipelining":
             return "algorithms and tiles (lab/results/ablations, pipelining)"
         case _:
             return "Stretto or NCCL (lab/results/collectives)"
+
+
+_PANELS = (
+    ("2 and 4 H200", ("fused", "copy-engine", "interpreter", "nccl")),
+    ("8 processes over shaped links", ("sockets", "two-level")),
+)
+_NAMES = {
+    "fused": "one kernel, fused",
+    "copy-engine": "copy engines",
+    "interpreter": "one kernel, interpreted",
+    "nccl": "NCCL",
+    "sockets": "schedules over sockets",
+    "two-level": "two-level collectives",
+}
+
+
+def plot_simulated_collectives(result: Path, picture: Path) -> None:
+    """A panel a machine: simulated over measured time by size, of fitted sizes hollow and of the others filled."""
+    from stretto.report.style import GUIDE, SERIES, drawing, plain_log
+
+    data = json.loads(result.read_text())
+    with drawing(picture, 9.5, 3.4) as drawn:
+        panels = drawn.panels(1, 2, sharey=True)[0]
+        looks = dict(zip(_NAMES, SERIES, strict=False))
+        for panel, (title, executors) in zip(panels, _PANELS, strict=True):
+            rows = [row for row in data["rows"] if row["executor"] in executors]
+            for executor in executors:
+                _plot_ratios(panel, [row for row in rows if row["executor"] == executor], executor, looks[executor])
+            panel.axhline(1, **GUIDE)
+            panel.axhspan(0.85, 1.15, color="#e4e4e4", zorder=0)
+            panel.set_xscale("log", base=2)
+            drawn.log_ticks(panel.xaxis, sorted({row["bytes"] for row in rows}), name_size)
+            panel.set_xlabel("bytes of the larger buffer")
+            panel.set_title(title)
+        plain_log(panels[0].yaxis)
+        panels[0].set_ylabel("simulated / measured time")
+        drawn.title = "Simulated schedules beside measured ones"
+        drawn.subtitle = describe_origin(data, simulated="the machines above the panels")
+        drawn.caption = (
+            "Hollow: sizes that the costs of protocols were fitted to; filled: the others. Grey: within 15%. "
+            + " ".join(
+                f"{group['group'][0].upper()}{group['group'][1:]}: median error of the other sizes "
+                f"{group['others_median']:.1%}."
+                for group in data["groups"]
+                if group["group"].startswith("all")
+            )
+        )
+
+
+def _plot_ratios(panel: Any, rows: Sequence[Mapping[str, Any]], executor: str, look: Any) -> None:
+    for use, face in (("fitted", "white"), ("predicted", look.colour)):
+        chosen = [row for row in rows if row["use"] == use]
+        if chosen:
+            panel.plot(
+                [row["bytes"] for row in chosen],
+                [row["predicted_us"] / row["measured_us"] for row in chosen],
+                linestyle="none",
+                marker=look.marker,
+                markersize=3.5,
+                markerfacecolor=face,
+                markeredgecolor=look.colour,
+                label=_NAMES[executor] if use == "predicted" else None,
+            )
+
+
+BENCH = Bench(
+    "simulated-collectives",
+    "Simulated and measured schedules, on H200 and on 8 processes over shaped links (measuring needs root).",
+    SimulatedCollectivesSetting,
+    simulate_cases,
+    Row,
+    title="Simulated schedules beside measured ones",
+    plot=plot_simulated_collectives,
+    about=lambda setting: {},
+)

@@ -26,23 +26,22 @@ _WAIT = 60.0  # seconds that a rank waits for a peer
 
 
 def main() -> None:
-    """Run one rank. argv: the job as JSON and the rank. Reads a line for each run: schedule, elements, tile, start."""
+    """Run one rank. argv: the job as JSON and the rank. Obeys orders from stdin: to connect, and to run once."""
     job: dict[str, Any] = json.loads(sys.argv[1])
     rank = int(sys.argv[2])
     listener = socket.create_server((job["addresses"][rank], job["ports"][rank]), backlog=1024)
-    print("listening", flush=True)
-    current: tuple[str, RankExecutor] | None = None
+    print("{}", flush=True)
+    executor: RankExecutor | None = None
     for line in sys.stdin:
         order = json.loads(line)
-        key = json.dumps([order["algorithm"], order["parameters"]])
-        if current is None or current[0] != key:
-            if current is not None:
-                current[1].close()
+        if executor is None or order["do"] == "connect":
+            if executor is not None:
+                executor.close()
             schedule = find(order["algorithm"]).compile(in_place=False, **order["parameters"])
-            current = key, RankExecutor(schedule, rank, listener, job["addresses"], job["ports"])
-            print("connected", flush=True)
+            executor = RankExecutor(schedule, rank, listener, job["addresses"], job["ports"])
+            print("{}", flush=True)
             continue
-        ended, is_right = current[1].run(order["elements"], order["tile_elements"], order["start"])
+        ended, is_right = executor.run(order["elements"], order["tile_elements"], order["start"])
         print(json.dumps({"ended": ended, "is_right": is_right}), flush=True)
 
 

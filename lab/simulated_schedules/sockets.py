@@ -4,7 +4,6 @@
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,22 +11,38 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lab.processes import Processes
 from lab.simulated_schedules.cases import MeasuredSchedule
-from lab.simulated_schedules.settings import (
-    NETWORK,
-    RANKS,
-    RANKS_PER_NODE,
-    SCHEDULES,
-    TILE_BYTES,
-    SimulatedCollectivesSetting,
-)
-from lab.two_level.namespaces import Network, namespace_of, shaped_network
+from lab.two_level.namespaces import Network, command_in, shaped_network
 from stretto.collectives.algorithms import find
 from stretto.simulator.collectives.times import CollectiveOptions, simulate_collective
 from stretto.simulator.network import EventDrivenNetwork, NetworkTopology
 from stretto.simulator.network.topology import DirectedLink
 from stretto.simulator.schedules.simulate import PACKET_BYTES
 
+NODES, RANKS_PER_NODE = 4, 2
+RANKS = NODES * RANKS_PER_NODE
+TILE_BYTES = 64 << 10
+_BOTH = {"nodes": NODES, "gpus": RANKS_PER_NODE}
+SCHEDULES: dict[str, dict[str, int]] = {
+    "ring-all-reduce": {"ranks": RANKS},
+    "two-shot-all-reduce": {"ranks": RANKS},
+    "recursive-halving-all-reduce": {"ranks": RANKS},
+    "hierarchical-all-reduce": _BOTH,
+    "ring-all-gather": {"ranks": RANKS},
+    "direct-all-gather": {"ranks": RANKS},
+    "recursive-doubling-all-gather": {"ranks": RANKS},
+    "hierarchical-all-gather": _BOTH,
+    "ring-reduce-scatter": {"ranks": RANKS},
+    "direct-reduce-scatter": {"ranks": RANKS},
+    "recursive-halving-reduce-scatter": {"ranks": RANKS},
+    "hierarchical-reduce-scatter": _BOTH,
+    "direct-all-to-all": {"ranks": RANKS},
+    "two-step-all-to-all": _BOTH,
+}
+NETWORK = Network(nodes=NODES, leaf_nodes=2, node_bandwidth=6.25e6, loopback_bandwidth=25e6, trunk_bandwidth=6.25e6)
+"""50 Mbit/s a node and between the halves of the nodes, 200 inside a node."""
+_START_LIMIT, _RUN_LIMIT = 300.0, 120.0  # seconds for eight processes on few cores
 _LEAD = 0.03  # seconds from agreeing on a start to the start
 _PORT = 23450
 _HEADERS = 8934 / 9014  # TCP payload of an Ethernet frame of 9000 bytes
@@ -65,18 +80,44 @@ def socket_topology(network: Network = NETWORK, in_node: float = 0.0, between: f
 
 
 def measure_sockets(
-    setting: SimulatedCollectivesSetting, schedules: Sequence[str] = tuple(SCHEDULES)
+    sizes: Sequence[int], repeats: int, schedules: Sequence[str] = tuple(SCHEDULES)
 ) -> list[dict[str, Any]]:
-    """Time all schedules at all sizes, medians of the slowest rank; the rows of `read_socket_cases`.
+    """Time all schedules at all sizes (bytes), medians of the slowest rank; the rows of `read_socket_cases`.
 
     Raises ValueError where this machine or user cannot make network namespaces, or a schedule's output is wrong.
     """
-    with shaped_network(NETWORK):
-        team = SocketTeam()
-        try:
-            return [row for name in schedules for row in team.measure(name, SCHEDULES[name], setting)]
-        finally:
-            team.close()
+    job = {
+        "addresses": [f"10.213.77.{rank // RANKS_PER_NODE + 1}" for rank in range(RANKS)],
+        "ports": [_PORT + rank for rank in range(RANKS)],
+    }
+    commands = [
+        command_in(rank // RANKS_PER_NODE, "lab.simulated_schedules.socket_rank", json.dumps(job), str(rank))
+        for rank in range(RANKS)
+    ]
+    with shaped_network(NETWORK), Processes("the bench", commands) as ranks:
+        ranks.receive("start; its own words are above", _START_LIMIT)
+        return [row for name in schedules for row in _measure(ranks, name, sizes, repeats)]
+
+
+def _measure(ranks: Processes, algorithm: str, sizes: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
+    """The rows of one schedule."""
+    parameters: dict[str, Any] = dict(SCHEDULES[algorithm])
+    collective = find(algorithm).compile(in_place=False, **parameters).collective
+    ranks.ask({"do": "connect", "algorithm": algorithm, "parameters": parameters}, _START_LIMIT)
+    for num_bytes in sizes:
+        elements = math.ceil(num_bytes / 4 / collective.chunks_per_loop)
+        times = []
+        for _ in range(repeats + 1):
+            start = time.monotonic() + _LEAD
+            order = {"do": "run", "elements": elements, "tile_elements": TILE_BYTES // 4, "start": start}
+            answers = ranks.ask(order, _RUN_LIMIT)
+            if not all(answer["is_right"] for answer in answers):
+                raise ValueError(f"{algorithm} over sockets gave a wrong result: {answers}")
+            times.append(max(float(answer["ended"]) for answer in answers) - start)
+        timed = times[1:]
+        found = {"seconds": statistics.median(timed), "least": min(timed), "most": max(timed)}
+        print(f"{algorithm}, {num_bytes} bytes: {found['seconds'] * 1e3:.1f} ms", file=sys.stderr, flush=True)
+        yield {"algorithm": algorithm, "collective": collective.name, "bytes": num_bytes, **found}
 
 
 def read_socket_cases(rows: Sequence[dict[str, Any]]) -> list[MeasuredSchedule]:
@@ -120,87 +161,3 @@ def list_two_level(results: Path) -> Iterator[dict[str, Any]]:
                 "error": predicted * 1e3 / row[f"{name}_ms"] - 1,
                 "use": "predicted",
             }
-
-
-class SocketTeam:
-    """The ranks' processes, each in its node's namespace."""
-
-    def __init__(self) -> None:
-        job = {
-            "addresses": [f"10.213.77.{rank // RANKS_PER_NODE + 1}" for rank in range(RANKS)],
-            "ports": [_PORT + rank for rank in range(RANKS)],
-        }
-        module = "lab.simulated_schedules.socket_rank"
-        self._ranks = [
-            subprocess.Popen(
-                [
-                    *("ip", "netns", "exec", namespace_of(rank // RANKS_PER_NODE)),
-                    *("env", "OMP_NUM_THREADS=1", sys.executable, "-P", "-m", module, json.dumps(job), str(rank)),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            for rank in range(RANKS)
-        ]
-        self._read()
-
-    def measure(
-        self, algorithm: str, parameters: dict[str, int], setting: SimulatedCollectivesSetting
-    ) -> list[dict[str, Any]]:
-        """The rows of one schedule."""
-        given: dict[str, Any] = dict(parameters)
-        schedule = find(algorithm).compile(in_place=False, **given)
-        collective = schedule.collective
-        order: dict[str, Any] = {"algorithm": algorithm, "parameters": parameters}
-        self._write(order)
-        self._read()
-        rows: list[dict[str, Any]] = []
-        for num_bytes in setting.all_bytes:
-            elements = math.ceil(num_bytes / 4 / collective.chunks_per_loop)
-            order |= {"elements": elements, "tile_elements": TILE_BYTES // 4}
-            times = [self._time(order, algorithm) for _ in range(setting.repeats + 1)][1:]
-            rows.append(
-                {
-                    "algorithm": algorithm,
-                    "collective": collective.name,
-                    "bytes": num_bytes,
-                    "seconds": statistics.median(times),
-                    "least": min(times),
-                    "most": max(times),
-                }
-            )
-            print(f"{algorithm}, {num_bytes} bytes: {rows[-1]['seconds'] * 1e3:.1f} ms", file=sys.stderr, flush=True)
-        return rows
-
-    def _time(self, order: dict[str, Any], algorithm: str) -> float:
-        start = time.monotonic() + _LEAD
-        self._write(order | {"start": start})
-        answers = [json.loads(line) for line in self._read()]
-        if not all(answer["is_right"] for answer in answers):
-            raise ValueError(f"{algorithm} over sockets gave a wrong result: {answers}")
-        return max(float(answer["ended"]) for answer in answers) - start
-
-    def _write(self, order: dict[str, Any]) -> None:
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps(order) + "\n")
-            rank.stdin.flush()
-
-    def _read(self) -> list[str]:
-        lines = []
-        for number, rank in enumerate(self._ranks):
-            assert rank.stdout is not None
-            line = rank.stdout.readline()
-            if not line:
-                raise ValueError(f"rank {number} of the bench has ended; its own words are above")
-            lines.append(line)
-        return lines
-
-    def close(self) -> None:
-        """End all processes."""
-        for rank in self._ranks:
-            rank.kill()
-        for rank in self._ranks:
-            rank.wait()

@@ -5,7 +5,7 @@ Every number is from a source that is not the chapter under study: the presets o
 NCCL and RCCL choose their protocols, and one assumption for MPI. Nothing is fitted to the chapter's figures.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from stretto.cluster import Cluster
@@ -191,3 +191,8 @@ MACHINES = {
         },
     ),
 }
+
+
+def name_machines(machines: Iterable[str]) -> str:
+    """The names as a picture shows them."""
+    return ", ".join(machine.capitalize() for machine in machines)

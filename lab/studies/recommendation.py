@@ -5,17 +5,18 @@ The paper's nodes and network (table 2); unstated parameters are varied. Its ker
 published: they are estimated from that GPU's datasheet, or measured on an H200. Nothing is fitted to the paper.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Annotated, Any
 
-from lab.pictures import draw_result
-from lab.studies.settings import SimulatedDlrmSetting
-from lab.tables import ANY_CPU, write_tables
-from stretto.bench.harness import Column, print_table, write_result
-from stretto.simulator.dlrm import (
+from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
+from lab.tables import ANY_CPU
+from stretto.bench.settings import Option, require_known, require_least
+from stretto.recommendation.simulation import (
     EXCHANGES,
     FIDELITIES,
     FUSIONS,
@@ -26,6 +27,28 @@ from stretto.simulator.dlrm import (
 )
 from stretto.simulator.network import NetworkTopology
 from stretto.simulator.network.shapes import dragonfly, fat_tree, ring, switch, torus
+
+
+@dataclass(frozen=True)
+class SimulatedDlrmSetting:
+    """Which runs of Punniyamurthy et al.'s section 4.4 are simulated. ValueError for ranks without a torus."""
+
+    ranks: Annotated[tuple[int, ...], Option("Nodes of the study of growth: 128, 256, 512 or 1024.")] = (
+        128, 256, 512, 1024,
+    )  # fmt: skip
+    kernels: Annotated[tuple[str, ...], Option("Whose kernel times, the first for all tables: mi210, h200.")] = (
+        "mi210",
+        "h200",
+    )
+    batch: Annotated[int, Option("Samples of each rank.")] = 512
+    tables: Annotated[int, Option("Tables of each rank.")] = 4
+    is_quick: Annotated[bool, Option("Leave out other shapes and assumptions.", flags="--quick/--full")] = False
+
+    def __post_init__(self) -> None:
+        require_known("kernels", self.kernels, ("mi210", "h200"))
+        require_known("ranks", map(str, self.ranks), ("128", "256", "512", "1024"))
+        require_least(1, batch=self.batch, tables=self.tables)
+
 
 Row = dict[str, Any]
 
@@ -42,42 +65,41 @@ PREDICTED: dict[tuple[str, str, str], tuple[float, float]] = {
 }
 PREDICTED_BY_RANKS = {128: (0.21, 0.50), 256: (0.265, 0.61), 512: (0.20, 0.47), 1024: (0.26, 0.58)}  # by dimension
 
-TIMES = (
-    Column("none_ms", "separate (ms)", "{:.2f}"),
-    Column("forward_ms", "forward fused (ms)", "{:.2f}"),
-    Column("both_ms", "both fused (ms)", "{:.2f}"),
-    Column("forward_less", "forward: less time", "{:.1%}"),
-    Column("both_less", "both: less time", "{:.1%}"),
-)
-FUSED = (
-    Column("kernels", "kernels' times"),
-    Column("collective", "all-to-all"),
-    Column("fidelity", "fidelity"),
-    Column("lookup_ms", "look-up (ms)", "{:.2f}"),
-    Column("exposed_ms", "not computing (ms)", "{:.2f}"),
-    *TIMES,
-    Column("forward_predicted", "forward predicted", "{:.1%}"),
-    Column("both_predicted", "both predicted", "{:.1%}"),
-)
-SHAPES = (
-    Column("collective", "all-to-all"),
-    Column("batch", "samples a rank"),
-    Column("tables", "tables a rank"),
-    *(column for column in TIMES if "both" not in column.key),
-)
-SCALE = (
-    Column("ranks", "ranks"),
-    Column("torus", "torus"),
-    Column("fidelity", "fidelity"),
-    *TIMES,
-    Column("forward_predicted", "forward predicted", "{:.1%}"),
-    Column("both_predicted", "both predicted", "{:.1%}"),
-)
-VARIED = (Column("changed", "what differs"), *TIMES)
+
+@dataclass(frozen=True)
+class Times:
+    """A step separate and fused; other rows are these with what they vary. Values that a row lacks are not shown."""
+
+    changed: str = column("what differs")
+    kernels: str = column("kernels' times")
+    collective: str = column("all-to-all")
+    fidelity: str = column("fidelity")
+    ranks: int = column("ranks")
+    torus: str = column("torus")
+    batch: int = column("samples a rank")
+    tables: int = column("tables a rank")
+    lookup_ms: float = column("look-up (ms)", "{:.2f}")
+    exposed_ms: float = column("not computing (ms)", "{:.2f}")
+    none_ms: float = column("separate (ms)", "{:.2f}")
+    forward_ms: float = column("forward fused (ms)", "{:.2f}")
+    both_ms: float = column("both fused (ms)", "{:.2f}")
+    forward_less: float = column("forward: less time", "{:.1%}")
+    both_less: float = column("both: less time", "{:.1%}")
+    forward_predicted: float = column("forward predicted", "{:.1%}")
+    both_predicted: float = column("both predicted", "{:.1%}")
 
 
-def bench_simulated_dlrm(setting: SimulatedDlrmSetting, out: Path) -> dict[str, Any]:
-    """Simulate all tables, print them, and write simulated-dlrm.json, .md and .png to `out`."""
+@dataclass(frozen=True)
+class Average:
+    """Mean saving over the shapes that the paper leaves open, beside its own."""
+
+    collective: str = column("all-to-all")
+    forward_less: float = column("forward: less time, mean", "{:.1%}")
+    published: float = column("published", "{:.0%}")
+
+
+def simulate_tables(setting: SimulatedDlrmSetting) -> Measured:
+    """Simulate 128 nodes, more nodes, and what the paper leaves open."""
     step = RecommendationStep(batch=setting.batch, tables=setting.tables)
     rates = [find_kernels(name) for name in setting.kernels]
     fused = [
@@ -94,43 +116,19 @@ def bench_simulated_dlrm(setting: SimulatedDlrmSetting, out: Path) -> dict[str, 
     ]
     varied = [] if setting.is_quick else _vary_assumptions(step, rates[0])
     averages = [
-        {
-            "collective": collective,
-            "forward_less": mean(row["forward_less"] for row in shapes if row["collective"] == collective),
-            "published": PUBLISHED,
-        }
+        Average(collective, mean(row["forward_less"] for row in shapes if row["collective"] == collective), PUBLISHED)
         for collective in EXCHANGES
         if shapes
     ]
-    means = (
-        Column("collective", "all-to-all"),
-        Column("forward_less", "forward: less time, mean", "{:.1%}"),
-        Column("published", "published", "{:.0%}"),
-    )
+    first = rates[0].name
     tables = (
-        ("128 nodes, 16 x 8 torus", FUSED, fused),
-        ("Means over the shapes below, beside the paper's", means, averages),
-        (f"Shapes that table 2 leaves open, {rates[0].name}, event-driven", SHAPES, shapes),
-        (f"More nodes, {rates[0].name}, by-dimension, the same samples and tables a rank", SCALE, scale),
-        (f"Other assumptions, {rates[0].name}, direct, event-driven, 128 ranks", VARIED, varied),
+        Table("Means over the shapes below, beside the paper's", averages, key="averages"),
+        Table(f"Shapes that table 2 leaves open, {first}, event-driven", shapes, Times, "shapes"),
+        Table(f"More nodes, {first}, by-dimension, the same samples and tables a rank", scale, Times, "scale"),
+        Table(f"Other assumptions, {first}, direct, event-driven, 128 ranks", varied, Times, "varied"),
     )
-    shown = [table for table in tables if table[2]]
-    for title, columns, rows in shown:
-        print_table(title, columns, rows)
-    about = {
-        "setting": asdict(setting),
-        "step": asdict(step),
-        "kernels": {each.name: asdict(each) for each in rates},
-        "published": PUBLISHED,
-        "averages": averages,
-        "shapes": shapes,
-        "scale": scale,
-        "varied": varied,
-    }
-    path = write_result(out, "simulated-dlrm", FUSED, fused, machine=ANY_CPU, **about)
-    write_tables(path, shown)
-    draw_result(path)
-    return {"rows": fused, "averages": averages, "shapes": shapes, "scale": scale, "varied": varied}
+    about = {"step": asdict(step), "kernels": {each.name: asdict(each) for each in rates}, "published": PUBLISHED}
+    return Measured(fused, about, tables=tables)
 
 
 def _torus(ranks: int) -> NetworkTopology:
@@ -227,3 +225,49 @@ def _vary_assumptions(step: RecommendationStep, rates: KernelRates) -> list[Row]
         "fidelity": "event-driven",
     }
     return [{"changed": what} | _compare(**(base | dict(change))) for what, change in changes]
+
+
+def plot_simulated_dlrm(result: Path, picture: Path) -> None:
+    """Draw section 4.4 of Punniyamurthy et al.: steps by fusion, and what fusing saves by the number of nodes."""
+    from stretto.report.style import SERIES, drawing, group_bars, name_bars
+
+    data = json.loads(result.read_text())
+    rows = [row for row in data["rows"] if row["fidelity"] == "event-driven"]
+    names = (("none_ms", "separate"), ("forward_ms", "forward fused"), ("both_ms", "both passes fused"))
+    with drawing(picture, 9.4, 3.6) as drawn:
+        steps, growth = drawn.panels(1, 2)[0]
+        places, width = group_bars(len(rows), len(names))
+        for series, (key, name) in enumerate(names):
+            steps.barh(places[series], [row[key] for row in rows], width, label=name, **SERIES[series].bar)
+        name_bars(steps, range(len(rows)), [f"{row['kernels']}, {row['collective']}" for row in rows])
+        steps.invert_yaxis()
+        steps.set_xlabel("ms a step")
+        steps.set_title("128 nodes")
+        scale = [row for row in data["scale"] if row["fidelity"] == "event-driven"]
+        ranks = [row["ranks"] for row in scale]
+        for series, (key, name) in enumerate(names[1:], start=1):
+            less = [100 * row[key.replace("_ms", "_less")] for row in scale]
+            growth.plot(ranks, less, label=name, **SERIES[series].line)
+        growth.axhline(100 * data["published"], color=SERIES[3].colour, linestyle="--", label="published, forward")
+        drawn.log_ticks(growth.xaxis, ranks)
+        growth.set_xlabel("nodes")
+        growth.set_ylabel("% less time a step")
+        growth.set_title("More nodes, by dimension")
+        drawn.title = "A DLRM's step with look-up and all-to-all separate and fused, simulated"
+        drawn.subtitle = describe_origin(data, simulated="nodes of one GPU")
+        drawn.caption = (
+            "Event-driven on a 2D torus of 200 Gb/s links with 700 ns. Kernels' times: an MI210's datasheet, an H200's "
+            "as measured. The paper does not publish its MI210's times, nor its batch and tables."
+        )
+
+
+BENCH = Bench(
+    "simulated-dlrm",
+    "A DLRM's step on a torus of 128+ nodes, compared with section 4.4 of Punniyamurthy et al. (needs no GPU).",
+    SimulatedDlrmSetting,
+    simulate_tables,
+    Times,
+    title="128 nodes, 16 x 8 torus",
+    plot=plot_simulated_dlrm,
+    about=lambda setting: {"machine": ANY_CPU, "setting": asdict(setting)},
+)

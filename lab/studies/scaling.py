@@ -5,17 +5,18 @@ Grids are those of `stretto.planner`. Steps of figures 5.4 and 5.5 are simulated
 reduce-scatters and all-gathers are overlapped there; the all-reduces over data follow the backward pass.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lab.pictures import draw_result
+from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
 from lab.planning.published import RUNS, PublishedRun, model_flops, paper_model
-from lab.studies.machines import MACHINES
-from lab.studies.settings import SimulatedScalingSetting
-from lab.tables import ANY_CPU, TitledTable, write_tables
-from stretto.bench.harness import Column, print_table, write_result
+from lab.studies.machines import MACHINES, name_machines
+from lab.tables import ANY_CPU
+from stretto.bench.settings import Option, require_known
 from stretto.cluster import Cluster, name_grid
 from stretto.execution import Overlap
 from stretto.models import GPTConfig
@@ -23,64 +24,115 @@ from stretto.planner import GridPlan, plan, predict, read_architecture
 from stretto.planner.workload import StepWorkload
 from stretto.simulator.training import StepSimulation, simulate_step, step_of_plan
 
+
+@dataclass(frozen=True)
+class SimulatedScalingSetting:
+    """Which runs of Singh's chapter 5 are planned, and the global batch, which the text does not state."""
+
+    clusters: Annotated[tuple[str, ...], Option("Of perlmutter, frontier and alps.")] = (
+        "perlmutter",
+        "frontier",
+        "alps",
+    )
+    batch: Annotated[int, Option("Global batch, in sequences of 2048 tokens.")] = 8192
+
+    def __post_init__(self) -> None:
+        require_known("cluster", self.clusters, ("perlmutter", "frontier", "alps"))
+        if self.batch < 4096 or self.batch % 4096:
+            near = max(4096, round(self.batch / 4096) * 4096)
+            raise ValueError(f"--batch is {self.batch}, which 4096 replicas cannot share; {near} would do")
+
+
+def plan_scaling(setting: SimulatedScalingSetting) -> Measured:
+    """Plan and simulate the runs of figures 5.5, 5.4 and 5.7, and compare those of Table 5.2."""
+    runs = [run for run in RUNS if run.cluster in setting.clusters]
+    ladder = [_climb(run, setting.batch) for run in runs]
+    overlaps = [row for model in OVERLAPPED_MODELS for row in _overlap(model, setting.batch)]
+    strong = [row for model, counts in STRONG_GPUS.items() for row in _scale_strongly(model, counts, setting.batch)]
+    reasons = [_explain(run, setting.batch) for run in runs]
+    tables = (
+        Table("Figure 5.4: overlaps on 8,192 GCDs of Frontier", overlaps, OverlapRow, "overlaps"),
+        Table("Figure 5.7: days to two trillion tokens on Frontier", strong, StrongRow, "strong"),
+        Table("Table 5.2's steps over these, one assumption after the other", reasons, ReasonRow, "reasons"),
+    )
+    return Measured(ladder, {"sources": {name: asdict(each) for name, each in IN_TRAINING.items()}}, tables=tables)
+
+
 SEQ_LEN = 2048
 TOKENS = 2e12  # of figure 5.7's training
 DAY = 86400.0
 MONTH = 365.25 / 12  # days
 Row = dict[str, Any]
 
-LADDER = (
-    Column("cluster", "machine"),
-    Column("gpus", "GPUs", "{:,}"),
-    Column("model", "model"),
-    Column("baseline_grid", "baseline"),
-    Column("baseline_seconds", "its step (s)", "{:.2f}"),
-    Column("model_grid", "best of the model's ten"),
-    Column("model_seconds", "its step (s)", "{:.2f}"),
-    Column("model_saved", "saved", "{:.0%}"),
-    Column("ring_saved", "saved, rings in nodes of 200 GB/s", "{:.0%}"),
-    Column("published_model_saved", "published"),
-    Column("overlap_seconds", "with overlap (s)", "{:.2f}"),
-    Column("overlap_saved", "saved", "{:.0%}"),
-    Column("published_overlap_saved", "published"),
-)
-OVERLAPS = (
-    Column("model", "model"),
-    Column("gpus", "GCDs", "{:,}"),
-    Column("grid", "grid"),
-    Column("overlap", "overlap"),
-    Column("seconds", "step (s)", "{:.2f}"),
-    Column("compute_seconds", "computation (s)", "{:.2f}"),
-    Column("exposed_seconds", "exposed (s)", "{:.2f}"),
-    Column("saved", "saved", "{:.1%}"),
-    Column("speedup", "speed-up less 1", "{:.1%}"),
-    Column("published", "published"),
-)
-STRONG = (
-    Column("model", "model"),
-    Column("gpus", "GCDs", "{:,}"),
-    Column("grid", "grid"),
-    Column("seconds", "step (s)", "{:.2f}"),
-    Column("days", "days to 2T tokens", "{:.1f}"),
-    Column("published_days", "published", "{:.1f}"),
-    Column("efficiency", "efficiency", "{:.0%}"),
-    Column("published_efficiency", "published", "{:.0%}"),
-)
-REASONS = (
-    Column("cluster", "machine"),
-    Column("gpus", "GPUs", "{:,}"),
-    Column("model", "model"),
-    Column("published_seconds", "published step (s)", "{:.2f}"),
-    Column("planned", "full model", "{:.2f}"),
-    Column("products", "+ products as in training", "{:.2f}"),
-    Column("attention", "+ attention's scores in memory", "{:.2f}"),
-    Column("no_overlap", "+ nothing overlaps", "{:.2f}"),
-    Column("planned_compute_seconds", "computation, full model (s)", "{:.2f}"),
-    Column("products_compute_seconds", "+ products (s)", "{:.2f}"),
-    Column("compute_seconds", "+ scores (s)", "{:.2f}"),
-    Column("left_seconds", "published less that (s)", "{:.2f}"),
-    Column("communication_seconds", "all communication (s)", "{:.2f}"),
-)
+
+@dataclass(frozen=True)
+class LadderRow:
+    """A run of Table 5.2: the baseline, the model's grid, and overlap (figure 5.5)."""
+
+    cluster: str = column("machine")
+    gpus: int = column("GPUs", "{:,}")
+    model: str = column("model")
+    baseline_grid: str = column("baseline")
+    baseline_seconds: float = column("its step (s)", "{:.2f}")
+    model_grid: str = column("best of the model's ten")
+    model_seconds: float = column("its step (s)", "{:.2f}")
+    model_saved: float = column("saved", "{:.0%}")
+    ring_saved: float = column("saved, rings in nodes of 200 GB/s", "{:.0%}")
+    published_model_saved: str = column("published")
+    overlap_seconds: float = column("with overlap (s)", "{:.2f}")
+    overlap_saved: float = column("saved", "{:.0%}")
+    published_overlap_saved: str = column("published")
+
+
+@dataclass(frozen=True)
+class OverlapRow:
+    """One overlap more on 8,192 GCDs of Frontier (figure 5.4)."""
+
+    model: str = column("model")
+    gpus: int = column("GCDs", "{:,}")
+    grid: str = column("grid")
+    overlap: str = column("overlap")
+    seconds: float = column("step (s)", "{:.2f}")
+    compute_seconds: float = column("computation (s)", "{:.2f}")
+    exposed_seconds: float = column("exposed (s)", "{:.2f}")
+    saved: float = column("saved", "{:.1%}")
+    speedup: float = column("speed-up less 1", "{:.1%}")
+    published: str = column("published")
+
+
+@dataclass(frozen=True)
+class StrongRow:
+    """A training of two trillion tokens by the number of GCDs (figure 5.7)."""
+
+    model: str = column("model")
+    gpus: int = column("GCDs", "{:,}")
+    grid: str = column("grid")
+    seconds: float = column("step (s)", "{:.2f}")
+    days: float = column("days to 2T tokens", "{:.1f}")
+    published_days: float = column("published", "{:.1f}")
+    efficiency: float = column("efficiency", "{:.0%}")
+    published_efficiency: float = column("published", "{:.0%}")
+
+
+@dataclass(frozen=True)
+class ReasonRow:
+    """A run of Table 5.2 over its plan, one assumption after the other."""
+
+    cluster: str = column("machine")
+    gpus: int = column("GPUs", "{:,}")
+    model: str = column("model")
+    published_seconds: float = column("published step (s)", "{:.2f}")
+    planned: float = column("full model", "{:.2f}")
+    products: float = column("+ products as in training", "{:.2f}")
+    attention: float = column("+ attention's scores in memory", "{:.2f}")
+    no_overlap: float = column("+ nothing overlaps", "{:.2f}")
+    planned_compute_seconds: float = column("computation, full model (s)", "{:.2f}")
+    products_compute_seconds: float = column("+ products (s)", "{:.2f}")
+    compute_seconds: float = column("+ scores (s)", "{:.2f}")
+    left_seconds: float = column("published less that (s)", "{:.2f}")
+    communication_seconds: float = column("all communication (s)", "{:.2f}")
+
+
 # Figure 5.4's bars. Copy engines are of NVIDIA's GPUs in one node.
 WAITING = Overlap(all_reduce=False, reduce_scatter=False, all_gather=False, data=False, copy_engines=False)
 HIDDEN = {
@@ -116,34 +168,6 @@ IN_TRAINING = {
     "frontier": SlowerProducts(0.55 * 191.5e12, "Singh, section 5.1.3: products but the slowest reach 55% of the peak"),
     "alps": SlowerProducts(660e12, "lab/results/plan/probed.toml: an H200, of the same kind, in large products"),
 }
-
-
-def bench_simulated_scaling(setting: SimulatedScalingSetting, out: Path) -> dict[str, Any]:
-    """Plan all runs, print tables, and write simulated-scaling.json, .md and .png to `out`."""
-    runs = [run for run in RUNS if run.cluster in setting.clusters]
-    ladder = [_climb(run, setting.batch) for run in runs]
-    overlaps = [row for model in OVERLAPPED_MODELS for row in _overlap(model, setting.batch)]
-    strong = [row for model, counts in STRONG_GPUS.items() for row in _scale_strongly(model, counts, setting.batch)]
-    reasons = [_explain(run, setting.batch) for run in runs]
-    tables: tuple[TitledTable, ...] = (
-        ("Figure 5.5: what each optimization saves of a step", LADDER, ladder),
-        ("Figure 5.4: overlaps on 8,192 GCDs of Frontier", OVERLAPS, overlaps),
-        ("Figure 5.7: days to two trillion tokens on Frontier", STRONG, strong),
-        ("Table 5.2's steps over these, one assumption after the other", REASONS, reasons),
-    )
-    for title, columns, found in tables:
-        print_table(title, columns, found)
-    about = {
-        "setting": asdict(setting),
-        "sources": {name: asdict(each) for name, each in IN_TRAINING.items()},
-        "overlaps": overlaps,
-        "strong": strong,
-        "reasons": reasons,
-    }
-    path = write_result(out, "simulated-scaling", LADDER, ladder, machine=ANY_CPU, **about)
-    write_tables(path, tables)
-    draw_result(path)
-    return {"ladder": ladder, "overlaps": overlaps, "strong": strong, "reasons": reasons}
 
 
 def _climb(run: PublishedRun, batch: int) -> Row:
@@ -333,3 +357,58 @@ def _predictor(best: GridPlan, run: PublishedRun, cluster: Cluster, batch: int) 
         )
 
     return predicted
+
+
+def plot_scaling(result: Path, picture: Path) -> None:
+    """Draw figure 5.5 (steps of the ladder by run) and figure 5.7 (days by GCDs, with the published ones)."""
+    import numpy as np
+
+    from stretto.report.style import SERIES, drawing, group_bars, name_bars, plain_log
+
+    data = json.loads(result.read_text())
+    names = (("baseline_seconds", "baseline"), ("model_seconds", "model's grid"), ("overlap_seconds", "with overlap"))
+    rows = data["rows"]
+    with drawing(picture, 9.4, max(3.2, 0.4 * len(rows))) as drawn:
+        ladder, strong = drawn.panels(1, 2)[0]
+        places, width = group_bars(len(rows), len(names))
+        for series, (key, name) in enumerate(names):
+            values = [row[key] or np.nan for row in rows]
+            ladder.barh(places[series], values, width, label=name, **SERIES[series].bar)
+        name_bars(ladder, range(len(rows)), [f"{row['cluster'].capitalize()} {row['gpus']:,}" for row in rows])
+        ladder.invert_yaxis()
+        ladder.set_xlabel("s a step")
+        ladder.set_title("Figure 5.5: grid and overlap")
+        models = dict.fromkeys(row["model"] for row in data["strong"])
+        for series, model in enumerate(models):
+            found = [row for row in data["strong"] if row["model"] == model]
+            known = [row for row in found if row["published_days"] is not None]
+            look = SERIES[3 + series]
+            strong.plot([row["gpus"] for row in found], [row["days"] for row in found], label=model, **look.line)
+            strong.plot(
+                [row["gpus"] for row in known],
+                [row["published_days"] for row in known],
+                label=f"{model}, published",
+                color=look.colour,
+                marker="*",
+                markersize=8,
+                linestyle="none",
+            )
+        drawn.log_ticks(strong.xaxis, [row["gpus"] for row in data["strong"]])
+        plain_log(strong.yaxis)
+        strong.set_xlabel("GCDs of Frontier")
+        strong.set_ylabel("days to 2T tokens")
+        strong.set_title("Figure 5.7: strong scaling")
+        drawn.title = "Weak and strong scaling of training, planned"
+        drawn.subtitle = describe_origin(data, simulated=name_machines(dict.fromkeys(row["cluster"] for row in rows)))
+
+
+BENCH = Bench(
+    "simulated-scaling",
+    "Weak and strong scaling against Singh's figures 5.4, 5.5 and 5.7, and why Table 5.2 is slower (needs no GPU).",
+    SimulatedScalingSetting,
+    plan_scaling,
+    LadderRow,
+    title="Figure 5.5: what each optimization saves of a step",
+    plot=plot_scaling,
+    about=lambda setting: {"machine": ANY_CPU, "setting": asdict(setting)},
+)

@@ -5,43 +5,105 @@ Each all-gather and reduce-scatter is predicted twice: in closed form (`machines
 queue on links (`symmetric`). Two levels are recursive between nodes, as in the figures.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lab.pictures import draw_result
-from lab.studies import symmetric
-from lab.studies.machines import MACHINES, MIB, RCCL_HOPS, StudiedMachine, with_rccl_table
-from lab.studies.settings import SimulatedTwoLevelSetting
-from lab.tables import ANY_CPU, write_tables
-from stretto.bench.harness import Column, print_table, write_result
+from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
+from lab.studies import STUDIED, symmetric
+from lab.studies.machines import MACHINES, MIB, RCCL_HOPS, StudiedMachine, name_machines, with_rccl_table
+from lab.tables import ANY_CPU
+from stretto.bench.harness import Column
+from stretto.bench.settings import Option, require_known, require_least
 from stretto.collectives.two_level import Links, find_crossovers, predict
 from stretto.collectives.two_level.inter_node import InterNodeAlgorithm
 from stretto.collectives.two_level.model import TYPICAL, Collective
 from stretto.models.gpt_config import PRESETS
 
+
+@dataclass(frozen=True)
+class SimulatedTwoLevelSetting:
+    """Which collectives of Singh's chapter 6 are simulated. Raises ValueError for numbers of ranks that nodes lack."""
+
+    machines: Annotated[tuple[str, ...], Option("Of frontier and perlmutter.")] = STUDIED
+    ranks: Annotated[tuple[int, ...], Option("Numbers of ranks (GCDs, GPUs).")] = (32, 64, 128, 256, 512, 1024, 2048)
+    sizes: Annotated[tuple[int, ...], Option("MiB: an all-gather's output, a reduce-scatter's input.")] = (
+        16, 32, 64, 128, 256, 512, 1024,
+    )  # fmt: skip
+    packet_kib: Annotated[int, Option("KiB of a packet of the event-driven network.")] = 64
+    leaf_nodes: Annotated[int | None, Option("Nodes on one switch (default: all on one).")] = None
+    oversubscription: Annotated[
+        float, Option("How many times more these nodes send than their switch's links carry.")
+    ] = 1.0
+
+    def __post_init__(self) -> None:
+        require_known("machine", self.machines, STUDIED)
+        require_least(1, packet_kib=self.packet_kib)
+        for count in self.ranks:
+            if count < 16 or count % 8:
+                near = max(16, round(count / 8) * 8)
+                raise ValueError(
+                    f"--ranks has {count}, but takes whole nodes, 2 or more: multiples of 8; {near} would do"
+                )
+        if self.leaf_nodes is not None:
+            require_least(1, leaf_nodes=self.leaf_nodes)
+        require_least(1, oversubscription=self.oversubscription)
+
+
+def simulate_cells(setting: SimulatedTwoLevelSetting) -> Iterator[Measured]:
+    """Simulate all cells, compare them with what is published, and repeat those of the curves."""
+    rows = [
+        _cell(MACHINES[name], collective, ranks, mb, setting)
+        for name in setting.machines
+        for collective in COLLECTIVES
+        for ranks in setting.ranks
+        for mb in setting.sizes
+    ]
+    recursion = "Figure 6.6, left: reduce-scatters on Frontier, recursive halving over a ring between nodes"
+    of_tables = "Figure 6.9, all-gathers: speed-ups by each of RCCL's tables, closed-form"
+    compared = list(_compare_tables()) if "frontier" in setting.machines else []
+    messages = [_messages(name) for name in PRESETS if name.startswith("gpt-")]
+    tables = (
+        Table("Published speed-ups of two levels, and these", list(_compare(rows)), Claim, "claims"),
+        Table("Where two levels overtake the flat ring", list(_crossovers(rows)), Crossover, "crossovers"),
+        Table(recursion, list(_recursion(rows)), Recursion, "recursion"),
+        Table(of_tables, compared, TABLES, "rccl_tables"),
+        Table("Figure 6.1: bytes that one all-gather makes on a rank", messages, Message, "messages"),
+    )
+    sources = {name: dict(MACHINES[name].sources) for name in setting.machines}
+    yield Measured(rows, {"setting": asdict(setting), "sources": sources}, tables=tables)
+    curves = [row for row in rows if row["mb"] in CURVES[row["machine"]]]
+    if curves:
+        yield Measured(curves, name="simulated-curves", title="Cells of the curves in figures 6.7, 6.8 and 6.10")
+
+
 COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 BETWEEN_NODES: tuple[InterNodeAlgorithm, ...] = ("recursive", "ring")
 Row = dict[str, Any]
 
-CELLS = (
-    Column("machine", "machine"),
-    Column("collective", "collective"),
-    Column("ranks", "ranks", "{:,}"),
-    Column("mb", "MB"),
-    Column("protocol", "protocol"),
-    Column("flat_ms", "flat ring (ms)", "{:.3f}"),
-    Column("two_level_ms", "two levels (ms)", "{:.3f}"),
-    Column("speedup", "speed-up", "{:.2f}"),
-    Column("flat_event_ms", "flat, event-driven (ms)", "{:.3f}"),
-    Column("two_level_event_ms", "two levels, event-driven (ms)", "{:.3f}"),
-    Column("event_speedup", "speed-up, event-driven", "{:.2f}"),
-    Column("mpi_ms", "Cray MPICH (ms)", "{:.3f}"),
-    Column("mpi_speedup", "speed-up over it", "{:.1f}"),
-    Column("recursive_over_ring", "recursive over ring between nodes", "{:.2f}"),
-    Column("event_recursive_over_ring", "the same, event-driven", "{:.2f}"),
-)
+
+@dataclass(frozen=True)
+class Cell:
+    """A collective on a number of ranks, by each library, in closed form and event-driven."""
+
+    machine: str = column("machine")
+    collective: str = column("collective")
+    ranks: int = column("ranks", "{:,}")
+    mb: str = column("MB")
+    protocol: str = column("protocol")
+    flat_ms: float = column("flat ring (ms)", "{:.3f}")
+    two_level_ms: float = column("two levels (ms)", "{:.3f}")
+    speedup: float = column("speed-up", "{:.2f}")
+    flat_event_ms: float = column("flat, event-driven (ms)", "{:.3f}")
+    two_level_event_ms: float = column("two levels, event-driven (ms)", "{:.3f}")
+    event_speedup: float = column("speed-up, event-driven", "{:.2f}")
+    mpi_ms: float = column("Cray MPICH (ms)", "{:.3f}")
+    mpi_speedup: float = column("speed-up over it", "{:.1f}")
+    recursive_over_ring: float = column("recursive over ring between nodes", "{:.2f}")
+    event_recursive_over_ring: float = column("the same, event-driven", "{:.2f}")
 
 
 @dataclass(frozen=True)
@@ -89,35 +151,49 @@ def _published() -> Iterator[PublishedSpeedup]:
 PUBLISHED = tuple(_published())
 # Sizes of the curves in figures 6.7, 6.8 and 6.10, of which the first and the last are drawn.
 CURVES = {"frontier": (64, 512), "perlmutter": (64, 128)}
-CLAIMS = (
-    Column("figure", "figure"),
-    Column("machine", "machine"),
-    Column("collective", "collective"),
-    Column("ranks", "ranks", "{:,}"),
-    Column("mb", "MB"),
-    Column("over", "over"),
-    Column("published", "published"),
-    Column("speedup", "closed-form", "{:.2f}"),
-    Column("event_speedup", "event-driven", "{:.2f}"),
-    Column("typical_speedup", "with 10 and 20 us a hop", "{:.2f}"),
-    Column("is_within", "within 10%"),
-    Column("implied_hop_us", "hop that would give the published (us)", "{:.1f}"),
-    Column("hop_us", "hop of the tables (us)", "{:.1f}"),
-)
-CROSSOVERS = (
-    Column("machine", "machine"),
-    Column("collective", "collective"),
-    Column("mb", "MB"),
-    Column("closed_form", "two levels win from (ranks), closed-form", "{:.0f}"),
-    Column("event_driven", "event-driven", "{:.0f}"),
-)
-RECURSION = (
-    Column("ranks", "GCDs", "{:,}"),
-    Column("mb", "MB"),
-    Column("one_switch", "recursive over ring, one switch", "{:.2f}"),
-    Column("event_driven", "event-driven", "{:.2f}"),
-    Column("groups", "groups of 128 nodes, closed-form", "{:.2f}"),
-)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A published speed-up of two levels, and the simulated ones."""
+
+    figure: str = column("figure")
+    machine: str = column("machine")
+    collective: str = column("collective")
+    ranks: int = column("ranks", "{:,}")
+    mb: str = column("MB")
+    over: str = column("over")
+    published: str = column("published")
+    speedup: float = column("closed-form", "{:.2f}")
+    event_speedup: float = column("event-driven", "{:.2f}")
+    typical_speedup: float = column("with 10 and 20 us a hop", "{:.2f}")
+    is_within: str = column("within 10%")
+    implied_hop_us: float = column("hop that would give the published (us)", "{:.1f}")
+    hop_us: float = column("hop of the tables (us)", "{:.1f}")
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Where two levels overtake the flat ring."""
+
+    machine: str = column("machine")
+    collective: str = column("collective")
+    mb: str = column("MB")
+    closed_form: float = column("two levels win from (ranks), closed-form", "{:.0f}")
+    event_driven: float = column("event-driven", "{:.0f}")
+
+
+@dataclass(frozen=True)
+class Recursion:
+    """A corner of figure 6.6 (left), on one switch and in a dragonfly's groups."""
+
+    ranks: int = column("GCDs", "{:,}")
+    mb: str = column("MB")
+    one_switch: float = column("recursive over ring, one switch", "{:.2f}")
+    event_driven: float = column("event-driven", "{:.2f}")
+    groups: float = column("groups of 128 nodes, closed-form", "{:.2f}")
+
+
 # A group of Frontier's dragonfly has 128 nodes, whose links to other groups have 57% of their bandwidth (Atchley et
 # al., "Frontier: exploring exascale", SC 2023).
 GROUP_NODES, GROUP_OVERSUBSCRIPTION = 128, 1 / 0.57
@@ -127,57 +203,16 @@ TABLES = (
     Column("table", "RCCL's table"),
     *(Column(f"{ranks} {mb}", f"{ranks:,} GCDs, {mb} MB", "{}") for ranks, mb in CORNERS),
 )
-MESSAGES = (
-    Column("model", "model"),
-    Column("fsdp_mb", "FSDP, a block (MB)", "{:.0f}"),
-    Column("zero3_mb", "ZeRO-3, smallest to largest linear (MB)"),
-    Column("axonn_mb", "AxoNN over z, x = 8 (MB)"),
-)
 
 
-def bench_simulated_two_level(setting: SimulatedTwoLevelSetting, out: Path) -> dict[str, Any]:
-    """Simulate all cells, print tables, and write simulated-two-level.json, .md and .png to `out`."""
-    rows = [
-        _cell(MACHINES[name], collective, ranks, mb, setting)
-        for name in setting.machines
-        for collective in COLLECTIVES
-        for ranks in setting.ranks
-        for mb in setting.sizes
-    ]
-    claims = list(_compare(rows))
-    crossovers = list(_crossovers(rows))
-    recursion = list(_recursion(rows))
-    of_tables = list(_compare_tables()) if "frontier" in setting.machines else []
-    messages = [_messages(name) for name in PRESETS if name.startswith("gpt-")]
-    tables = (
-        ("Published speed-ups of two levels, and these", CLAIMS, claims),
-        ("Where two levels overtake the flat ring", CROSSOVERS, crossovers),
-        (
-            "Figure 6.6, left: reduce-scatters on Frontier, recursive halving over a ring between nodes",
-            RECURSION,
-            recursion,
-        ),
-        ("Figure 6.9, all-gathers: speed-ups by each of RCCL's tables, closed-form", TABLES, of_tables),
-        ("Figure 6.1: bytes that one all-gather makes on a rank", MESSAGES, messages),
-    )
-    for title, columns, found in tables:
-        print_table(title, columns, found)
-    about = {
-        "setting": asdict(setting),
-        "sources": {name: dict(MACHINES[name].sources) for name in setting.machines},
-        "claims": claims,
-        "crossovers": crossovers,
-        "recursion": recursion,
-        "rccl_tables": of_tables,
-        "messages": messages,
-    }
-    path = write_result(out, "simulated-two-level", CELLS, rows, machine=ANY_CPU, **about)
-    write_tables(path, [*tables, ("All cells", CELLS, rows)])
-    draw_result(path)
-    curves = [row for row in rows if row["mb"] in CURVES[row["machine"]]]
-    if curves:
-        draw_result(write_result(out, "simulated-curves", CELLS, curves, machine=ANY_CPU))
-    return {"rows": rows, "claims": claims, "crossovers": crossovers, "messages": messages}
+@dataclass(frozen=True)
+class Message:
+    """A model's all-gathers (figure 6.1)."""
+
+    model: str = column("model")
+    fsdp_mb: float = column("FSDP, a block (MB)", "{:.0f}")
+    zero3_mb: str = column("ZeRO-3, smallest to largest linear (MB)")
+    axonn_mb: str = column("AxoNN over z, x = 8 (MB)")
 
 
 def _cell(
@@ -356,3 +391,90 @@ def _messages(name: str) -> Row:
         "zero3_mb": f"{min(sizes):.0f} to {max(sizes):.0f}",
         "axonn_mb": f"{min(sizes) / 8:.0f} to {max(sizes) / 8:.0f}",
     }
+
+
+def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
+    """Draw figures 6.9 and 6.11: a panel a machine and collective, the speed-up of two levels by ranks and MiB."""
+    import numpy as np
+    from matplotlib.colors import LogNorm
+
+    from stretto.report.style import SMALL, drawing
+
+    data = json.loads(result.read_text())
+    panels = list(dict.fromkeys((row["machine"], row["collective"]) for row in data["rows"]))
+    machines = list(dict.fromkeys(machine for machine, _ in panels))
+    collectives = list(dict.fromkeys(collective for _, collective in panels))
+    with drawing(picture, 4.2 * len(collectives), 3.2 * len(machines)) as drawn:
+        axes = drawn.panels(len(machines), len(collectives))
+        for machine, collective in panels:
+            panel = axes[machines.index(machine)][collectives.index(collective)]
+            rows = [row for row in data["rows"] if (row["machine"], row["collective"]) == (machine, collective)]
+            ranks = sorted({row["ranks"] for row in rows})
+            sizes = sorted({row["mb"] for row in rows}, reverse=True)
+            cells = np.full((len(sizes), len(ranks)), np.nan)
+            for row in rows:
+                found = row["speedup"] if row["event_speedup"] is None else row["event_speedup"]
+                cells[sizes.index(row["mb"]), ranks.index(row["ranks"])] = found
+            panel.imshow(cells, cmap="RdBu", norm=LogNorm(1 / 40, 40), aspect="auto")
+            for line, column in np.ndindex(cells.shape):
+                value = cells[line, column]
+                colour = "white" if abs(np.log(value)) > np.log(8) else "black"
+                panel.text(column, line, f"{value:.2g}", ha="center", va="center", fontsize=SMALL, color=colour)
+            panel.set_xticks(range(len(ranks)), [f"{count}" for count in ranks])
+            panel.set_yticks(range(len(sizes)), [f"{size}" for size in sizes])
+            panel.grid(visible=False)
+            panel.set_title(f"{machine.capitalize()}, {collective.replace('_', '-')}")
+            panel.set_xlabel("ranks")
+            panel.set_ylabel("MiB")
+        drawn.title = "Speed-up of two levels over the vendor's flat ring, simulated"
+        drawn.subtitle = describe_origin(data, simulated=name_machines(machines))
+        drawn.caption = (
+            "Event-driven: packets that queue on links; a node stands for all. Above 1, two levels (recursive between "
+            "nodes) are faster. MiB: an all-gather's output, a reduce-scatter's input, of a rank."
+        )
+
+
+def plot_curves(result: Path, picture: Path) -> None:
+    """Draw figures 6.7, 6.8 and 6.10: a panel a machine and collective, the times of each library by ranks."""
+    from stretto.report.style import SERIES, drawing, plain_log
+
+    data = json.loads(result.read_text())
+    panels = list(dict.fromkeys((row["machine"], row["collective"]) for row in data["rows"]))
+    machines = list(dict.fromkeys(machine for machine, _ in panels))
+    collectives = list(dict.fromkeys(collective for _, collective in panels))
+    libraries = (("two_level", "two levels"), ("flat", "vendor's ring"), ("mpi", "Cray MPICH"))
+    with drawing(picture, 4.2 * len(collectives), 3.0 * len(machines)) as drawn:
+        axes = drawn.panels(len(machines), len(collectives))
+        for machine, collective in panels:
+            panel = axes[machines.index(machine)][collectives.index(collective)]
+            rows = [row for row in data["rows"] if (row["machine"], row["collective"]) == (machine, collective)]
+            for nth, mb in enumerate(sorted({row["mb"] for row in rows})):
+                cells = [row for row in rows if row["mb"] == mb]
+                ranks = [row["ranks"] for row in cells]
+                for place, (key, name) in enumerate(libraries):
+                    # Cray MPICH's ring is not simulated event by event.
+                    times = [row.get(f"{key}_event_ms") or row[f"{key}_ms"] for row in cells]
+                    look = SERIES[place + 3 * (nth % 2)]
+                    label = f"{name}, {'smaller' if nth == 0 else 'larger'}"
+                    panel.plot(ranks, times, label=label, **look.line)
+            drawn.log_ticks(panel.xaxis, [row["ranks"] for row in rows])
+            plain_log(panel.yaxis)
+            sizes = " and ".join(f"{mb}" for mb in sorted({row["mb"] for row in rows}))
+            panel.set_title(f"{machine.capitalize()}, {collective.replace('_', '-')}, {sizes} MiB")
+            panel.set_xlabel("ranks")
+            panel.set_ylabel("ms")
+        drawn.title = "All-gathers and reduce-scatters by library, simulated"
+        drawn.subtitle = describe_origin(data, simulated=name_machines(machines))
+        drawn.caption = "Event-driven, but for Cray MPICH (closed-form, on one network interface, additions left out)."
+
+
+BENCH = Bench(
+    "simulated-two-level",
+    "Two-level collectives on Frontier and Perlmutter, compared with Singh's chapter 6 (needs no GPU).",
+    SimulatedTwoLevelSetting,
+    simulate_cells,
+    Cell,
+    title="All cells",
+    plot={"simulated-two-level": plot_two_level_heat_maps, "simulated-curves": plot_curves},
+    about=lambda setting: {"machine": ANY_CPU},
+)

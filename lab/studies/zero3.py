@@ -1,29 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench simulated-zero3`: figure 6.12 of Singh's dissertation, ZeRO-3 over flat and two-level collectives.
+"""`python -m lab simulated-zero3`: figure 6.12 of Singh's dissertation, ZeRO-3 over flat and two-level collectives.
 
 All ranks act identically, so one is simulated: a stream of products, and one of collectives, which run one at a time in
 the order in which DeepSpeed issues them. The durations of collectives are those of `python -m lab simulated-two-level`.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from lab.pictures import draw_result
-from lab.studies import symmetric
-from lab.studies.machines import MACHINES, StudiedMachine
-from lab.studies.settings import SimulatedZero3Setting
+from lab.harness import Bench, column
+from lab.pictures import describe_origin
+from lab.studies import STUDIED, symmetric
+from lab.studies.machines import MACHINES, StudiedMachine, name_machines
 from lab.tables import ANY_CPU
 from stretto.axes import GridSizes
-from stretto.bench.harness import Column, print_table, write_result
+from stretto.bench.settings import Option, require_known, require_least
 from stretto.collectives.two_level.model import Collective
 from stretto.models import GPTConfig
 from stretto.planner import read_architecture
 from stretto.planner.compute import Device, compute
 from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.simulator import ClosedFormNetwork, Execution, GraphBuilder, execute, parse_topology
+
+
+@dataclass(frozen=True)
+class SimulatedZero3Setting:
+    """Which steps of figure 6.12 are simulated. Raises ValueError for a batch that ranks cannot share."""
+
+    machines: Annotated[tuple[str, ...], Option("Of frontier and perlmutter.")] = STUDIED
+    models: Annotated[tuple[str, ...], Option("Of 7B and 13B.")] = ("7B", "13B")
+    batch: Annotated[int, Option("Global batch, in sequences of 2048 tokens.")] = 2048
+
+    def __post_init__(self) -> None:
+        require_known("machine", self.machines, STUDIED)
+        require_known("model", self.models, ("7B", "13B"))
+        require_least(1, batch=self.batch)
+        most = max(count for _, counts in self.runs() for count in counts)
+        if self.batch % most:
+            near = max(most, round(self.batch / most) * most)
+            raise ValueError(f"--batch is {self.batch}, which {most} ranks cannot share; {near} would do")
+
+    def runs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Each machine, and the ranks of figure 6.12 there."""
+        counts = {"frontier": (128, 256, 512, 1024, 2048), "perlmutter": (256, 512, 1024)}
+        return [(machine, counts[machine]) for machine in self.machines]
+
+
+def simulate_steps(setting: SimulatedZero3Setting) -> Iterator[dict[str, Any]]:
+    """Simulate the step of each machine, model and number of ranks."""
+    for machine, counts in setting.runs():
+        for model in setting.models:
+            for ranks in counts:
+                yield _row(MACHINES[machine], model, ranks, setting)
+
 
 SEQ_LEN = 2048
 # GPT-3's sizes (Brown et al., table 2.1).
@@ -44,20 +77,24 @@ PUBLISHED = {
     ("perlmutter", 512): {"7B": (0.07, 0.07), "13B": (0.07, 0.07)},
     ("perlmutter", 1024): {"7B": (0.20, 0.20), "13B": (0.20, 0.20)},
 }
-COLUMNS = (
-    Column("machine", "machine"),
-    Column("model", "model"),
-    Column("ranks", "ranks", "{:,}"),
-    Column("compute_seconds", "computation (s)", "{:.2f}"),
-    Column("vendor_seconds", "vendor's ring (s)", "{:.2f}"),
-    Column("vendor_exposed", "of it exposed (s)", "{:.2f}"),
-    Column("two_level_seconds", "two levels (s)", "{:.2f}"),
-    Column("two_level_exposed", "of it exposed (s)", "{:.2f}"),
-    Column("saved", "saved", "{:.0%}"),
-    Column("speedup", "speed-up less 1", "{:.0%}"),
-    Column("published", "published"),
-    Column("event_saved", "saved, event-driven", "{:.0%}"),
-)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step over the vendor's ring and over two levels: simulated and published."""
+
+    machine: str = column("machine")
+    model: str = column("model")
+    ranks: int = column("ranks", "{:,}")
+    compute_seconds: float = column("computation (s)", "{:.2f}")
+    vendor_seconds: float = column("vendor's ring (s)", "{:.2f}")
+    vendor_exposed: float = column("of it exposed (s)", "{:.2f}")
+    two_level_seconds: float = column("two levels (s)", "{:.2f}")
+    two_level_exposed: float = column("of it exposed (s)", "{:.2f}")
+    saved: float = column("saved", "{:.0%}")
+    speedup: float = column("speed-up less 1", "{:.0%}")
+    published: str = column("published")
+    event_saved: float = column("saved, event-driven", "{:.0%}")
 
 
 @dataclass(frozen=True)
@@ -67,22 +104,6 @@ class Piece:
     numbers: float
     forward: float
     backward: float
-
-
-def bench_simulated_zero3(setting: SimulatedZero3Setting, out: Path) -> list[dict[str, Any]]:
-    """Simulate all steps, print the table, and write simulated-zero3.json, .md and .png to `out`."""
-    rows = [
-        _row(MACHINES[machine], model, ranks, setting)
-        for machine, counts in setting.runs()
-        for model in setting.models
-        for ranks in counts
-    ]
-    print_table(f"ZeRO-3, {setting.batch} sequences of {SEQ_LEN} tokens", COLUMNS, rows)
-    path = write_result(
-        out, "simulated-zero3", COLUMNS, rows, machine=ANY_CPU, setting=asdict(setting), seq_len=SEQ_LEN
-    )
-    draw_result(path)
-    return rows
 
 
 def _row(machine: StudiedMachine, model: str, ranks: int, setting: SimulatedZero3Setting) -> dict[str, Any]:
@@ -194,3 +215,42 @@ def run_step(pieces: list[Piece], seconds: Seconds) -> Execution:
 def _reduce(builder: GraphBuilder, seconds: Seconds, numbers: float, done: list[int]) -> None:
     time = seconds("reduce_scatter", numbers * ELEMENT)
     builder.compute(0, time, stream="collectives", after=done[-1:], category="communication")
+
+
+def plot_zero3(result: Path, picture: Path) -> None:
+    """Draw figure 6.12: a panel a machine, the batch time of each model and library by ranks."""
+    from stretto.report.style import SERIES, drawing, plain_log
+
+    data = json.loads(result.read_text())
+    machines = list(dict.fromkeys(row["machine"] for row in data["rows"]))
+    with drawing(picture, 4.2 * len(machines), 3.2) as drawn:
+        panels = drawn.panels(1, len(machines))[0]
+        for panel, machine in zip(panels, machines, strict=True):
+            rows = [row for row in data["rows"] if row["machine"] == machine]
+            for model in dict.fromkeys(row["model"] for row in rows):
+                of_model = [row for row in rows if row["model"] == model]
+                ranks = [row["ranks"] for row in of_model]
+                for place, (key, name) in enumerate((("vendor", "vendor's ring"), ("two_level", "two levels"))):
+                    look = SERIES[2 * ["7B", "13B"].index(model) + place]
+                    panel.plot(
+                        ranks, [row[f"{key}_seconds"] for row in of_model], label=f"{model}, {name}", **look.line
+                    )
+            drawn.log_ticks(panel.xaxis, [row["ranks"] for row in rows])
+            plain_log(panel.yaxis)
+            panel.set_xlabel("ranks")
+            panel.set_title(machine.capitalize())
+        panels[0].set_ylabel("s a batch")
+        drawn.title = f"ZeRO-3 on {data['setting']['batch']} sequences of {data['seq_len']} tokens, simulated"
+        drawn.subtitle = describe_origin(data, simulated=name_machines(machines))
+
+
+BENCH = Bench(
+    "simulated-zero3",
+    "ZeRO-3 over flat and two-level collectives, simulated and compared with Singh's figure 6.12 (needs no GPU).",
+    SimulatedZero3Setting,
+    simulate_steps,
+    Row,
+    title=lambda setting: f"ZeRO-3, {setting.batch} sequences of {SEQ_LEN} tokens",
+    plot=plot_zero3,
+    about=lambda setting: {"machine": ANY_CPU, "setting": asdict(setting), "seq_len": SEQ_LEN},
+)

@@ -7,11 +7,10 @@ Ranks may share one GPU (STRETTO_SHARE_GPUS=1): then all collectives of both are
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +18,67 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
+from lab.harness import Bench, column
 from lab.shared_gpus import shared_where_few
-from lab.training.settings import BLOCK_MODELS, BlocksSetting
-from lab.training.torch_peers import clip_sharded_grad_norm_
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.harness import run_ranks
+from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp, require_known, require_least
+from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, TrainingRun, measure
 from stretto.cluster.detection import count_gpus
 from stretto.execution import ReshardPolicy
 from stretto.parallel import Grid, clip_grad_norm_, parallelize
 from stretto.parallel.blocks import find_blocks
 
-COLUMNS = (
-    Column("model", "model"),
-    Column("name", "run"),
-    Column("step_milliseconds", "step (ms)", "{:.1f}"),
-    Column("time_ratio", "ratio to FSDP2", "{:.3f}"),
-    Column("peak_memory_gib", "peak memory (GiB)", "{:.2f}"),
-    Column("memory_ratio", "ratio to FSDP2", "{:.3f}"),
-    Column("loss", "first loss", "{:.5f}"),
-    Column("gradient_norm", "gradient norm", "{:.4f}"),
-    Column("last_loss", "last loss", "{:.5f}"),
-    Column("error", "error", "{}"),
-)
+BLOCK_MODELS = ("translator", "vision-transformer", "u-net")
+
+
+@dataclass(frozen=True)
+class BlocksSetting:
+    """What `python -m lab blocks` trains and times. Raises ValueError for settings that cannot work."""
+
+    models: Annotated[tuple[str, ...], Option("translator, vision-transformer, u-net, with commas.")] = BLOCK_MODELS
+    ranks: Annotated[
+        int | None, Option("Processes (default: the machine's GPUs); more than GPUs share these.", least=1)
+    ] = None
+    layers: Annotated[
+        int | None, Option("Of an encoder or decoder, a third of a vision transformer's, blocks of a U-Net's level.")
+    ] = None
+    samples: Annotated[int | None, Option("Samples a rank (default: 8 pairs of sentences, 16 images).")] = None
+    warm_up: WarmUp = 3
+    repeats: Repeats = 5
+    rounds: Rounds = 3
+
+    def __post_init__(self) -> None:
+        require_known("model", self.models, BLOCK_MODELS)
+        require_least(1, repeats=self.repeats, rounds=self.rounds)
+        require_least(0, warm_up=self.warm_up)
+        for name, number in (("layers", self.layers), ("samples", self.samples)):
+            if number is not None:
+                require_least(1, **{name: number})
+
+
+def run_blocks(setting: BlocksSetting) -> Iterator[dict[str, Any]]:
+    """Measure each model. Raises ValueError where ranks share a GPU and there is no MPS."""
+    assert setting.ranks is not None
+    with shared_where_few(setting.ranks):
+        for name in setting.models:
+            found = run_ranks(setting.ranks, measure_model, setting, name, setting.ranks, not count_gpus())
+            yield from ({"model": name} | row for row in _compare(found))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model's step by Stretto or FSDP2."""
+
+    model: str = column("model")
+    name: str = column("run")
+    step_milliseconds: float = column("step (ms)", "{:.1f}")
+    time_ratio: float = column("ratio to FSDP2", "{:.3f}")
+    peak_memory_gib: float = column("peak memory (GiB)", "{:.2f}")
+    memory_ratio: float = column("ratio to FSDP2", "{:.3f}")
+    loss: float = column("first loss", "{:.5f}")
+    gradient_norm: float = column("gradient norm", "{:.4f}")
+    last_loss: float = column("last loss", "{:.5f}")
 
 
 class Translator(nn.Module):
@@ -165,23 +203,6 @@ def _models(
     return made
 
 
-def bench_blocks(setting: BlocksSetting, ranks: int, out: Path) -> list[dict[str, Any]]:
-    """Measure each model, print the table, and write blocks.json and .md. Returns the rows.
-
-    Raises ValueError where ranks share a GPU and there is no MPS.
-    """
-    gpus = count_gpus()
-    rows: list[dict[str, Any]] = []
-    with shared_where_few(ranks):
-        for name in setting.models:
-            found = run_ranks(ranks, measure_model, setting, name, ranks, not gpus)
-            rows += [{"model": name} | row for row in _compare(found)]
-    columns = COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
-    print_table(f"Models without roles on {ranks} ranks and {gpus or 'no'} GPUs", columns, rows)
-    write_result(out, "blocks", columns, rows, ranks=ranks, gpus=gpus)
-    return rows
-
-
 def _compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the ratios of Stretto's rows to FSDP2's."""
     peers = {row["name"].removeprefix("FSDP2"): row for row in rows if row["is_peer"]}
@@ -249,3 +270,15 @@ def _step(workload: _Workload, grid: Grid, model: nn.Module, clip: Callable[[], 
         return Stepped(loss.detach(), norm)
 
     return step
+
+
+BENCH = Bench(
+    "blocks",
+    "Models without roles, sharded block by block, compared with torch's FSDP2 on the same blocks.",
+    BlocksSetting,
+    run_blocks,
+    Row,
+    title=lambda setting: f"Models without roles on {setting.ranks} ranks",
+    needs=Needs.RANKS,
+    about=lambda setting: {"ranks": setting.ranks, "gpus": count_gpus()},
+)

@@ -12,33 +12,64 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lab.checkouts.settings import find_source
-from lab.pictures import draw_result
-from lab.training.settings import DdpSetting
-from stretto.bench.harness import Column, print_table, write_result
+import stretto
+from lab.checkouts.cases import find_source
+from lab.harness import Bench, Measured, column
+from lab.pictures import describe_origin
+from stretto.bench.settings import Needs, Option, require_least
 from stretto.cluster.detection import count_gpus
 from stretto.memory.mps import mps_daemon, share_for
 from stretto.train.observe.timeline import Interval, Intervals, merge, subtract, total
 
+
+@dataclass(frozen=True)
+class DdpSetting:
+    """Which checkouts `python -m lab ddp` compares. Raises ValueError for settings that cannot work.
+
+    before, after: folders that hold the package `stretto`, or a `src` that does.
+    """
+
+    before: Annotated[Path, Option("A checkout of Stretto, or its src.")]
+    after: Annotated[Path, Option("Another one (default: where this command is from).")] = field(
+        default_factory=lambda: Path(stretto.__file__).parents[1]
+    )
+    ranks: Annotated[int, Option("Processes; all share one GPU.")] = 4
+    steps: Annotated[int, Option("Timed steps of each start.")] = 20
+    turns: Annotated[int, Option("Starts of each checkout.")] = 2
+    seconds: Annotated[float, Option("Time limit of each start.")] = 150.0
+    on_cpu: Annotated[bool, Option("A small model on the CPU, to try the command: no trace.", "--cpu")] = False
+
+    def __post_init__(self) -> None:
+        require_least(2, ranks=self.ranks)
+        require_least(1, steps=self.steps, turns=self.turns, seconds=self.seconds)
+        for name, path in (("before", self.before), ("after", self.after)):
+            find_source(name, path)
+
+
 _RANK = Path(__file__).with_name("ddp_rank.py")
 _SIZES = {True: {"width": 64, "layers": 4, "rows": 32}, False: {"width": 2048, "layers": 6, "rows": 2048}}
 _BUCKET_MB = {True: 0.01, False: 8.0}  # two layers or fewer
-COLUMNS = (
-    Column("checkout", "checkout"),
-    Column("rank", "rank"),
-    Column("milliseconds", "a step (ms)", "{:.2f}"),
-    Column("communication_milliseconds", "all-reduces (ms)", "{:.2f}"),
-    Column("exposed_milliseconds", "of them with nothing beside them (ms)", "{:.2f}"),
-)
 
 
-def bench_ddp(setting: DdpSetting, out: Path) -> list[dict[str, Any]]:
-    """Measure both checkouts and write ddp.json, .md and .png. Returns a row for each checkout and rank.
+@dataclass(frozen=True)
+class Row:
+    """A rank of a checkout: medians of steps, means of traced steps."""
+
+    checkout: str = column("checkout")
+    rank: str = column("rank")
+    milliseconds: float = column("a step (ms)", "{:.2f}")
+    communication_milliseconds: float = column("all-reduces (ms)", "{:.2f}")
+    exposed_milliseconds: float = column("of them with nothing beside them (ms)", "{:.2f}")
+
+
+def compare_checkouts(setting: DdpSetting) -> Measured:
+    """Measure both checkouts: a row for each checkout and rank.
 
     Raises ValueError where there is no GPU or no MPS, and RuntimeError with a rank's last words if one fails.
     """
@@ -54,17 +85,8 @@ def bench_ddp(setting: DdpSetting, out: Path) -> list[dict[str, Any]]:
         for name in sources
         for rank in range(setting.ranks)
     ]
-    print_table("DistributedDataParallel over Stretto's backend", COLUMNS, rows)
-    about = {
-        "ranks": setting.ranks,
-        "model": _SIZES[setting.on_cpu],
-        "bucket_mb": _BUCKET_MB[setting.on_cpu],
-        "kernels": {name: turns[-1][0]["kernels"] for name, turns in measured.items()},
-    }
-    path = write_result(out, "ddp", COLUMNS, rows, **about)
-    if not setting.on_cpu:
-        draw_result(path)
-    return rows
+    kernels = {name: turns[-1][0]["kernels"] for name, turns in measured.items()}
+    return Measured(rows, {"kernels": kernels}, is_drawn=not setting.on_cpu)
 
 
 def _measure(source: Path, setting: DdpSetting) -> list[dict[str, Any]]:
@@ -152,3 +174,56 @@ def split_kernels(kernels: list[list[Any]]) -> tuple[Intervals, Intervals]:
     for is_collective, start, end in kernels:
         times[bool(is_collective)].append((start, end))
     return merge(times[False]), merge(times[True])
+
+
+def plot_ddp(result: Path, picture: Path) -> None:
+    """Draw rank 0's kernels over a step of each checkout: a row for the model's and one for the all-reduces."""
+    from stretto.report.style import EXPOSED, PEER, STRETTO, drawing
+
+    data = json.loads(result.read_text())
+    kernels = data["kernels"]
+    ends = [end for each in kernels.values() for _, _, end in each]
+    with drawing(picture, 10, 1.1 * len(kernels)) as drawn:
+        panels = drawn.panels(len(kernels), 1, sharex=True)[:, 0]
+        for panel, (checkout, spans) in zip(panels, kernels.items(), strict=True):
+            work, communication = split_kernels(spans)
+            alone = subtract(communication, work)
+            for place, (times, label, look) in enumerate(
+                ((work, "computation", STRETTO), (subtract(communication, alone), "all-reduces beside it", PEER))
+            ):
+                if times:  # the legend only has drawn bars
+                    panel.broken_barh(_bars(times), (place - 0.4, 0.8), color=look.colour, label=label)
+            if alone:
+                panel.broken_barh(
+                    _bars(alone), (0.6, 0.8), color=EXPOSED.colour, hatch="//", edgecolor="white", linewidth=0,
+                    label="all-reduces alone",
+                )  # fmt: skip
+            panel.set_yticks([0, 1], ["model", "buckets"])
+            panel.set_ylim(1.6, -0.6)
+            panel.grid(visible=False, axis="y")
+            panel.set_xlim(0, max(ends) / 1e3)
+            panel.set_title(checkout, loc="left")
+        panels[-1].set_xlabel("ms since the step's first kernel, on rank 0")
+        drawn.title = f"A step of DistributedDataParallel over Stretto's backend: {data['ranks']} ranks on one GPU"
+        drawn.subtitle = describe_origin(data)
+
+
+def _bars(times: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(start / 1e3, (end - start) / 1e3) for start, end in times]
+
+
+BENCH = Bench(
+    "ddp",
+    "The timeline of DistributedDataParallel with two checkouts' backends: overlap of buckets.",
+    DdpSetting,
+    compare_checkouts,
+    Row,
+    title="DistributedDataParallel over Stretto's backend",
+    plot=plot_ddp,
+    needs=Needs.ONE_GPU,
+    about=lambda setting: {
+        "ranks": setting.ranks,
+        "model": _SIZES[setting.on_cpu],
+        "bucket_mb": _BUCKET_MB[setting.on_cpu],
+    },
+)

@@ -6,48 +6,88 @@ is the baseline of Punniyamurthy et al.: nn.functional.embedding_bag a table, al
 Adagrad on the sparse gradients. "kernel" updates the tables in the fused backward pass.
 """
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.pictures import draw_result
-from lab.training.settings import DlrmWorkload
+from lab.harness import Bench, column
+from lab.pictures import describe_origin
 from stretto.bench.harness import (
     FAILURES,
-    Column,
     empty_memory,
     in_one_line,
     peak_memory_gib,
-    print_table,
     run_ranks,
     time_steps,
-    write_result,
 )
-from stretto.models import DLRM
-from stretto.parallel import Grid, ShardedTables, distribute_tables
-from stretto.parallel.recsys.pooled_exchange import Implementation
+from stretto.bench.settings import Needs, Option, Ranks, Repeats, Rounds, WarmUp, require_least
+from stretto.parallel import Grid
+from stretto.recommendation import DLRM, DLRMConfig, ShardedTables, distribute_tables
+from stretto.recommendation.data import SyntheticClicks
+from stretto.recommendation.pooled_exchange import Implementation
+from stretto.recommendation.table_optimizer import TableOptimizer
 from stretto.train.data import rank_rows
-from stretto.train.data.clicks import SyntheticClicks
-from stretto.train.optimizer import TableOptimizer
 
-COLUMNS = (
-    Column("name", "look-up and exchange"),
-    Column("step_milliseconds", "step (ms)", "{:.2f}"),
-    Column("samples_per_second", "samples/s", "{:,.0f}"),
-    Column("less_time", "less time than library", "{:.1%}"),
-    Column("forward_milliseconds", "look-up and exchange (ms)", "{:.2f}"),
-    Column("indices_milliseconds", "indices' exchange (ms)", "{:.2f}"),
-    Column("peak_memory_gib", "peak memory (GiB)", "{:.1f}"),
-    Column("loss", "loss", "{:.6f}"),
-    Column("last_loss", "last loss", "{:.6f}"),
-    Column("error", "error"),
-)
+
+@dataclass(frozen=True)
+class DlrmSetting:
+    """What `python -m lab dlrm` trains and times."""
+
+    model: Annotated[str, Option("small, kaggle, mlperf-v2 or paper.")] = "mlperf-v2"
+    max_rows: Annotated[int | None, Option("Cut longer tables down to so many rows (default: none).", least=1)] = None
+    tables: Annotated[int | None, Option("How many tables, for paper.", least=1)] = None
+    ranks: Ranks = None
+    batch: Annotated[int, Option("Global batch in samples.", least=1)] = 65536
+    implementations: Annotated[tuple[str, ...], Option("library, kernel, with commas.")] = get_args(Implementation)
+    is_jagged: Annotated[bool, Option("Bags from none to twice the pooling.", "--jagged/--no-jagged")] = False
+    warm_up: WarmUp = 3
+    repeats: Repeats = 10
+    rounds: Rounds = 3
+
+    def __post_init__(self) -> None:
+        require_least(1, batch=self.batch, repeats=self.repeats, rounds=self.rounds)
+        require_least(0, warm_up=self.warm_up)
+        for name in self.implementations:
+            if name not in get_args(Implementation):
+                raise ValueError(f"there is no implementation {name!r} to measure: there are library and kernel")
+        if self.ranks is not None and self.batch % self.ranks:
+            raise ValueError(f"a batch of {self.batch} cannot be cut into {self.ranks} parts")
+        self.config()
+
+    def config(self) -> DLRMConfig:
+        """The model. ValueError for an unknown one, or for `tables` if the model's tables differ in size."""
+        config = DLRMConfig.preset(self.model)
+        if self.tables is not None:
+            if self.tables < 1 or len(set(zip(config.rows, config.pooling, strict=True))) > 1:
+                raise ValueError(
+                    f"--tables is {self.tables}, but is at least 1, and for a model whose tables are alike: paper"
+                )
+            config = replace(config, rows=config.rows[:1] * self.tables, pooling=config.pooling[:1])
+        return config if self.max_rows is None else config.capped(self.max_rows)
+
+
+@dataclass(frozen=True)
+class Row:
+    """An implementation of the look-up and its exchange."""
+
+    name: str = column("look-up and exchange")
+    step_milliseconds: float = column("step (ms)", "{:.2f}")
+    samples_per_second: float = column("samples/s", "{:,.0f}")
+    less_time: float = column("less time than library", "{:.1%}")
+    forward_milliseconds: float = column("look-up and exchange (ms)", "{:.2f}")
+    indices_milliseconds: float = column("indices' exchange (ms)", "{:.2f}")
+    peak_memory_gib: float = column("peak memory (GiB)", "{:.1f}")
+    loss: float = column("loss", "{:.6f}")
+    last_loss: float = column("last loss", "{:.6f}")
+
+
 BATCHES = 4  # used in turn, since a single one would stay in the caches
 
 
@@ -59,47 +99,35 @@ class _ClicksBatch:
     labels: Tensor
 
 
-def bench_dlrm(workload: DlrmWorkload, ranks: int, out: Path) -> list[dict[str, Any]]:
-    """Measure, print the table, and write dlrm.json (after every run of every round) and dlrm.png to `out`."""
-    if workload.batch % ranks:
-        raise ValueError(f"a batch of {workload.batch} cannot be cut into {ranks} parts")
-    rows = run_ranks(ranks, measure_dlrm, workload, ranks, out)
-    tables = workload.model.tables
-    print_table(f"DLRM of {tables} tables, global batch {workload.batch}, {ranks} ranks", _columns(rows), rows)
-    draw_result(_write(workload, ranks, out, rows))
-    return rows
-
-
-def measure_dlrm(workload: DlrmWorkload, ranks: int, out: Path) -> list[dict[str, Any]]:
+def measure_dlrm(setting: DlrmSetting, ranks: int) -> list[dict[str, Any]]:
     """The job of each rank; returns a row an implementation."""
     grid = Grid(data=ranks)
-    batches = _make_batches(workload, grid)
-    rows: dict[str, dict[str, Any]] = {name: {"name": name} for name in workload.implementations}
-    for _ in range(workload.rounds):
-        for name in workload.implementations:
+    batches = _make_batches(setting, grid)
+    rows: dict[str, dict[str, Any]] = {name: {"name": name} for name in setting.implementations}
+    for _ in range(setting.rounds):
+        for name in setting.implementations:
             row = rows[name]
             if "error" not in row:
                 try:
-                    _measure_once(row, name, workload, grid, batches)
+                    _measure_once(row, name, setting, grid, batches)
                 except FAILURES as error:
                     rows[name] = {"name": name, "error": in_one_line(error)}
             _compare(rows)
             if grid.coordinate("world") == 0:
                 print(_describe(rows[name]), flush=True)
-                _write(workload, ranks, out, list(rows.values()))
     return list(rows.values())
 
 
 def _measure_once(
-    row: dict[str, Any], name: Implementation, workload: DlrmWorkload, grid: Grid, batches: list[_ClicksBatch]
+    row: dict[str, Any], name: Implementation, setting: DlrmSetting, grid: Grid, batches: list[_ClicksBatch]
 ) -> None:
     """Measure one round of one implementation: build the model, time its steps, and drop it."""
     empty_memory()
-    step, tables = _build(name, workload, grid, batches)
+    step, tables = _build(name, setting, grid, batches)
     losses = [step()]
-    seconds = time_steps(lambda: losses.append(step()), warm_up=workload.warm_up, repeats=workload.repeats)
+    seconds = time_steps(lambda: losses.append(step()), warm_up=setting.warm_up, repeats=setting.repeats)
     row.setdefault("seconds", []).append(seconds)
-    times = {"warm_up": workload.warm_up, "repeats": workload.repeats}
+    times = {"warm_up": setting.warm_up, "repeats": setting.repeats}
     with torch.no_grad():
         exchange = time_steps(lambda: tables.exchange(batches[0].indices, batches[0].offsets), **times)
         lookups = tables.exchange(batches[0].indices, batches[0].offsets)
@@ -107,7 +135,7 @@ def _measure_once(
     if seconds == min(row["seconds"]):
         row |= {
             "step_milliseconds": seconds * 1e3,
-            "samples_per_second": workload.batch / seconds,
+            "samples_per_second": setting.batch / seconds,
             "forward_milliseconds": forward * 1e3,
             "indices_milliseconds": exchange * 1e3,
             "peak_memory_gib": peak_memory_gib(grid.device),
@@ -117,10 +145,10 @@ def _measure_once(
 
 
 def _build(
-    name: Implementation, workload: DlrmWorkload, grid: Grid, batches: list[_ClicksBatch]
+    name: Implementation, setting: DlrmSetting, grid: Grid, batches: list[_ClicksBatch]
 ) -> tuple[Callable[[], Tensor], ShardedTables]:
     """Build a training step, which returns this rank's part of the loss, and the model's tables."""
-    config = workload.model
+    config = setting.config()
     with torch.device("meta"):
         model = DLRM(config)
     distribute_tables(model, grid, pooling=config.pooling, implementation=name)
@@ -136,7 +164,7 @@ def _build(
         nonlocal turn
         batch = batches[turn % len(batches)]
         turn += 1
-        loss = model(batch.dense, batch.indices, batch.offsets, labels=batch.labels, num_samples=workload.batch)
+        loss = model(batch.dense, batch.indices, batch.offsets, labels=batch.labels, num_samples=setting.batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -146,21 +174,21 @@ def _build(
     return step, model.tables
 
 
-def _make_batches(workload: DlrmWorkload, grid: Grid) -> list[_ClicksBatch]:
+def _make_batches(setting: DlrmSetting, grid: Grid) -> list[_ClicksBatch]:
     """Make this rank's parts of a few global batches, on its device."""
-    config = workload.model
+    config = setting.config()
     clicks = SyntheticClicks(
-        BATCHES * workload.batch,
+        BATCHES * setting.batch,
         config.rows,
         config.pooling,
         dense=config.dense,
         seed=0,
-        is_jagged=workload.is_jagged,
+        is_jagged=setting.is_jagged,
     )
-    rows = rank_rows(workload.batch, grid.coordinate("data"), grid.size("data"))
+    rows = rank_rows(setting.batch, grid.coordinate("data"), grid.size("data"))
     batches = []
     for number in range(BATCHES):
-        read = clicks.read(number * workload.batch + np.arange(rows.start, rows.stop))
+        read = clicks.read(number * setting.batch + np.arange(rows.start, rows.stop))
         dense, indices, labels = (
             torch.from_numpy(array).to(grid.device) for array in (read.dense, read.indices, read.labels)
         )
@@ -176,14 +204,6 @@ def _compare(rows: Mapping[str, dict[str, Any]]) -> None:
             row["less_time"] = 1 - row["step_milliseconds"] / library
 
 
-def _columns(rows: list[dict[str, Any]]) -> tuple[Column, ...]:
-    return COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
-
-
-def _write(workload: DlrmWorkload, ranks: int, out: Path, rows: list[dict[str, Any]]) -> Path:
-    return write_result(out, "dlrm", _columns(rows), rows, ranks=ranks, setting=asdict(workload))
-
-
 def _describe(row: Mapping[str, Any]) -> str:
     return f"{row['name']}: " + (row["error"] if "error" in row else f"{row['seconds'][-1] * 1e3:,.2f} ms a step")
 
@@ -192,3 +212,44 @@ def _sum_over_ranks(loss: Tensor) -> float:
     total = loss.double()
     dist.all_reduce(total)
     return float(total)
+
+
+def plot_dlrm(result: Path, picture: Path) -> None:
+    """Draw the step time of each implementation as a bar, with the look-up and its all-to-all hatched."""
+    from stretto.report.style import EXPOSED, STRETTO, Look, drawing, name_bars
+
+    data = json.loads(result.read_text())
+    rows = [row for row in data["rows"] if "step_milliseconds" in row][::-1]
+    names = {"library": "PyTorch's functions", "kernel": "Stretto's fused operator"}
+    looks: tuple[Look, Look] = (STRETTO, EXPOSED)
+    with drawing(picture, 8, 0.4 * len(rows) + 0.6) as drawn:
+        panel = drawn.panels(1, 1)[0, 0]
+        forward = [row["forward_milliseconds"] for row in rows]
+        rest = [row["step_milliseconds"] - part for row, part in zip(rows, forward, strict=True)]
+        panel.barh(range(len(rows)), rest, 0.7, label="the rest of the step", **looks[0].bar)
+        bars = panel.barh(
+            range(len(rows)), forward, 0.7, left=rest, label="forward look-up and all-to-all", **looks[1].bar
+        )
+        drawn.label_bars(panel, bars, [f"{row['step_milliseconds']:,.2f}" for row in rows])
+        name_bars(panel, range(len(rows)), [names.get(row["name"], row["name"]) for row in rows])
+        panel.set_xlabel("ms a training step")
+        setting = data["setting"]
+        tables = len(setting["model"]["rows"])
+        drawn.title = f"A DLRM's training step: {tables} tables, global batch {setting['batch']:,}"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = (
+            "The fused operator looks up and sends at once; its tables' optimizer is fused into the backward pass."
+        )
+
+
+BENCH = Bench(
+    "dlrm",
+    "A DLRM's training step with look-up and all-to-all fused, compared with PyTorch's functions.",
+    DlrmSetting,
+    lambda setting: run_ranks(setting.ranks, measure_dlrm, setting, setting.ranks),
+    Row,
+    title=lambda setting: f"DLRM {setting.model}, global batch {setting.batch}, {setting.ranks} ranks",
+    plot=plot_dlrm,
+    needs=Needs.RANKS,
+    about=lambda setting: {"ranks": setting.ranks, "setting": asdict(setting) | {"model": asdict(setting.config())}},
+)

@@ -8,23 +8,27 @@ with `CPUOffloadPolicy`. largest: the largest model that the planner predicts to
 """
 
 import gc
+import json
 import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import mode
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from lab.pictures import draw_result
-from lab.training.settings import OffloadSetting
+from lab.harness import Bench, Measured, column
+from lab.pictures import describe_origin
+from lab.training.models import LLAMA_7B
 from lab.training.torch_peers import build_offloaded
-from stretto.bench.harness import FAILURES, Column, in_one_line, print_table, run_ranks, time_steps, write_result
+from stretto.bench.harness import FAILURES, in_one_line, run_ranks, time_steps
+from stretto.bench.settings import Needs, Option, Repeats, SeqLen, require_known, require_least
 from stretto.cluster import Cluster, HostLink
 from stretto.cluster.probe import measure_host_link
 from stretto.execution import StateOptions
@@ -43,83 +47,134 @@ from stretto.train.stored_optimizer import (
     tiled_update,
 )
 
+OFFLOAD_PARTS = ("buckets", "tiles", "train", "peers", "largest")
+
+
+@dataclass(frozen=True)
+class OffloadSetting:
+    """What `python -m lab offload` measures. Raises ValueError for settings that cannot work."""
+
+    parts: Annotated[tuple[str, ...], Option("buckets, tiles, train, peers, largest, with commas.")] = (
+        "buckets",
+        "tiles",
+        "train",
+    )
+    layers: Annotated[int, Option("Of the model that is trained, a Llama of width 4096.")] = 32
+    seq_len: SeqLen = 4096
+    micro_batch: Annotated[int, Option("Sequences of a micro-batch.")] = 2
+    micro_batches: Annotated[tuple[int, ...], Option("How many a step has, with commas.")] = (1, 4, 16)
+    numbers: Annotated[int, Option("Parameters that are stepped without a model, for buckets and tiles.")] = 1 << 29
+    repeats: Repeats = 2
+    cpu: Annotated[bool, Option("Small sizes on the CPU: a try, no figure.")] = False
+
+    def __post_init__(self) -> None:
+        require_known("part", self.parts, OFFLOAD_PARTS)
+        require_least(
+            1,
+            layers=self.layers,
+            seq_len=self.seq_len,
+            micro_batch=self.micro_batch,
+            numbers=self.numbers,
+            repeats=self.repeats,
+            micro_batches=min(self.micro_batches, default=0),
+        )
+
+    def model(self) -> GPTConfig:
+        """The model that is trained."""
+        if self.cpu:
+            return replace(LLAMA_7B, layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256, max_seq_len=64)
+        return replace(LLAMA_7B, layers=self.layers, max_seq_len=self.seq_len)
+
+
 GIB = 1 << 30
 LEARNING_RATE = 1e-5
 LONG = 32  # micro-batches of a step that is timed once
 
-LINK_COLUMNS = (
-    Column("to_device", "to the device (GB/s)", "{:.1f}"),
-    Column("to_host", "to the host (GB/s)", "{:.1f}"),
-    Column("both", "both at once (GB/s)", "{:.1f}"),
-)
-BUCKET_COLUMNS = (
-    Column("step_on", "step on"),
-    Column("weights", "fp32 weights"),
-    Column("bucket", "bucket (M numbers)", "{:.0f}"),
-    Column("buffers", "sets of buffers"),
-    Column("seconds", "step (s)", "{:.3f}"),
-    Column("limit_seconds", "bytes / duplex link (s)", "{:.3f}"),
-    Column("ratio", "ratio", "{:.2f}"),
-)
-TILE_COLUMNS = (
-    Column("name", "step"),
-    Column("milliseconds", "time (ms)", "{:.2f}"),
-    Column("spike_mib", "memory above what lies there (MiB)", "{:.1f}"),
-)
-TRAIN_COLUMNS = (
-    Column("name", "state"),
-    Column("parameters", "parameters (billions)", "{:.2f}"),
-    Column("micro_batches", "micro-batches a step"),
-    Column("tokens_per_second", "tokens/s", "{:,.0f}"),
-    Column("step_seconds", "step (s)", "{:.2f}"),
-    Column("optimizer_seconds", "of which optimizer (s)", "{:.2f}"),
-    Column("optimizer_ratio", "bytes / duplex link, times", "{:.2f}"),
-    Column("peak_gib", "peak memory (GiB)", "{:.2f}"),
-    Column("predicted_gib", "4 phi + buffers + activations (GiB)", "{:.2f}"),
-    Column("loss", "loss", "{:.4f}"),
-    Column("error", "error"),
-)
+
+@dataclass(frozen=True)
+class LinkRow:
+    """The host link's rates."""
+
+    to_device: float = column("to the device (GB/s)", "{:.1f}")
+    to_host: float = column("to the host (GB/s)", "{:.1f}")
+    both: float = column("both at once (GB/s)", "{:.1f}")
 
 
-LARGEST_COLUMNS = (
-    Column("layers", "layers"),
-    Column("parameters", "parameters (billions)", "{:.2f}"),
-    Column("fits", "fits, by stretto plan"),
-    Column("predicted_gib", "GPU memory, predicted (GiB)", "{:.2f}"),
-    Column("peak_gib", "GPU memory, measured (GiB)", "{:.2f}"),
-    Column("host_gib", "host memory, predicted (GiB)", "{:.1f}"),
-    Column("step_seconds", "step (s)", "{:.2f}"),
-    Column("loss", "loss", "{:.4f}"),
-    Column("error", "refused or failed"),
-)
+@dataclass(frozen=True)
+class BucketRow:
+    """A step of flat state on the host, by the buckets' size and number."""
+
+    step_on: str = column("step on")
+    weights: str = column("fp32 weights")
+    bucket: float = column("bucket (M numbers)", "{:.0f}")
+    buffers: str = column("sets of buffers")
+    seconds: float = column("step (s)", "{:.3f}")
+    limit_seconds: float = column("bytes / duplex link (s)", "{:.3f}")
+    ratio: float = column("ratio", "{:.2f}")
 
 
-def bench_offload(setting: OffloadSetting, out: Path) -> Any:
-    """Measure the parts one after another, and write a result for each; that of buckets is also drawn."""
-    results = run_ranks(1, _measure, setting)
-    for name, (columns, rows) in results.items():
-        print_table(f"Optimizer state on the host: {name}", columns, rows)
-        path = write_result(out, f"offload-{name}", columns, rows)
-        if name == "buckets" and not setting.cpu:
-            draw_result(path)
-    return {name: rows for name, (_, rows) in results.items()}
+@dataclass(frozen=True)
+class TileRow:
+    """A step of SGD with momentum, and its memory."""
+
+    name: str = column("step")
+    milliseconds: float = column("time (ms)", "{:.2f}")
+    spike_mib: float = column("memory above what lies there (MiB)", "{:.1f}")
+
+
+@dataclass(frozen=True)
+class TrainRow:
+    """Training with state on the host or the device."""
+
+    name: str = column("state")
+    parameters: float = column("parameters (billions)", "{:.2f}")
+    micro_batches: str = column("micro-batches a step")
+    tokens_per_second: float = column("tokens/s", "{:,.0f}")
+    step_seconds: float = column("step (s)", "{:.2f}")
+    optimizer_seconds: float = column("of which optimizer (s)", "{:.2f}")
+    optimizer_ratio: float = column("bytes / duplex link, times", "{:.2f}")
+    peak_gib: float = column("peak memory (GiB)", "{:.2f}")
+    predicted_gib: float = column("4 phi + buffers + activations (GiB)", "{:.2f}")
+    loss: float = column("loss", "{:.4f}")
+
+
+@dataclass(frozen=True)
+class LargestRow:
+    """The most layers that fit, and one more."""
+
+    layers: str = column("layers")
+    parameters: float = column("parameters (billions)", "{:.2f}")
+    fits: str = column("fits, by stretto plan")
+    predicted_gib: float = column("GPU memory, predicted (GiB)", "{:.2f}")
+    peak_gib: float = column("GPU memory, measured (GiB)", "{:.2f}")
+    host_gib: float = column("host memory, predicted (GiB)", "{:.1f}")
+    step_seconds: float = column("step (s)", "{:.2f}")
+    loss: float = column("loss", "{:.4f}")
+    error: str = column("refused or failed")
+
+
+def run_parts(setting: OffloadSetting) -> Iterator[Measured]:
+    """Measure the parts one after another, and write a result for each."""
+    for name, (row, rows) in run_ranks(1, _measure, setting).items():
+        title = f"Optimizer state on the host: {name}"
+        yield Measured(rows, name=f"offload-{name}", title=title, row=row, is_drawn=not setting.cpu)
 
 
 def _measure(setting: OffloadSetting) -> dict[str, Any]:
     device = torch.device("cpu" if setting.cpu else "cuda")
     grid = Grid(device=device)
     links = measure_links(device)
-    found: dict[str, Any] = {"links": (LINK_COLUMNS, [links])}
+    found: dict[str, Any] = {"links": (LinkRow, [links])}
     if "buckets" in setting.parts:
-        found["buckets"] = (BUCKET_COLUMNS, list(_buckets(setting, device, links["both"] * 1e9)))
+        found["buckets"] = (BucketRow, list(_buckets(setting, device, links["both"] * 1e9)))
     if "tiles" in setting.parts:
-        found["tiles"] = (TILE_COLUMNS, list(_tiles(setting, device)))
+        found["tiles"] = (TileRow, list(_tiles(setting, device)))
     if "train" in setting.parts:
-        found["train"] = (TRAIN_COLUMNS, list(_train(setting, grid, links["both"] * 1e9)))
+        found["train"] = (TrainRow, list(_train(setting, grid, links["both"] * 1e9)))
     if "peers" in setting.parts:
-        found["peers"] = (TRAIN_COLUMNS, list(_peers(setting, grid, links["both"] * 1e9)))
+        found["peers"] = (TrainRow, list(_peers(setting, grid, links["both"] * 1e9)))
     if "largest" in setting.parts:
-        found["largest"] = (LARGEST_COLUMNS, list(_largest(setting, grid, links)))
+        found["largest"] = (LargestRow, list(_largest(setting, grid, links)))
     return found
 
 
@@ -456,3 +511,55 @@ def _free(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def plot_buckets(result: Path, picture: Path) -> None:
+    """Draw the time of a step with state on the host, over the link's, against the size of buckets."""
+    from stretto.report.style import GUIDE, SERIES, drawing
+
+    data = json.loads(result.read_text())
+    rows = [row for row in data["rows"] if row["step_on"] == "device"]
+    sets = mode(row["buffers"] for row in rows)  # of the lines; other rows are single points
+    with drawing(picture, 7.5, 3.2) as drawn:
+        panel = drawn.panels(1, 1)[0, 0]
+        panel.axhline(1, **GUIDE)
+        limits = {row["weights"]: row["limit_seconds"] for row in rows}
+        for weights, look in zip(limits, SERIES, strict=False):
+            mine = sorted((row["bucket"], row["ratio"]) for row in rows if _is_of(row, weights, sets))
+            panel.plot(*zip(*mine, strict=True), label=f"{weights} fp32 weights, {_name_sets(sets)}", **look.line)
+        others = sorted({(row["buffers"], row["weights"]) for row in rows if row["buffers"] != sets})
+        for (count, weights), look in zip(others, SERIES[len(limits) :], strict=False):
+            mine = [(row["bucket"], row["ratio"]) for row in rows if _is_of(row, weights, count)]
+            points = look.line | {"linestyle": "", "markerfacecolor": "white", "markersize": 6}
+            panel.plot(*zip(*mine, strict=True), label=f"{weights}, {_name_sets(count)}", **points)
+        drawn.log_ticks(panel.xaxis, [row["bucket"] for row in rows])
+        panel.set_xlabel("numbers of a bucket (millions)")
+        panel.set_ylabel("step time / link time")
+        drawn.title = "A step of AdamW with state on the host, beside the time that its bytes take on the link"
+        drawn.subtitle = describe_origin(data)
+        times = ", ".join(f"{seconds:.3f} s ({weights})" for weights, seconds in limits.items())
+        drawn.caption = f"Link time: all bytes over the bandwidth of copies both ways at once, {times}." + "".join(
+            f" Not drawn: step on the host ({row['weights']}, {row['bucket']} million), {row['seconds']:.2f} s a step."
+            for row in data["rows"]
+            if row["step_on"] == "host"
+        )
+
+
+def _is_of(row: Mapping[str, Any], weights: str, sets: int) -> bool:
+    return bool(row["weights"] == weights and row["buffers"] == sets)
+
+
+def _name_sets(count: int) -> str:
+    return f"{count} set{'s' if count > 1 else ''} of buffers"
+
+
+BENCH = Bench(
+    "offload",
+    "Optimizer state on the host: steps compared with the host link, state on the device, and FSDP2's offload.",
+    OffloadSetting,
+    run_parts,
+    TrainRow,
+    title="",
+    plot={"offload-buckets": plot_buckets},
+    needs=Needs.ONE_GPU,
+)

@@ -5,19 +5,49 @@ One job measures all stages on one grid, then on the next. The results have the 
 copy engines, the last stage, gradients over more than two ranks of z are added in another order.
 """
 
-from dataclasses import asdict, replace
+import json
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lab.pictures import draw_result
+from lab.harness import Bench, column
+from lab.pictures import describe_origin
 from lab.training.exposed import profile_exposed
-from lab.training.models import parse_grids
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from lab.training.models import model_config, parse_grids
+from stretto.bench.harness import run_ranks
+from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, SeqLen, WarmUp
 from stretto.bench.training.runs import TrainingRun, build_stretto, make_grid, measure
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import name_grid
 from stretto.parallel import Grid, Overlap
+
+
+@dataclass(frozen=True)
+class OverlapSetting:
+    """What `python -m lab overlap` trains and times."""
+
+    model: Annotated[str, Option("llama-7b, or gpt-5b to gpt-640b.")] = "gpt-5b"
+    layers: Layers = None
+    ranks: Ranks = None
+    batch: Annotated[int | None, Option("Global batch in sequences (default: 2 a rank).", least=1)] = None
+    seq_len: SeqLen = 2048
+    grids: Annotated[str, Option("Grids to measure.")] = "x=2 z=2, data=2 z=2"
+    warm_up: WarmUp = 3
+    repeats: Repeats = 5
+    rounds: Rounds = 3
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None:
+            parse_grids(self.grids, self.ranks)
+            self.workload()
+
+    def workload(self) -> TrainingWorkload:
+        """What is trained. Raises ValueError for an unknown model."""
+        config = model_config(self.model, self.layers, self.seq_len)
+        batch = 2 * (self.ranks or 1) if self.batch is None else self.batch
+        return TrainingWorkload(config, batch, self.seq_len, self.warm_up, self.repeats, self.rounds)
+
 
 # In the order of Singh's dissertation (section 5.1.4: OAR, ORS, OAG); then the buckets of data parallelism.
 STAGES = {
@@ -28,32 +58,21 @@ STAGES = {
     "+ data": replace(Overlap(), copy_engines=False),
     "+ copy_engines": Overlap(),
 }
-COLUMNS = (
-    Column("grid", "grid"),
-    Column("overlap", "overlap"),
-    Column("step_milliseconds", "step (ms)", "{:.1f}"),
-    Column("faster", "over none", "{:+.1%}"),
-    Column("tokens_per_second_per_gpu", "tokens/s/GPU", "{:,.0f}"),
-    Column("exposed_milliseconds", "exposed (ms)", "{:.1f}"),
-    Column("communication_milliseconds", "communication (ms)", "{:.1f}"),
-    Column("peak_memory_gib", "peak memory (GiB)", "{:.1f}"),
-    Column("loss", "loss", "{:.4f}"),
-    Column("error", "error", "{}"),
-)
 
 
-def bench_overlap(name: str, workload: TrainingWorkload, ranks: int, grids: str, out: Path) -> list[dict[str, Any]]:
-    """Measure, print the table, and write overlap.json and overlap.png to `out`.
+@dataclass(frozen=True)
+class Row:
+    """One more option of overlap switched on, on one grid."""
 
-    Raises ValueError, before anything starts, for an invalid grid.
-    """
-    parse_grids(grids, ranks)
-    rows = run_ranks(ranks, measure_overlap, workload, ranks, grids)
-    columns = COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
-    print_table(f"{name}, global batch {workload.batch} x {workload.seq_len} tokens, {ranks} ranks", columns, rows)
-    path = write_result(out, "overlap", columns, rows, model=name, ranks=ranks, workload=asdict(workload))
-    draw_result(path)
-    return rows
+    grid: str = column("grid")
+    overlap: str = column("overlap")
+    step_milliseconds: float = column("step (ms)", "{:.1f}")
+    faster: float = column("over none", "{:+.1%}")
+    tokens_per_second_per_gpu: float = column("tokens/s/GPU", "{:,.0f}")
+    exposed_milliseconds: float = column("exposed (ms)", "{:.1f}")
+    communication_milliseconds: float = column("communication (ms)", "{:.1f}")
+    peak_memory_gib: float = column("peak memory (GiB)", "{:.1f}")
+    loss: float = column("loss", "{:.4f}")
 
 
 def measure_overlap(workload: TrainingWorkload, ranks: int, grids: str) -> list[dict[str, Any]]:
@@ -73,3 +92,46 @@ def measure_overlap(workload: TrainingWorkload, ranks: int, grids: str) -> list[
                 row["faster"] = first / row["step_milliseconds"] - 1
             rows.append({"grid": label, "overlap": stage} | row)
     return rows
+
+
+def plot_overlap(result: Path, picture: Path) -> None:
+    """Draw a panel a grid: step time of each stage, with its exposed communication (if measured) hatched."""
+    from lab.training.throughput_plot import _BAR
+    from stretto.report.style import EXPOSED, STRETTO, drawing, name_bars
+
+    data = json.loads(result.read_text())
+    rows = [row for row in data["rows"] if "step_milliseconds" in row]
+    grids = list(dict.fromkeys(row["grid"] for row in rows))
+    most = max((sum(row["grid"] == grid for row in rows) for grid in grids), default=1)
+    has_exposed = any(row.get("exposed_milliseconds") for row in rows)
+    with drawing(picture, max(6.0, 4.4 * len(grids)), _BAR * most + 0.9) as drawn:
+        for panel, grid in zip(drawn.panels(1, len(grids))[0], grids, strict=False):
+            stages = [row for row in rows if row["grid"] == grid][::-1]
+            exposed = [row.get("exposed_milliseconds") or 0.0 for row in stages]
+            rest = [row["step_milliseconds"] - part for row, part in zip(stages, exposed, strict=True)]
+            places = range(len(stages))
+            bars = panel.barh(places, rest, 0.75, label="computation, and what runs beside it", **STRETTO.bar)
+            if has_exposed:
+                bars = panel.barh(places, exposed, 0.75, left=rest, label="exposed communication", **EXPOSED.bar)
+            drawn.label_bars(panel, bars, [f"{row['step_milliseconds']:,.0f}" for row in stages])
+            name_bars(panel, places, [row["overlap"] for row in stages])
+            panel.set_title(grid)
+            panel.set_xlabel("ms a step")
+        drawn.title = f"What overlap is worth: {data['model']}"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = "Each row switches on one more option of [overlap]." + (
+            " Exposed: only communication runs." if has_exposed else ""
+        )
+
+
+BENCH = Bench(
+    "overlap",
+    "Step time without overlap, then with all-reduce, reduce-scatter, all-gather, data's buckets, copy engines.",
+    OverlapSetting,
+    lambda setting: run_ranks(setting.ranks, measure_overlap, setting.workload(), setting.ranks, setting.grids),
+    Row,
+    title=lambda setting: f"{setting.model}, {setting.ranks} ranks, {setting.seq_len} tokens a sequence",
+    plot=plot_overlap,
+    needs=Needs.RANKS,
+    about=lambda setting: {"model": setting.model, "ranks": setting.ranks, "workload": asdict(setting.workload())},
+)

@@ -9,76 +9,97 @@ also run as torch's async-TP ("async"), which is compiled, and not captured: tor
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lab.pictures import draw_result
-from lab.training.models import parse_grids
+from lab.harness import Bench, Measured, column
+from lab.training.models import model_config, parse_grids
 from lab.training.steps import captured, whole_gpt
 from lab.training.torch_peers import TorchSetup, build_torch
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.harness import run_ranks
+from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, SeqLen, WarmUp
 from stretto.bench.training.runs import Step, TrainingRun, make_grid, measure, stretto_run
 from stretto.bench.training.settings import TrainingWorkload, grids_of
 from stretto.cluster import name_grid
 from stretto.parallel import Grid
 from stretto.planner.grids import divisors
 
-COLUMNS = (
-    Column("name", "run"),
-    Column("tokens_per_second_per_gpu", "tokens/s/GPU", "{:,.0f}"),
-    Column("step_milliseconds", "step (ms)", "{:.1f}"),
-    Column("peak_memory_gib", "peak memory (GiB)", "{:.1f}"),
-    Column("loss", "first loss", "{:.4f}"),
-    Column("gradient_norm", "gradient norm", "{:.3f}"),
-    Column("last_loss", "last loss", "{:.4f}"),
-    Column("error", "error", "{}"),
-)
+
+@dataclass(frozen=True)
+class PeersSetting:
+    """What `python -m lab peers` trains and times."""
+
+    models: Annotated[tuple[str, ...], Option("llama-7b, or gpt-5b to gpt-640b, with spaces between.")] = ("llama-7b",)
+    layers: Layers = None
+    ranks: Ranks = None
+    batches: Annotated[tuple[int, ...], Option("Global batches in sequences (default: 1, 2, and 1 and 2 a rank).")] = ()
+    seq_len: SeqLen = 4096
+    grids: Annotated[
+        str | None, Option("Stretto's grids, as 'z=4, x=2 z=2' (default: all that can cut the batch).")
+    ] = None
+    only: Annotated[
+        tuple[str, ...], Option("Only runs with this in their name; may be given several times.", is_repeated=True)
+    ] = ()
+    with_compiled: Annotated[bool, Option("Measure compiled blocks too.", "--compiled/--no-compiled")] = True
+    tunes_matmuls: Annotated[
+        bool, Option("Let Stretto choose each product's layout by timing it.", "--tune-matmuls/--no-tune-matmuls")
+    ] = False
+    warm_up: WarmUp = 3
+    repeats: Repeats = 5
+    rounds: Rounds = 2
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None:
+            if self.grids is not None:
+                parse_grids(self.grids, self.ranks)
+            self.workloads()
+
+    def workloads(self) -> list[tuple[str, TrainingWorkload]]:
+        """Each model's name with one workload a batch size. Raises ValueError for unknown models."""
+        ranks = self.ranks or 1
+        sizes = self.batches or tuple(sorted({1, 2, ranks, 2 * ranks}))
+        configs = {name: model_config(name, self.layers, self.seq_len) for name in self.models}
+        timing = (self.seq_len, self.warm_up, self.repeats, self.rounds)
+        return [(name, TrainingWorkload(config, size, *timing)) for name, config in configs.items() for size in sizes]
 
 
-def bench_peers(
-    name: str,
-    workload: TrainingWorkload,
-    batches: Sequence[int],
-    ranks: int,
-    out: Path,
-    *,
-    grids: str | None = None,
-    only: Sequence[str] = (),
-    with_compiled: bool = True,
-    tunes_matmuls: bool = False,
-) -> dict[int, list[dict[str, Any]]]:
-    """Measure each global batch in a job of its own, print its table, and write peers-NAME-BATCH.json and a picture.
-
-    grids: Stretto's ("z=4, x=2 z=2"; default: all that can cut the batch). only: parts of names; a run is measured if
-        it has one of them. tunes_matmuls: for Stretto, as in `parallelize`.
-    Returns the rows by batch. Raises ValueError if there is nothing to measure.
-    """
-    if grids is not None:
-        parse_grids(grids, ranks)  # refused before anything starts
-    results = {}
-    for batch in batches:
-        this = replace(workload, batch=batch)
-        rows = run_ranks(ranks, measure_peers, this, ranks, grids, tuple(only), with_compiled, tunes_matmuls)
+def compare_peers(setting: PeersSetting) -> Iterator[Measured]:
+    """Measure each model and global batch in a job of its own."""
+    assert setting.ranks is not None
+    options = (setting.ranks, setting.grids, setting.only, setting.with_compiled, setting.tunes_matmuls)
+    for name, workload in setting.workloads():
+        rows = run_ranks(setting.ranks, measure_peers, workload, *options)
         if not rows:
-            raise ValueError(f"no run has {' or '.join(map(repr, only))} in its name")
+            raise ValueError(f"no run has {' or '.join(map(repr, setting.only))} in its name")
         rows.sort(key=lambda row: -row.get("tokens_per_second_per_gpu", 0.0))
-        columns = COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
-        print_table(f"{name}, global batch {batch} x {workload.seq_len} tokens, {ranks} ranks", columns, rows)
         ratio = speedup(rows)
-        if ratio is not None:
-            print(f"Stretto's best is {ratio:.3f}x the fastest peer's speed", flush=True)
-        path = write_result(
-            out, f"peers-{name}-{batch}", columns, rows, model=name, ranks=ranks, workload=asdict(this), speedup=ratio
+        yield Measured(
+            rows,
+            {"model": name, "ranks": setting.ranks, "workload": asdict(workload), "speedup": ratio},
+            () if ratio is None else (f"Stretto's best is {ratio:.3f}x the fastest peer's speed",),
+            name=f"peers-{name}-{workload.batch}",
+            title=f"{name}, global batch {workload.batch} x {workload.seq_len} tokens, {setting.ranks} ranks",
         )
-        draw_result(path)
-        results[batch] = rows
-    return results
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run of Stretto or of a peer: its speed, memory and losses."""
+
+    name: str = column("run")
+    tokens_per_second_per_gpu: float = column("tokens/s/GPU", "{:,.0f}")
+    step_milliseconds: float = column("step (ms)", "{:.1f}")
+    peak_memory_gib: float = column("peak memory (GiB)", "{:.1f}")
+    loss: float = column("first loss", "{:.4f}")
+    gradient_norm: float = column("gradient norm", "{:.3f}")
+    last_loss: float = column("last loss", "{:.4f}")
 
 
 def speedup(rows: Sequence[dict[str, Any]]) -> float | None:
@@ -176,3 +197,29 @@ def _build(workload: TrainingWorkload, mesh: DeviceMesh, device: torch.device, s
     if workload.batch % dp:  # refused before the model is made
         raise ValueError(f"a batch of {workload.batch} cannot be cut into {dp} parts")
     return build_torch(workload, whole_gpt(workload.model, device), mesh, device, setup)
+
+
+def plot_peers(result: Path, picture: Path) -> None:
+    """Draw tokens/s a GPU and peak memory of each run as bars, peers in another colour."""
+    from lab.training.throughput_plot import plot_runs
+
+    data = json.loads(result.read_text())
+    work = data["workload"]
+    what = (
+        f"Training {data['model']}, {work['model']['layers']} layers, "
+        f"with a global batch of {work['batch']} x {work['seq_len']} tokens"
+    )
+    plot_runs(data, lambda row: row["is_peer"], what, picture)
+
+
+BENCH = Bench(
+    "peers",
+    "One model with Stretto, FSDP2, DTensor tensor parallelism and both, compiled and not: a table per batch.",
+    PeersSetting,
+    compare_peers,
+    Row,
+    title="",
+    plot={"peers-*": plot_peers},
+    needs=Needs.RANKS,
+    about=lambda setting: {},
+)

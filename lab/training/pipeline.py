@@ -8,20 +8,23 @@ latency after they were sent. Measured are the order in which ranks compute and 
 processes show even where they share a few cores.
 """
 
+import json
 import os
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.pictures import draw_result
-from lab.training.settings import PipelineSetting
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from lab.harness import Bench, column
+from lab.pictures import describe_origin
+from stretto.bench.harness import run_ranks
+from stretto.bench.settings import Option, Repeats, require_least
 from stretto.execution import StageOptions
 from stretto.parallel import Grid, Pipeline, parallelize
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -40,17 +43,54 @@ from stretto.schedules import (
     simulate_message_driven,
 )
 
-COLUMNS = (
-    Column("stages", "stages"),
-    Column("micro_batches", "micro-batches"),
-    Column("latency_ms", "latency (ms)", "{:g}"),
-    Column("schedule", "schedule"),
-    Column("live", "live"),
-    Column("units", "measured (units)", "{:.2f}"),
-    Column("model_units", "model (units)", "{:.2f}"),
-    Column("to_model", "to the model", "{:.3f}"),
-    Column("to_1f1b", "to 1f1b", "{:.3f}"),
-)
+
+@dataclass(frozen=True)
+class PipelineSetting:
+    """What `python -m lab pipeline` measures. Raises ValueError for settings that cannot work."""
+
+    stages: Annotated[tuple[int, ...], Option("Of each pipeline, one on each process, with commas.")] = (4, 8)
+    micro_batches: Annotated[tuple[int, ...], Option("Of a step of each pipeline, with commas.")] = (16, 32)
+    unit: Annotated[float, Option("Seconds that F, I and W of a stage sleep each.")] = 0.02
+    latencies: Annotated[tuple[float, ...], Option("Seconds that a message takes, with commas.")] = (0.0, 0.005)
+    repeats: Repeats = 3
+
+    def __post_init__(self) -> None:
+        require_least(1, repeats=self.repeats)
+        if not self.stages or len(self.stages) != len(self.micro_batches):
+            raise ValueError(f"stages is {self.stages} and micro_batches {self.micro_batches}, but must be as many")
+        for stages, micro_batches in zip(self.stages, self.micro_batches, strict=True):
+            if stages < 2 or micro_batches < 2 * stages:
+                raise ValueError(
+                    f"{stages} stages and {micro_batches} micro-batches: there must be at least 2 stages, and twice as "
+                    f"many micro-batches; {max(2, stages)} and {2 * max(2, stages)} would do"
+                )
+        if not self.unit > 0:
+            raise ValueError(f"unit is {self.unit}, but must be positive")
+        if not self.latencies or min(self.latencies) < 0:
+            raise ValueError(f"latencies is {self.latencies}, but must be numbers of 0 and more")
+
+
+def run_pipelines(setting: PipelineSetting) -> Iterator[dict[str, Any]]:
+    """Measure each schedule on each pipeline and link."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # stages sleep, and messages are between processes of the CPU
+    for pipe, micro_batches in zip(setting.stages, setting.micro_batches, strict=True):
+        yield from run_ranks(pipe, measure, setting, pipe, micro_batches)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule on one pipeline and link."""
+
+    stages: str = column("stages")
+    micro_batches: str = column("micro-batches")
+    latency_ms: float = column("latency (ms)", "{:g}")
+    schedule: str = column("schedule")
+    live: str = column("live")
+    units: float = column("measured (units)", "{:.2f}")
+    model_units: float = column("model (units)", "{:.2f}")
+    to_model: float = column("to the model", "{:.3f}")
+    to_1f1b: float = column("to 1f1b", "{:.3f}")
+
 
 _BACKWARD_FIRST: ServeFirst = "backward"
 
@@ -275,17 +315,6 @@ def _schedule(case: Case, pipe: int, micro_batches: int) -> PipelineSchedule:
     return build_schedule(case.schedule, pipe, micro_batches, case.virtual_stages, case.extra_warm_up)
 
 
-def bench_pipeline(setting: PipelineSetting, out: Path) -> list[dict[str, Any]]:
-    """Measure each schedule on each pipeline and link, print the table, and write pipeline.json, .md and .png."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # stages sleep, and messages are between processes of the CPU
-    rows: list[dict[str, Any]] = []
-    for pipe, micro_batches in zip(setting.stages, setting.micro_batches, strict=True):
-        rows += run_ranks(pipe, measure, setting, pipe, micro_batches)
-    print_table("A step in pipeline stages that sleep", COLUMNS, rows)
-    draw_result(write_result(out, "pipeline", COLUMNS, rows, setting=asdict(setting)))
-    return rows
-
-
 def measure(setting: PipelineSetting, pipe: int, micro_batches: int) -> list[dict[str, Any]]:
     """The job of each rank: every case, in turn, `repeats` times."""
     torch.set_num_threads(1)
@@ -362,3 +391,50 @@ def _makespan(pipeline: Pipeline) -> float:
     bounds = torch.tensor([-pipeline.computed[0].start, pipeline.computed[-1].end], dtype=torch.float64)
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     return float(bounds.sum())
+
+
+def plot_pipeline(result: Path, picture: Path) -> None:
+    """Draw a panel for each pipeline and latency: measured makespan and the timing model's, by schedule."""
+    from stretto.report.style import PEER, STRETTO, drawing
+
+    data = json.loads(result.read_text())
+    keys = list(dict.fromkeys((row["stages"], row["micro_batches"], row["latency_ms"]) for row in data["rows"]))
+    most = max(sum(_panel_of(row) == key for row in data["rows"]) for key in keys)
+    unit = data["setting"]["unit"] * 1e3
+    columns = min(2, len(keys))
+    lines = -(-len(keys) // columns)
+    with drawing(picture, 5.2 * columns, (1.2 + 0.3 * most) * lines) as drawn:
+        panels = list(drawn.panels(lines, columns).flat)
+        for panel in panels[len(keys) :]:
+            panel.remove()
+        for panel, key in zip(panels, keys, strict=False):
+            rows = [row for row in data["rows"] if _panel_of(row) == key][::-1]
+            places = range(len(rows))
+            panel.barh(places, [row["units"] for row in rows], height=0.6, color=STRETTO.colour, label="measured")
+            panel.scatter(
+                [row["model_units"] for row in rows], places, label="timing model", color=PEER.colour, zorder=3
+            )
+            panel.set_yticks(places, [row["schedule"] for row in rows])
+            panel.set_xlabel(f"units of {unit:g} ms")
+            panel.set_title(f"{key[0]} x {key[1]}, {key[2]:g} ms")
+        drawn.title = "A step in pipeline stages that sleep"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = (
+            "Panels: stages x micro-batches, and the latency of messages. F, I and W of a stage take a unit of "
+            f"{unit:g} ms each."
+        )
+
+
+def _panel_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["stages"], row["micro_batches"], row["latency_ms"]
+
+
+BENCH = Bench(
+    "pipeline",
+    "Pipeline steps with stages that sleep, by schedule, compared with the timing model.",
+    PipelineSetting,
+    run_pipelines,
+    Row,
+    title="A step in pipeline stages that sleep",
+    plot=plot_pipeline,
+)

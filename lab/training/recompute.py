@@ -11,45 +11,82 @@ rows without a link show them, and a second prediction adds them.
 import itertools
 import os
 import time
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from lab.training.settings import RecomputeSetting
+from lab.harness import Bench, column
 from lab.training.steps import cluster_of_a_byte_a_second, whole_gpt
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.harness import run_ranks
+from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp, require_least
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, local_batch, measure
+from stretto.execution import Recomputation
+from stretto.models import GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, parallelize
 from stretto.parallel.comm.counting import CollectiveCall
 from stretto.planner import predict
 
-COLUMNS = (
-    Column("link_megabytes", "link (MB/s)", "{:g}"),
-    Column("recompute", "recompute"),
-    Column("sent_megabytes", "sent (MB)", "{:.2f}"),
-    Column("predicted_megabytes", "predicted (MB)", "{:.2f}"),
-    Column("kept_megabytes", "kept, predicted (MB)", "{:.2f}"),
-    Column("step_milliseconds", "step (ms)", "{:.1f}"),
-    Column("saved_milliseconds", "less than full (ms)", "{:.1f}"),
-    Column("predicted_milliseconds", "by removed bytes (ms)", "{:.1f}"),
-    Column("with_computation_milliseconds", "and by computation (ms)", "{:.1f}"),
-    Column("loss", "first loss", "{:.5f}"),
-    Column("gradient_norm", "gradient norm", "{:.5f}"),
-    Column("error", "error", "{}"),
-)
+
+@dataclass(frozen=True)
+class RecomputeSetting:
+    """What `python -m lab recompute` trains, over which links. Raises ValueError for settings that cannot work."""
+
+    ranks: Annotated[int, Option("Processes of the CPU, along x.")] = 2
+    modes: Annotated[tuple[str, ...], Option("Modes of recomputation in addition to full, with commas.")] = (
+        "communication",
+    )
+    links: Annotated[tuple[int, ...], Option("Bandwidths of links in MB/s, with commas.")] = (10, 3)
+    layers: Annotated[int, Option("Transformer blocks.")] = 4
+    hidden: Annotated[int, Option("Width of a token's vector; heads are of 64.")] = 128
+    batch: Annotated[int, Option("Sequences of a step.")] = 4
+    seq_len: SeqLen = 128
+    warm_up: WarmUp = 1
+    repeats: Repeats = 5
+    rounds: Rounds = 3
+
+    def __post_init__(self) -> None:
+        numbers = {"layers": self.layers, "hidden": self.hidden, "batch": self.batch, "seq_len": self.seq_len}
+        require_least(2, ranks=self.ranks)
+        require_least(1, repeats=self.repeats, rounds=self.rounds, **numbers)
+        require_least(0, warm_up=self.warm_up)
+        if self.hidden % 64 or self.hidden // 64 % self.ranks:
+            raise ValueError(
+                f"hidden is {self.hidden}, but must be 64 times a number of heads that the {self.ranks} ranks divide; "
+                f"{64 * self.ranks} would do"
+            )
+        object.__setattr__(self, "modes", tuple(dict.fromkeys(("full", *self.modes))))
+        for mode in self.modes:
+            Recomputation.parse(mode).check_blocks(self.layers)
+
+    @property
+    def model(self) -> GPTConfig:
+        """The GPT that is trained."""
+        return GPTConfig(self.layers, self.hidden, self.hidden // 64, vocab=256, max_seq_len=self.seq_len)
 
 
-def bench_recompute(setting: RecomputeSetting, out: Path) -> list[dict[str, Any]]:
-    """Measure each mode over each link, print the table, and write recompute.json and .md to `out`."""
+def run_modes(setting: RecomputeSetting) -> list[dict[str, Any]]:
+    """Measure each mode over each link, on processes of the CPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the links are between processes of the CPU
-    rows = compare(setting, run_ranks(setting.ranks, measure_modes, setting))
-    columns = COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
-    print_table(f"Recomputation on {setting.ranks} CPU ranks of x, links made by waiting", columns, rows)
-    write_result(out, "recompute", columns, rows, setting=asdict(setting))
-    return rows
+    return compare(setting, run_ranks(setting.ranks, measure_modes, setting))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mode of recomputation over one link: measured and predicted."""
+
+    link_megabytes: float = column("link (MB/s)", "{:g}")
+    recompute: str = column("recompute")
+    sent_megabytes: float = column("sent (MB)", "{:.2f}")
+    predicted_megabytes: float = column("predicted (MB)", "{:.2f}")
+    kept_megabytes: float = column("kept, predicted (MB)", "{:.2f}")
+    step_milliseconds: float = column("step (ms)", "{:.1f}")
+    saved_milliseconds: float = column("less than full (ms)", "{:.1f}")
+    predicted_milliseconds: float = column("by removed bytes (ms)", "{:.1f}")
+    with_computation_milliseconds: float = column("and by computation (ms)", "{:.1f}")
+    loss: float = column("first loss", "{:.5f}")
+    gradient_norm: float = column("gradient norm", "{:.5f}")
 
 
 def measure_modes(setting: RecomputeSetting) -> list[dict[str, Any]]:
@@ -125,3 +162,13 @@ def _predict(setting: RecomputeSetting, mode: str) -> tuple[float, float]:
         recompute=mode,
     )
     return plan.communication["all_reduce_x"], plan.kept_activations
+
+
+BENCH = Bench(
+    "recompute",
+    "Activation checkpointing with and without repeated communication, over slow links between CPU processes.",
+    RecomputeSetting,
+    run_modes,
+    Row,
+    title=lambda setting: f"Recomputation on {setting.ranks} CPU ranks of x, links made by waiting",
+)

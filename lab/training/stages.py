@@ -7,43 +7,71 @@ price of cutting the model's forward into stages, and of their backward passes, 
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.training.settings import StagesSetting
-from stretto.bench.harness import TORCH_DTYPES, Column, print_table, run_ranks, write_result
+from lab.harness import Bench, column
+from lab.training.models import LLAMA_7B
+from stretto.bench.harness import TORCH_DTYPES, run_ranks
+from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp, require_least
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, compile_blocks, measure, meta_gpt
 from stretto.execution import StageOptions
 from stretto.memory import allocated_bytes
-from stretto.models import GPT
+from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, gradient_norm, no_sync, parallelize
 from stretto.schedules import Action, PipelineOperation, PipelineSchedule, build_schedule
 
-COLUMNS = (
-    Column("name", "run"),
-    Column("step_milliseconds", "step (ms)", "{:.1f}"),
-    Column("to_accumulation", "speed to accumulation", "{:.3f}"),
-    Column("host_milliseconds", "host, a stage call (ms)", "{:.2f}"),
-    Column("peak_memory_gib", "peak memory (GiB)", "{:.2f}"),
-    Column("growth_mib", "growth over 10 steps (MiB)", "{:.1f}"),
-    Column("error", "error"),
-)
+
+@dataclass(frozen=True)
+class StagesSetting:
+    """What `python -m lab stages` trains. Raises ValueError for settings that cannot work."""
+
+    layers: Annotated[int, Option("Transformer blocks of a Llama of width 4096.")] = 16
+    seq_len: SeqLen = 4096
+    batch: Annotated[int, Option("Micro-batches of a step, of one sequence each.")] = 8
+    virtual_stages: Annotated[int, Option("Stages on the rank.")] = 4
+    dtype: Annotated[str, Option("Of the computation: bf16, or fp32.")] = "bf16"
+    compiled: Annotated[bool, Option("Also with compiled blocks.")] = True
+    small: Annotated[bool, Option("A model of width 64, for a try without a GPU.")] = False
+    warm_up: WarmUp = 2
+    repeats: Repeats = 5
+    rounds: Rounds = 2
+
+    def __post_init__(self) -> None:
+        numbers = {"layers": self.layers, "seq_len": self.seq_len, "batch": self.batch}
+        require_least(1, repeats=self.repeats, rounds=self.rounds, **numbers)
+        require_least(2, virtual_stages=self.virtual_stages)
+        require_least(0, warm_up=self.warm_up)
+        if self.dtype not in ("bf16", "fp32"):
+            raise ValueError(f"dtype is {self.dtype!r}, but must be bf16 or fp32")
+        if self.layers % self.virtual_stages:
+            near = max(1, round(self.layers / self.virtual_stages)) * self.virtual_stages
+            raise ValueError(f"{self.virtual_stages} stages do not divide {self.layers} layers; {near} would do")
+
+    def model(self) -> GPTConfig:
+        """The model that is trained."""
+        whole = replace(LLAMA_7B, layers=self.layers, max_seq_len=self.seq_len)
+        return replace(whole, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256) if self.small else whole
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step in stages, by accumulation, or by torch's pipelining."""
+
+    name: str = column("run")
+    step_milliseconds: float = column("step (ms)", "{:.1f}")
+    to_accumulation: float = column("speed to accumulation", "{:.3f}")
+    host_milliseconds: float = column("host, a stage call (ms)", "{:.2f}")
+    peak_memory_gib: float = column("peak memory (GiB)", "{:.2f}")
+    growth_mib: float = column("growth over 10 steps (MiB)", "{:.1f}")
+
 
 STEPS_FOR_GROWTH = 10
-
-
-def bench_stages(setting: StagesSetting, out: Path) -> list[dict[str, Any]]:
-    """Measure all runs, print the table, and write stages.json and .md to `out`."""
-    rows = run_ranks(1, _measure, setting)
-    print_table(f"{setting.virtual_stages} virtual stages on one rank", COLUMNS, rows)
-    write_result(out, "stages", COLUMNS, rows, setting=asdict(setting))
-    return rows
 
 
 def _measure(setting: StagesSetting) -> list[dict[str, Any]]:
@@ -243,3 +271,13 @@ def _inspect(device: torch.device, step: Step) -> dict[str, Any]:
         step()
         found["host_milliseconds"] = step.host_milliseconds()
     return found
+
+
+BENCH = Bench(
+    "stages",
+    "Several pipeline stages on one rank, compared with gradient accumulation and torch's pipelining.",
+    StagesSetting,
+    lambda setting: run_ranks(1, _measure, setting),
+    Row,
+    title=lambda setting: f"{setting.virtual_stages} virtual stages on one rank",
+)

@@ -40,21 +40,11 @@ def plot_train(result: Path, picture: Path) -> None:
         f"Training a GPT on every grid: {model['layers']} layers, hidden {model['hidden']}, "
         f"sequence length {data['workload']['seq_len']}"
     )
-    _plot_runs(data, lambda row: "FSDP" in row["name"], what, picture)
+    plot_runs(data, lambda row: "FSDP" in row["name"], what, picture)
 
 
-def plot_peers(result: Path, picture: Path) -> None:
+def plot_runs(data: Mapping[str, Any], is_peer: Callable[[Mapping[str, Any]], bool], what: str, picture: Path) -> None:
     """Draw tokens/s a GPU and peak memory of each run as bars, peers in another colour."""
-    data = json.loads(result.read_text())
-    work = data["workload"]
-    what = (
-        f"Training {data['model']}, {work['model']['layers']} layers, "
-        f"with a global batch of {work['batch']} x {work['seq_len']} tokens"
-    )
-    _plot_runs(data, lambda row: row["is_peer"], what, picture)
-
-
-def _plot_runs(data: Mapping[str, Any], is_peer: Callable[[Mapping[str, Any]], bool], what: str, picture: Path) -> None:
     rows = [row for row in data["rows"] if "tokens_per_second_per_gpu" in row][::-1]
     has_memory = any(row["peak_memory_gib"] for row in rows)
     with drawing(picture, 9, _BAR * len(rows) + 0.6) as drawn:

@@ -11,15 +11,14 @@ import contextlib
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
+
+from lab.processes import raising_on_sigterm
 
 INTERFACE = "stretto"  # a node's network interface, in its namespace
 _MTU = 9000
@@ -65,6 +64,14 @@ def namespace_of(node: int) -> str:
     return f"stretto-node{node}"
 
 
+def command_in(node: int, module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of this checkout in a node's namespace."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    # OMP: all ranks share the machine's cores.
+    environment = ("env", f"PYTHONPATH={path}", f"GLOO_SOCKET_IFNAME={INTERFACE}", "OMP_NUM_THREADS=1")
+    return ["ip", "netns", "exec", namespace_of(node), *environment, sys.executable, "-P", "-m", module, *arguments]
+
+
 def require_namespaces() -> None:
     """Raise ValueError if this machine or user cannot make network namespaces."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
@@ -84,7 +91,7 @@ def shaped_network(network: Network) -> Iterator[None]:
     another process uses them.
     """
     require_namespaces()
-    with _lock(), _terminable():
+    with _lock(), raising_on_sigterm():
         _remove()
         try:
             _make(network)
@@ -148,20 +155,6 @@ def _lock() -> Iterator[None]:
         except BlockingIOError:
             raise ValueError("another process uses Stretto's network namespaces: wait for its end") from None
         yield
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Make SIGTERM unwind the program as Ctrl-C does, so that the network is removed."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _ip(*arguments: str) -> None:

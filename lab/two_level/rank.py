@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of `python -m lab two-level`: joins the group in its node's network namespace, and times collectives."""
+"""One rank of `python -m lab two-level`: joins the group in its node's network namespace, and times collectives.
+
+`DelayedTransport` emulates a link with a long latency.
+"""
 
 import json
 import os
+import queue
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lab.two_level.delayed import DelayedTransport
-from lab.two_level.settings import TwoLevelJob
-from stretto.collectives.two_level import GroupTransport, TwoLevelGroup
+from lab.two_level.run import COLLECTIVES, TwoLevelSetting
+from stretto.collectives.two_level import GroupTransport, Message, MessageWork, Transport, TwoLevelGroup
 
 _LEAD = 0.03  # seconds from agreeing on a start to the start
 _SMALL = 16  # bytes: only latency counts
@@ -25,22 +28,23 @@ _PROBES = 15
 
 
 def main() -> None:
-    """Run one rank. argv: the job as JSON, and the rank. The process ends when its parent closes stdin."""
+    """Run one rank. argv: the settings as JSON, the path of the store, and the rank.
+
+    Prints the result as JSON; the process ends when its parent closes stdin.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries that print must not write between the answers
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    fields: dict[str, Any] = json.loads(sys.argv[1])
-    job = TwoLevelJob(**fields | {name: tuple(fields[name]) for name in ("shard_bytes", "collectives")})
-    rank = int(sys.argv[2])
+    setting = TwoLevelSetting(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(job.folder) / "store"), job.world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
-    result = measure(job)
-    if rank == 0:
-        (Path(job.folder) / "result.json").write_text(json.dumps(result))
+    store = dist.FileStore(sys.argv[2], setting.world)
+    dist.init_process_group("gloo", store=store, rank=int(sys.argv[3]), world_size=setting.world)
+    print(json.dumps(measure(setting)), file=answers, flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(job: TwoLevelJob) -> dict[str, Any]:
+def measure(setting: TwoLevelSetting) -> dict[str, Any]:
     """Measure the software overheads, and seconds of each collective, size and algorithm: medians of `repeats` runs.
 
     Seconds count from a start time agreed by all ranks until the last rank is done; the ranks share a clock.
@@ -51,22 +55,26 @@ def measure(job: TwoLevelJob) -> dict[str, Any]:
         own = dist.get_rank(group) // ranks_per_node
         return DelayedTransport(GroupTransport(group), lambda peer: 0.0 if peer // ranks_per_node == own else delay)
 
-    size = job.ranks_per_node
-    two_level = TwoLevelGroup(ranks_per_node=size, make_transport=partial(transport, delay=job.delay, ranks_per_node=1))
+    size = setting.ranks_per_node
+    two_level = TwoLevelGroup(
+        ranks_per_node=size, make_transport=partial(transport, delay=setting.delay / 1e3, ranks_per_node=1)
+    )
     undelayed = TwoLevelGroup(ranks_per_node=size, make_transport=partial(transport, delay=0.0, ranks_per_node=1))
     # the flat ring over the same transport: every rank counts as a node, and all are in one sub-group
-    flat = TwoLevelGroup(ranks_per_node=1, make_transport=partial(transport, delay=job.delay, ranks_per_node=size))
-    overheads = _measure_overheads(job, undelayed)
+    flat = TwoLevelGroup(
+        ranks_per_node=1, make_transport=partial(transport, delay=setting.delay / 1e3, ranks_per_node=size)
+    )
+    overheads = _measure_overheads(setting, undelayed)
     rows = []
-    for collective in job.collectives:
-        for shard_bytes in job.shard_bytes:
+    for collective in COLLECTIVES:
+        for shard_bytes in setting.shard_bytes:
             runs = {
                 "recursive": _collective(two_level, collective, "recursive", shard_bytes),
                 "ring": _collective(two_level, collective, "ring", shard_bytes),
                 "flat": _collective(flat, collective, "ring", shard_bytes),
                 "library": _collective(two_level, collective, "flat", shard_bytes),
             }
-            seconds = _interleave(runs, job.repeats)
+            seconds = _interleave(runs, setting.repeats)
             rows.append({"collective": collective, "shard_bytes": shard_bytes, "seconds": seconds})
             if dist.get_rank() == 0:
                 shown = ", ".join(f"{name} {value['median'] * 1e3:.1f} ms" for name, value in seconds.items())
@@ -74,20 +82,20 @@ def measure(job: TwoLevelJob) -> dict[str, Any]:
     return {"overheads": overheads, "rows": rows}
 
 
-def _measure_overheads(job: TwoLevelJob, undelayed: TwoLevelGroup) -> dict[str, float]:
+def _measure_overheads(setting: TwoLevelSetting, undelayed: TwoLevelGroup) -> dict[str, float]:
     """Software time of a message (seconds, without delay and bandwidth): inside a node, and between nodes."""
     nodes = [dist.new_group(list(ranks)) for ranks in undelayed.nodes.ranks]
-    own = nodes[dist.get_rank() // job.ranks_per_node]
+    own = nodes[dist.get_rank() // setting.ranks_per_node]
     part = torch.zeros(_SMALL, dtype=torch.uint8)
-    whole = part.new_empty(_SMALL * job.ranks_per_node)
+    whole = part.new_empty(_SMALL * setting.ranks_per_node)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     runs = {
         "inside": lambda: gather(whole, part, group=own),
         "ring": _collective(undelayed, "all_gather", "ring", _SMALL),
     }
     seconds = {name: value["median"] for name, value in _interleave(runs, _PROBES).items()}
-    between = (seconds["ring"] - seconds["inside"]) / (job.nodes - 1)
-    return {"inside": seconds["inside"] / max(1, job.ranks_per_node - 1), "between": max(0.0, between)}
+    between = (seconds["ring"] - seconds["inside"]) / (setting.nodes - 1)
+    return {"inside": seconds["inside"] / max(1, setting.ranks_per_node - 1), "between": max(0.0, between)}
 
 
 def _collective(group: TwoLevelGroup, name: str, algorithm: Any, shard_bytes: int) -> Callable[[], object]:
@@ -130,6 +138,64 @@ def _end_with_parent() -> None:
     while os.read(0, 4096):  # not sys.stdin, whose lock this thread would hold at exit
         pass
     os._exit(1)
+
+
+class DelayedTransport:
+    """Wraps a transport and passes each message on to it `seconds(peer)` after it was sent.
+
+    A receive takes at least this latency plus the wrapped transport's time for the bytes. Delays of several messages
+    overlap, as on a long wire, and messages keep their order; the sender does not block. Receives, and messages without
+    delay, are passed to the wrapped transport at once.
+    """
+
+    def __init__(self, below: Transport, seconds: Callable[[int], float]) -> None:
+        self._below = below
+        self._seconds = seconds
+        self._waiting: queue.SimpleQueue[_Delayed] = queue.SimpleQueue()
+        threading.Thread(target=self._deliver, daemon=True).start()
+
+    def start(
+        self, outgoing: Sequence[Message], incoming: Sequence[Message]
+    ) -> tuple[Sequence[MessageWork], Sequence[MessageWork]]:
+        """Start sends (after their delay) and receives, each message by itself."""
+        now = time.monotonic()
+        sent: list[MessageWork] = []
+        for message in outgoing:
+            if seconds := self._seconds(message.peer):
+                delayed = _Delayed(message, now + seconds)
+                self._waiting.put(delayed)
+                sent.append(delayed)
+            else:
+                sent += self._below.start([message], [])[0]
+        return sent, self._below.start([], incoming)[1]
+
+    def _deliver(self) -> None:
+        """Pass messages on when they are due. All delays are equal (or zero), so the queue is in order of due time."""
+        while True:
+            delayed = self._waiting.get()
+            time.sleep(max(0.0, delayed.due - time.monotonic()))
+            try:
+                delayed.transfer = self._below.start([delayed.message], [])[0][0]
+            except RuntimeError as error:  # raised where the sender waits
+                delayed.error = error
+            delayed.left.set()
+
+
+class _Delayed:
+    def __init__(self, message: Message, due: float) -> None:
+        self.message = message
+        self.due = due
+        self.left = threading.Event()
+        self.transfer: MessageWork | None = None
+        self.error: RuntimeError | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        end = time.monotonic() + timeout.total_seconds()
+        if not self.left.wait(timeout.total_seconds() or None):
+            raise RuntimeError(f"a delayed message timed out after {timeout.total_seconds():g} s")
+        if self.transfer is None:
+            raise self.error or RuntimeError("a delayed message was not sent")
+        return self.transfer.wait(timedelta(seconds=max(1e-3, end - time.monotonic())) if timeout else timeout)
 
 
 if __name__ == "__main__":

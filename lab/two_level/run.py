@@ -1,182 +1,277 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab two-level`: recursive, ring and flat collectives between network namespaces, and where they cross.
 
-The Linux kernel limits the bandwidth (tbf on every link), and the transport adds the delay (`DelayedTransport`). The
-prediction uses both settings, and only the software time of a message is measured, in the same run.
+The Linux kernel limits the bandwidth (tbf on every link), and the transport adds the delay (`rank.DelayedTransport`).
+The prediction uses both settings, and only the software time of a message is measured, in the same run.
 """
 
 import json
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from lab.pictures import draw_result
-from lab.tables import append_to_table
-from lab.two_level.namespaces import INTERFACE, namespace_of, require_namespaces, shaped_network
-from lab.two_level.settings import TwoLevelSetting
-from stretto.bench.harness import Column, markdown_table, print_table, write_result
-from stretto.collectives.two_level import Links, choose, find_crossovers, predict
-from stretto.collectives.two_level.model import Algorithm, Collective
+from lab.harness import Bench, Measured, Table, column
+from lab.pictures import describe_origin
+from lab.processes import Processes
+from lab.two_level.namespaces import Network, command_in, require_namespaces, shaped_network
+from stretto.bench.settings import Option, require_least
 
-ALGORITHMS: tuple[Algorithm, ...] = ("recursive", "ring", "flat")
-PAIRS: tuple[tuple[Algorithm, Algorithm], ...] = (("recursive", "ring"), ("recursive", "flat"), ("ring", "flat"))
+if TYPE_CHECKING:
+    from stretto.collectives.two_level import Links
+
+ALGORITHMS = ("recursive", "ring", "flat")
+COLLECTIVES = ("all_gather", "reduce_scatter")
+PAIRS = (("recursive", "ring"), ("recursive", "flat"), ("ring", "flat"))
 _START_LIMIT = 300.0  # seconds for eight processes to import torch on few cores, and to join
-COLUMNS = (
-    Column("collective", "collective"),
-    Column("shard_kib", "a rank (KiB)", "{:g}"),
-    *(
-        column
-        for name in ALGORITHMS
-        for column in (Column(f"{name}_ms", f"{name} (ms)", "{:.1f}"), Column(f"{name}_model_ms", "model", "{:.1f}"))
-    ),
-    Column("library_ms", "gloo, no delay (ms)", "{:.1f}"),
-    Column("fastest", "fastest"),
-    Column("chosen", "chosen by the model"),
-    Column("chosen_loss", "slower by", "{:.0%}"),
-)
-CROSSOVERS = (
-    Column("collective", "collective"),
-    Column("between", "from, to"),
-    Column("measured_kib", "measured (KiB a rank)", "{:.0f}"),
-    Column("predicted_kib", "predicted", "{:.0f}"),
-    Column("ratio", "measured / predicted", "{:.2f}"),
-)
+_MEGABIT = 1e6 / 8
 
 
-def bench_two_level(setting: TwoLevelSetting, out: Path) -> dict[str, Any]:
-    """Measure, print tables, and write two-level.json, .md and .png to `out`. Returns the rows and the crossovers.
+@dataclass(frozen=True)
+class TwoLevelSetting:
+    """The network (nodes, Mbit/s of the links, ms of delay), and the sizes that are measured on it.
 
-    Raises ValueError, before anything is made, if this machine or user cannot make namespaces. They are always removed
-    at the end.
+    Links are slow and the delay is long, so that the software time of eight processes on few cores does not matter.
+    `trunk` is the link between the two halves of the nodes. If it carries less than a half can send, distant nodes
+    share it, as they do in most machines' networks.
+    """
+
+    ranks_per_node: Annotated[int, Option("Ranks in each of the namespaces.")] = 2
+    nodes: Annotated[int, Option("Network namespaces.")] = 4
+    bandwidth: Annotated[float, Option("Bandwidth of a node's link, Mbit/s.")] = 50.0
+    loopback: Annotated[float, Option("Bandwidth inside a node, Mbit/s.")] = 200.0
+    trunk: Annotated[float, Option("Bandwidth of the link between the halves of the nodes, Mbit/s.")] = 50.0
+    delay: Annotated[float, Option("Delay of a message between nodes, ms.")] = 40.0
+    smallest: Annotated[int, Option("Bytes a rank of the smallest collective.")] = 4096
+    sizes: Annotated[int, Option("How many sizes, each twice the one before.")] = 8
+    repeats: Annotated[int, Option("Runs of each; their median counts.")] = 7
+
+    def __post_init__(self) -> None:
+        if self.nodes % 2:
+            raise ValueError(f"{self.nodes} nodes have no two halves; {self.nodes + 1} would do")
+        require_least(0, delay=self.delay)
+        require_least(1, ranks_per_node=self.ranks_per_node, repeats=self.repeats)
+        require_least(2, sizes=self.sizes)
+        require_least(4, smallest=self.smallest)
+        self.network()
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def shard_bytes(self) -> list[int]:
+        """Bytes a rank of each size."""
+        return [self.smallest << step for step in range(self.sizes)]
+
+    def network(self) -> Network:
+        """The network to make."""
+        links = {
+            "node_bandwidth": self.bandwidth * _MEGABIT,
+            "loopback_bandwidth": self.loopback * _MEGABIT,
+            "trunk_bandwidth": self.trunk * _MEGABIT,
+        }
+        return Network(nodes=self.nodes, leaf_nodes=self.nodes // 2, **links)
+
+    def links(self, overheads: dict[str, float]) -> "Links":
+        """The links of the model: as set, plus the software time of a message (seconds, `inside`, `between`)."""
+        from stretto.collectives.two_level import Links
+
+        network = self.network()
+        return Links(
+            in_node_latency=overheads["inside"],
+            in_node_bandwidth=network.loopback_bandwidth / self.ranks_per_node,
+            latency=self.delay / 1e3 + overheads["between"],
+            node_bandwidth=network.node_bandwidth,
+            leaf_nodes=network.leaf_nodes,
+            oversubscription=max(1.0, network.leaf_nodes * network.node_bandwidth / network.trunk_bandwidth),
+        )
+
+    def describe(self) -> str:
+        """Return the title of the table."""
+        return (
+            f"{self.nodes} nodes of {self.ranks_per_node} ranks, {self.bandwidth:g} Mbit/s a node, {self.loopback:g} "
+            f"inside, {self.trunk:g} between halves, {self.delay:g} ms; medians of {self.repeats} times"
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """Times of a collective in ms: median, least and most of each algorithm, and the model's; and what it chooses."""
+
+    collective: str = column("collective")
+    shard_bytes: int
+    shard_kib: float = column("a rank (KiB)", "{:g}")
+    recursive_ms: float = column("recursive (ms)", "{:.1f}")
+    recursive_least_ms: float
+    recursive_most_ms: float
+    recursive_model_ms: float = column("model", "{:.1f}")
+    ring_ms: float = column("ring (ms)", "{:.1f}")
+    ring_least_ms: float
+    ring_most_ms: float
+    ring_model_ms: float = column("model", "{:.1f}")
+    flat_ms: float = column("flat (ms)", "{:.1f}")
+    flat_least_ms: float
+    flat_most_ms: float
+    flat_model_ms: float = column("model", "{:.1f}")
+    library_ms: float = column("gloo, no delay (ms)", "{:.1f}")
+    fastest: str = column("fastest")
+    chosen: str = column("chosen by the model")
+    chosen_loss: float = column("slower by", "{:.0%}")
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The first size at which two algorithms cross, measured and predicted (None: never), and all such sizes."""
+
+    collective: str = column("collective")
+    between: str = column("from, to")
+    measured_kib: float | None = column("measured (KiB a rank)", "{:.0f}")
+    predicted_kib: float | None = column("predicted", "{:.0f}")
+    ratio: float | None = column("measured / predicted", "{:.2f}")
+    all_measured_kib: list[float]
+    all_predicted_kib: list[float]
+
+
+def measure_network(setting: TwoLevelSetting) -> Measured:
+    """Measure between namespaces, which are always removed at the end.
+
+    Raises ValueError, before anything is made, if this machine or user cannot make namespaces.
     """
     require_namespaces()
     with shaped_network(setting.network()):
-        measured = _run(setting)
+        measured = run_nodes(setting)
     links = setting.links(measured["overheads"])
-    rows = [_row(row, setting, links) for row in measured["rows"]]
-    crossovers = list(_crossovers(rows, setting, links))
-    title = (
-        f"{setting.nodes} nodes of {setting.ranks_per_node} ranks, {setting.bandwidth:g} Mbit/s a node, "
-        f"{setting.loopback:g} inside, {setting.trunk:g} between halves, {setting.delay:g} ms"
-    )
-    print_table(title, COLUMNS, rows)
-    print_table("Where they cross", CROSSOVERS, crossovers)
-    about = {"setting": asdict(setting), "links": asdict(links), "crossovers": crossovers}
-    path = write_result(out, "two-level", COLUMNS, rows, **about)
-    about_times = f"{title}. Times are medians of {setting.repeats}."
-    append_to_table(path, [about_times, "", *markdown_table(CROSSOVERS, crossovers)])
-    draw_result(path)
-    return {"rows": rows, "crossovers": crossovers}
+    rows = [_make_row(row, setting, links) for row in measured["rows"]]
+    crossovers = list(_find_crossovers(rows, setting, links))
+    return Measured(rows, {"links": asdict(links)}, tables=(Table("Where they cross", crossovers, key="crossovers"),))
 
 
-def _run(setting: TwoLevelSetting) -> dict[str, Any]:
+def run_nodes(setting: TwoLevelSetting) -> dict[str, Any]:
     """Start one process a rank, each in its node's namespace. Returns rank 0's result."""
-    ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
-        job = setting.job(folder)
-        description = json.dumps(asdict(job))
-        try:
-            for rank in range(job.world):
-                node = namespace_of(rank // setting.ranks_per_node)
-                # OMP: eight ranks share the cores. In sessions of their own, Ctrl-C reaches this process only.
-                environment = [f"GLOO_SOCKET_IFNAME={INTERFACE}", "OMP_NUM_THREADS=1"]
-                command = ["env", *environment, sys.executable, "-P", "-m", "lab.two_level.rank"]
-                ranks.append(
-                    subprocess.Popen(
-                        ["ip", "netns", "exec", node, *command, description, str(rank)],
-                        stdin=subprocess.PIPE,
-                        start_new_session=True,
-                    )
-                )
-            _wait(ranks, _START_LIMIT + _longest(setting))
-            result: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
-            return result
-        finally:
-            for process in ranks:
-                process.kill()
-            for process in ranks:
-                process.wait()
+        given = json.dumps(asdict(setting)), str(Path(folder) / "store")
+        commands = [
+            command_in(rank // setting.ranks_per_node, "lab.two_level.rank", *given, str(rank))
+            for rank in range(setting.world)
+        ]
+        with Processes("the bench", commands) as ranks:
+            return ranks.receive("measuring; its own words are above", _START_LIMIT + _predict_longest(setting))[0]
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], limit: float) -> None:
-    """Wait for all ranks to end. Raises ValueError if one fails, or runs longer than `limit` seconds."""
-    end = time.monotonic() + limit
-    while True:
-        codes = [process.poll() for process in ranks]
-        for rank, code in enumerate(codes):
-            if code:
-                raise ValueError(f"rank {rank} of the bench ended with status {code}; its own words are above")
-        if None not in codes:
-            return
-        if time.monotonic() > end:
-            going = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
-            raise ValueError(f"rank {going} of the bench did not end within {limit:.0f} s")
-        time.sleep(0.1)
-
-
-def _longest(setting: TwoLevelSetting) -> float:
+def _predict_longest(setting: TwoLevelSetting) -> float:
     """Seconds that the collectives may take: ten times the predicted time with 1 ms of software a message."""
     links = setting.links({"inside": 1e-3, "between": 1e-3})
-    job = setting.job("")
+    names = (*ALGORITHMS, ALGORITHMS[-1])
     once = sum(
-        predict("all_gather", name, size, setting.nodes, setting.ranks_per_node, links) + 0.1
-        for size in job.shard_bytes
-        for name in (*ALGORITHMS, ALGORITHMS[-1])
+        _predict("all_gather", name, setting, links, size) + 0.1 for size in setting.shard_bytes for name in names
     )
-    return 10 * once * len(job.collectives) * (setting.repeats + 1)
+    return 10 * once * len(COLLECTIVES) * (setting.repeats + 1)
 
 
-def _row(measured: dict[str, Any], setting: TwoLevelSetting, links: Links) -> dict[str, Any]:
-    collective, size = measured["collective"], measured["shard_bytes"]
-    seconds = measured["seconds"]
-    shape = setting.nodes, setting.ranks_per_node, links
-    row = {"collective": collective, "shard_bytes": size, "shard_kib": size / 1024}
+def _predict(collective: Any, name: Any, setting: TwoLevelSetting, links: "Links", size: float) -> float:
+    from stretto.collectives.two_level import predict
+
+    return predict(collective, name, size, setting.nodes, setting.ranks_per_node, links)
+
+
+def _make_row(measured: dict[str, Any], setting: TwoLevelSetting, links: "Links") -> Row:
+    from stretto.collectives.two_level import choose
+
+    collective, size, seconds = (measured[key] for key in ("collective", "shard_bytes", "seconds"))
+    times: dict[str, float] = {}
     for name in ALGORITHMS:
-        row |= {
-            f"{name}_ms": seconds[name]["median"] * 1e3,
-            f"{name}_least_ms": seconds[name]["least"] * 1e3,
-            f"{name}_most_ms": seconds[name]["most"] * 1e3,
-            f"{name}_model_ms": predict(collective, name, size, *shape) * 1e3,
-        }
-    row["library_ms"] = seconds["library"]["median"] * 1e3
-    row["fastest"] = min(ALGORITHMS, key=lambda name: seconds[name]["median"])
-    row["chosen"] = choose(collective, size, *shape)
-    row["chosen_loss"] = row[f"{row['chosen']}_ms"] / row[f"{row['fastest']}_ms"] - 1
-    return row
+        times[f"{name}_ms"] = seconds[name]["median"] * 1e3
+        times |= {f"{name}_{key}_ms": seconds[name][key] * 1e3 for key in ("least", "most")}
+        times[f"{name}_model_ms"] = _predict(collective, name, setting, links, size) * 1e3
+    fastest = min(ALGORITHMS, key=lambda name: times[f"{name}_ms"])
+    chosen = choose(collective, size, setting.nodes, setting.ranks_per_node, links)
+    return Row(
+        collective=collective,
+        shard_bytes=size,
+        shard_kib=size / 1024,
+        **times,
+        library_ms=seconds["library"]["median"] * 1e3,
+        fastest=fastest,
+        chosen=chosen,
+        chosen_loss=times[f"{chosen}_ms"] / times[f"{fastest}_ms"] - 1,
+    )
 
 
-def _crossovers(rows: list[dict[str, Any]], setting: TwoLevelSetting, links: Links) -> Iterator[dict[str, Any]]:
-    """For each pair of algorithms, the first size at which they cross, measured and predicted (None: never)."""
-    for collective in dict.fromkeys(row["collective"] for row in rows):
-        of_size = {row["shard_bytes"]: row for row in rows if row["collective"] == collective}
+def _find_crossovers(rows: Sequence[Row], setting: TwoLevelSetting, links: "Links") -> Iterator[Crossover]:
+    from stretto.collectives.two_level import find_crossovers
+
+    for collective in dict.fromkeys(row.collective for row in rows):
+        of_size = {row.shard_bytes: row for row in rows if row.collective == collective}
         sizes = sorted(of_size)
         fine = [low * (high / low) ** (i / 64) for low, high in pairwise(sizes) for i in range(64)] + [sizes[-1]]
-        for first, second in PAIRS:
-            found = find_crossovers(sizes, *(partial(_measured, of_size, name) for name in (first, second)))
-            predicted = find_crossovers(
-                fine, *(partial(_predicted, collective, name, setting, links) for name in (first, second))
+
+        def measure(name: str, size: float, of_size: dict[Any, Row] = of_size) -> float:
+            return float(getattr(of_size[size], f"{name}_ms")) / 1e3
+
+        for pair in PAIRS:
+            found = find_crossovers(sizes, *(partial(measure, name) for name in pair))
+            predicted = find_crossovers(fine, *(partial(_predict, collective, name, setting, links) for name in pair))
+            yield Crossover(
+                collective=collective,
+                between=", ".join(pair),
+                measured_kib=found[0] / 1024 if found else None,
+                predicted_kib=predicted[0] / 1024 if predicted else None,
+                ratio=found[0] / predicted[0] if found and predicted else None,
+                all_measured_kib=[size / 1024 for size in found],
+                all_predicted_kib=[size / 1024 for size in predicted],
             )
-            yield {
-                "collective": collective,
-                "between": f"{first}, {second}",
-                "measured_kib": found[0] / 1024 if found else None,
-                "predicted_kib": predicted[0] / 1024 if predicted else None,
-                "ratio": found[0] / predicted[0] if found and predicted else None,
-                "all_measured_kib": [size / 1024 for size in found],
-                "all_predicted_kib": [size / 1024 for size in predicted],
-            }
 
 
-def _measured(of_size: dict[float, dict[str, Any]], name: Algorithm, size: float) -> float:
-    return of_size[size][f"{name}_ms"] / 1e3
+def plot_two_level(result: Path, picture: Path) -> None:
+    """Draw a panel a collective: times over size, predictions dashed, and where recursive and ring cross."""
+    from stretto.report.style import GREEN, INK, ORANGE, PEER, STRETTO, Look, drawing, plain_log
+
+    data = json.loads(result.read_text())
+    collectives = list(dict.fromkeys(row["collective"] for row in data["rows"]))
+    setting, dashed = data["setting"], (0, (4, 2))
+    looks = {"recursive": STRETTO, "ring": Look(ORANGE, "^"), "flat": Look(PEER.colour, "s")}
+    with drawing(picture, max(6.0, 4.5 * len(collectives)), 3.2) as drawn:
+        panels = drawn.panels(1, len(collectives), sharey=True)[0]
+        for panel, collective in zip(panels, collectives, strict=True):
+            rows = [row for row in data["rows"] if row["collective"] == collective]
+            sizes = [row["shard_kib"] for row in rows]
+            for name, look in looks.items():
+                panel.plot(sizes, [row[f"{name}_ms"] for row in rows], label=name, **look.line)
+                predicted = [row[f"{name}_model_ms"] for row in rows]
+                panel.plot(sizes, predicted, color=look.colour, linestyle=dashed, linewidth=1)
+            between = (collective, "recursive, ring")
+            crossing = next(row for row in data["crossovers"] if (row["collective"], row["between"]) == between)
+            for key, colour, dashes in (("measured", GREEN, "-"), ("predicted", INK, dashed)):
+                if (size := crossing[f"{key}_kib"]) is not None:
+                    label = f"recursive and ring cross, {key}"
+                    panel.axvline(size, color=colour, linestyle=dashes, linewidth=1, label=label)
+            drawn.log_ticks(panel.xaxis, sizes)
+            plain_log(panel.yaxis)
+            panel.set_xlabel("KiB of each rank")
+            panel.set_title(collective.replace("_", "-"))
+        panels[0].set_ylabel("ms")
+        drawn.title = (
+            f"Two-level collectives: {setting['nodes']} network namespaces of {setting['ranks_per_node']} ranks, "
+            f"{setting['bandwidth']:g} Mbit/s, {setting['delay']:g} ms"
+        )
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = (
+            "Dashed without markers: predicted by the model. Recursive, ring: recursive doubling (halving) or a ring "
+            "between nodes, and a collective inside each node. Flat: one ring over all ranks."
+        )
 
 
-def _predicted(collective: Collective, name: Algorithm, setting: TwoLevelSetting, links: Links, size: float) -> float:
-    return predict(collective, name, size, setting.nodes, setting.ranks_per_node, links)
+BENCH = Bench(
+    "two-level",
+    "Two-level collectives between network namespaces: recursive, ring and flat, compared with the model (needs root).",
+    TwoLevelSetting,
+    measure_network,
+    Row,
+    title=TwoLevelSetting.describe,
+    plot=plot_two_level,
+)

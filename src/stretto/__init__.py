@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stretto import optim as optim
     from stretto import parallel as parallel
     from stretto import planner as planner
+    from stretto import recommendation as recommendation
     from stretto import report as report
     from stretto import tiles as tiles
     from stretto import train as train
@@ -61,6 +62,7 @@ _SUBMODULES = (
     "optim",
     "parallel",
     "planner",
+    "recommendation",
     "report",
     "tiles",
     "train",

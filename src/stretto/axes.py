@@ -12,8 +12,8 @@ innermost: pipe, data, context, z, y, x. Write these by hand:
   what must be divisible), the layers that communicate over it (parallel/layers, put in place by parallel/builder.py),
   and, if it splits sequences, tokens, positions and attention (parallel/layers/token_shards.py and embedding.py there,
   models/gpt.py) and the place of a token in dropout's mask (parallel/layers/dropout.py).
-- Which data its ranks are fed, if it is not whole rows of the batch: train/gpt/task.py and train/dlrm/task.py, which
-  cut the batch by train/data/sampler.py.
+- Which data its ranks are fed, if it is not whole rows of the batch: train/gpt/task.py, and for tables
+  recommendation/training/task.py, which cut the batch by train/data/sampler.py.
 - What it costs, in bytes, time and memory, unless it only makes more ranks sum gradients: planner/communication.py,
   planner/cost.py, planner/compute.py, planner/activations.py and planner/memory.py; the grids that a model cannot run
   on: planner/grids.py.
@@ -221,7 +221,7 @@ class GridSizes(Mapping[str, int]):
 
     @cached_property
     def stage_ranks(self) -> int:
-        """How many ranks a pipeline stage has."""
+        """Number of ranks of a pipeline stage."""
         return self.over(STAGE_AXES)
 
     def over(self, axes: Collection[str]) -> int:
@@ -239,22 +239,22 @@ class GridSizes(Mapping[str, int]):
 
     @cached_property
     def replicas(self) -> int:
-        """How many ranks hold each number of a weight, and sum its gradient: data's."""
+        """Number of ranks that hold each number of a weight, and sum its gradient: data's."""
         return self.over(_REPLICAS)
 
     @cached_property
     def expert_taken(self) -> dict[str, int]:
-        """How many ranks of data, z and x make up a group of expert's (`fold_experts`)."""
+        """Numbers of ranks of data, z and x that make up a group of expert's (`fold_experts`)."""
         return fold_experts(self, self.expert, self.expert_tensor)
 
     @cached_property
     def expert_data(self) -> int:
-        """How many ranks hold each number of an expert's weight, and sum its gradient: what expert leaves of data."""
+        """Number of ranks that hold an expert's weight, and sum its gradient: what expert leaves of data."""
         return self.data // self.expert_taken["data"]
 
     @cached_property
     def expert_z(self) -> int:
-        """How many ranks shard what expert, x and y leave of experts' weights: what expert leaves of z."""
+        """Number of ranks that shard what expert, x and y leave of experts' weights: what expert leaves of z."""
         return self.z // self.expert_taken["z"]
 
     @cached_property
@@ -303,13 +303,13 @@ def check_sizes(sizes: Mapping[str, Any]) -> GridSizes:
 
 
 def group_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """How many ranks every axis and every derived group has; axes of experts too, where there are any."""
+    """Sizes in ranks of every axis and every derived group; axes of experts too, where there are any."""
     found = {axis: size for axis, size in sizes.items() if axis != "expert_tensor"}
     return found | {name: prod(sizes[axis] for axis in over) for name, over in DERIVED_GROUPS.items()}
 
 
 def layout_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
-    """How many ranks every axis has that a parameter's layout may name: all axes, and those of experts."""
+    """Sizes in ranks of the axes that a parameter's layout may name: all axes, and those of experts."""
     own = check_sizes(sizes)
     of_experts = {EXPERT_DATA: own.expert_data, EXPERT: own.expert, EXPERT_Z: own.expert_z}
     return {axis: own[axis] for axis in NAMES} | of_experts
@@ -342,7 +342,7 @@ def expert_parameter_axes(sizes: GridSizes) -> tuple[str, ...]:
 
 
 def fold_experts(sizes: Mapping[str, int], ranks: int, expert_tensor: ExpertTensor = "cut") -> dict[str, int]:
-    """How many ranks of data, of z and of x make up a group of `ranks` that divide the experts among them.
+    """Find how many ranks of data, of z and of x make up a group of `ranks` that divide the experts among them.
 
     It takes all of x first, if that folds; then from data; and what is left from z: the innermost ranks of each. Raises
     ValueError, with the nearest number that would do, where these do not have so many.

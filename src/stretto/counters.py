@@ -65,7 +65,7 @@ _values = _table.values
 
 
 class _Thread(threading.local):
-    """Whether this thread trains: the main thread, and those of the autograd engine, while the main one waits."""
+    """True if this thread trains: the main thread, and those of the autograd engine, while the main one waits."""
 
     def __init__(self) -> None:
         own = threading.get_ident()
@@ -402,7 +402,7 @@ class Counters:
 
     @property
     def is_running(self) -> bool:
-        """Whether the rank's process, and no later one with its number, is there."""
+        """True if the rank's process, and no later one with its number, is there."""
         return self.pid > 0 and start_of(self.pid) == self.started
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step of a sharded model executes: options shared by train, the planner and `parallelize`. Imports no torch.
+"""Options of how a step of a sharded model executes, shared by train, the planner and `parallelize`. Imports no torch.
 
 Below the options are the fixed sizes by which `parallelize` splits work, since the planner predicts time and memory
 from the same numbers.
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which collectives `parallelize` overlaps with computation (Singh, section 5.1.4).
+    """Choice of the collectives that `parallelize` overlaps with computation (Singh, section 5.1.4).
 
     Switching one off changes when data is sent, but not the results, which are bitwise equal, except for copy_engines.
 
@@ -51,7 +51,7 @@ class Overlap:
 
     @property
     def hides_any(self) -> bool:
-        """Whether some collective is overlapped; copy engines move data whether or not it is."""
+        """True if some collective is overlapped; copy engines move data in either case."""
         return self.all_reduce or self.reduce_scatter or self.all_gather or self.data
 
 
@@ -102,11 +102,11 @@ class StateOptions:
 
     @property
     def is_separate(self) -> bool:
-        """Whether optimizer state is stored separately from the model's parameters ("device" or "host")."""
+        """True if optimizer state is stored separately from the model's parameters ("device" or "host")."""
         return self.location != "fp32"
 
     def splits(self, element: int, *, is_bf16: bool) -> bool:
-        """Whether fp32 weights are kept as lower halves beside weights of `element` bytes."""
+        """True if fp32 weights are kept as lower halves beside weights of `element` bytes."""
         return self.location == "host" and self.splits_weights and is_bf16 and element == 2 and self.step_on == "device"
 
 
@@ -115,7 +115,7 @@ StagePlacement = Literal["loops", "v"]
 
 @dataclass(frozen=True)
 class StageOptions:
-    """How a model is split into pipeline stages (`parallelize(stages=...)`).
+    """Description of how a model is split into pipeline stages (`parallelize(stages=...)`).
 
     virtual_stages: number of stages per rank of pipe.
     placement: the rank of each stage, if a rank has several. "loops": round-robin, as in interleaved schedules. "v":
@@ -190,21 +190,21 @@ class Recomputation(NamedTuple):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is recomputed."""
+        """True if anything is recomputed."""
         return self.kind != "none"
 
     @property
     def sums_again(self) -> bool:
-        """Whether recomputation repeats the all-reduces of linears' outputs."""
+        """True if recomputation repeats the all-reduces of linears' outputs."""
         return self.kind in ("full", "every", "host")
 
     @property
     def exchanges_again(self) -> bool:
-        """Whether recomputation gathers sharded tokens, and the statistics of norms over y, again."""
+        """True if recomputation gathers sharded tokens, and the statistics of norms over y, again."""
         return self.sums_again or self.kind == "products"
 
     def keeps_product(self, ranks: int) -> bool:
-        """Whether a linear's output, summed over so many ranks, is kept, and so not computed again."""
+        """True if a linear's output, summed over so many ranks, is kept, and so not computed again."""
         return self.kind == "products" or (self.kind == "communication" and ranks > 1)
 
     def check_blocks(self, blocks: int) -> None:
@@ -224,7 +224,7 @@ ReshardPolicy = Literal["after_forward", "after_backward", "weights_after_step",
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How a step executes, apart from its grid, micro-batch and dtypes.
+    """Options of a step's execution, apart from its grid, micro-batch and dtypes.
 
     Raises ValueError for an unknown reshard policy or mode of recomputation, and for expert_rows that are not positive.
     """
@@ -300,18 +300,18 @@ class ExecutionOptions:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether weights stay gathered from the forward to the backward pass."""
+        """True if weights stay gathered from the forward to the backward pass."""
         return self.reshard != "after_forward"
 
     @property
     def gathers_once(self) -> bool:
-        """Whether weights are gathered over z once per step. In a training loop of one's own,
+        """True if weights are gathered over z once per step. In a training loop of one's own,
         `stretto.parallel.gather_once` does so."""
         return self.reshard in ("weights_after_step", "after_step")
 
     @property
     def scatters_once(self) -> bool:
-        """Whether weight gradients are reduce-scattered over z once per step."""
+        """True if weight gradients are reduce-scattered over z once per step."""
         return self.reshard in ("gradients_after_step", "after_step")
 
     def replace(self, **changes: Any) -> "ExecutionOptions":
@@ -378,6 +378,8 @@ HALVED_INPUTS = 2048
 LOGITS_SLICE = 2**26
 # GEMMs want row strides of 16 bytes: a vocabulary's part is padded to this many rows, and the padding masked.
 LOGITS_ROW_MULTIPLE = 64
+# The target of a position that no loss counts, as torch's cross-entropy and transformers have it.
+IGNORED_TARGET = -100
 # A bucket's size: large enough for the links' full bandwidth, small enough that the last bucket does not delay the end.
 BUCKET_BYTES = 64 * 2**20
 # How many reduce-scatters over z may run at once: about two blocks' weights. It bounds the memory that they hold.

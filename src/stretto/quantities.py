@@ -55,6 +55,15 @@ def whole_nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
+def show_bytes(count: float) -> str:
+    """Bytes for people, in the unit that suits: 98.31 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
 def show_nanoseconds(nanoseconds: float) -> str:
     """Nanoseconds for people, in the unit that suits: 21,031 ns, 4.12 ms."""
     for factor, unit in ((1e9, "s"), (1e6, "ms")):

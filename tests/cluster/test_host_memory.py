@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much host memory may be used: what cgroups of both versions say, in folders made for it, and the machine."""
+"""Tests of how much host memory may be used: what cgroups of both versions say, in folders made for it,
+and the machine.
+"""
 
 import os
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks are on this machine, under torchrun, srun and launchers that tell nothing."""
+"""Tests of which ranks are on this machine, under torchrun, srun and launchers that tell nothing."""
 
 import socket
 from typing import Any
@@ -75,6 +75,7 @@ def make_grids(port: int | None) -> list[Any]:
     return [*devices, int(total)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_group", [False, True])
 def test_ranks_whose_launcher_tells_nothing_have_a_gpu_each(ranks, has_group):
     with socket.socket() as free:

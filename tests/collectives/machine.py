@@ -58,7 +58,7 @@ class Machine:
         return self
 
     def outputs_are_right(self) -> bool:
-        """Whether every output chunk that the collective speaks of holds the sum that it asks for."""
+        """Check whether every output chunk that the collective speaks of holds the sum that it asks for."""
         for rank in range(self.collective.ranks):
             for index in range(self.collective.output_chunks):
                 expected = self.collective.expected(rank, index)
@@ -129,7 +129,7 @@ def add(one: list[Chunk | None], other: list[Chunk | None]) -> list[Chunk]:
 
 
 def runs_right(schedule: Schedule, collective: Collective, slots: int, rng: random.Random) -> bool:
-    """Whether one run ends, and with the right outputs."""
+    """Check whether one run ends, and with the right outputs."""
     try:
         return Machine(schedule, collective, slots, rng).run().outputs_are_right()
     except (Stuck, AssertionError, TypeError):

@@ -628,7 +628,7 @@ def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def surroundings() -> list[object]:
-    """What a run must leave as it was."""
+    """Collect the state that a run must leave as it was."""
     return [
         dict(sys.modules),
         sys.argv,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verifies runs right, whatever the order of events; what is damaged is caught, or proved harmless."""
+"""Verified programs run right, whatever the order of events; damage to them is caught, or proved harmless."""
 
 import random
 from collections.abc import Callable

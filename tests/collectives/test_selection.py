@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way is chosen: what was measured here, never what was measured elsewhere; files that lie are refused."""
+"""Choices follow what was measured here, never what was measured elsewhere; files that lie are refused."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the verifier finds in schedules written by hand, and where it says that it is."""
+"""The verifier finds faults in schedules written by hand, and names their places."""
 
 import tracemalloc
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlipsSetting:
-    """How many bits `python -m lab flips` flips, and the seed of where."""
+    """Number of bits that `python -m lab flips` flips, and the seed of where."""
 
     flips: Annotated[int, Option("Bits to flip, over all formats and places.")] = 500
     seed: Annotated[int | None, Option("Seed of where (default: a random one, which is printed).")] = None
@@ -137,7 +137,7 @@ def _flip_all(place: _Target, count: int, generator: random.Random) -> dict[str,
 
 
 def _is_refused(place: _Target, file: Path, part: _Bytes) -> bool:
-    """Whether the use of a damaged file ends in an error that names the file and the tensor."""
+    """True if the use of a damaged file ends in an error that names the file and the tensor."""
     assert place.use is not None
     try:
         place.use(place.path)

@@ -161,7 +161,7 @@ def name_attempt(command: int, environment: Mapping[str, str]) -> str:
 
 
 def has_failed(folder: Path, fault: Fault, attempt: str) -> bool:
-    """Whether the fault before this one has happened in the same attempt, which another one must not join."""
+    """True if the fault before this one has happened in the same attempt, which another one must not join."""
     before = folder / f"fired-{fault.number - 1}.json"
     return bool(fault.number) and json.loads(before.read_text())["attempt"] == attempt
 

@@ -159,7 +159,7 @@ def _judge_evidence(files: Sequence[str], ranks: int) -> Iterator[str]:
 
 
 def is_kind_named(fault: Fault, naming: Naming) -> bool:
-    """Whether the message names the fault's kind."""
+    """True if the message names the fault's kind."""
     text = naming.text.lower()
     match fault.kind:
         case "kill":
@@ -178,13 +178,13 @@ def is_kind_named(fault: Fault, naming: Naming) -> bool:
 
 
 def is_place_named(step: int, naming: Naming) -> bool:
-    """Whether the host was named, and the step, or the one before, which a rank may not have left yet."""
+    """True if the host was named, and the step, or the one before, which a rank may not have left yet."""
     found = re.search(r"\bstep (\d+)", naming.text)
     return "host " in naming.text and found is not None and int(found[1]) in (step - 1, step)
 
 
 def is_rank_named(fault: Fault, naming: Naming) -> bool:
-    """Whether the right rank was named: both ends of a connection; of a full disk, which all ranks write to, any."""
+    """True if the right rank was named: both ends of a connection; of a full disk, which all ranks write to, any."""
     if fault.kind == "disk":
         return True
     if fault.kind == "connection":

@@ -27,7 +27,9 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class FaultsSetting:
-    """How many faults `python -m lab faults` makes, of which kinds. Raises ValueError for settings that cannot work."""
+    """Faults that `python -m lab faults` makes: how many, of which kinds.
+    Raises ValueError for settings that cannot work.
+    """
 
     ranks: Annotated[int, Option("Processes of a job: 2, 4 or 8.")] = 4
     faults: Annotated[int, Option("Faults altogether.")] = 200

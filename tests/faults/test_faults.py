@@ -91,7 +91,7 @@ def step_events(start: float, first: int, last: int) -> list[dict[str, Any]]:
 
 
 def record() -> dict[str, Any]:
-    """What is recorded of `JOB` when all goes as it should."""
+    """Return what is recorded of `JOB` when all goes as it should."""
     restarts = [
         (11.5, {"rank": 2, "kind": "killed", "reason": "it was killed by SIGKILL"}),
         (21.5, {"rank": 1, "kind": "raised", "reason": "InjectedFault: injected fault 1 on rank 1"}),

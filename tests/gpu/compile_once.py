@@ -52,7 +52,7 @@ class CompileOnce(FileCacheManager):
         return path
 
     def _find_or_lock(self, find: Callable[[], T | None]) -> T | None:
-        """What `find` finds, at once or when another process has stored it; else None, and the lock is held,
+        """Return what `find` finds, at once or when another process has stored it; else None, and the lock is held,
         or its holder has kept it for longer than `WAIT_LIMIT`.
 
         A lock is never held with a result: the caller would keep it for as long as this object lives.

@@ -147,7 +147,7 @@ SAMPLED_KINDS = ("two-shots", "pushed rows", "look-up", "two-shot all-reduce by 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run: rounds, or as many as there are in so many seconds; kinds: every pair of them, for row and column.
+    """Rounds that are run, or as many as there are in so many seconds; kinds: every pair of them, for row and column.
 
     timeout: seconds that a wait may take. ValueError for a kind that there is not.
     """

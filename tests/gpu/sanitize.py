@@ -24,7 +24,7 @@ TIME_LIMIT = 120.0  # kernels run a hundred times slower than they are
 
 
 def call_all(ranks: int) -> int:
-    """How many calls gave a wrong number on this rank."""
+    """Return how many calls gave a wrong number on this rank."""
     Grid(data=ranks, device="cuda")
     communicator = CudaCommunicator(timeout=TIME_LIMIT)
     wrong = 0

@@ -32,7 +32,7 @@ def count_gpus() -> int:
 
 
 def is_shared(world: int) -> bool:
-    """Whether so many ranks have to share this machine's GPUs."""
+    """True if so many ranks have to share this machine's GPUs."""
     return count_gpus() < world
 
 

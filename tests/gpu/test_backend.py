@@ -163,7 +163,7 @@ def call_from_elsewhere(folder: Path) -> None:
 
 
 def profile_calls(folder: Path) -> None:
-    """What a profile of one all-reduce and of one all-gather shows of them."""
+    """Return what a profile of one all-reduce and of one all-gather shows of them."""
     torch.cuda.set_device(shared_gpus.choose_gpu(int(os.environ["LOCAL_RANK"])))
     dist.init_process_group("stretto")
     x, gathered = torch.ones(64, device="cuda"), torch.ones(64 * dist.get_world_size(), device="cuda")
@@ -178,7 +178,7 @@ def profile_calls(folder: Path) -> None:
 
 
 def becomes_true(condition: Callable[[], bool]) -> bool:
-    """Whether it does within 20 seconds: the collectives of these tests end at a rank's signal, and not by time."""
+    """True if it does within 20 seconds: the collectives of these tests end at a rank's signal, and not by time."""
     limit = time.monotonic() + 20
     while not condition() and time.monotonic() < limit:
         time.sleep(0.001)

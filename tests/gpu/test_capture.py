@@ -79,7 +79,7 @@ def train_captured(*, writes_copies: bool, shards_sequence: bool) -> list[float]
             model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
     with torch.no_grad():
         losses.append(model(tokens, tokens))
-    copies = [weight.stretto_copy for weight in model.parameters() if hasattr(weight, "stretto_copy")]
+    copies = [weight.low_precision_weight for weight in model.parameters() if weight.low_precision_weight is not None]
     assert len(copies) > 0
     assert all((copy._kept is not None) == writes_copies for copy in copies)
     results = [float(loss) for loss in losses]

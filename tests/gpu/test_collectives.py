@@ -50,7 +50,7 @@ def make_input(elements: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
 
 
 def expect(collective: Collective, x: torch.Tensor, block_chunks: int, reduction: str) -> list[torch.Tensor | None]:
-    """What each block of the output must be, in fp64 or int64, None where it may be anything."""
+    """Return what each block of the output must be, in fp64 or int64, None where it may be anything."""
     wide = x.to(torch.float64 if x.dtype.is_floating_point else torch.int64)
     every = [torch.empty_like(wide) for _ in range(collective.ranks)]
     dist.all_gather(every, wide)

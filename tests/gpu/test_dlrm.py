@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from stretto.parallel import Grid
-from stretto.parallel.recsys.pooled_exchange import _find_operators
-from stretto.train.config import DLRMTrainConfig, make_config
+from stretto.recommendation.pooled_exchange import _find_operators
+from stretto.recommendation.training.config import DLRMTrainConfig
+from stretto.train.config import make_config
 from stretto.train.trainer import train
 from tests.gpu.sharing import GpuRanks
 

@@ -151,7 +151,7 @@ def test_when_most_tokens_go_to_one_expert_none_is_lost(
 
 
 def train_in_stages() -> dict[str, float]:
-    """What differs from training on one CPU, where two stages have two expert ranks each."""
+    """Return what differs from training on one CPU, where two stages have two expert ranks each."""
     run = Run({"pipe": 2, "data": 2, "expert": 2}, {}, "top-2 in micro-batches, learned positions")
     return disagreements(run, case_of(run), expected_of(run))
 

@@ -28,7 +28,7 @@ from stretto import ops
 from stretto.collectives import call_counts, install
 from stretto.collectives.algorithms import find
 from stretto.memory import PeerError, compilation, failures, shared_gpus
-from stretto.ops import workspace
+from stretto.ops.operator import _caches
 from stretto.optim import AdamW
 from stretto.optim.guard import guard
 from stretto.parallel import CapturedStep
@@ -100,7 +100,7 @@ def require_no_failure() -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         assert int(failures.failure_flag(device)) == 0
     finally:
-        workspace._caches.clear()  # so that, whatever was kept too long here, other tests are not harmed
+        _caches.clear()  # so that, whatever was kept too long here, other tests are not harmed
 
 
 def numbers_of(rank: int, *shape: int) -> Tensor:
@@ -120,7 +120,7 @@ def operands_of(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def expect_of(way: str) -> Tensor:
-    """What is right on this rank."""
+    """Return what is right on this rank."""
     every = [operands_of(peer) for peer in range(2)]
     rank = dist.get_rank()
     if OPERATORS[way][0] == "all_gather_matmul":
@@ -282,7 +282,9 @@ def fail_then_replay(ways: Sequence[str]) -> None:
 
 
 def waited_for(way: str, rank: int) -> str:
-    """What PeerError says. Of the interpreter's thread blocks one may give up first that waits for another one here."""
+    """Return what PeerError says. Of the interpreter's thread blocks one may give up first that waits for
+    another one here.
+    """
     return "waited in vain for" if way == "interpreter" else f"waited in vain for rank {rank}"
 
 

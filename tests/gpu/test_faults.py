@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a run on GPUs, when it is interrupted or loses a rank in mid-step."""
+"""Tests of what happens to a run on GPUs, when it is interrupted or loses a rank in mid-step."""
 
 import json
 import os

@@ -96,7 +96,7 @@ def test_a_model_trains_as_with_the_operators(run_ranks: Callable[..., list[Any]
 
 
 def replay() -> bool:
-    """Whether a captured graph gives the bits of a call that is not captured, for new inputs."""
+    """True if a captured graph gives the bits of a call that is not captured, for new inputs."""
     angles = fused.rotary_angles(64, 128, torch.device("cuda"))
     qkv = draw(1, 2, 64, 2, 6, 128, dtype=torch.bfloat16).requires_grad_()
     gate, up = (draw(seed, 300, 1408, dtype=torch.bfloat16).requires_grad_() for seed in (2, 3))

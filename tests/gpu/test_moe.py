@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stretto.memory import shared_gpus
 from stretto.ops import moe
-from stretto.ops.moe import activation, copies_kernels, permutation
+from stretto.ops.moe import activation, permutation
 from tests.gpu.sharing import GpuRanks
 
 TOKENS, HIDDEN, INNER, EXPERTS, K = 96, 256, 128, 8, 2
@@ -179,7 +179,7 @@ def compare_copies(tokens: int, k: int, columns: int, dtype: torch.dtype) -> lis
     poison()
     with no_host_waits():
         found, dots = [one() for one in calls], [one() for one in products]
-    with mock.patch.object(copies_kernels, "suits_kernels", return_value=False):
+    with mock.patch.object(permutation, "suits_kernels", return_value=False):
         expected = [one() for one in calls]
     errors = [0.0 if torch.equal(*pair) else torch.nan for pair in zip(found, expected, strict=True)]
     exact = (x.double()[:, None] * rows.double()[positions]).sum(2)
@@ -235,9 +235,9 @@ def test_gated_silu_is_rounded_once(
 def keep_out_of_range() -> None:
     """Kernels take gradients of gradients no more than tensors that need them."""
     x = draw(1, 4, 8).float().requires_grad_()
-    assert not copies_kernels.suits_kernels(x)
+    assert not permutation.suits_kernels(x)
     with torch.no_grad():
-        assert copies_kernels.suits_kernels(x, None)
+        assert permutation.suits_kernels(x, None)
     assert activation.suits_kernel(x)
     assert torch.autograd.gradgradcheck(moe.gated_activation, x.detach().double().requires_grad_())
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from stretto import ops
 from stretto.memory import PeerError, compilation, shared_gpus
-from stretto.ops import workspace
-from stretto.ops.gemm.config import FP8
+from stretto.ops.operator import FP8, _caches
 from stretto.parallel import Grid
 
 Run = Callable[..., list[Any]]
@@ -88,7 +87,7 @@ def poison() -> None:
     """Fill the workspaces, while no rank is in a call; those of packets must be empty."""
     torch.cuda.synchronize()
     dist.barrier()
-    for cache in workspace._caches.values():
+    for cache in _caches.values():
         for (purpose, size, _), found in cache.workspaces.items():
             memory = found.channel.tensor((found.slots * size,), torch.uint8)
             if purpose == "packets":
@@ -114,7 +113,7 @@ def scatter(x: torch.Tensor) -> torch.Tensor:
 
 
 def count_library(name: str) -> int:
-    """How many of this rank's calls NCCL has added up, which rounds at every rank."""
+    """Return how many of this rank's calls NCCL has added up, which rounds at every rank."""
     return ops.counts().get((OPERATORS[name].__name__, "library"), 0)
 
 
@@ -123,7 +122,7 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def takes(plan: ops.KernelConfig, operand: torch.Tensor) -> bool:
-    """Whether a plan is for so many rows, and fits into shared memory."""
+    """True if a plan is for so many rows, and fits into shared memory."""
     return not (plan.exchange == "packets" and operand.shape[0] > 256) and not (
         plan.blocks == WIDE and operand.dtype == torch.float32
     )
@@ -414,7 +413,7 @@ def lose_a_rank(folder: Path, name: str) -> None:
     compilation.ALLOWANCE = 0.0
     run()
     torch.cuda.synchronize()
-    for cache in workspace._caches.values():
+    for cache in _caches.values():
         for found in cache.workspaces.values():
             found.channel.limit.seconds = 2.0
     dist.barrier()

@@ -79,7 +79,7 @@ def test_the_librarys_products_are_right_on_a_ranks_share_of_the_gpu(run_ranks: 
 
 
 def look_at_the_gpu() -> dict[str, Any]:
-    """What this rank knows of its GPU and its group, with the switch and without."""
+    """Return what this rank knows of its GPU and its group, with the switch and without."""
     device = Grid(data=dist.get_world_size(), device="cuda").device
     properties = torch.cuda.get_device_properties(device)
     with_switch = find_obstacle(dist.group.WORLD, device)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trace of real kernels shows: with overlap, most of what z sends is hidden under computation."""
+"""Tests of what a trace of real kernels shows: with overlap, most of what z sends is hidden under computation."""
 
 import gc
 import json
@@ -81,7 +81,7 @@ def exposed_share(folder: Path, axis: str, *, is_on: bool) -> float:
 
 @pytest.mark.parametrize("axis", [pytest.param("x", marks=pytest.mark.exhaustive), "z"])
 def test_overlap_hides_a_part_of_what_is_sent(request: pytest.FixtureRequest, axis: str, world: int) -> None:
-    """How much it hides is measured by `python -m lab ablations`."""
+    """Assert that something is hidden; how much is measured by `python -m lab ablations`."""
     folder = request.getfixturevalue(f"over_{axis}")
     hidden, exposed = (exposed_share(folder, axis, is_on=is_on) for is_on in (True, False))
     assert hidden < 0.9 * exposed, f"exposed: {hidden:.0%} with overlap, {exposed:.0%} without"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner reads off a Hugging Face configuration, against transformers' models and `parallelize`."""
+"""Tests of what the planner reads off a Hugging Face configuration, against transformers' models and `parallelize`."""
 
 import json
 import warnings

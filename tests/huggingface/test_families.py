@@ -221,7 +221,7 @@ def test_computation_on_every_rank_of_x_warns_with_its_cost(ranks):
 
 
 def numbers_here(case: str, sizes: tuple[int, int, int, int], part: str) -> tuple[int, int]:
-    """How many numbers this rank holds of a part of the model, and how many that has."""
+    """Return how many numbers this rank holds of a part of the model, and how many that has."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -41,7 +41,7 @@ class LlamaWithItsOwnLoss(LlamaForCausalLM):
 
 
 def token_means(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-    """What a user may put in the place of a model's loss."""
+    """Return what a user may put in the place of a model's loss."""
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=0.1)
 
 
@@ -75,7 +75,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def differences(sizes: dict[str, int], kind: str) -> dict[str, float]:
-    """How far loss and gradients on a grid are from those of the plain model, which each rank computes."""
+    """Return how far loss and gradients on a grid are from those of the plain model, which each rank computes."""
     grid, (tokens, labels), plain = Grid(**sizes), batch(), make(kind)
     rows = my_rows(grid, 4)
     with Fp32IsFp64():
@@ -148,7 +148,9 @@ def test_the_mean_that_a_models_own_code_takes_is_one_over_the_batch_or_refused(
 
 
 def replaced_afterwards() -> str:
-    """What a loss function that is set on a parallelized model comes to: it would see the head's input as logits."""
+    """Return what a loss function that is set on a parallelized model comes to:
+    it would see the head's input as logits.
+    """
     tokens, labels = batch()
     torch.manual_seed(SEED)
     model = parallelize(LlamaForCausalLM(LlamaConfig(**SIZES)), Grid(x=2))

@@ -141,7 +141,7 @@ def fail() -> None:
 
 
 def refuse(out: Path) -> dict[str, str]:
-    """What is said of arguments without support, and of a checkpoint that one rank cannot write."""
+    """Return what is said of arguments without support, and of a checkpoint that one rank cannot write."""
     grid, messages = Grid(z=2), {}
     rows, base = loops.make_rows(), transformers.Trainer
 

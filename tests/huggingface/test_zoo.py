@@ -77,7 +77,7 @@ WITHOUT_ROLES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What the plain model gives for the whole batch."""
+    """Results of the plain model for the whole batch."""
 
     loss: Tensor
     logits: Tensor

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from lab.commands import app
 from lab.training import blocks
-from lab.training.settings import BLOCK_MODELS, BlocksSetting
+from lab.training.blocks import BLOCK_MODELS, BlocksSetting
 
 
 def row(name: str, milliseconds: float, memory: float | None) -> dict[str, object]:
@@ -41,7 +41,7 @@ def test_ratios_are_to_fsdp2_with_the_same_setting_for_weights():
 @pytest.mark.parametrize("model", [pytest.param(name, marks=pytest.mark.sampled(1)) for name in BLOCK_MODELS])
 def test_both_compute_the_same(ranks, tmp_path, monkeypatch, model):
     start_on_pool(monkeypatch, blocks, ranks)
-    blocks.bench_blocks(BlocksSetting((model,), warm_up=1, repeats=1, rounds=1), 2, tmp_path)
+    blocks.BENCH(BlocksSetting((model,), ranks=2, warm_up=1, repeats=1, rounds=1), tmp_path)
     rows = json.loads((tmp_path / "blocks.json").read_text())["rows"]
     assert [each["name"] for each in rows] == ["FSDP2", "Stretto", "FSDP2, weights kept", "Stretto, weights kept"]
     for key in ("loss", "gradient_norm", "last_loss"):

@@ -44,7 +44,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(ddp, "_RANK", script)
     with pytest.raises(RuntimeError, match="rank 1 ended with status 1: no such algorithm"):
-        ddp.bench_ddp(ddp.DdpSetting(SOURCE, ranks=2, on_cpu=True), tmp_path / "out")
+        ddp.BENCH(ddp.DdpSetting(SOURCE, ranks=2, on_cpu=True), tmp_path / "out")
 
 
 def test_a_folder_without_stretto_is_refused(tmp_path):

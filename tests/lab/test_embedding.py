@@ -13,7 +13,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is for Linux alone", allow_module_level=True)
 
 from stretto.bench.embedding.run import place_tables
-from stretto.bench.embedding.settings import MLPERF_POOLINGS, MLPERF_ROWS, EmbeddingSetting, LookupShape
+from stretto.bench.embedding.settings import EmbeddingSetting, LookupShape
+from stretto.recommendation.model_config import MLPERF_POOLING, MLPERF_ROWS
 
 
 def test_cases_are_read_as_they_are_written():
@@ -29,7 +30,7 @@ def test_cases_are_read_as_they_are_written():
 
 
 def test_mlperfs_tables_go_where_the_least_is_looked_up():
-    owned = place_tables(MLPERF_ROWS, MLPERF_POOLINGS, 4)
+    owned = place_tables(MLPERF_ROWS, MLPERF_POOLING, 4)
     loads = sorted(sum(pooling for _, pooling in tables) for tables in owned)
     assert sum(loads) == 214
     assert loads == [38, 38, 38, 100]  # one table is looked up nearly as often as all others

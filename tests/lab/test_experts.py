@@ -13,13 +13,14 @@ from lab.experts.communication import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BARS,
+    BENCH,
     GRADIENTS,
     IN_ITS_PLACE,
     OVER_X,
     STEP,
+    ExpertsSetting,
     tabulate,
 )
-from lab.experts.settings import ExpertsSetting
 
 NAMES = [bar.name for bar in BARS]
 
@@ -30,7 +31,7 @@ def test_runs_train_the_same_and_send_what_is_predicted(ranks, tmp_path, monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     fast = {"link": 1000, "node_link": 1000, "repeats": 1, "rounds": 1}
     setting = ExpertsSetting(x=2, layers=2, hidden=32, batch=2, seq_len=64, **fast)
-    communication.bench_experts(setting, tmp_path)
+    BENCH(setting, tmp_path)
     rows = {(row["name"], row["part"]): row for row in json.loads((tmp_path / "experts.json").read_text())["rows"]}
 
     def column(part: str, key: str) -> list[float]:

@@ -1,16 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all benches have in common: ranks of their own, and an end."""
 
+import json
 import tempfile
+from dataclasses import dataclass
 
 import pytest
 
+from lab.harness import Bench, Measured, Table, column
 from stretto.bench.harness import run_ranks
 
-pytestmark = pytest.mark.usefixtures("forks_processes")
 
-
+@pytest.mark.usefixtures("forks_processes")
 def test_ranks_give_what_rank_0_returns_and_leave_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert run_ranks(2, abs, -3) == 3
     assert list(tmp_path.iterdir()) == []
+
+
+@dataclass(frozen=True)
+class MadeUpSetting:
+    ranks: int = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str = column("case")
+    seconds: float | None = column("time (s)", "{:.1f}", default=None)
+    memory: float | None = column("memory (GiB)", default=None)
+    detail: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    fastest: str = column("fastest")
+
+
+def test_a_bench_writes_tables_without_empty_columns_and_the_errors_of_rows(tmp_path, capsys):
+    rows = [Row("one", 1.25, detail=(3,)), {"case": "two", "error": "out of memory"}]
+    summary = Table("Choice", [Summary("one")], key="summary")
+    measured = Measured(rows, {"machine": {"devices": "any"}}, ("a line",), (summary,))
+    bench = Bench("made-up", "Made up.", MadeUpSetting, lambda setting: measured, Row, "Title")
+    said = bench(MadeUpSetting(), tmp_path)
+    assert [row["case"] for row in said["rows"]] == ["one", "two"]
+    written = json.loads((tmp_path / "made-up.json").read_text())
+    assert (written["summary"], written["setting"]) == ([{"fastest": "one"}], {"ranks": 2})
+    assert written["rows"] == [
+        {"case": "one", "seconds": 1.25, "memory": None, "detail": [3]},
+        {"case": "two", "error": "out of memory"},
+    ]
+    table = (tmp_path / "made-up.md").read_text()
+    assert "| case | time (s) | error |\n|---|---|---|\n| one | 1.2 | - |\n| two | - | out of memory |" in table
+    assert table.endswith("Choice:\n\n| fastest |\n|---|\n| one |\n\na line\n")
+    assert (tmp_path / "made-up.csv").read_text() == "case,seconds,error\none,1.25,\ntwo,,out of memory\n"
+    assert "a line" in capsys.readouterr().out
+
+
+def test_a_bench_may_write_several_results_each_with_a_name(tmp_path):
+    def run(setting, out):
+        yield Measured([Row("one")], name="first")
+        yield Measured([Summary("one")], name="second", failure="it failed")
+
+    said = Bench("made-up", "Made up.", MadeUpSetting, run, Row, "Title")(MadeUpSetting(), tmp_path)
+    assert (said["failure"], len(said["rows"])) == ("it failed", 2)
+    assert {path.name for path in tmp_path.glob("*.json")} == {"first.json", "second.json"}

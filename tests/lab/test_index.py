@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The list of committed runs, and the lab's benches as their files declare them."""
 
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
@@ -25,9 +27,22 @@ def test_a_benchs_file_declares_what_it_is(found):
     bench = module.BENCH
     assert (bench.name, bench.summary, bench.needs) == (found.name, found.summary, found.needs)
     assert bench.settings is getattr(module, found.settings)
-    assert bench.plot is (getattr(module, found.plot) if found.plot else None)
+    plots = bench.plot if isinstance(bench.plot, dict) else {bench.name: bench.plot} if bench.plot else {}
+    assert plots == {pattern: getattr(module, plot) for pattern, plot in found.plots}
     assert found.name in app.lazy
     assert columns_of(bench.row)
+
+
+def test_options_of_benches_are_known_without_torch():
+    program = (
+        "import sys, lab\n"
+        "assert 'typer' not in sys.modules\n"
+        "from lab.harness import find_benches\n"
+        "for found in find_benches():\n"
+        "    found.load_settings()\n"
+        "    assert 'torch' not in sys.modules, found.module\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=INDEX.parents[2], check=True)
 
 
 @pytest.mark.parametrize("arguments", ['NAME, "What.", Setting', '"name", "What.", Setting, plot=lambda: None'])

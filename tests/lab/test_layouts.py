@@ -3,17 +3,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lab.planning.layout_settings import (
-    LayoutsSetting,
-    predictions_file,
-    read_layout_predictions,
-    read_layouts,
-    shrink,
-)
-from lab.planning.layouts import bench_layouts, predict_layouts
+from lab.planning.layout_file import predictions_file, read_layout_predictions, read_layouts, shrink
+from lab.planning.layouts import BENCH, LayoutsSetting
 from stretto.cluster import Cluster
 from stretto.train.gpt.model_source import GPTSource
 from stretto.train.gpt.preflight import plan_of_run
@@ -58,6 +53,12 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
+def predict(file: Path, out: Path, **options: Any) -> list[dict[str, Any]]:
+    """Run the bench's prediction; returns its rows."""
+    rows: list[dict[str, Any]] = BENCH(LayoutsSetting(file, "dgx-h100", **options), out)["rows"]
+    return rows
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -86,10 +87,10 @@ def test_measurements_need_earlier_predictions_with_the_same_options(tmp_path):
     file = read_layouts(written(tmp_path, TWO))
     with pytest.raises(ValueError, match=r"no file of predictions at .*predictions-tiny\.json; write it before you"):
         read_layout_predictions(tmp_path, file)
-    predict_layouts(file.choose(("pipe",)), Cluster.preset("dgx-h100"), tmp_path)
+    predict(file.path, tmp_path, only=("pipe",))
     with pytest.raises(ValueError, match="no prediction for the layout 'data=2 expert=2, state on the host'"):
         read_layout_predictions(tmp_path, file)
-    predict_layouts(file, Cluster.preset("dgx-h100"), tmp_path)
+    predict(file.path, tmp_path)
     assert [row["grid"] for row in read_layout_predictions(tmp_path, file)] == list(file.layouts)
     other = read_layouts(written(tmp_path, TWO.replace("micro_batch = 2\n[layouts", "micro_batch = 1\n[layouts")))
     with pytest.raises(ValueError, match="predicts the layout 'pipe=2, 1f1b' with other options"):
@@ -109,7 +110,7 @@ def test_the_committed_layouts_can_be_and_are_predicted_as_stretto_plan_does(tmp
     assert max(each.get("expert", 1) for each in sizes) == (4 if name == "experts" else 1)
     cluster = Cluster.preset("dgx-h100")
     some = file.choose((next(iter(file.layouts)),))
-    (row, *_) = predict_layouts(some, cluster, tmp_path)["rows"]
+    (row, *_) = predict(file.path, tmp_path, only=(next(iter(file.layouts)),))
     model = some.first.model.to_gpt(data_vocab=0, seq_len=some.first.train.seq_len)
     plan = plan_of_run(some.first, GPTSource(model), cluster)
     assert row["predicted_milliseconds"] == plan.step_time * 1e3
@@ -120,9 +121,8 @@ def test_the_committed_layouts_can_be_and_are_predicted_as_stretto_plan_does(tmp
 @pytest.mark.exhaustive
 def test_layouts_and_peers_are_trained_and_compared(tmp_path):
     file = read_layouts(written(tmp_path, TWO))
-    predicted = predict_layouts(file, Cluster.preset("dgx-h100"), tmp_path)["rows"]
-    setting = LayoutsSetting(warm_up=0, repeats=1, rounds=2)
-    result = bench_layouts(file, predicted, setting, tmp_path)
+    predict(file.path, tmp_path, small=True)
+    result = BENCH(LayoutsSetting(file.path, small=True, warm_up=0, repeats=1, rounds=2), tmp_path)
     rows = {row["grid"]: row for row in result["rows"]}
     assert set(rows) == {*file.layouts, "FSDP2"}
     for row in rows.values():

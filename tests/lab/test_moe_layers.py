@@ -8,7 +8,7 @@ import torch
 from tests.lab.workloads import start_on_pool
 
 from lab.experts import layers
-from lab.experts.settings import MoeLayersSetting
+from lab.experts.layers import BENCH, MoeLayersSetting
 
 
 @pytest.mark.parametrize("peer", ["transformers", "torch"])
@@ -18,7 +18,7 @@ def test_stretto_computes_what_its_peer_does(ranks, tmp_path, monkeypatch, peer)
     start_on_pool(monkeypatch, layers, ranks)
     few = {"layers": 2, "seq_len": 16, "vocab": 64, "warm_up": 0, "repeats": 1, "rounds": 1}
     setting = MoeLayersSetting(peer=peer, compiled=False, on_cpu=True, **few)
-    layers.bench_moe_layers(setting, tmp_path)
+    BENCH(setting, tmp_path)
     rows = json.loads((tmp_path / "moe-layers.json").read_text())["rows"]
     assert [row["is_peer"] for row in rows] == [True, False, False]
     assert [row.get("error") for row in rows] == [None] * 3
@@ -42,4 +42,4 @@ def test_grouped_experts_are_those_of_a_loop():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_error_explains_how_to_try_the_bench(tmp_path):
     with pytest.raises(ValueError, match="--cpu tries the command"):
-        layers.bench_moe_layers(MoeLayersSetting(), tmp_path)
+        BENCH(MoeLayersSetting(), tmp_path)

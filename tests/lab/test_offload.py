@@ -7,13 +7,13 @@ import pytest
 from tests.lab.workloads import start_on_pool
 
 from lab.training import chunks, offload
-from lab.training.settings import OffloadSetting
+from lab.training.offload import OffloadSetting
 
 
 def test_offload_trains_equally_with_state_on_the_host_and_on_the_device(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, offload, ranks)
     setting = OffloadSetting(("buckets", "tiles", "train"), micro_batches=(1, 2), repeats=1, cpu=True)
-    offload.bench_offload(setting, tmp_path)
+    offload.BENCH(setting, tmp_path)
     rows = {path.stem: json.loads(path.read_text())["rows"] for path in tmp_path.glob("*.json")}
     assert set(rows) == {"offload-links", "offload-buckets", "offload-tiles", "offload-train"}
     trained = rows["offload-train"]
@@ -26,7 +26,7 @@ def test_offload_trains_equally_with_state_on_the_host_and_on_the_device(ranks, 
 def test_chunks_are_measured_for_each_number_of_buckets(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, chunks, ranks)
     setting = chunks.ChunksSetting(buckets=6, bucket=64, latencies=(1.0,), repeats=1)
-    rows = chunks.BENCH(setting, tmp_path)
+    rows = chunks.BENCH(setting, tmp_path)["rows"]
     assert [(row["coarsening"], row["chunks"]) for row in rows] == [(1, 6), (2, 3), (4, 2), (6, 1)]
     assert rows[-1]["to_none"] == 1
     # A message's latency is the time of a bucket's bytes, and all bytes take 2.5 times the steps.

@@ -10,7 +10,7 @@ from tests.lab.workloads import WORKLOAD, start_on_pool
 
 from lab.training import peers
 from lab.training.models import LLAMA_7B, model_config, parse_grids
-from lab.training.peers import bench_peers, measure_peers, speedup
+from lab.training.peers import BENCH, PeersSetting, measure_peers, speedup
 
 
 def test_the_default_model_has_the_parameters_that_it_is_named_after():
@@ -22,9 +22,10 @@ def test_the_default_model_has_the_parameters_that_it_is_named_after():
 @pytest.mark.exhaustive
 def test_every_way_to_train_gives_the_same_losses_and_gradient_norm(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, peers, ranks)
-    results = bench_peers("tiny", WORKLOAD, [2], 2, tmp_path, with_compiled=False)
+    monkeypatch.setattr(PeersSetting, "workloads", lambda self: [("tiny", WORKLOAD)])
+    found = BENCH(PeersSetting(ranks=2, with_compiled=False), tmp_path)["rows"]
     written = json.loads((tmp_path / "peers-tiny-2.json").read_text())
-    assert written["rows"] == json.loads(json.dumps(results[2]))
+    assert written["rows"] == json.loads(json.dumps(found))
     rows = {row["name"]: row for row in written["rows"]}
     assert set(rows) == {
         "FSDP2=2",
@@ -48,7 +49,7 @@ def test_every_way_to_train_gives_the_same_losses_and_gradient_norm(ranks, tmp_p
         assert row["gradient_norm"] == pytest.approx(rows["FSDP2=2"]["gradient_norm"], rel=2e-2), name
         assert row["tokens_per_second_per_gpu"] == pytest.approx(2 * 16 / 2 / row["step_milliseconds"] * 1e3), name
         assert row["peak_memory_gib"] is None
-    assert written["speedup"] == pytest.approx(speedup(results[2]))
+    assert written["speedup"] == pytest.approx(speedup(found))
     assert (tmp_path / "peers-tiny-2.png").stat().st_size > 1000
     assert "| TP=2 |" in (tmp_path / "peers-tiny-2.md").read_text()
 
@@ -107,8 +108,9 @@ def test_grids_are_read_as_people_write_them():
 
 def test_a_selection_of_nothing_is_refused(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, peers, ranks)
+    monkeypatch.setattr(PeersSetting, "workloads", lambda self: [("tiny", WORKLOAD)])
     with pytest.raises(ValueError, match="no run has 'DeepSpeed' in its name"):
-        bench_peers("tiny", WORKLOAD, [2], 2, tmp_path, only=["DeepSpeed"], with_compiled=False)
+        BENCH(PeersSetting(ranks=2, only=("DeepSpeed",), with_compiled=False), tmp_path)
 
 
 def name_runs():

@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 from tests.lab.workloads import TINY, WORKLOAD, start_on_pool
 
-from lab.planning import memory
-from lab.planning import run as plan
+from lab.planning import memory, plan
 from lab.planning.comparison import compare, rank_correlation, summarize
-from lab.planning.memory import KINDS, bench_memory, choose_runs
-from lab.planning.run import bench_plan, write_predictions
-from lab.planning.settings import MemorySetting, Planned
+from lab.planning.memory import KINDS, MemorySetting, choose_runs
+from lab.planning.plan import Planned, PlanSetting, read_predictions, write_predictions
 from stretto.cluster import Cluster, NodeLink
 
 PLANNED = Planned("tiny", WORKLOAD, 2)
@@ -64,19 +62,23 @@ def test_the_summary_judges_the_choice_and_the_worst_errors():
     }
 
 
-def test_a_missing_prediction_is_refused_before_anything_is_measured(ranks, tmp_path, monkeypatch):
-    calls = start_on_pool(monkeypatch, plan, ranks)
+def measure(planned, file, out, monkeypatch, **options):
+    """Run the bench on these workloads."""
+    monkeypatch.setattr(PlanSetting, "workloads", lambda self: planned)
+    return plan.BENCH(PlanSetting(ranks=2, predictions=file, **options), out)
+
+
+def test_a_missing_prediction_is_refused_before_anything_is_measured(tmp_path):
     file = tmp_path / "predictions.json"
     with pytest.raises(ValueError, match=r"there is no file of predictions at .*python -m lab plan --predict"):
-        bench_plan([PLANNED], file, tmp_path)
+        read_predictions(file, [PLANNED])
     write_predictions([PLANNED], Cluster.preset("dgx-h200"), file)
     other = Planned("tiny", replace(WORKLOAD, batch=4), 2)
     with pytest.raises(ValueError, match="has no prediction for 'tiny, 2 layers, batch 4 x 16 tokens, 2 ranks'"):
-        bench_plan([PLANNED, other], file, tmp_path)
+        read_predictions(file, [PLANNED, other])
     wider = Planned("tiny", replace(WORKLOAD, model=replace(TINY, ffn=64)), 2)
     with pytest.raises(ValueError, match="for a model of other sizes"):
-        bench_plan([wider], file, tmp_path)
-    assert calls == []
+        read_predictions(file, [wider])
 
 
 @pytest.mark.exhaustive
@@ -87,7 +89,7 @@ def test_every_grid_is_measured_or_has_a_reason_and_kept_rows_are_not_measured_a
     predictions = write_predictions([PLANNED, odd], Cluster.preset("dgx-h200"), file)
     predicted = {row["grid"]: row for row in predictions["workloads"][0]["grids"]}
 
-    result = bench_plan([PLANNED], file, tmp_path)
+    result = measure([PLANNED], file, tmp_path, monkeypatch)
     rows = {row["grid"]: row for row in result["rows"]}
     assert set(rows) == {"data=2", "x=2", "y=2", "z=2"}
     for grid, row in rows.items():
@@ -98,7 +100,7 @@ def test_every_grid_is_measured_or_has_a_reason_and_kept_rows_are_not_measured_a
     assert result["summaries"][0]["grids"] == 4
     assert -1 <= result["summaries"][0]["rank_correlation"] <= 1
 
-    both = bench_plan([PLANNED, odd], file, tmp_path)
+    both = measure([PLANNED, odd], file, tmp_path, monkeypatch)
     assert len(calls) == 2
     assert [row for row in both["rows"] if row["workload"] == KEY] == result["rows"]
     reasons = {row["grid"]: row["reason"] for row in both["rows"] if row["workload"] == odd.key}
@@ -109,7 +111,7 @@ def test_every_grid_is_measured_or_has_a_reason_and_kept_rows_are_not_measured_a
     assert written["predictions"]["cluster"] == "dgx-h200"
     assert (tmp_path / "plan.png").stat().st_size > 1000
 
-    bench_plan([PLANNED], file, tmp_path, again=True)
+    measure([PLANNED], file, tmp_path, monkeypatch, again=True)
     assert len(calls) == 3
 
 
@@ -125,7 +127,7 @@ def test_grids_with_sharded_tokens_are_predicted_on_demand_and_measured_where_th
     assert set(predicted) - {row["grid"] for row in without} == {"x=2, sequence sharded"}
     assert predicted["x=2, sequence sharded"]["predicted_gib"] < predicted["x=2"]["predicted_gib"]
 
-    rows = {row["grid"]: row for row in bench_plan([PLANNED], file, tmp_path)["rows"]}
+    rows = {row["grid"]: row for row in measure([PLANNED], file, tmp_path, monkeypatch)["rows"]}
     assert set(rows) == {"data=2", "x=2", "y=2", "z=2", "x=2, sequence sharded"}
     assert all(row["measured_milliseconds"] > 0 for row in rows.values())
     assert rows["x=2, sequence sharded"]["loss"] == pytest.approx(rows["x=2"]["loss"], rel=1e-3)
@@ -144,7 +146,7 @@ def test_runs_to_measure_the_memory_of_are_spread_over_the_range_and_over_all_ki
 def test_memory_is_compared_run_by_run_with_what_was_measured_or_why_it_was_not(tmp_path, monkeypatch):
     measured = [{"allocated_gib": 0.03, "reserved_gib": 0.04, "outside_gib": 0.5}, {"reason": "out of memory"}]
     monkeypatch.setattr(memory, "_measure", lambda setting, runs: measured)
-    first, second = bench_memory(MemorySetting(on_cpu=True), tmp_path)["rows"]
+    first, second = memory.BENCH(MemorySetting(on_cpu=True), tmp_path)["rows"]
     assert first["reserved_ratio"] == pytest.approx(first["predicted_reserved_gib"] / 0.04)
     assert first["allocated_ratio"] == pytest.approx(first["predicted_allocated_gib"] / 0.03)
     assert (first["is_predicted_to_fit"], second["is_predicted_to_fit"]) == ("yes", "no")

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from lab.commands import app
 from lab.training import recompute
-from lab.training.settings import RecomputeSetting
+from lab.training.recompute import RecomputeSetting
 
 
 @pytest.mark.long
@@ -19,7 +19,7 @@ def test_modes_train_the_same_and_send_what_is_predicted(ranks, tmp_path, monkey
     setting = RecomputeSetting(
         modes=("communication", "products"), links=(1000,), layers=2, batch=1, seq_len=16, repeats=1, rounds=1
     )
-    recompute.bench_recompute(setting, tmp_path)
+    recompute.BENCH(setting, tmp_path)
     rows = json.loads((tmp_path / "recompute.json").read_text())["rows"]
     assert [(row["link_megabytes"], row["recompute"]) for row in rows] == [
         (link, mode) for link in (None, 1000) for mode in ("full", "communication", "products")

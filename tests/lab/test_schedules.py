@@ -10,7 +10,7 @@ from lab.planning.schedules import BENCH, SchedulesSetting
 
 @pytest.mark.long
 def test_message_driven_order_gains_where_it_has_twice_the_memory(tmp_path):
-    rows = BENCH(SchedulesSetting(sizes=("4x16",), seeds=5), tmp_path)
+    rows = BENCH(SchedulesSetting(sizes=("4x16",), seeds=5), tmp_path)["rows"]
     found = {(row["latency"], row["jitter"], row["order"], row["memory"]): row for row in rows}
     assert len(found) == len(rows) == 2 * 3 * 9
     for (latency, jitter, order, memory), row in found.items():

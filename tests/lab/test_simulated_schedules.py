@@ -2,7 +2,7 @@
 """The benches of simulated schedules: cases, fits, contests, the socket executor's topology, and committed results."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from lab.simulated_schedules.cases import MeasuredSchedule, read_gpu_cases
 from lab.simulated_schedules.fit import SchedulePredictor, fit, get, put
 from lab.simulated_schedules.msccl import CLAIMS, list_claims
+from lab.simulated_schedules.msccl import Row as StudyRow
 from lab.simulated_schedules.peers import (
     DGX1_PAIRS,
     chained_trees_all_reduce,
@@ -17,9 +18,8 @@ from lab.simulated_schedules.peers import (
     rotated_rings_all_reduce,
     two_step_exchanges,
 )
-from lab.simulated_schedules.run import list_groups, list_winners
-from lab.simulated_schedules.settings import RANKS, RANKS_PER_NODE, SimulatedCollectivesSetting
-from lab.simulated_schedules.sockets import list_two_level, socket_topology
+from lab.simulated_schedules.run import Row, SimulatedCollectivesSetting, list_groups, list_winners
+from lab.simulated_schedules.sockets import RANKS, RANKS_PER_NODE, list_two_level, socket_topology
 from stretto.collectives.verifier import verify
 from stretto.simulator.network.shapes import switch
 from stretto.simulator.schedules import ExecutorCosts, MachineCosts, ProtocolCosts
@@ -80,14 +80,8 @@ def test_an_eager_call_takes_at_least_the_hosts_time():
 
 
 def row(contest: str, measured: float, predicted: float, use: str = "predicted", executor: str = "nccl"):
-    return {
-        "contest": contest,
-        "executor": executor,
-        "measured_us": measured,
-        "predicted_us": predicted,
-        "error": predicted / measured - 1,
-        "use": use,
-    }
+    error = predicted / measured - 1
+    return Row(contest, "ring", executor, executor, 2, 1024, "graph", measured, predicted, error, use)
 
 
 def test_winners_count_only_where_the_best_two_differ():
@@ -97,17 +91,17 @@ def test_winners_count_only_where_the_best_two_differ():
         *(row("close, 1 KB", 10, 30), row("close, 1 KB", 10.4, 21)),
         row("alone, 1 KB", 10, 10),
     ]
-    (every,) = [group for group in list_winners(rows) if group["group"].startswith("all")]
-    assert (every["contests"], every["right"], every["share"]) == (2, 1, 0.5)
+    (every,) = [group for group in list_winners(rows) if group.group.startswith("all")]
+    assert (every.contests, every.right, every.share) == (2, 1, 0.5)
 
 
 def test_groups_have_the_median_error_of_both_halves():
     rows = [row("a", 10, 11), row("b", 10, 8), row("c", 10, 13), row("d", 10, 10.5, "fitted")]
     (group, _) = list_groups(rows)
-    assert group["others_median"] == pytest.approx(0.2)
-    assert group["others_most"] == pytest.approx(0.3)
-    assert (group["fitted"], group["others"]) == (1, 3)
-    assert group["fitted_median"] == pytest.approx(0.05)
+    assert group.others_median == pytest.approx(0.2)
+    assert group.others_most == pytest.approx(0.3)
+    assert (group.fitted, group.others) == (1, 3)
+    assert group.fitted_median == pytest.approx(0.05)
 
 
 def test_the_topology_of_the_namespaces_is_that_of_their_links():
@@ -174,7 +168,8 @@ def test_bad_settings_are_refused():
 
 def test_committed_predictions_are_within_15_percent_and_find_the_winners():
     data = json.loads((RESULTS / "simulated-collectives" / "simulated-collectives.json").read_text())
-    groups, winners = list_groups(data["rows"]), list_winners(data["rows"])
+    rows = [Row(**row) for row in data["rows"]]
+    groups, winners = ([asdict(each) for each in found] for found in (list_groups(rows), list_winners(rows)))
     assert groups == data["groups"]
     assert winners == data["winners"]
     machines = [group for group in groups if group["group"].startswith("all")]
@@ -189,5 +184,6 @@ def test_costs_that_ship_are_those_of_the_committed_result():
 
 def test_committed_claims_are_those_of_the_bench():
     data = json.loads((RESULTS / "simulated-msccl" / "simulated-msccl.json").read_text())
-    assert list_claims(data["rows"]) == data["claims"]
+    claims = list_claims([StudyRow(**row) for row in data["rows"]])
+    assert [asdict(each) for each in claims] == data["claims"]
     assert len(data["claims"]) == len(CLAIMS)

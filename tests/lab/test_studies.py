@@ -8,10 +8,11 @@ import pytest
 from lab.planning.published import RUNS
 from lab.studies import symmetric
 from lab.studies.machines import MACHINES, MIB, RingProtocol
-from lab.studies.scaling import _climb, _explain, _scale_strongly
-from lab.studies.settings import SimulatedScalingSetting, SimulatedTwoLevelSetting, SimulatedZero3Setting
-from lab.studies.two_level import _compare, _crossovers, bench_simulated_two_level
-from lab.studies.zero3 import MODELS, Piece, bench_simulated_zero3, list_pieces, run_step
+from lab.studies.scaling import SimulatedScalingSetting, _climb, _explain, _scale_strongly
+from lab.studies.two_level import BENCH as TWO_LEVEL
+from lab.studies.two_level import SimulatedTwoLevelSetting, _compare, _crossovers
+from lab.studies.zero3 import BENCH as ZERO3
+from lab.studies.zero3 import MODELS, Piece, SimulatedZero3Setting, list_pieces, run_step
 from stretto.simulator import EventDrivenNetwork, GraphBuilder, add_collective, execute
 
 PACKET = 64 * 1024
@@ -92,7 +93,7 @@ def test_nccl_takes_ll_for_small_messages_on_many_ranks_alone():
 @pytest.mark.long
 def test_two_levels_lose_large_messages_on_few_ranks_and_win_small_ones_on_many(tmp_path):
     setting = SimulatedTwoLevelSetting(machines=("perlmutter",), ranks=(32, 256), sizes=(16, 64))
-    found = bench_simulated_two_level(setting, tmp_path)
+    found = TWO_LEVEL(setting, tmp_path)
     assert len(found["rows"]) == 2 * 2 * 2
     for row in found["rows"]:
         for key in ("speedup", "event_speedup"):
@@ -141,7 +142,7 @@ def test_fewer_links_between_switches_favour_a_ring_for_large_messages(tmp_path)
     setting = SimulatedTwoLevelSetting(
         machines=("frontier",), ranks=(256,), sizes=(1, 512), leaf_nodes=16, oversubscription=4.0
     )
-    rows = bench_simulated_two_level(setting, tmp_path)["rows"]
+    rows = TWO_LEVEL(setting, tmp_path)["rows"]
     over_ring = {row["mb"]: row["recursive_over_ring"] for row in rows if row["collective"] == "all_gather"}
     assert over_ring[512] < 1 < over_ring[1]
     assert all(row["event_speedup"] is None for row in rows)
@@ -182,7 +183,7 @@ def test_pieces_compute_what_the_model_has():
 
 @pytest.mark.exhaustive
 def test_two_levels_help_zero3_more_the_more_ranks_there_are(tmp_path):
-    rows = bench_simulated_zero3(SimulatedZero3Setting(machines=("perlmutter",), models=("7B",)), tmp_path)
+    rows = ZERO3(SimulatedZero3Setting(machines=("perlmutter",), models=("7B",)), tmp_path)["rows"]
     saved = [row["saved"] for row in rows]
     assert saved == sorted(saved)
     assert -0.1 < saved[0] < 0.05 < saved[-1]

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 from lab.commands import app
 from lab.two_level import namespaces
 from lab.two_level import run as two_level
-from lab.two_level.delayed import DelayedTransport
 from lab.two_level.namespaces import Network, list_leftovers, namespace_of, shaped_network
-from lab.two_level.run import bench_two_level
-from lab.two_level.settings import TwoLevelSetting
+from lab.two_level.rank import DelayedTransport
+from lab.two_level.run import BENCH, TwoLevelSetting
 from stretto.collectives.two_level import GroupTransport, Message, predict
 
 NETWORK = Network(nodes=2, leaf_nodes=1, node_bandwidth=1e6, loopback_bandwidth=2e6, trunk_bandwidth=1e6)
@@ -149,7 +148,7 @@ def test_tables_have_the_prediction_the_measurement_and_both_crossovers(monkeypa
         """What a machine would measure that is as the model says, but 10% slower, and ring 5% more."""
         rows = []
         for collective in ("all_gather", "reduce_scatter"):
-            for size in given.job("").shard_bytes:
+            for size in given.shard_bytes:
                 seconds = {}
                 for name, factor in (("recursive", 1.1), ("ring", 1.15), ("flat", 1.1)):
                     value = factor * predict(collective, name, size, 4, 2, links)
@@ -159,10 +158,10 @@ def test_tables_have_the_prediction_the_measurement_and_both_crossovers(monkeypa
                 )
         return {"overheads": OVERHEADS, "rows": rows}
 
-    monkeypatch.setattr(two_level, "_run", run)
+    monkeypatch.setattr(two_level, "run_nodes", run)
     monkeypatch.setattr(two_level, "require_namespaces", lambda: None)
     monkeypatch.setattr(two_level, "shaped_network", lambda network: namespaces.contextlib.nullcontext())
-    result = bench_two_level(setting, tmp_path)
+    result = BENCH(setting, tmp_path)
     written = json.loads((tmp_path / "two-level.json").read_text())
     assert written["rows"] == result["rows"]
     first = written["rows"][0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torchrun starts in the test of elastic nodes: `stretto train`, with steps that take a while."""
+"""Program that torchrun starts in the test of elastic nodes: `stretto train`, with steps that take a while."""
 
 import os
 import sys

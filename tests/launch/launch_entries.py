@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in the tests of `launch`: small functions in place of training, imported by name."""
+"""Ranks' functions in the tests of `launch`, small ones in place of training, imported by name."""
 
 import errno
 import os
@@ -33,6 +33,10 @@ def write_environment(config: TrainConfig) -> None:
 
 def write_pid(config: TrainConfig) -> None:
     (config.out / f"pid-{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
+
+
+def write_memory_score(config: TrainConfig) -> None:
+    (config.out / f"score-{os.environ['RANK']}").write_text(Path("/proc/self/oom_score_adj").read_text())
 
 
 def remove_folder_and_die(config: TrainConfig) -> None:

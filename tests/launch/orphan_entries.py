@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks and launchers do in the tests of what outlives them. Imported by name, or run as a program."""
+"""Ranks' and launchers' functions in the tests of what outlives them. Imported by name, or run as a program."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in the tests of restarts: they train, and some fail at a step that a file beside `out` names."""
+"""Ranks' functions in the tests of restarts: they train, and some fail at a step that a file beside `out` names."""
 
 import json
 import os

@@ -123,6 +123,11 @@ def test_every_rank_gets_torchruns_environment_and_its_share_of_the_cores(
     assert_nothing_left(out, [])
 
 
+def test_out_of_memory_the_kernel_ends_a_rank_before_the_launcher_that_reports_it(out: Path) -> None:
+    assert launch(launch_entries.write_memory_score, config_for(out, 2)) is None
+    assert int((out / "score-1").read_text()) > int(Path("/proc/self/oom_score_adj").read_text())
+
+
 def test_ranks_import_nothing_from_the_working_directory(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may start the command in a folder that others write."""
     (out / "tests").mkdir()

@@ -107,7 +107,7 @@ def test_ranks_whose_launcher_is_killed_save_and_leave_nothing(tmp_path: Path, t
     assert len(log.splitlines()) < 40, log
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_rank_that_is_deaf_does_not_outlive_its_launcher_for_long(tmp_path: Path) -> None:
     out = tmp_path / "out"
     configure(out)

@@ -193,7 +193,7 @@ class Attempts:
         return [config.train.resume for config in self.configs]
 
     def train(self, start: int, last: int, checkpoint: int | None = None) -> None:
-        """What rank 0 leaves that trains the steps from start + 1 to last, and saves the checkpoint of one."""
+        """Leave what rank 0 does that trains the steps from start + 1 to last, and saves the checkpoint of one."""
         mark = self.config.out / ".job.json"
         if not mark.exists():
             mark.write_text(json.dumps({"job": self.run_id, "start": start}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long ranks wait for one another while one of them may be compiling a kernel."""
+"""Ranks wait longer for one another while one of them may be compiling a kernel."""
 
 from collections.abc import Iterator
 from datetime import timedelta

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What copy engines are asked of CUDA's driver, in which order and on which streams, without a GPU."""
+"""Copy engines call CUDA's driver in the right order and on the right streams; without a GPU."""
 
 import ctypes
 from types import SimpleNamespace

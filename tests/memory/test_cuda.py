@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What symmetric memory on GPUs does before it touches one."""
+"""Symmetric memory on GPUs checks its arguments before it touches one."""
 
 import pytest
 import torch

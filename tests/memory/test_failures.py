@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Workspace:
-    """What a failure belongs to: here nothing but its name."""
+    """Owner of a failure: here nothing but its name."""
 
     def __init__(self, name: str) -> None:
         self.record = failures.register(self, lambda words: f"{name} waited for rank {words[1]}", CPU)
@@ -164,6 +164,7 @@ print([ended[case] for case in children.values()])
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_the_watchdog_ends_a_process_that_does_not_look_by_name_and_no_other():
     ended = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPUs' kernels can work together: every rank finds the same, whichever of them is the other one."""
+"""Every rank finds the same of GPUs whose kernels can work together, whichever of them is the other one."""
 
 from types import SimpleNamespace
 from unittest import mock

@@ -19,17 +19,17 @@ from stretto.memory import host
 
 
 def mapped() -> int:
-    """How many regions of shared memory this process maps."""
+    """Count the regions of shared memory that this process maps."""
     return Path("/proc/self/maps").read_text().count("memfd:stretto")
 
 
 def named_memory() -> int:
-    """How many maps of memory with a name, which could stay behind, this process has; others than ours may be there."""
+    """Count this process's maps of memory with a name, which could stay behind; others than ours may be there."""
     return Path("/proc/self/maps").read_text().count("/dev/shm")
 
 
 def open_descriptors() -> int:
-    """How many of them are of shared memory."""
+    """Count the open descriptors of shared memory."""
     return sum("memfd:stretto" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the links are is asked of NVML, and whatever it does not say is no NVLink."""
+"""The links are asked of NVML, and whatever it does not say is no NVLink."""
 
 import ctypes
 

@@ -147,7 +147,7 @@ def test_all_ranks_get_the_values_of_all(ranks):
 
 
 def receive(packed: bytes | int) -> list[str]:
-    """What all ranks raise where rank 1 sends these bytes, or announces so many."""
+    """Return all ranks' errors where rank 1 sends these bytes, or announces so many."""
     refusals = []
     for collect in (all_gather_data, lambda value: exchange(value, None, 60.0)):
         sent = torch.frombuffer(bytearray(packed if isinstance(packed, bytes) else b"1"), dtype=torch.uint8)

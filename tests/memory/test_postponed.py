@@ -11,7 +11,7 @@ from stretto.memory import cuda
 
 @pytest.fixture
 def capture(monkeypatch):
-    """Whether this thread's stream is reported as captured."""
+    """Switch for whether this thread's stream is reported as captured."""
     state = {"is_capturing": False}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["is_capturing"])
     return state

@@ -205,7 +205,7 @@ def refuse_another_backend() -> None:
 
 
 def fall_back_by_host() -> None:
-    """What the backend stretto leaves to a backend inside, while there is none for GPUs."""
+    """The backend stretto leaves calls to a backend inside, while there is none for GPUs."""
     rank, world = dist.get_rank(), dist.get_world_size()
     member = Member(rank, world, "a group")
     gloo = dist.group.WORLD._get_backend(torch.device("cpu"))

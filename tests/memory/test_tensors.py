@@ -14,7 +14,7 @@ from stretto.memory import empty, find_symmetric, peer_tensor
 
 
 def mapped() -> int:
-    """How many regions of shared memory this process maps."""
+    """Count the regions of shared memory that this process maps."""
     return Path("/proc/self/maps").read_text().count("memfd:stretto")
 
 

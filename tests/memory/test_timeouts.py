@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks of a group know of each other and of the group."""
+"""Time limits that ranks of a group know of it, and of each other."""
 
 import subprocess
 import sys

@@ -330,7 +330,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "before a part of a tile is counted",
         (
             Edit(
-                "ops/gemm/stream_k.py",
+                "ops/gemm.py",
                 "    _store_sum(gemm, partials, total, own)\n    tl.debug_barrier()",
                 "    _store_sum(gemm, partials, total, own)",
             ),
@@ -356,7 +356,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "all-reduce",
         "acquire",
         "of who joins a tile's parts",
-        (Edit("ops/gemm/stream_k.py", 'sem="acq_rel", scope="gpu"', 'sem="release", scope="gpu"'),),
+        (Edit("ops/gemm.py", 'sem="acq_rel", scope="gpu"', 'sem="release", scope="gpu"'),),
         "all-reduce/*shared",
         _JOIN_TESTS,
     ),
@@ -364,7 +364,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "all-reduce",
         "fence",
         "release of a tile's part",
-        (Edit("ops/gemm/stream_k.py", 'sem="acq_rel", scope="gpu"', 'sem="acquire", scope="gpu"'),),
+        (Edit("ops/gemm.py", 'sem="acq_rel", scope="gpu"', 'sem="acquire", scope="gpu"'),),
         "all-reduce/*shared",
         _JOIN_TESTS,
     ),

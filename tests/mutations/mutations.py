@@ -50,7 +50,7 @@ class Verdict:
 
     @property
     def is_found(self) -> bool:
-        """Whether it was found: barriers and waits by the stress, acquires and fences by either."""
+        """True if it was found: barriers and waits by the stress, acquires and fences by either."""
         return bool(self.equivalent) or bool(self.by_stress or (self.kind in ("acquire", "fence") and self.by_tests))
 
 

@@ -23,10 +23,9 @@ from stretto.ops.embedding import backward, forward, output_ring, placement
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.embedding.table_set import find_tables
-from stretto.ops.gemm.config import FP8
-from stretto.ops.gemm.tile import Scales
-from stretto.ops.moe import activation, copies_kernels
-from stretto.ops.workspace import OperatorWorkspace
+from stretto.ops.gemm import Product, Scales
+from stretto.ops.moe import activation, permutation
+from stretto.ops.operator import FP8, OperatorWorkspace
 
 # As attributes of the package these are the functions.
 gather_module = importlib.import_module("stretto.ops.all_gather_matmul")
@@ -289,29 +288,29 @@ def run_alone(kind: Alone) -> None:
             activation._run(make(rows, 2 * columns))
         case "copies":
             positions = make(rows, 2, dtype=torch.int64)
-            copies_kernels._run_sum(make(2 * rows, columns), positions, make(rows, 2, dtype=torch.float32), None)
-            copies_kernels._run_sum(make(2 * rows, columns), positions, None, None)
-            copies_kernels._run_multiply(make(rows, columns), make(2 * rows, columns), positions, None)
+            permutation._run_sum(make(2 * rows, columns), positions, make(rows, 2, dtype=torch.float32), None)
+            permutation._run_sum(make(2 * rows, columns), positions, None, None)
+            permutation._run_multiply(make(rows, columns), make(2 * rows, columns), positions, None)
         case "loss":
             cross_entropy.read_statistics(make(rows, columns), make(rows, dtype=torch.int64), columns)
 
 
-def run_call(call: Any, workspaces: dict[str, OperatorWorkspace]) -> None:
+def run_call(call: Any) -> None:
     name, plan, x, weight, bias, dtype, scales = call
     n = weight.shape[0]
     out = torch.zeros(x.shape[0] * WORLD if name == "gather" else x.shape[0] // WORLD, n, dtype=dtype)
+    product = Product(x, weight, bias, out, "", scales)
     match name:
         case "gather":
-            gather_module.launch_gather(plan, x, weight, bias, out, "", scales=scales)
+            gather_module.launch_gather(plan, product)
         case "few":
-            blocks = plan.blocks._replace(m=16)
-            operator, workspace = "matmul_reduce_scatter", workspaces["packets"]
-            small_m.launch(operator, "scatter", workspace, "", x, weight, bias, out, blocks, scales)
+            plan = plan._replace(blocks=plan.blocks._replace(m=16))
+            small_m.launch("matmul_reduce_scatter", "scatter", plan, product, WORLD)
         case "copied":
-            matmul_reduce_scatter_copies.launch_scatter_by_copies(plan, x, weight, bias, out, dtype, "", WORLD, scales)
+            matmul_reduce_scatter_copies.launch_scatter_by_copies(plan, product, dtype, WORLD)
         case "scatter":
             plan = plan._replace(transfer="programs")
-            scatter_module.launch_scatter(plan, x, weight, bias, out, dtype, "", scales)
+            scatter_module.launch_scatter(plan, product, dtype)
 
 
 def main(seed: int, calls: int) -> None:
@@ -323,7 +322,7 @@ def main(seed: int, calls: int) -> None:
     workspaces = {
         purpose: make_workspace(purpose) for purpose in ("double_buffered", "barrier", "packets", "copy_engine")
     }
-    for module in (gather_module, scatter_module, matmul_reduce_scatter_copies):
+    for module in (gather_module, scatter_module, matmul_reduce_scatter_copies, small_m):
         module.find_workspace = lambda _name, _device, _size, purpose: workspaces[purpose]
     scatter_module.find_group = lambda _: SimpleNamespace(size=lambda: WORLD)
     tiles.rank_await_count = lambda *_: None  # nothing is counted, as no kernel runs
@@ -334,7 +333,7 @@ def main(seed: int, calls: int) -> None:
             return
         for workspace in workspaces.values():
             object.__setattr__(workspace, "slot_cycle", itertools.cycle([number % 2]))
-        run_call(make_call(kind), workspaces)
+        run_call(make_call(kind))
 
     rng, found, wrong = random.Random(seed), 0, []
     gemms, look_ups = draw_kinds(rng, calls, Kind, CHOICES), draw_kinds(rng, calls, LookUp, LOOK_UP_CHOICES)

@@ -3,15 +3,15 @@
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lab.operators.ablations import vary
+from lab.operators.ablations import BENCH, OperatorAblationsSetting, vary
 from lab.operators.peers_plot import plot_operators
-from lab.operators.plot import plot_ablations
 from stretto.bench.interleaved import Timed
 from stretto.bench.operators.settings import CASES, FEW_ROWS, OPERATORS, OperatorsSetting, local_shape
 from stretto.ops import Blocks, KernelConfig
@@ -32,10 +32,13 @@ def bench_dryly(folder, ablations, dtype="bf16"):
         patch.setattr(module, "time_interleaved", time_nothing)
         patch.setattr(shapes, "CASES", {"flux": (64, 32)})
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
-        setting = shapes.OperatorsSetting(cases=("flux",), ms=(16,), implementation="kernel", dtype=dtype)
+        options = {"cases": ("flux",), "ms": (16,), "implementation": "kernel", "dtype": dtype}
+        if ablations:
+            return module.measure_all(OperatorAblationsSetting(**options, ranks=dist.get_world_size()))
+        setting = shapes.OperatorsSetting(**options)
         module.measure_all(dist.get_world_size(), Path(folder), setting)
     dist.barrier()
-    name = "operator-ablations" if ablations else setting.file_name
+    name = setting.file_name
     return json.loads((Path(folder) / f"{name}.json").read_text())["rows"]
 
 
@@ -69,10 +72,10 @@ def test_rows_of_an_earlier_run_stay_unless_they_are_measured_again(interpret, t
 @pytest.mark.long
 def test_ablations_are_measured_and_drawn(interpret, tmp_path):
     rows = interpret(2, bench_dryly, str(tmp_path), True)[0]
-    variations = {row["variation"] for row in rows if row["operator"] == "gather"}
+    variations = {row.variation for row in rows if row.operator == "gather"}
     assert variations >= {"as chosen", "no shift by rank", "16 programs push", "16 programs pull", "copies of 2 MiB"}
-    plot_ablations(tmp_path / "operator-ablations.json", tmp_path / "ablations.png")
-    assert (tmp_path / "ablations.png").stat().st_size > 10_000
+    replace(BENCH, run=lambda setting: rows)(OperatorAblationsSetting(ranks=2), tmp_path)
+    assert (tmp_path / "operator-ablations.png").stat().st_size > 10_000
 
 
 def test_ablations_vary_one_choice_at_a_time():

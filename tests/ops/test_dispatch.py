@@ -17,12 +17,12 @@ from tests.ops.operands import (
 )
 
 from stretto import ops
-from stretto.ops import KernelConfig, dispatch
-from stretto.ops.gemm import config, defaults
-from stretto.ops.gemm.config import LIBRARY, GemmProblem, Machine, decode, require_config
-from stretto.ops.gemm.defaults import default_config, vary_blocks, vary_transfers
+from stretto.memory import gpus
+from stretto.ops import KernelConfig, config
+from stretto.ops.config import LIBRARY, GemmProblem, Machine, decode, default_config, require_config
 from stretto.ops.small_m import count_bytes, split_steps
-from stretto.tuning import TuningStore
+from stretto.ops.tuning import vary_blocks, vary_transfers
+from stretto.tuning import TuningStore, machine_key
 
 HOPPER = Machine(132, True, True)
 
@@ -114,9 +114,9 @@ def tune_and_choose(folder):
 
         def chosen(rows, n):
             x, weight = torch.zeros(rows, 32), torch.zeros(n, 32)
-            call = dispatch.describe_problem("all_gather_matmul", 2 * rows, x, weight, name)
-            plan = dispatch.choose_config(call, x, weight, name, "auto")
-            default, _ = defaults.default_config(call, dispatch.find_machine(x, weight))
+            call = config.describe_problem("all_gather_matmul", 2 * rows, x, weight, name)
+            plan = config.choose_config(call, x, weight, name, "auto")
+            default, _ = config.default_config(call, config.find_machine(x, weight))
             return plan.encode() if plan in measured and (rows, n) in ((24, 40), (30, 40)) else plan == default
 
         texts = {plan.encode(): seconds for plan, seconds in measured.items()}
@@ -143,12 +143,12 @@ def choose_by_different_stores(folders):
     try:
         x, weight = torch.ones(8, 16), torch.ones(24, 16)
         name = dist.group.WORLD.group_name
-        call = dispatch.describe_problem("all_gather_matmul", 16, x, weight, name)
+        call = config.describe_problem("all_gather_matmul", 16, x, weight, name)
         if dist.get_rank() == 0:
-            keys = {dispatch.time_key(call, config.LIBRARY): [1e-6], "ops nonsense by nothing": [1.0]}
-            TuningStore().add(dispatch.machine_name(x.device), keys)
+            keys = {config.name_time(call.name, config.LIBRARY): [1e-6], "ops nonsense by nothing": [1.0]}
+            TuningStore().add(machine_key(x.device), keys)
         ops.all_gather_matmul(x, weight)
-        return dispatch.choose_config(call, x, weight, name, "auto").encode()
+        return config.choose_config(call, x, weight, name, "auto").encode()
     finally:
         del os.environ["STRETTO_CACHE"]
 
@@ -197,23 +197,23 @@ def list_modules_of_a_launch(plan):
 @pytest.mark.parametrize("plan", ["copies", "pushes"])
 def test_a_call_passes_few_modules_to_its_kernels_launch(interpret, plan):
     for found in interpret(2, list_modules_of_a_launch, plan):
-        assert {"stretto.ops.all_gather_matmul", "stretto.ops.dispatch"} <= set(found)
+        assert {"stretto.ops.all_gather_matmul", "stretto.ops.operator"} <= set(found)
         assert len(found) <= 4, found
 
 
 def test_a_kernel_that_waits_for_copies_leaves_them_room_where_ranks_share_a_gpu(monkeypatch):
     """A copy within a GPU may need a multiprocessor of its rank, which 8 of 16 programs leave; others have all."""
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(config, "count_processors", lambda index: 16)
+    monkeypatch.setattr(gpus, "count_processors", lambda index: 16)
     for is_shared, programs in ((False, 132), (True, 8)):
-        monkeypatch.setattr(config.shared_gpus, "is_enabled", lambda is_shared=is_shared: is_shared)
-        config.leave_room_for_copies.cache_clear()
-        assert config.leave_room_for_copies(132, device) == programs
-    config.leave_room_for_copies.cache_clear()
+        monkeypatch.setattr(gpus.shared_gpus, "is_enabled", lambda is_shared=is_shared: is_shared)
+        gpus.leave_room_for_copies.cache_clear()
+        assert gpus.leave_room_for_copies(132, device) == programs
+    gpus.leave_room_for_copies.cache_clear()
 
 
 @pytest.mark.parametrize(("transfer", "programs"), [("copies", 132), ("programs", 99)])
 def test_only_a_gather_whose_programs_wait_has_fewer_programs_than_multiprocessors(transfer, programs):
     given = KernelConfig(transfer=transfer).encode()
-    chosen, _ = dispatch._choose(SimpleNamespace(obstacle=None), call_of("all_gather_matmul", 512), HOPPER, given)
+    chosen, _ = config._choose(SimpleNamespace(obstacle=None), call_of("all_gather_matmul", 512), HOPPER, given)
     assert chosen.blocks.programs == programs

@@ -27,24 +27,35 @@ from tests.tiles.machine_code import (
 from torch.torch_version import TorchVersion
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.ops.all_gather_matmul import all_gather_gemm_by_copies, all_gather_gemm_by_programs
-from stretto.ops.copy_schedule import size_pieces
-from stretto.ops.gathered_rows import GatherShard, RowMoves, map_rows
-from stretto.ops.gemm.config import (
-    FP8,
+from stretto.ops.all_gather_matmul import (
+    GatherShard,
+    RowMoves,
+    all_gather_gemm_by_copies,
+    all_gather_gemm_by_programs,
+    map_rows,
+)
+from stretto.ops.config import GemmProblem, KernelConfig, Machine, default_blocks
+from stretto.ops.gemm import (
+    DATA_PARALLEL,
     Blocks,
-    GemmProblem,
-    KernelConfig,
-    Machine,
+    Scales,
+    StreamK,
     count_column_parts,
+    describe_gemm,
+    describe_rows,
     has_power_of_two_columns,
 )
-from stretto.ops.gemm.defaults import default_blocks, vary_blocks
-from stretto.ops.gemm.stream_k import DATA_PARALLEL, StreamK
-from stretto.ops.gemm.tile import Scales, count_store_parts, describe_gemm, describe_rows
 from stretto.ops.matmul_reduce_scatter import OwnedRows, StagedSums, describe_push, gemm_reduce_scatter, map_queues
-from stretto.ops.matmul_reduce_scatter_copies import add_tiles, map_owners, multiply_tiles
+from stretto.ops.matmul_reduce_scatter_copies import (
+    add_tiles,
+    count_store_parts,
+    map_owners,
+    multiply_tiles,
+    size_pieces,
+)
+from stretto.ops.operator import FP8
 from stretto.ops.small_m import PacketExchange, gemm_exchange
+from stretto.ops.tuning import vary_blocks
 from stretto.tiles import begin_call
 from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
 

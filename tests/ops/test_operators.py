@@ -10,8 +10,8 @@ import triton.language as tl
 from tests.ops.operands import find_plan, lie, random_of, random_operands, relative_error, scatter_module
 
 from stretto import ops
-from stretto.ops.gemm import stream_k, tile
-from stretto.ops.gemm.config import Machine
+from stretto.ops import gemm
+from stretto.ops.config import Machine
 
 CASES = [
     (2, (64, 64, 64), torch.bfloat16, False, True),
@@ -101,7 +101,7 @@ def test_partial_sums_are_added_by_the_owner_of_their_rows(interpret, case, plan
 
 def share(what, shape, plan):
     """(how many shares there are, less tiles, at most; what `what` returns)."""
-    more, deal = [], stream_k.split_last_wave.__wrapped__
+    more, deal = [], gemm.split_last_wave.__wrapped__
 
     def see(count, *arguments):
         dealt = deal(count, *arguments)
@@ -109,8 +109,8 @@ def share(what, shape, plan):
         return dealt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_k, "_FIX_UP_STEPS", 1)  # so that it is worth it for few steps
-        patch.setattr(stream_k, "split_last_wave", see)
+        patch.setattr(gemm, "_FIX_UP_STEPS", 1)  # so that it is worth it for few steps
+        patch.setattr(gemm, "split_last_wave", see)
         patch.setattr(scatter_module, "split_last_wave", see)
         result = what(shape, torch.bfloat16, False, True, plan)
     return max(more), *result
@@ -194,7 +194,7 @@ def scatter_in_halves(transfer):
     pairs = [(random_of(peer, 8, 67, dtype=torch.float32), random_of(9 + peer, 300, 67)) for peer in range(world)]
     pairs = [tuple((4 * one).round().bfloat16() for one in pair) for pair in pairs]
     plan = ops.KernelConfig(blocks=ops.Blocks(16, 64, 32, 1, 4, 3, 2), transfer=transfer)
-    with mock.patch.object(tile, "_CONVERTED_BYTES", tl.constexpr(1 << 10)):
+    with mock.patch("stretto.ops.matmul_reduce_scatter_copies._CONVERTED_BYTES", tl.constexpr(1 << 10)):
         out = ops.matmul_reduce_scatter(*pairs[rank], reduce_dtype=torch.float32, implementation=plan)
     expected = sum(x.float() @ weight.float().T for x, weight in pairs).chunk(world)[rank]
     return torch.equal(out, expected.bfloat16())

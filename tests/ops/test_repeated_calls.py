@@ -12,13 +12,13 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from stretto import ops
 from stretto.ops import matmul_reduce_scatter_copies as copies_module
-from stretto.ops import workspace
+from stretto.ops.operator import _caches
 
 
 def poison(group):
     """Fill this rank's workspaces with NaN, between two barriers; those of packets must be empty."""
     dist.barrier(group)
-    for cache in workspace._caches.values():
+    for cache in _caches.values():
         for (purpose, size, _), found in cache.workspaces.items():
             memory = found.channel.tensor((found.slots * size,), torch.uint8)
             if purpose == "packets":

@@ -117,8 +117,8 @@ def step_by_kernel(seed, scale):
     theirs = [nn.Parameter(one.detach().double()) for one in ours]  # in fp32, MKL's first sqrt is at times off by 3e-4
     one = AdamW(ours, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1, writes_copies=scale is not None)
     for mine in ours[1:]:
-        mine.stretto_copy = Copy()
-    ours[0].stretto_copy = RefusingCopy()
+        mine.low_precision_weight = Copy()
+    ours[0].low_precision_weight = RefusingCopy()
     other = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
     with mock.patch.object(adamw, "_suits_kernel", return_value=True):
         for _ in range(3):
@@ -129,7 +129,7 @@ def step_by_kernel(seed, scale):
             one.step(scale=None if scale is None else torch.tensor(scale, dtype=torch.float64))
             other.step()
             assert all(mine._version > before for mine, before in zip(ours, versions, strict=True))
-            assert all(mine.stretto_copy.is_written == one.writes_copies for mine in ours[1:])
+            assert all(mine.low_precision_weight.is_written == one.writes_copies for mine in ours[1:])
     for mine, its in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.double(), its, rtol=2e-6, atol=2e-6)
         for name in ("step", "exp_avg", "exp_avg_sq"):
@@ -151,7 +151,7 @@ def skip_by_kernel(seed):
     others = [nn.Parameter(one.detach().clone()) for one in ours]
     one, other = (AdamW(parameters, lr=1e-2, writes_copies=True) for parameters in (ours, others))
     for mine in (*ours, *others):
-        mine.stretto_copy = Copy()
+        mine.low_precision_weight = Copy()
     with mock.patch.object(adamw, "_suits_kernel", return_value=True):
         for skips in (True, False, True, False):
             for mine, its in zip(ours, others, strict=True):
@@ -160,7 +160,7 @@ def skip_by_kernel(seed):
             one.step(scale=torch.tensor(torch.nan if skips else 0.5), skip=torch.tensor(skips))
             if not skips:
                 other.step(scale=torch.tensor(0.5))
-            assert all(mine.stretto_copy.is_written for mine in ours)
+            assert all(mine.low_precision_weight.is_written for mine in ours)
     for mine, its in zip(ours, others, strict=True):
         assert torch.equal(mine, its)
         for name in ("step", "exp_avg", "exp_avg_sq"):

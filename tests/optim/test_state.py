@@ -245,7 +245,7 @@ def test_an_impossible_loss_scale_is_refused(options: dict[str, Any]) -> None:
 
 
 def test_64_sums_in_bf16_lose_what_fp32_keeps() -> None:
-    """What `accumulates_fp32` is for: 64 micro-batches whose gradients are 1 + 1/64."""
+    """`accumulates_fp32` keeps the sum of 64 micro-batches whose gradients are 1 + 1/64."""
     gradient = torch.full((64,), 1 + 1 / 64).bfloat16()
     sums = []
     for accumulates in (False, True):

@@ -32,7 +32,7 @@ class LoraLinear(nn.Module):
 
 
 class LoraModel(nn.Module):
-    """What PEFT calls the tuner: it replaces linears within the model in place."""
+    """Stand-in for what PEFT calls the tuner: it replaces linears within the model in place."""
 
     def __init__(self, model: nn.Module, targets: tuple[str, ...], rank: int, alpha: float, dropout: float) -> None:
         super().__init__()

@@ -275,7 +275,7 @@ def train_all_rows_on_three(name: str) -> None:
 
 
 def count_rows() -> tuple[int, int]:
-    """How many numbers of its parameters a rank holds, and how many there are."""
+    """Return how many numbers of its parameters a rank holds, and how many there are."""
     model = parallelize(make("translator"), Grid(z=4))
     whole = sum(torch.Size(layout_of(p).shape).numel() for p in model.parameters())
     return sum(p.to_local().numel() for p in model.parameters()), whole
@@ -342,7 +342,7 @@ def test_checkpointed_blocks_are_gathered_and_computed_again(ranks, reshard):
 
 
 def free_frozen_blocks() -> list[int]:
-    """How many bytes plain tensors of a frozen block's whole weight take after a backward pass."""
+    """Return how many bytes plain tensors of a frozen block's whole weight take after a backward pass."""
     model = make("state space")
     shape = model.blocks[1].enter.weight.shape
     model.blocks[1].requires_grad_(False)
@@ -361,7 +361,7 @@ def test_frozen_blocks_are_freed_after_the_backward_pass(ranks):
 
 
 def cast_on_one_rank(reshard: ReshardPolicy) -> tuple[int, list[Tensor]]:
-    """How many bytes are alive between the passes of three linears, and their gradients."""
+    """Return how many bytes are alive between the passes of three linears, and their gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
     parallelize(model, Grid(), blocks=["*"], dtype=torch.bfloat16, reshard=reshard)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the code of modules does to their parameters when a model is sharded block by block: right, or refused."""
+"""Tests of what the code of modules does to their parameters when a model is sharded block by block: right,
+or refused.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -133,7 +135,7 @@ def train(model: nn.Module, x: Tensor, part: str = "") -> dict[str, Tensor]:
 
 
 def largest_distance(sizes: dict[str, int], kind: Callable[[], nn.Module], part: str, options: dict[str, Any]) -> float:
-    """How far the weights are from those of one process."""
+    """Return how far the weights are from those of one process."""
     grid = Grid(**sizes)
     right = train(make(kind), batch(), part)
     found = train(parallelize(make(kind), grid, **options), batch()[my_rows(grid, ROWS)], part)

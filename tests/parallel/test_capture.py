@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be tested of a captured step without a GPU; tests/gpu/test_trainer.py runs them."""
+"""Tests of what can be tested of a captured step without a GPU; tests/gpu/test_trainer.py runs them."""
 
 from contextlib import nullcontext
 from unittest import mock

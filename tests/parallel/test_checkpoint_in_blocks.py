@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.utils.checkpoint import checkpoint
 
 from stretto.parallel import Grid, gather, parallelize
+from stretto.parallel.layout import has_layout
 from tests.parallel.training import distance, my_rows
 
 WIDTH, ROWS = 6, 8
@@ -110,7 +111,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @mock.patch("stretto.parallel.blocks.MIN_COPIED_BYTES", 5000)
 def wrong_weights(sizes: dict[str, int]) -> list[str]:
-    """What trains otherwise than in one process."""
+    """Return what trains otherwise than in one process."""
     grid, found = Grid(**sizes), []
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     for kind, build in KINDS.items():
@@ -148,13 +149,15 @@ class Interrupted(torch.autograd.Function):
 
 
 def differences_after_an_interruption(run: Callable[..., Tensor], options: dict[str, Any]) -> list[str]:
-    """Which parameters are no shards after a backward pass that was interrupted, or lose edits that are made then."""
+    """Return which parameters are no shards after a backward pass that was interrupted,
+    or lose edits that are made then.
+    """
     model, x = parallelize(make(run), Grid(z=2), **options), torch.ones(2, WIDTH, dtype=torch.float64)
     handle = model.layers[0].register_forward_hook(lambda *args: Interrupted.apply(args[-1]))
     with pytest.raises(KeyboardInterrupt):
         model(x).sum().backward()
     handle.remove()
-    found = [name for name, parameter in model.named_parameters() if not hasattr(parameter, "stretto_layout")]
+    found = [name for name, parameter in model.named_parameters() if not has_layout(parameter)]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)

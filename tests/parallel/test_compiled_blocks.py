@@ -108,7 +108,7 @@ def test_a_sink_takes_every_gradient_of_a_compiled_model(ranks):
 
 
 def differences_of_compiled_model() -> list[str]:
-    """Which gradients of a compiled model on two ranks differ from the model's, before and after an edit."""
+    """Return which gradients of a compiled model on two ranks differ from the model's, before and after an edit."""
     grid, found = Grid(z=2), []
     model = parallelize(make_gpt(), grid)
     compiled = torch.compile(model, backend="aot_eager")
@@ -126,5 +126,6 @@ def differences_of_compiled_model() -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_a_compiled_model_on_two_ranks_has_the_gradients_of_the_model(ranks):
     assert ranks(2).run(differences_of_compiled_model) == [[], []]

@@ -157,7 +157,7 @@ def test_a_run_on_a_grid_is_continued_by_fsdp2(kind: str, sizes: Sizes, ranks: M
 
 
 def messages_of_default_planners(folder: Path) -> list[str]:
-    """What torch's own planners say to a model whose fused weights x cuts."""
+    """Return what torch's own planners say to a model whose fused weights x cuts."""
     model, _, _ = by_stretto("gpt2", {"x": 2})
     messages = []
     for call in (dcp.save, dcp.load):

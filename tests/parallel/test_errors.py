@@ -242,7 +242,7 @@ def test_invalid_operations_after_parallelize_raise_where_they_happen(ranks: Cal
 
 
 def failed_halfway() -> tuple[bool, int]:
-    """Whether a model that fails while it is built, on its last module, is as it was."""
+    """True if a model that fails while it is built, on its last module, is as it was."""
     with torch.device("meta"):
         model = OwnModel()
     model.second.reset_parameters = lambda: None
@@ -283,7 +283,7 @@ def test_whole_weights_are_freed_once_they_are_sharded(ranks: Callable[[int], Ra
 
 
 def unzeroed_steps() -> tuple[bool, str]:
-    """Whether micro-batches add to gradients that are averages, and the error where gradients are sums."""
+    """True if micro-batches add to gradients that are averages, and the error where gradients are sums."""
     model = parallelize(OwnModel(), Grid(data=2), roles=BOTH)
     model(torch.ones(2, 8)).sum().backward()
     once = [gather(parameter.grad).clone() for parameter in model.parameters()]

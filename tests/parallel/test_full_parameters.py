@@ -152,7 +152,7 @@ def test_edits_that_ranks_do_not_share_and_other_shapes_are_refused_and_nothing_
 
 
 def edit_on_the_last_stage() -> list[float]:
-    """What both stages have of a tied embedding that the last one has edited, and of their own norms."""
+    """Return what both stages have of a tied embedding that the last one has edited, and of their own norms."""
     config = GPTConfig(layers=2, hidden=8, heads=2, vocab=13, max_seq_len=8)
     torch.manual_seed(0)
     model = parallelize(GPT(config), Grid(pipe=2))

@@ -134,7 +134,7 @@ def test_without_a_time_limit_all_groups_have_that_of_the_process_group(ranks):
 
 
 def wait_for_a_late_rank(timeout: float, late: float) -> str:
-    """What an all-reduce says to the ranks that wait while rank 1 is late."""
+    """Return what an all-reduce says to the ranks that wait while rank 1 is late."""
     grid = Grid(x=2, timeout=timeout)
     if dist.get_rank() == 1:
         time.sleep(late)

@@ -70,7 +70,7 @@ ON_EIGHT += [((1, 2, 2, 2), gpt(1, **LLAMA)), ((2, 2, 1, 2), theirs("qwen2", 1))
 
 
 def all_disagreements(trained: list[tuple[Sizes, Case, Trace]]) -> tuple[list[Any], int]:
-    """What differs from the plain models, and how often it was said that KV heads are copied."""
+    """Return what differs from the plain models, and how often it was said that KV heads are copied."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = [disagreements(sizes, case, PRECISION, expected) for sizes, case, expected in trained]
@@ -89,7 +89,11 @@ def test_models_train_with_copied_kv_heads_as_on_one_rank(ranks: MakeRanks) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("count", "cases"), [(4, MORE_ON_FOUR), (8, ON_EIGHT)], ids=["four", "eight"])
+@pytest.mark.parametrize(
+    ("count", "cases"),
+    [(4, MORE_ON_FOUR), pytest.param(8, ON_EIGHT, marks=pytest.mark.exhaustive)],
+    ids=["four", "eight"],
+)
 def test_more_models_train_with_copied_kv_heads_as_on_one_rank(
     ranks: MakeRanks, count: int, cases: list[tuple[Sizes, Case]]
 ) -> None:

@@ -22,8 +22,8 @@ def write(parameter: Tensor) -> None:
     """As an optimizer does, in one pass: the parameter, and its copy."""
     with torch.no_grad():
         parameter.mul_(0.9)
-        parameter.stretto_copy.open(parameter).copy_(local(parameter))
-        parameter.stretto_copy.close(parameter)
+        parameter.low_precision_weight.open(parameter).copy_(local(parameter))
+        parameter.low_precision_weight.close(parameter)
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def take_and_change(sizes: Sizes) -> None:
 
 
 def refresh(sizes: Sizes) -> None:
-    """What a graph has taken is brought up to date where it lies."""
+    """Return what a graph has taken is brought up to date where it lies."""
     weight = made(sizes)
     with captured(), capturing_weights() as found:
         kept = cast(weight, torch.bfloat16)
@@ -89,7 +89,7 @@ def refresh(sizes: Sizes) -> None:
     found.refresh()
     assert kept.eq(2).all()
     assert kept is cast(weight, torch.bfloat16)
-    other = copy.deepcopy(weight.stretto_copy)
+    other = copy.deepcopy(weight.low_precision_weight)
     assert other.open(weight) is not kept
 
 
@@ -153,12 +153,12 @@ def change_after_the_copy(sizes: Sizes) -> None:
 
 
 def fail_to_capture(sizes: Sizes) -> None:
-    """What was to be written never is."""
+    """Return what was to be written never is."""
     weight = build(sizes).up.weight
 
     def step() -> None:
-        weight.stretto_copy.open(weight).fill_(7)
-        weight.stretto_copy.close(weight)
+        weight.low_precision_weight.open(weight).fill_(7)
+        weight.low_precision_weight.close(weight)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), captured(), capturing_weights():
@@ -172,8 +172,8 @@ def follow_nothing(sizes: Sizes) -> None:
     with captured(), capturing_weights() as found:
         kept = cast(weight, torch.bfloat16)
     with captured():
-        assert weight.stretto_copy.open(weight) is None
-    assert weight.stretto_copy.open(weight) is None
+        assert weight.low_precision_weight.open(weight) is None
+    assert weight.low_precision_weight.open(weight) is None
     found.refresh()
     with torch.no_grad():
         local(weight).data.zero_()
@@ -182,7 +182,7 @@ def follow_nothing(sizes: Sizes) -> None:
     other.grad = torch.ones_like(other)
     with captured():
         torch.optim.SGD([other]).step()
-    assert other.stretto_copy.open(other) is None
+    assert other.low_precision_weight.open(other) is None
     with torch.no_grad():
         local(other).data.zero_()  # a replay
     assert cast(other, torch.bfloat16).eq(0).all()
@@ -242,7 +242,7 @@ def train(sizes: Sizes, writes: bool, keeps: bool) -> tuple[list[float], int, st
     roles = {"up": "colwise", "down": "rowwise"}
     policy: ReshardPolicy = "after_backward" if keeps else "after_forward"
     model = parallelize(Block(), grid, dtype=torch.bfloat16, roles=roles, reshard=policy)
-    weights = [weight for weight in model.parameters() if hasattr(weight, "stretto_copy")]
+    weights = [weight for weight in model.parameters() if weight.low_precision_weight is not None]
     x, losses = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), []
     x = x.chunk(grid.size("y"), -1)[grid.coordinate("y")]
     for step in range(3):

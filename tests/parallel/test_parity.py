@@ -111,7 +111,9 @@ def test_variants_agree_on_a_grid_of_all_three_tensor_axes_with_torchs_own_optim
 
 
 def differences_where_ranks_have_so_many_rows(counts: list[int], config: GPTConfig) -> dict[str, float]:
-    """How far the loss and each gradient are from those of one rank with all rows; counts: rows of each rank of z."""
+    """Return how far the loss and each gradient are from those of one rank with all rows; counts:
+    rows of each rank of z.
+    """
     case, precision = Case(GPT, (config,), batch=sum(counts)), PRECISIONS["fp64-adamw"]
     tokens, targets = next(batches(case))
     plain = build(case, precision)
@@ -136,7 +138,7 @@ def test_a_rank_may_have_no_rows_of_the_batch(ranks, variant):
 
 
 def logits_distance(sizes: Sizes, case: Case, precision: Precision, expected: torch.Tensor) -> float:
-    """How far this rank's logits for its rows are from the reference's."""
+    """Return how far this rank's logits for its rows are from the reference's."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     model = parallelize(build(case, precision), grid)
     rows = my_rows(grid, case.batch)

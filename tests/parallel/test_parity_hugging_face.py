@@ -81,7 +81,7 @@ def test_five_steps_on_a_grid_equal_those_of_one_rank(ranks, model, sizes, preci
 
 
 def logits_and_loss(sizes: Sizes, case: Case, precision: Precision, expected: Tensor) -> tuple[float, bool, bool]:
-    """How far this rank's logits are; whether asking for a loss leaves them unmade, and whether tuples work."""
+    """Return how far this rank's logits are; whether asking for a loss leaves them unmade, and whether tuples work."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     with exactly(precision):
         model = parallelize(build(case, precision), grid)
@@ -174,7 +174,7 @@ def generated(sizes: Sizes, end: int) -> Tensor:
 
 
 def saved(folder: str) -> str:
-    """What `save_pretrained` says of a sharded model."""
+    """Return what `save_pretrained` says of a sharded model."""
     with pytest.raises(ValueError) as error:
         parallelize(small_llama(), Grid(x=2)).save_pretrained(folder)
     return str(error.value)
@@ -187,7 +187,7 @@ def test_a_sharded_model_is_not_saved_in_parts_and_the_error_names_the_alternati
 
 
 def hidden_features(axis: str) -> tuple[Tensor, str]:
-    """What a model without a head returns, and the warning."""
+    """Return what a model without a head returns, and the warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = parallelize(small_llama().model, Grid(**{axis: 2}))
@@ -206,7 +206,7 @@ def test_a_model_without_a_head_returns_whole_features(ranks, axis):
 
 
 def resized() -> list[str]:
-    """What `resize_token_embeddings` says of a model with roles, and of one that is sharded block by block."""
+    """Return what `resize_token_embeddings` says of a model with roles, and of one that is sharded block by block."""
     messages = []
     for blocks in (None, ["model.layers.*"]):
         model = parallelize(small_llama(), Grid(x=2) if blocks is None else Grid(z=2), blocks=blocks)

@@ -28,7 +28,7 @@ from stretto.parallel import (
 )
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.recomputation import _HostInputs
-from stretto.parallel.recsys.pooled_exchange import _ExchangePooled
+from stretto.recommendation.pooled_exchange import _ExchangePooled
 from tests.parallel import zoo
 from tests.parallel.training import Sizes, my_rows
 from tests.peak_memory import PeakMemory
@@ -54,7 +54,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def differences(right: dict[str, Tensor], found: dict[str, dict[str, Tensor]]) -> list[str]:
-    """Which gradients of which modes are not those of no recomputation, to the bit."""
+    """Return which gradients of which modes are not those of no recomputation, to the bit."""
     assert len(right) > 10
     assert all(bool(gradient.isfinite().all()) for gradient in right.values())
     return [
@@ -396,7 +396,7 @@ def test_nothing_is_left_after_the_backward_pass(ranks, mode):
 
 
 def inputs_alive(mode: str) -> list[bool]:
-    """Whether the input of each block is alive between the passes."""
+    """True if the input of each block is alive between the passes."""
     model = parallelize(Loop(), Grid(), roles=ROLES, recompute=mode)
     inputs: list[Any] = []
     for block in model.blocks:

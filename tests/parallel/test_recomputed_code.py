@@ -289,7 +289,9 @@ def note_input(inputs: list[Any], _: nn.Module, args: tuple[Tensor, ...]) -> Non
 
 
 def count_alive(mode: str) -> list[int]:
-    """How many inputs of blocks live on after the graph, though a backward pass has asked for a part of it alone."""
+    """Return how many inputs of blocks live on after the graph,
+    though a backward pass has asked for a part of it alone.
+    """
     model, alive = make(mode, plain), list[int]()
     gc.collect()
     gc.disable()
@@ -314,7 +316,7 @@ def test_nothing_lives_longer_than_the_graph(ranks, mode):
 
 
 def count_gathered_weights() -> dict[str, tuple[int, int]]:
-    """How many weights one forward pass gathers over z, and how many of them live on to the backward pass."""
+    """Return how many weights one forward pass gathers over z, and how many of them live on to the backward pass."""
     found = {}
     for mode in MODES:
         model, gathered = make(mode, plain, z=2), list[weakref.ref[Any]]()

@@ -43,7 +43,7 @@ ROLES = {
 
 
 def loaded(sizes: Sizes) -> tuple[bool, bool, list[str]]:
-    """Whether a plain model's state dict, and its own, arrive whole; and the error for one of another shape."""
+    """True if a plain model's state dict, and its own, arrive whole; and the error for one of another shape."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     plain, model = Fused(1), parallelize(Fused(2), grid, roles=ROLES)
 

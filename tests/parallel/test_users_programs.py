@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs do with a model after `parallelize`, beside calling it: it runs as in plain PyTorch, or is refused."""
+"""Tests of what programs do with a model after `parallelize`, beside calling it: it runs as in plain PyTorch,
+or is refused.
+"""
 
 import copy
 import dataclasses
@@ -172,7 +174,7 @@ def test_programs_that_would_be_silently_wrong_are_refused_with_what_to_do(ranks
 
 
 def wrong_results(sizes: dict[str, int]) -> list[str]:
-    """Which programs train otherwise than in one process."""
+    """Return which programs train otherwise than in one process."""
     grid, wrong = Grid(**sizes), []
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 

@@ -19,7 +19,7 @@ MakeRanks = Callable[[int], Ranks]
 
 
 def wrap(sizes: dict[str, int], by_blocks: bool) -> list[str]:
-    """What each wrapper says; empty where it says nothing."""
+    """Return what each wrapper says; empty where it says nothing."""
     model = parallelize(llama(tied=True), Grid(**sizes), blocks=["model.layers.*"] if by_blocks else None)
     part = model.get_submodule("model.layers.0")
     tokens, messages = torch.zeros(2, 4, dtype=torch.long), []

@@ -69,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Trace:
-    """What training showed: each step's loss and gradient norm, and the weights after the last step."""
+    """Results of training: each step's loss and gradient norm, and the weights after the last step."""
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
@@ -192,7 +192,7 @@ def accumulate(case: Case, model: nn.Module, tokens: Tensor, targets: Tensor, nu
 def disagreements(
     sizes: Sizes, case: Case, precision: Precision, expected: Trace, optimizes_shards: bool = True
 ) -> dict[str, float | str]:
-    """What this rank sees otherwise than the reference: norm(difference) / norm(reference), by name."""
+    """Return what this rank sees otherwise than the reference: norm(difference) / norm(reference), by name."""
     seen = train_on_grid(sizes, case, precision, optimizes_shards=optimizes_shards)
     if list(seen.weights) != list(expected.weights):
         return {"parameter names": f"{list(seen.weights)}, not {list(expected.weights)}"}

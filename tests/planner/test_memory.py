@@ -18,7 +18,7 @@ import stretto
 from lab.planning.memory import KINDS
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather_once, no_sync, parallelize
-from stretto.parallel.comm import gradient_reducer
+from stretto.parallel.comm import gradient_buckets, gradient_reducer
 from stretto.planner import memory as planned
 from stretto.planner import predict, read_architecture
 
@@ -434,4 +434,4 @@ def test_peak_memory_of_experts_is_within_10_percent_of_what_real_ranks_hold(
 
 def test_messages_in_flight_match_the_gradients():
     assert planned.SCATTERS_IN_FLIGHT == gradient_reducer.SCATTERS_IN_FLIGHT
-    assert planned.BUCKET_BYTES == gradient_reducer.BUCKET_BYTES
+    assert planned.BUCKET_BYTES == gradient_buckets.BUCKET_BYTES

@@ -17,8 +17,8 @@ import lab  # noqa: F401  (adds its pictures)
 from lab.harness import Measured
 from lab.pictures import PLOTS, describe_origin, draw_result, redraw
 from lab.training.chunks import BENCH, ChunksSetting, Row
-from lab.training.offload import BUCKET_COLUMNS, TILE_COLUMNS, bench_offload
-from lab.training.settings import OffloadSetting
+from lab.training.offload import BENCH as OFFLOAD
+from lab.training.offload import BucketRow, OffloadSetting, TileRow
 from stretto.collectives.algorithms import ring_all_reduce
 from stretto.report import Timeline, plot_loss, plot_timeline
 from stretto.report.expert_plot import RoutingHistory, plot_experts
@@ -742,10 +742,10 @@ def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, mon
         lambda *_: Measured([Row(**row, to_none=1.0) for row in chunks(3)["rows"]], {"choices": []}),
     )
     BENCH(ChunksSetting(), tmp_path)
-    found = {"buckets": (BUCKET_COLUMNS, offload_buckets(5)["rows"]), "tiles": (TILE_COLUMNS, [])}
+    found = {"buckets": (BucketRow, offload_buckets(5)["rows"]), "tiles": (TileRow, [])}
     monkeypatch.setattr("lab.training.offload.run_ranks", lambda *_: found)
-    bench_offload(OffloadSetting(), tmp_path)
-    bench_offload(OffloadSetting(cpu=True), tmp_path / "cpu")  # no picture: buckets are smaller than their rows say
+    OFFLOAD(OffloadSetting(), tmp_path)
+    OFFLOAD(OffloadSetting(cpu=True), tmp_path / "cpu")  # no picture: buckets are smaller than their rows say
     assert sorted(path.stem for path in tmp_path.rglob("*.png")) == ["chunks", "offload-buckets"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trace says of computation and communication: traces made by hand, with times that are known."""
+"""Tests of what a trace says of computation and communication: traces made by hand, with times that are known."""
 
 import json
 import random

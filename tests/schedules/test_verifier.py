@@ -24,7 +24,7 @@ from stretto.schedules import (
 
 
 def runs(schedule, rng, buffers=None, in_order=True):
-    """Whether ranks that take turns at random compute everything once, with queues of so many messages."""
+    """Check whether ranks that take turns at random compute everything once, with queues of so many messages."""
     queues, waiting = defaultdict(list), [deque() for _ in schedule.ranks]
     left = [deque(actions) for actions in schedule.ranks]
     done = Counter()

@@ -18,7 +18,7 @@ CLASSES = {
 
 
 def fake_stages(pipe, virtual_stages):
-    """What torch's schedules read of the stages of the first rank."""
+    """Make the attributes that torch's schedules read of the stages of the first rank."""
     return [
         SimpleNamespace(
             num_stages=pipe * virtual_stages,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather
 from stretto.parallel.comm.copy_engine_scatter import SLOTS, CopyEngineReduceScatter
 from stretto.parallel.comm.weight_gathering import WeightToGather
-from stretto.parallel.layout import version_of
+from stretto.parallel.layout import ParameterLayout, Split, TensorOnGrid, version_of
 from stretto.stress.catalogue import Check, Configuration, StressCase
 from stretto.stress.team import Team
 
@@ -42,7 +42,8 @@ class CopyEngineGatherCase(StressCase):
             shard = self._own_rows(self._draw(0, number), count).clone()
             size = torch.Size((count, columns))
             parameter = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=size, stride=(columns, 1))
-            parameter.stretto_layout = None  # type: ignore[attr-defined]  # as `parallelize` leaves it
+            parameter.__class__ = TensorOnGrid  # as `parallelize` leaves it
+            parameter.parameter_layout = ParameterLayout((count, columns), (Split(0, "z"),))
             self._shards.append(shard)
             self._parameters.append(parameter)
             self._gather.register(number, WeightToGather(parameter, count, dtype))

@@ -20,7 +20,7 @@ from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.embedding.placement import find_placement
 from stretto.ops.embedding.table_set import find_tables
-from stretto.ops.workspace import list_kept
+from stretto.ops.operator import list_kept
 from stretto.stress.catalogue import Check, Configuration, StressCase
 from stretto.stress.team import Team, is_exact
 

@@ -12,7 +12,7 @@ from stretto.stress.team import Team
 ENTRIES = 6
 K = 3
 _CLEARING = tuple(f"ops.moe.grouped_matmul.{name}" for name in ("clear_padding_rows", "clear_empty_experts"))
-_COPIES = tuple(f"ops.moe.copies_kernels.{name}" for name in ("sum_rows", "weigh_rows", "multiply_rows"))
+_COPIES = tuple(f"ops.moe.permutation.{name}" for name in ("sum_rows", "weigh_rows", "multiply_rows"))
 _LOSS = tuple(f"ops.cross_entropy.{name}" for name in ("reduce_rows", "differentiate_rows"))
 _ROTARY = tuple(f"ops.rotary.{name}" for name in ("split_heads", "join_heads"))
 _GATES = tuple(f"ops.moe.activation.{name}" for name in ("gate_by_silu", "differentiate_silu_gate"))
@@ -51,16 +51,16 @@ class CopiesCase(StressCase):
 
     def call(self, entry: int) -> Sequence[Check]:
         """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
-        from stretto.ops.moe import copies_kernels
+        from stretto.ops.moe import permutation
 
         x, rows, positions, weights, is_valid = self._calls[entry]
         narrow, narrow_x, factors = rows.bfloat16(), x.bfloat16(), weights.float()
         slots = torch.arange(positions.numel(), device=x.device)
         found = [
-            copies_kernels.sum_on_gpu(narrow, positions, factors, None),
-            copies_kernels.sum_on_gpu(narrow, positions, None, is_valid),
-            copies_kernels.weigh_on_gpu(narrow_x, factors, slots),
-            *copies_kernels.weigh_and_multiply_on_gpu(narrow_x, narrow, positions, factors),
+            permutation.sum_on_gpu(narrow, positions, factors, None),
+            permutation.sum_on_gpu(narrow, positions, None, is_valid),
+            permutation.weigh_on_gpu(narrow_x, factors, slots),
+            *permutation.weigh_and_multiply_on_gpu(narrow_x, narrow, positions, factors),
         ]
         return [
             Check(one.contiguous(), right.to(one.dtype))

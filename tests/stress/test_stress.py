@@ -55,6 +55,7 @@ def catalogue():
     return load_catalogue(CATALOGUES)
 
 
+@pytest.mark.long
 def test_every_kernel_that_the_library_launches_has_a_configuration(catalogue):
     covered = {kernel for one in catalogue.values() for kernel in one.kernels}
     kernels = set(list_kernels())
@@ -249,7 +250,7 @@ def test_a_seed_gives_the_same_numbers_in_every_process():
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
 def test_every_mutation_fits_the_source_as_it_is(mutation, catalogue, tmp_path):
-    """What is removed is there exactly once, what is left can be parsed, and what should find it exists."""
+    """Assert that what is removed is there exactly once, what is left can be parsed, and what should find it exists."""
     package = Path(str(files("stretto")))
     for edit in mutation.edits:
         (tmp_path / edit.file).parent.mkdir(parents=True, exist_ok=True)
@@ -283,7 +284,7 @@ def test_an_equivalent_mutation_leaves_the_accesses_to_memory_as_they_are(tmp_pa
 
 
 def print_accesses(source):
-    """What `tests.lab.ptx_of_kernels` prints of the package in a folder."""
+    """Return what `tests.lab.ptx_of_kernels` prints of the package in a folder."""
     here = os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{os.getcwd()}"}
     command = [shared_server("torch").python, "-m", "tests.lab.ptx_of_kernels"]
     return subprocess.run(command, env=here, check=True, capture_output=True, text=True).stdout

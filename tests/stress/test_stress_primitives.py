@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What configurations of `python -m tests.stress` wait for. A wait too few would only be seen when a copy is slow."""
+"""Tests of what configurations of `python -m tests.stress` wait for.
+A wait too few would only be seen when a copy is slow.
+"""
 
 from unittest import mock
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank runs to try the interpreter itself: kernels that need what stretto.tiles.interpreter mends."""
+"""Programs of a rank that try the interpreter itself: kernels that need what stretto.tiles.interpreter mends."""
 
 import threading
 

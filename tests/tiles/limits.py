@@ -64,7 +64,7 @@ def capturing(channel: Any) -> Iterator[None]:
 
 
 def main() -> None:
-    """Which launches have the longer limit."""
+    """Return which launches have the longer limit."""
     recorder = LimitRecorder()
     driver.set_active(recorder)
     mapping, word = tiles.shard_tiles(24, 4, 8, channels=2), torch.zeros(1, dtype=torch.int32)

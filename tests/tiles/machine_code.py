@@ -25,7 +25,7 @@ ZERO = r"and\.b32 +%r\d+, %r\d+, 0;"
 
 
 def make_channel(mode="broadcast"):
-    """What a kernel is given of a channel between 4 ranks, made by hand: nothing is run here."""
+    """Return what a kernel is given of a channel between 4 ranks, made by hand: nothing is run here."""
     constants = (tl.constexpr(value) for value in (WORLD, 2 * WORLD, 16, mode))
     words = torch.zeros(256, dtype=torch.int32)
     longs = torch.zeros(8, dtype=torch.int64)
@@ -86,7 +86,7 @@ def count_registers(lines, folder):
 
 
 def _dump(lines, folder, option):
-    """What cuobjdump prints of the assembled kernel."""
+    """Return what cuobjdump prints of the assembled kernel."""
     program = Path(get_ptxas(90).path).with_name("cuobjdump")
     (folder / "kernel.cubin").write_bytes(lines.cubin)
     return subprocess.run([program, option, folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
@@ -110,7 +110,7 @@ def addresses(lines, pattern):
 
 
 def depends_on(lines, register, pattern):
-    """Whether a line of this pattern is among those that the register's value is made by, in any number of steps.
+    """True if a line of this pattern is among those that the register's value is made by, in any number of steps.
 
     Registers only, on whichever way through the program; what goes through shared memory is not followed.
     """
@@ -132,7 +132,7 @@ def find_makers(lines, register):
 
 
 def follows_acquire(lines, zero):
-    """Whether what this line makes its zero of was read with acquire: by each thread, or by one before a barrier."""
+    """True if what this line makes its zero of was read with acquire: by each thread, or by one before a barrier."""
     register = re.search(r"and\.b32 +%r\d+, (%r\d+), 0", lines[zero])[1]
     makers = find_makers(lines, register)
     direct = [lines[number] for number in makers if f" {register}," in lines[number]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long waits of a call may take if this rank, or one that it waits for, may be compiling."""
+"""Tests of how long waits of a call may take if this rank, or one that it waits for, may be compiling."""
 
 import os
 import subprocess
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_the_call_after_a_kernel_was_loaded_has_time_for_a_peer_that_compiles_it(tmp_path: Path) -> None:
     """With an empty cache on disk, and with a warm one, as the rank has that waits."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compiled keeps the order that the primitives promise: seen in PTX, with no GPU."""
+"""Tests that what is compiled keeps the order that the primitives promise: seen in PTX, with no GPU."""
 
 import gc
 import re

@@ -124,7 +124,7 @@ def test_a_slot_may_be_idle_for_any_number_of_calls(interpret, calls):
 
 
 def use_peers_after(calls):
-    """Whether what peers exchange is waited for when no call of so many before has notified their tiles."""
+    """True if what peers exchange is waited for when no call of so many before has notified their tiles."""
     with make_channel() as channel:
         number = (calls + 2**31) % 2**32 - 2**31  # as int32
         words = channel.signal_words(channel.rank)
@@ -142,7 +142,7 @@ def test_a_tile_between_peers_may_be_idle_for_many_calls(interpret, calls):
 
 
 def run_ahead():
-    """Whether a call in the other slot begins on rank 0 before any other rank begins it."""
+    """True if a call in the other slot begins on rank 0 before any other rank begins it."""
     with make_channel() as channel:
         mapping = map_gather(20, channel.world_size)
         channel.begin("first", *mapping, "broadcast", slot=0)

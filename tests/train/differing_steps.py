@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks run to train in steps that differ from the first, and one process in plain PyTorch: for a pool."""
+"""Training in steps that differ from the first, on ranks of a pool and in one process of plain PyTorch."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -125,7 +125,7 @@ def train_on_grid(
 
 
 def make_update(model: nn.Module, grid: Grid, kind: str) -> Callable[[], Tensor]:
-    """What clips, updates and drops gradients."""
+    """Return a function that clips, updates and drops gradients."""
     if kind == "torch":
         groups = [
             {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": DECAY},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks run whose waits for another rank fail: functions of a module, so that a pool can import them."""
+"""Functions of ranks whose waits for another rank fail: in a module, so that a pool can import them."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from stretto.train.trainer import train
 
 
 class Workspace:
-    """What a failure belongs to."""
+    """Owner of a failure."""
 
     def __init__(self) -> None:
         self.record = failures.register(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in the tests of training and of checkpoints: functions of a module, so that a pool can import them."""
+"""Functions that ranks run in the tests of training and of checkpoints: in a module, for a pool to import."""
 
 import json
 import logging

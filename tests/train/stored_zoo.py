@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks run to train families of transformers with optimizer state apart: for a pool, which imports it."""
+"""Training of families of transformers with optimizer state apart: in a module, for a pool to import."""
 
 import warnings
 

@@ -29,7 +29,8 @@ STORED: list[Case] = [
     ("sizes", "count"),
     [
         ({"data": 2}, 1),
-        *(pytest.param(sizes, None, marks=pytest.mark.long) for sizes in ({"data": 2}, {"z": 2}, {"data": 2, "z": 2})),
+        pytest.param({"data": 2, "z": 2}, None, marks=pytest.mark.long),
+        *(pytest.param(sizes, None, marks=pytest.mark.exhaustive) for sizes in ({"data": 2}, {"z": 2})),
     ],
     ids=str,
 )

@@ -18,7 +18,7 @@ from stretto.train.stored_optimizer import StoredOptimizer, sgd_update
 
 
 def steps_after(convert: str) -> tuple[bool, str]:
-    """Whether a step changes the weight of a model that was converted after its optimizer was made, or the error."""
+    """True if a step changes the weight of a model that was converted after its optimizer was made, or the error."""
     torch.manual_seed(0)
     model = parallelize(nn.Sequential(nn.Linear(4, 4)), Grid(x=2), roles={"0": "colwise"})
     optimizer = ShardOptimizer(model, lambda groups: torch.optim.SGD(groups, lr=0.1), weight_decay=0.0)

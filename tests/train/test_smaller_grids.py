@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from tests.train import runs
 
+from stretto.recommendation.training.config import DLRMTrainConfig
 from stretto.train import smaller_grids
-from stretto.train.config import ConfigError, DLRMTrainConfig, TrainConfig, config_to_toml, load_config, make_config
+from stretto.train.config import ConfigError, TrainConfig, config_to_toml, load_config, make_config
 from stretto.train.preflight import preflight
 from stretto.train.smaller_grids import choose_grid, choose_grid_of
 

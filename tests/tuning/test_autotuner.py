@@ -78,7 +78,7 @@ def test_typed_times_are_found_again_and_other_keys_are_left_out(tmp_path):
 
 
 def measured(folder):
-    """What ranks that measured different times, and of which only rank 0 has a file, agree on."""
+    """Return what ranks agree on that measured different times, where only rank 0 has a file."""
     rank = dist.get_rank()
     meetings = []
     time_runs(lambda: meetings.append(rank), CPU, repeats=2, warmups=1, group=dist.group.WORLD, barrier_each_time=True)

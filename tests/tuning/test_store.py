@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured once is found again, and a damaged file never stops a run."""
+"""Tests that what was measured once is found again, and a damaged file never stops a run."""
 
 import json
 import logging

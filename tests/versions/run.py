@@ -38,7 +38,7 @@ REPORT = "import platform, torch, triton; print(platform.python_version(), torch
 
 
 class Outcome(NamedTuple):
-    """What came of one set. ok: nothing failed. line: a line for the log's end. log: what the commands printed."""
+    """Outcome of one set. ok: nothing failed. line: a line for the log's end. log: what the commands printed."""
 
     ok: bool
     line: str

@@ -20,7 +20,7 @@ from stretto import tiles
 from stretto.ops import cross_entropy, rotary
 from stretto.ops.embedding import backward_kernel, forward_kernel
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
-from stretto.ops.moe import activation, copies_kernels
+from stretto.ops.moe import activation, permutation
 from stretto.ops.moe.grouped_matmul import clear_empty_experts, clear_padding_rows
 from stretto.optim import adamw_kernel
 from stretto.optim.state import kernels as state_kernels
@@ -82,7 +82,7 @@ def launch_copies(name: str) -> Launch:
         "weigh_rows": (half, FLOATS, LONGS, half.clone(), 4096, 8, 1024),
         "multiply_rows": (half, half, LONGS, None, FLOATS, FLOATS, half.clone(), 4096, 8, 8, 512),
     }[name]
-    return Launch(getattr(copies_kernels, name), arguments, {"enable_fp_fusion": False})
+    return Launch(getattr(permutation, name), arguments, {"enable_fp_fusion": False})
 
 
 def launch_gates(name: str) -> Launch:
@@ -166,7 +166,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         f"ops.moe.{module}.{name}": lambda launch=launch, name=name: launch(name)
         for module, launch, names in (
             ("activation", launch_gates, ("gate_by_silu", "differentiate_silu_gate")),
-            ("copies_kernels", launch_copies, ("sum_rows", "weigh_rows", "multiply_rows")),
+            ("permutation", launch_copies, ("sum_rows", "weigh_rows", "multiply_rows")),
             ("grouped_matmul", launch_clearing, ("clear_padding_rows", "clear_empty_experts")),
         )
         for name in names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user does first, for versions of Python, torch and Triton that CI only tries: `make test-versions`.
+"""Tests of what a user does first, for versions of Python, torch and Triton that CI only tries: `make test-versions`.
 
 It imports everything, runs a collective as a program, operators, training on a grid and the backend. The whole suite
 runs with the versions of constraints.txt.

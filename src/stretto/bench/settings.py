@@ -16,9 +16,19 @@ Two traps: when a command is used, `stretto.cli.settings_command` unpacks each a
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated
 
 from stretto.suggestions import name_known
+
+
+class Needs(Enum):
+    """What a bench needs of the machine; the value heads its group in `stretto bench --help`."""
+
+    NO_GPU = "Need no GPU"
+    RANKS = "Need GPUs, or --ranks N for processes on the CPU"
+    ONE_GPU = "Need a GPU, or --cpu for a try on the CPU"
+    TWO_GPUS = "Need two GPUs or more"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import MISSING, Field, fields
-from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -18,18 +17,9 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from stretto.atomic_files import require_writable_folder
-from stretto.bench.settings import Ranks, parse_number, require_least, split_words
+from stretto.bench.settings import Needs, Ranks, parse_number, require_least, split_words
 from stretto.cli.commands import App, LazyCommand, make_command
 from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input, stdout_on_stderr
-
-
-class Needs(Enum):
-    """What a bench needs of the machine; the value heads its group in `stretto bench --help`."""
-
-    NO_GPU = "Need no GPU"
-    RANKS = "Need GPUs, or --ranks N for processes on the CPU"
-    ONE_GPU = "Need a GPU, or --cpu for a try on the CPU"
-    TWO_GPUS = "Need two GPUs or more"
 
 
 class BenchApp:
@@ -64,7 +54,7 @@ class BenchApp:
     def command(
         self,
         name: str,
-        settings: str,
+        settings: str | Callable[[], type[Any]],
         *,
         needs: Needs = Needs.NO_GPU,
         out: str | None = None,
@@ -72,14 +62,18 @@ class BenchApp:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Make a command of a function that takes the settings and the output folder, and returns what `--json` prints.
 
-        settings: the module of the class that annotates the function's parameter `setting`. needs: what it needs of the
-        machine. out: the folder's name (None: the command's). count: adds an option `--ranks`; the function gets the
-        number of ranks that `count` makes of it as its first argument. A ValueError ends the command with status 2.
+        settings: a function that returns their class, or the module of the class that annotates the function's
+        parameter `setting`. needs: what it needs of the machine. out: the folder's name (None: the command's). count:
+        adds an option `--ranks`; the function gets the number of ranks that `count` makes of it as its first argument.
+        A ValueError ends the command with status 2.
         """
 
         def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
             def make() -> Any:
-                setting_type = getattr(import_module(settings), run.__annotations__["setting"])
+                if isinstance(settings, str):
+                    setting_type = getattr(import_module(settings), run.__annotations__["setting"])
+                else:
+                    setting_type = settings()
                 folder = None if self._folder is None else Path(self._folder) / (out or name)
                 return make_command(name, _make_function(run, setting_type, folder, count))
 

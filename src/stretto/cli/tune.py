@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stretto.bench.settings import Needs
 from stretto.cli.console import Json, print_json, refusing_bad_input, stdout_on_stderr
-from stretto.cli.settings_command import BenchApp, Needs
+from stretto.cli.settings_command import BenchApp
 
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesTuning

@@ -44,7 +44,7 @@ class Chunks(NamedTuple):
 
 
 class OperationKind(StrEnum):
-    """Whether an operation copies the chunks at its source to its destination, or adds them there."""
+    """An operation copies the chunks at its source to its destination, or adds them there."""
 
     COPY = "copy"
     REDUCE = "reduce"

@@ -88,7 +88,7 @@ def _crowded_channels(rank: int, program: RankProgram, limits: Limits) -> Iterat
 
 
 def _copies_first(schedule: Schedule, rank: int) -> bool:
-    """Whether its copies before the first step do anything: RCCL's parser reads only <tb>."""
+    """Check whether its copies before the first step do anything: RCCL's parser reads only <tb>."""
     copies, in_place = schedule.ranks[rank].copies, schedule.collective.aliased()
     return any(
         schedule.out_of_place
@@ -112,7 +112,7 @@ def _misread(program: RankProgram, name: str) -> Iterator[str]:
 
 
 def merges(one: Step, following: Step) -> bool:
-    """Whether RCCL merges two reductions in a row: into the same chunks, from one buffer, without a wait."""
+    """Check whether RCCL merges two reductions in a row: into the same chunks, from one buffer, without a wait."""
     return (
         one.type is following.type is StepType.REDUCE
         and following.waits_for is None

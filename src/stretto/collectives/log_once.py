@@ -15,7 +15,7 @@ class LogOnce:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether debug lines are logged at all: callers format them only then."""
+        """True if debug lines are logged at all: callers format them only then."""
         return logger.isEnabledFor(logging.DEBUG)
 
     def log(self, line: str) -> None:

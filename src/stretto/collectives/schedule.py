@@ -37,27 +37,27 @@ class StepType(StrEnum):
 
     @property
     def sends(self) -> bool:
-        """Whether it adds a message to its thread block's send connection."""
+        """True if it adds a message to its thread block's send connection."""
         return self in _SENDS
 
     @property
     def receives(self) -> bool:
-        """Whether it takes a message from its thread block's receive connection."""
+        """True if it takes a message from its thread block's receive connection."""
         return self in _RECEIVES
 
     @property
     def reads_source(self) -> bool:
-        """Whether it reads the local chunks at its source."""
+        """True if it reads the local chunks at its source."""
         return self in _READS_SOURCE
 
     @property
     def writes_destination(self) -> bool:
-        """Whether it writes the local chunks at its destination."""
+        """True if it writes the local chunks at its destination."""
         return self in _WRITES
 
     @property
     def reduces(self) -> bool:
-        """Whether it adds two chunks."""
+        """True if it adds two chunks."""
         return self in _REDUCES
 
 

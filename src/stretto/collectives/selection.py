@@ -137,7 +137,7 @@ _Times = Mapping[TimedCall, Mapping[AlgorithmChoice, float]]
 
 
 def time_keys(*, has_nvlink: bool) -> TimeKeys[TimedCall, AlgorithmChoice]:
-    """How a store names the seconds of a call's choices; those that are not safe on these links are refused."""
+    """Names of a store for the seconds of a call's choices; those that are not safe on these links are refused."""
     return TimeKeys(lambda call, choice: time_key(*call, choice), partial(_parse_key, has_nvlink=has_nvlink))
 
 

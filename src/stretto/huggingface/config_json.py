@@ -23,7 +23,7 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class _Head:
-    """What stands after the last norm: the `submodule` and how its logits become a loss (see Architecture).
+    """The part after the last norm: the `submodule` and how its logits become a loss (see Architecture).
 
     `labels`: its outputs; None for the vocabulary, the name of the entry that counts them, or their number.
     """
@@ -168,7 +168,7 @@ def _notes(
 
 
 def _is_read_into_bf16(config: Mapping[str, Any]) -> bool:
-    """Whether the files of a quantized model are read into whole weights: DeepSeek's, in blocks of fp8 with scales."""
+    """True if the files of a quantized model are read into whole weights: DeepSeek's, in blocks of fp8 with scales."""
     quantization = config["quantization_config"]
     is_fp8 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8"
     return is_fp8 and config.get("model_type") == "deepseek_v3"
@@ -254,7 +254,7 @@ def _gated_sizes(name: str, family: Decoder, config: Mapping[str, Any]) -> dict[
 
 
 def _read_experts(name: str, entries: ExpertEntries, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Which blocks have which experts, by the fields of an Architecture; `moe` by those of a MoeShape."""
+    """Find which blocks have which experts, by the fields of an Architecture; `moe` by those of a MoeShape."""
     # transformers writes the number of experts under one name for all families.
     named = next((key for key in (entries.count, *EXPERT_KEYS) if config.get(key) is not None), entries.count)
     config = {entries.count: entries.default_count, **config}

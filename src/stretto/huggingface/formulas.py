@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IGNORED_TARGET = -100
+from stretto.execution import IGNORED_TARGET
 
 
 class UnknownRolesError(ValueError):
@@ -58,7 +58,7 @@ def norm_kind(module: nn.Module, name: str) -> NormKind:
 
 
 def _possible_eps(module: nn.Module) -> list[float]:
-    """What a norm may add to the variance: an attribute, or a number in the code of its methods."""
+    """Find what a norm may add to the variance: an attribute, or a number in the code of its methods."""
     named = [getattr(module, key, None) for key in ("eps", "variance_epsilon", "epsilon")]
     found = [*named, *vars(module).values()]
     for function in vars(type(module)).values():
@@ -131,7 +131,7 @@ def _mix_experts(module: nn.Module, up: str, hidden: Tensor, ids: Tensor, factor
 
 
 def embedding_scale(module: nn.Embedding, name: str) -> float:
-    """What an embedding multiplies its rows by: 1.0 for nn.Embedding, Gemma's sqrt(hidden) for its subclass.
+    """Return the factor of an embedding's rows: 1.0 for nn.Embedding, Gemma's sqrt(hidden) for its subclass.
 
     A subclass is run on its rows. Raises UnknownRolesError for one that computes something else than its rows times a
     number.

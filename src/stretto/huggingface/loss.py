@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stretto.huggingface.formulas import IGNORED_TARGET
+from stretto.execution import IGNORED_TARGET
 
 
 class ShardedLoss(Protocol):
@@ -32,7 +32,7 @@ def replace_loss_function(model: nn.Module, loss: ShardedLoss) -> bool:
 
 
 def _shifts_labels(model: nn.Module) -> bool | None:
-    """Whether the model's loss compares logits with the next token's label, or with its own; None for other losses."""
+    """True if the loss compares logits with the next token's label, False if with its own; None for other losses."""
     is_default = getattr(model, "loss_type", None) is None and "_loss_function" not in vars(model)
     if is_default and hasattr(type(model), "loss_function"):
         return True  # transformers takes the causal loss then, and warns
@@ -42,7 +42,7 @@ def _shifts_labels(model: nn.Module) -> bool | None:
 
 
 def calls_loss_function(model: nn.Module) -> bool:
-    """Whether the model's forward computes its loss by `loss_function`, not by its own code."""
+    """True if the model's forward computes its loss by `loss_function`, not by its own code."""
     forward = inspect.unwrap(type(model).forward)
     return inspect.isfunction(forward) and "loss_function" in forward.__code__.co_names
 
@@ -73,7 +73,7 @@ def arguments_with_targets(tokens: Tensor, targets: Tensor, num_targets: Tensor 
 
 
 def compares_with_next(model: nn.Module) -> bool:
-    """Whether the model's loss compares logits with the next token's label: of its own code, as variables' names say.
+    """True if the model's loss compares logits with the next token's label: of its own code, as variables' names say.
 
     Such a loss leaves the first label of each row out.
     """
@@ -85,7 +85,7 @@ def compares_with_next(model: nn.Module) -> bool:
 
 
 def changes_logits(model: nn.Module) -> bool:
-    """Whether the model's forward scales or caps logits between head and loss, by the names of what it reads."""
+    """True if the model's forward scales or caps logits between head and loss, by the names of what it reads."""
     forward = inspect.unwrap(type(model).forward)
     names = forward.__code__.co_names if inspect.isfunction(forward) else ()
     owners = (model, getattr(model, "config", None))
@@ -99,7 +99,7 @@ def changes_logits(model: nn.Module) -> bool:
 
 
 def computes_masked_loss(model: nn.Module) -> bool:
-    """Whether this is a masked language model of transformers, or T5, whose own code computes the loss, as BERT's."""
+    """True if this is a masked language model of transformers, or T5, whose own code computes the loss, as BERT's."""
     kind = type(model)
     forward = inspect.unwrap(kind.forward)
     is_theirs = kind.__module__.startswith("transformers.") and kind.__name__.endswith(

@@ -13,17 +13,17 @@ from torch.distributed.tensor import DTensor
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
-    """Whether this is a transformers model, by its class's attributes."""
+    """True if this is a transformers model, by its class's attributes."""
     return hasattr(model, "base_model_prefix") and hasattr(model, "config")
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is transformers' Conv1D: a linear that stores [in, out]."""
+    """True if this is transformers' Conv1D: a linear that stores [in, out]."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a custom transformers class computes nn.Linear (Falcon's), or its transpose."""
+    """True if a custom transformers class computes nn.Linear (Falcon's), or its transpose."""
     kind = type(module)
     is_falcon = kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon"
     return is_falcon or is_conv1d(module)
@@ -96,7 +96,7 @@ def refuse_resizing(model: nn.Module) -> None:
 
 
 def order_of_pipeline_plan(model: nn.Module) -> dict[str, bool]:
-    """Which modules come before the blocks by `base_model_pp_plan` of a transformers model."""
+    """Find the modules that come before the blocks by `base_model_pp_plan` of a transformers model."""
     plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
     if "layers" not in plan:
         return {}
@@ -105,7 +105,7 @@ def order_of_pipeline_plan(model: nn.Module) -> dict[str, bool]:
 
 
 def checkpoints_itself(layer: nn.Module) -> bool:
-    """Whether this is a layer whose forward checkpoints itself (GradientCheckpointingLayer)."""
+    """True if this is a layer whose forward checkpoints itself (GradientCheckpointingLayer)."""
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__)
 
 

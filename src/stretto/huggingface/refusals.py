@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Hugging Face models `parallelize` accepts: rules for their tensor-parallel plans and configurations.
+"""Rules for what `parallelize` accepts of Hugging Face: tensor-parallel plans and configurations.
 
 `parallelize` applies them to models, the planner and `stretto train` to a config.json. Plain data, without imports of
 torch or transformers, since whether a model can be trained is asked before the model exists.

@@ -65,7 +65,7 @@ def plan_of(
 
 
 def roles_tried(model: nn.Module, roles: Mapping[str, str]) -> str:
-    """What a refusal adds for a model of a known family: the roles, by patterns of submodules, that were tried."""
+    """Describe for a refusal, if the model's family is known, the roles, by patterns of submodules, that were tried."""
     config: Any = getattr(model, "config", None)
     if not is_pretrained_model(model) or FAMILIES.get(config.model_type, Family()).roles is None:
         return ""
@@ -174,7 +174,7 @@ def norms_next_to_linears(model: nn.Module, found: Mapping[str, Any]) -> dict[st
 
     A sibling norm of such a linear may see heads, which are split differently: the model's plan must name it.
     """
-    if not is_pretrained_model(model) or not found:
+    if not found:
         return {}
     hidden = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
     norms = {}

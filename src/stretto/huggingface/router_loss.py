@@ -123,7 +123,7 @@ def balance_over_batch(model: nn.Module, ranks: RanksOfBatch) -> None:
 
 
 def _is_asked_for(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether a call, of these arguments, asks for the load-balancing loss."""
+    """True if a call, of these arguments, asks for the load-balancing loss."""
     asks: Any = given.get("output_router_logits")
     return bool(model.config.output_router_logits if asks is None else asks)  # type: ignore[union-attr]
 
@@ -138,12 +138,12 @@ def _warn_of_own_tokens(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def balances_load(model: nn.Module) -> bool:
-    """Whether the model adds a load-balancing loss by transformers' function of the logits of all routers."""
+    """True if the model adds a load-balancing loss by transformers' function of the logits of all routers."""
     return "load_balancing_loss_func" in _names_of_forward(model)
 
 
 def has_router_loss(model: nn.Module) -> bool:
-    """Whether the code of a model's forward computes a load-balancing loss, in any way."""
+    """True if the code of a model's forward computes a load-balancing loss, in any way."""
     return any("aux" in name for name in _names_of_forward(model))
 
 

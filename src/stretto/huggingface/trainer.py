@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.axes import BATCH, LOSS
+from stretto.execution import IGNORED_TARGET
 from stretto.huggingface.accelerator import follow_grid
 from stretto.huggingface.folder import find_weights
-from stretto.huggingface.formulas import IGNORED_TARGET
 from stretto.huggingface.optimizer_state import load_optimizer, save_optimizer
 from stretto.memory import exchange, group_timeout
 from stretto.parallel import Grid, gather
@@ -94,7 +94,7 @@ def _check_version(package: str) -> None:
 
 
 class _OnGrid:
-    """What `trainer_plugin` puts before the methods of a Trainer."""
+    """Methods that `trainer_plugin` puts before the methods of a Trainer."""
 
     args: Any
     accelerator: Any
@@ -229,7 +229,7 @@ class _OnGrid:
         return loss, outputs
 
     def _follow_trl(self: Any, loss: Tensor, outputs: Any, inputs: Mapping[str, Any], *, takes_mean: bool) -> Tensor:
-        """What SFTTrainer's own loss does beside: the balance loss's mean over micro-batches, and a count of tokens.
+        """Do what SFTTrainer's own loss does beside: the balance loss's mean over micro-batches, and a count of tokens.
 
         Its entropy and token accuracy would need logits.
         """

@@ -63,7 +63,7 @@ def match_names(
 
 
 def _is_of_extra_layer(model: "nn.Module", name: str) -> bool:
-    """Whether a tensor belongs to a layer after the model's last one that predicts tokens further ahead (MTP)."""
+    """True if a tensor belongs to a layer after the model's last one that predicts tokens further ahead (MTP)."""
     config: Any = getattr(model, "config", None)
     counts = [getattr(config, key, 0) for key in ("num_nextn_predict_layers", "num_mtp_layers")]
     count = max((each for each in counts if isinstance(each, int)), default=0)
@@ -74,7 +74,7 @@ def _is_of_extra_layer(model: "nn.Module", name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """Which expert's part of a stack a tensor is, and its name in the files, in two: `before`<expert>`after`."""
+    """An expert's part of a stack that a tensor is, and its name in the files, in two: `before`<expert>`after`."""
 
     expert: int
     part: int
@@ -144,7 +144,7 @@ def _conversions(model: "nn.Module") -> tuple[list[Any], list[Any]]:
 
 
 def _is_stacking(conversion: Any) -> bool:
-    """Whether a conversion stacks experts over dim 0, after it has put their parts side by side over their rows."""
+    """True if a conversion stacks experts over dim 0, after it has put their parts side by side over their rows."""
     operations = list(conversion.operations)
     dims = [getattr(each, "dim", None) for each in operations]
     return (
@@ -173,7 +173,7 @@ def _in_order(name: str, parts: Collection[_Part], experts: int) -> list[list[st
 
 
 def advise_tying(model: "nn.Module", found: Collection[str], wanted: Collection[str]) -> str:
-    """What to do where the first missing parameter is one that a Hugging Face model can tie to one of the file's."""
+    """Advise what to do if the first missing parameter can be tied by a Hugging Face model to one of the file's."""
     missing = next((name for name in wanted if name not in found), None)
     can_tie = getattr(model, "_tied_weights_keys", None)
     tied_to = can_tie.get(missing) if isinstance(can_tie, Mapping) else None
@@ -183,6 +183,6 @@ def advise_tying(model: "nn.Module", found: Collection[str], wanted: Collection[
 
 
 def is_kept_in_fp32(model: "nn.Module", name: str) -> bool:
-    """Whether the model's class keeps a parameter in fp32, whatever dtype the others are loaded in."""
+    """True if the model's class keeps a parameter in fp32, whatever dtype the others are loaded in."""
     parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return any(re.search(rf"(^|\.){re.escape(str(part))}($|\.)", name) for part in parts)

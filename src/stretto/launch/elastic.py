@@ -31,7 +31,7 @@ NO_ID = "none"  # torchrun's, without --rdzv-id: not one job's alone
 
 
 def continues_job(out: Path) -> bool:
-    """Whether an earlier start of this process's job has trained in the run's folder."""
+    """Check whether an earlier start of this process's job has trained in the run's folder."""
     job = os.environ.get(JOB)
     if not is_rank() or job is None or (mark := _read_mark(out)) is None or mark["job"] != job:
         return False

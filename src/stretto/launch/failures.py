@@ -97,7 +97,7 @@ class Failure:
 
 
 def is_consequence(reason: str) -> bool:
-    """Whether an exception, as "Class: text", says that this rank lost another one, or waited until a time limit."""
+    """Check whether an exception, as "Class: text", is of a rank that lost another, or waited until a time limit."""
     return _has_any(LOST_PEER + TIME_LIMIT, reason)
 
 

@@ -27,7 +27,7 @@ class LaunchJob(Protocol):
     retry_after: float
 
     def uses_gpus(self) -> bool:
-        """Whether each rank needs a GPU."""
+        """Check whether each rank needs a GPU."""
 
     def on_started_ranks(self) -> "LaunchJob":
         """The job on as many ranks as another launcher has started, from the job's own newest checkpoint."""

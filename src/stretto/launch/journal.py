@@ -27,7 +27,7 @@ class StepWatch:
         self._before = _state(job.steps_file)
 
     def has_trained(self) -> bool:
-        """Whether this attempt has written a step."""
+        """Check whether this attempt has written a step."""
         return self.reached() > self._after
 
     def reached(self) -> int:
@@ -48,7 +48,7 @@ class Journal:
 
     @property
     def restarts(self) -> int:
-        """How many failures a restart has followed."""
+        """Number of failures that a restart has followed."""
         return sum(failure["restarted"] for failure in self._failures)
 
     @property

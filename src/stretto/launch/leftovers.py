@@ -70,7 +70,7 @@ def remove_orphans(before: set[str], folder: Path = FOLDER) -> set[str]:
 
 
 def _sees_all_users() -> bool:
-    """Whether all processes that may use /dev/shm are visible here.
+    """Check whether all processes that may use /dev/shm are visible here.
 
     They are not in a container that has the machine's shared memory but its own process ids, as by
     `docker run --ipc=host`: other containers use the same /dev/shm.

@@ -17,7 +17,7 @@ from typing import Any
 
 from stretto import counters
 from stretto.launch.failures import ERROR_FILE, Failure, seen_file, write_error
-from stretto.launch.watching.joining import FOLDER, end_with_parent, join_watched
+from stretto.launch.watching.joining import FOLDER, end_with_parent, join_watched, precede_launcher_out_of_memory
 
 STORE_SOCKET = "STRETTO_STORE_SOCKET"
 """The environment variable by which rank 0 gets the descriptor of the socket on which the job's store listens."""
@@ -72,6 +72,7 @@ def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException
 
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[4]))
+    precede_launcher_out_of_memory()
     join_watched(Path(os.environ[FOLDER]), int(os.environ["RANK"]))
     # torch's FutureWarnings are for developers, not for users who train.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")

@@ -36,7 +36,7 @@ RunAttempt = Callable[[LaunchJob, str, dict[str, str], Callable[[], bool]], Sign
 
 
 def would_recur(failure: RankFailure, newest: Path | None) -> bool:
-    """Whether a restart would immediately fail in the same way, so that it is not attempted.
+    """Check whether a restart would immediately fail in the same way, so that it is not attempted.
 
     A damaged checkpoint is no such failure, if the one before it can be resumed. newest: the newest checkpoint.
     """
@@ -124,7 +124,7 @@ class Restarts:
             self._job.report(f"training again {seconds:.1f} s after the failure")
 
     def _can_grow(self, attempt: _Attempt, steps: StepWatch) -> bool:
-        """Whether slots that were set aside for long enough answer, and allow a larger grid. Does not wait for them."""
+        """Check whether slots set aside for long enough answer, and allow a larger grid. Does not wait for them."""
         if not steps.has_trained():
             return False  # first the smaller grid must be seen to work
         if self._pending is None:
@@ -143,7 +143,7 @@ class Restarts:
         return True
 
     def _allows_more(self, attempt: _Attempt, slots: int) -> bool:
-        """Whether there is a larger grid than the attempt's if so many slots come back."""
+        """Check whether there is a larger grid than the attempt's if so many slots come back."""
         chosen = self._choose(len(self._slots.usable()) + slots)
         return chosen is not None and chosen[0].ranks > attempt.job.ranks
 
@@ -153,7 +153,7 @@ class Restarts:
         return own_checkpoint(self._job, self._job.newest_checkpoint(), self._id)
 
     def _is_finished(self) -> bool:
-        """Whether the ranks had trained all steps when they were asked to stop."""
+        """Check whether the ranks had trained all steps when they were asked to stop."""
         newest = self._job.newest_checkpoint()
         return newest is not None and self._job.step_of(newest) >= self._job.steps
 

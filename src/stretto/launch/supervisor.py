@@ -136,7 +136,7 @@ class Supervisor:
         return time.monotonic() - self._stop_requested
 
     def _stops_too_slowly(self) -> bool:
-        """Whether the ranks have not stopped in time. A large checkpoint may take longer, as long as it progresses."""
+        """Check whether ranks have not stopped in time. A large checkpoint may take longer, while it progresses."""
         limit = self._timeouts.stop
         if not self._is_stopping or self._seconds_of_stop() <= limit:
             return False

@@ -58,7 +58,7 @@ class RankWatch:
         return None
 
     def is_saving(self, running: Collection[int], limit: float) -> bool:
-        """Whether a rank writes a checkpoint, and has written some of it in the last `limit` seconds."""
+        """Check whether a rank writes a checkpoint, and has written some of it in the last `limit` seconds."""
         return is_saving([self.monitor.states[rank] for rank in running if rank in self.monitor.states], limit)
 
     def stopped_by(self) -> signal.Signals | None:
@@ -69,7 +69,7 @@ class RankWatch:
         return signal.Signals(found[0]) if found else None
 
     def find_culprit(self, running: Collection[int], failures: Sequence[Failure]) -> Failure | None:
-        """What has caused failures that are all consequences: a rank that is stuck, or a lost connection.
+        """Find the cause of failures that are all consequences: a rank that is stuck, or a lost connection.
 
         None where counters do not show it. failures: of the ranks that have failed; others may wait.
         """

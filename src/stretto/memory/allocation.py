@@ -47,7 +47,7 @@ def allocate(
 
 
 class _Allocation(NamedTuple):
-    """What `empty` records of a tensor: where its storage began, since `.data` may replace it."""
+    """Record that `empty` keeps of a tensor: where its storage began, since `.data` may replace it."""
 
     memory: SymmetricMemory
     number: int

@@ -31,7 +31,7 @@ def loaded_kernels_address() -> int:
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is being captured in a CUDA graph; False where there is no CUDA."""
+    """Check whether the current stream is being captured in a CUDA graph; False where there is no CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

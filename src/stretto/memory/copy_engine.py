@@ -33,20 +33,20 @@ _kept: dict[int, torch.cuda.Stream] = {}
 
 
 def have_copy_engines(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether copy engines reach the whole group: GPUs of one machine, with NVLink between all. Collective."""
+    """Check whether copy engines reach the whole group: GPUs of one machine, with NVLink between all. Collective."""
     if group.size() == 1 or device.type != "cuda":
         return False
     return has_nvlink(group, device)
 
 
 def has_nvlink(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether NVLink links each rank's GPU to every other's, the same on all ranks. Collective."""
+    """Check whether NVLink links each rank's GPU to every other's, the same on all ranks. Collective."""
     own = str(torch.cuda.get_device_properties(device).uuid)
     return all(all_gather_data(are_linked(own, all_gather_data(own, group, str)), group, bool))
 
 
 def are_linked(own: str, gpus: list[str]) -> bool:
-    """Whether NVLink links this GPU to all others, by their UUIDs; False if the driver's NVML does not report it."""
+    """Check whether NVLink links this GPU to all others, by UUIDs; False if the driver's NVML does not report it."""
     return nvml_supports(NVML_NVLINK, own, gpus) is True
 
 

@@ -96,7 +96,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def has_failed() -> bool:
-    """Whether a wait of this process has failed in a workspace that is still open. It waits for nothing."""
+    """Check whether a wait of this process has failed in a workspace that is still open. It waits for nothing."""
     return bool(_summary[0]) and _first_failed() is not None
 
 
@@ -153,7 +153,7 @@ class FailureRecord:
 
     @property
     def is_failed(self) -> bool:
-        """Whether a wait of this workspace has failed."""
+        """True if a wait of this workspace has failed."""
         return bool(self._shown[0])
 
     def message(self) -> str:
@@ -316,7 +316,7 @@ def start_watchdog() -> None:
 
 
 def watchdog_seconds() -> float:
-    """How long a failure may go unnoticed, in seconds; 0: forever. ValueError for a setting that is no such number."""
+    """Longest time that a failure may go unnoticed, in seconds; 0: forever. ValueError for other settings."""
     text = os.environ.get(WATCHDOG_VARIABLE, "")
     if not text:
         return DEFAULT_WATCHDOG_SECONDS

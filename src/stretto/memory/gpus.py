@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether the kernels of a group's GPUs can work together, storing into each other's memory."""
+"""Facts about GPUs: whether a group's kernels can work together, and how many of their programs may wait at once."""
 
 import ctypes
 import socket
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ def find_obstacle(group: dist.ProcessGroup, device: torch.device, *, needs_atomi
 
 
 def has_native_atomics(device: int, peer: int) -> bool:
-    """Whether a GPU's atomic operations on a peer's memory are native, by the driver's attribute of the pair.
+    """Check whether a GPU's atomic operations on a peer's memory are native, by the driver's attribute of the pair.
 
     device, peer: indices of GPUs that this process sees.
     """
@@ -85,6 +86,33 @@ def bound_blocks(multiprocessors: int) -> int:
     return max(multiprocessors - others, 1)
 
 
+@lru_cache
+def find_capability(index: int) -> tuple[int, int]:
+    """The compute capability of a GPU of this process."""
+    return torch.cuda.get_device_capability(index)
+
+
+@lru_cache
+def count_processors(index: int) -> int:
+    """The multiprocessors of a GPU of this process."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def limit_waiting(programs: int, device: torch.device) -> int:
+    """`programs`, but at most `bound_blocks` of the GPU's multiprocessors; interpreted programs wait in turns."""
+    return min(programs, bound_blocks(count_processors(device.index))) if device.type == "cuda" else programs
+
+
+@lru_cache
+def leave_room_for_copies(programs: int, device: torch.device) -> int:
+    """`programs` of a kernel that waits for copies of peers, limited like `limit_waiting` if ranks share GPUs.
+
+    Between GPUs, copy engines copy. A copy within a GPU may need a multiprocessor of the rank that issues it, which a
+    kernel that fills the rank's share while it waits would never give back.
+    """
+    return limit_waiting(programs, device) if shared_gpus.is_enabled() else programs
+
+
 NVML_NVLINK = 2
 """NVML_P2P_CAPS_INDEX_NVLINK: NVLink connects the pair."""
 NVML_ATOMICS = 3
@@ -95,7 +123,7 @@ _P2P_OK = 0  # NVML_P2P_STATUS_OK
 
 
 def nvml_supports(capability: int, own: str, gpus: list[str]) -> bool | None:
-    """Whether this GPU has a capability with all others, given by UUID; None where NVML is not installed.
+    """Check whether this GPU has a capability with all others, given by UUID; None where NVML is not installed.
 
     NVML, the management library of NVIDIA's driver, sees all GPUs of the machine, even where CUDA_VISIBLE_DEVICES
     leaves a process only one of them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Stretto asks of a process group: this process's rank, the time limit, and exchanges that end in time."""
+"""Queries of a process group: this process's rank, the time limit, and exchanges that end in time."""
 
 import os
 import time
@@ -116,7 +116,7 @@ def require_same(own: tuple[int, int, str], other: tuple[int, int, str], rank: i
 
 
 def is_debugging() -> bool:
-    """Whether ranks compare all calls before they make them: STRETTO_DEBUG is set, and not to 0."""
+    """Check whether ranks compare all calls before they make them: STRETTO_DEBUG is set, and not to 0."""
     return os.environ.get("STRETTO_DEBUG", "") not in ("", "0")
 
 

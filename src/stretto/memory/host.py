@@ -40,7 +40,7 @@ class Process(NamedTuple):
     started: int
 
     def has_ended(self) -> bool:
-        """Whether it has ended. A zombie, which its parent has not waited for yet, counts as ended."""
+        """Check whether it has ended. A zombie, which its parent has not waited for yet, counts as ended."""
         return _started(self.number) != self.started
 
 
@@ -115,7 +115,7 @@ class HostMemory(SymmetricMemory):
         pad[at] = (pad[at] + 1) & MASK
 
     def has_reached(self, peer: int, index: int, target: int) -> bool:
-        """Whether a wait would return now. If so, everything that the peer wrote before is visible from now on."""
+        """Check whether a wait would return now. If so, all that the peer wrote before is visible from now on."""
         if not has_reached(self.seen(peer, index), target):
             return False
         if self._fence is not None:
@@ -127,7 +127,7 @@ class HostMemory(SymmetricMemory):
         return self._pads[self.rank][peer * self.signals + index]
 
     def has_ended(self, peer: int) -> bool:
-        """Whether the peer's process has ended. What it wrote and signalled before remains valid."""
+        """Check whether the peer's process has ended. What it wrote and signalled before remains valid."""
         return self._processes is not None and self._processes[peer].has_ended()
 
     def wait(self, peer: int, index: int, target: int, timeout: float) -> None:

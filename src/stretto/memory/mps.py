@@ -25,7 +25,7 @@ _LIMIT = 30.0  # seconds for the daemon to start, and to end
 
 
 def has_mps() -> bool:
-    """Whether the control program of MPS is on PATH."""
+    """Check whether the control program of MPS is on PATH."""
     return shutil.which(_CONTROL) is not None
 
 

@@ -40,7 +40,7 @@ _libraries: list[torch.library.Library] = []  # registrations live as long as th
 
 
 def is_enabled() -> bool:
-    """Whether ranks may share GPUs: STRETTO_SHARE_GPUS is set, and not to 0."""
+    """Check whether ranks may share GPUs: STRETTO_SHARE_GPUS is set, and not to 0."""
     return os.environ.get(SWITCH, "") not in ("", "0")
 
 
@@ -76,7 +76,7 @@ def choose_gpu(local_rank: int) -> int:
 
 
 def runs_on_gpus(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the group (None: all ranks) has a backend for GPU tensors: NCCL, or gloo if ranks share GPUs."""
+    """Check whether the group (None: all ranks) has a backend for GPU tensors: NCCL, or gloo if ranks share GPUs."""
     config = str(dist.get_backend_config(group))
     return "nccl" in config or (is_enabled() and torch.cuda.is_available() and "cuda:" in config)
 
@@ -286,7 +286,7 @@ class _HostStagingKernels:
         return kernel
 
     def _is_staged(self, op: Any, group: dist.ProcessGroup) -> bool:
-        """Whether to stage a call: the group's backend for this kind of device is gloo.
+        """Decide whether to stage a call: the group's backend for this kind of device is gloo.
 
         The backend stretto stages its own calls, those that its kernels do not support. RuntimeError for a group of
         another backend, and for a call to stage while a CUDA graph is captured.

@@ -145,7 +145,7 @@ def _make(partition: Partition, backend: str | None, timeout: timedelta, descrip
 
 
 def _can_split(partition: Partition, backend: str | None, world: dist.ProcessGroup) -> bool:
-    """Whether one call makes all groups of a partition: NCCL's communicator is connected, and can be split.
+    """Check whether one call makes all groups of a partition: NCCL's communicator is connected, and can be split.
 
     torch names a split by its ranks, and one that was destroyed has left its addresses in the store under this name.
     """

@@ -67,7 +67,7 @@ class PeerError(RuntimeError):
 
 
 def has_reached(seen: int, target: int) -> bool:
-    """Whether a 32-bit counter at `seen` has reached `target`, with wrap-around: (int32)(seen - target) >= 0."""
+    """Check whether a 32-bit counter at `seen` has reached `target`, with wrap-around: (int32)(seen - target) >= 0."""
     return not (seen - target) & _SIGN
 
 

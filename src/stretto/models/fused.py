@@ -73,7 +73,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _needs_operators(*tensors: Tensor) -> bool:
-    """Whether PyTorch must differentiate or trace operators. As `stretto.ops.dispatch` (whose import takes Triton)."""
+    """Check whether PyTorch must differentiate or trace operators, as `stretto.ops.operator`, which imports Triton."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
@@ -93,7 +93,7 @@ def _suits_kernel(tensor: Tensor) -> bool:
 
 
 def _is_watched() -> bool:
-    """Whether a dispatch mode that is not Stretto's own has to see operators."""
+    """Check whether a dispatch mode that is not Stretto's own has to see operators."""
     return is_in_torch_dispatch_mode() and not all(
         isinstance(mode, SelectiveMode) for mode in _get_current_dispatch_mode_stack()
     )

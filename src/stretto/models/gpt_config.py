@@ -168,7 +168,7 @@ class GPTConfig:
 
     @property
     def normalizes_expert_weights(self) -> bool:
-        """Whether a token's weights are divided by their sum."""
+        """True if a token's weights are divided by their sum."""
         return self.experts_per_token > 1 if self.normalize_expert_weights is None else self.normalize_expert_weights
 
     @property

@@ -23,7 +23,7 @@ MAX_WAITING = 64
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """How a router chooses experts, and how it distributes tokens evenly.
+    """Options by which a router chooses experts, and distributes tokens evenly.
 
     scores: "softmax" over all experts, or "sigmoid" of each.
     normalize: divides a token's weights by their sum. scale: multiplies them after that.
@@ -56,17 +56,17 @@ class RouterOptions:
 
     @property
     def has_sequence_loss(self) -> bool:
-        """Whether there is a sequence-wise loss."""
+        """True if there is a sequence-wise loss."""
         return self.balance == "sequence" or (self.balance == "bias" and self.balance_loss > 0)
 
     @property
     def has_loss(self) -> bool:
-        """Whether the router has its own loss."""
+        """True if the router has its own loss."""
         return self.balance == "switch" or self.has_sequence_loss or self.z_loss > 0
 
 
 class _ForwardPass(NamedTuple):
-    """What a router did with this rank's tokens.
+    """A router's choices for this rank's tokens.
 
     counts, dropped: int64 [num_experts], choices, and those of them that were dropped. sums: of the losses, see
     `Router._balance_sums`; get_total: waits for the sum of counts over ranks, and returns it. None without losses.
@@ -131,7 +131,7 @@ class Router(nn.Module):
 
     @property
     def needs_whole_sequences(self) -> bool:
-        """Whether a rank must have all tokens of its sequences, for the sequence-wise loss."""
+        """True if a rank must have all tokens of its sequences, for the sequence-wise loss."""
         return self.options.has_sequence_loss
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -263,7 +263,7 @@ class Router(nn.Module):
         return logits.logsumexp(-1).square().sum().view(1)
 
     def _loss_factors(self, total: Tensor) -> "_LossFactors":
-        """What the sums are multiplied by, from the choices of all ranks [num_experts]."""
+        """Factors of the sums, from the choices of all ranks [num_experts]."""
         total = total.double()
         tokens = (total.sum() / self.experts_per_token).clamp(min=1)
         if self.options.balance == "switch":
@@ -281,7 +281,7 @@ class Router(nn.Module):
         return factors.of_mean
 
     def _exceeds_capacity(self, chosen: Tensor, counts: Tensor, total: Tensor) -> Tensor:
-        """Which choices [t, E] an expert has no slot for: chosen [t, E]; counts, total [E], this rank's and all."""
+        """Mark choices [t, E] that an expert has no slot for: chosen [t, E]; counts, total [E], this rank's and all."""
         assert self.options.capacity_factor is not None
         factor = Fraction(self.options.capacity_factor).limit_denominator(1 << 20)
         capacity = -(-(total.sum() * factor.numerator) // (self.num_experts * factor.denominator))
@@ -290,7 +290,7 @@ class Router(nn.Module):
 
 @dataclass(frozen=True)
 class RoutingStatistics:
-    """What the routers of a model have done in a step, over all its micro-batches and ranks.
+    """Sums over the routers of a model in a step, over all its micro-batches and ranks.
 
     names: of the routers. counts, dropped: fp64 [routers, experts], the choices of each expert, and those of them that
     found no slot. losses: fp64 [routers, 2], balance loss and z-loss with their coefficients, in the mean over the

@@ -3,7 +3,7 @@
 
 from stretto.ops import moe
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
-from stretto.ops.dispatch import counts
+from stretto.ops.config import KernelConfig, counts
 from stretto.ops.embedding import (
     EmbeddingAllToAll,
     TableUpdate,
@@ -14,7 +14,7 @@ from stretto.ops.embedding import (
     embedding_all_to_all_updating,
     tune_embedding,
 )
-from stretto.ops.gemm.config import Blocks, KernelConfig
+from stretto.ops.gemm import Blocks
 from stretto.ops.maintenance import Workspace, check, free_workspaces, workspaces
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter

@@ -1,81 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-gather + GEMM: the ranks' rows are transferred while a persistent GEMM multiplies those that have arrived.
 
-Flux (sections 3.3, 4.1 and 4.3), in tile-centric primitives (TileLink). The operator, its gradient, and two kernels:
-`all_gather_gemm_by_copies`, whose rows copy engines move, and `all_gather_gemm_by_programs`, whose first programs move
-them. `gathered_rows` has what both share: the moves, and the products of gathered rows.
+Flux (sections 3.3, 4.1 and 4.3), in tile-centric primitives (TileLink). From top to bottom: the operator; its run, by
+the library or by a kernel; the two kernels, `all_gather_gemm_by_copies`, whose rows copy engines move, and
+`all_gather_gemm_by_programs`, whose first programs move them; their launches; the gradient.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache
 from math import prod
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from stretto import tiles
-from stretto.ops import unfused
-from stretto.ops.checks import find_name, flatten_rows, require_operands, require_out
-from stretto.ops.dispatch import (
-    Autograd,
-    choose_config,
-    copy_to,
-    define_operator,
-    describe_problem,
-    is_traced,
-    make_call_key,
-    note_write,
-    pin_backward,
-    recall_config,
-    require_no_tangents,
-    save_operands,
-    without_autocast,
-    write_to,
-)
-from stretto.ops.gathered_rows import (
-    GatherShard,
-    RowMoves,
-    copy_out_gathered,
-    count_gathered_bytes,
-    count_tiles,
-    find_gathered_scales,
-    finish_tile,
-    locate_direct,
-    locate_gathered,
-    map_rows,
-    multiply_gathered,
-    order_rows,
-    pull_rows,
-    push_rows,
-    push_rows_by_copies,
-    signal_own_rows,
-)
-from stretto.ops.gemm.config import (
+from stretto.memory.gpus import leave_room_for_copies, limit_waiting
+from stretto.ops.config import (
     LIBRARY,
     KernelConfig,
-    divide_up,
+    choose_config,
+    describe_problem,
     encode_implementation,
-    has_power_of_two_columns,
-    leave_room_for_copies,
-    limit_programs,
+    make_call_key,
+    pin_backward,
+    recall_config,
 )
-from stretto.ops.gemm.stream_k import count_steps, count_units, find_unit, make_stream_k, multiply_unit
-from stretto.ops.gemm.tile import (
+from stretto.ops.gemm import (
+    Product,
     Scales,
+    count_steps,
+    count_units,
     describe_gemm,
     describe_rows,
+    divide_up,
+    find_unit,
     fixed,
+    has_power_of_two_columns,
+    load_bias,
+    make_stream_k,
+    multiply_columns,
     multiply_tile,
+    multiply_unit,
+    order_tiles,
     scale_tile,
     specialization_key,
+    store_tile,
+    tile_width,
 )
-from stretto.ops.several_weights import multiply_several, pair_lists
-from stretto.ops.workspace import abandon, find_group, find_workspace
+from stretto.ops.operator import (
+    PEER_TILES,
+    Autograd,
+    abandon,
+    copy_to,
+    count_bytes,
+    define_operator,
+    find_group,
+    find_name,
+    find_workspace,
+    flatten_rows,
+    gather_rows,
+    require_operands,
+    require_out,
+    save_operands,
+    scatter_sum,
+)
 
+_MAX_PIECES = 8
+_MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
+_ALIGNMENT = 128  # bytes: tensors in a workspace begin at multiples of it
+_SCALES_AT_ONCE = tl.constexpr(256)
+_MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 16384)  # elements that a program loads and stores
 _SIGNALLING = tl.constexpr(16)  # programs that signal own rows which copy engines push to others
 
 
@@ -133,25 +132,15 @@ def all_gather_matmul(
     PeerError for a rank that does not call. Flux, sections 3.3 and 4.
     """
     name, how = find_name(group), encode_implementation(implementation)
-    rows = flatten_rows("all_gather_matmul", x)
     if not isinstance(weight, Tensor):
-        weights, biases, outs = pair_lists(rows, weight, bias, out, saves_gathered, how)
-        shapes = [_shape_product(x, weight, group) for weight in weights]
-        for place, (shape, one) in enumerate(zip(shapes, outs, strict=True)):
-            if one is not None:
-                require_out("all_gather_matmul", one, shape, x.dtype, x, *weights, *biases, *outs[:place])
-        multiply = partial(_multiply_gathered, rows, name, how)
-        flat = [None if one is None else one.flatten(0, -2) for one in outs]
-        products = multiply_several(multiply, weights, biases, flat)
-        if out is not None:
-            return [one for one in outs if one is not None]
-        return [product.view(shape) for product, shape in zip(products, shapes, strict=True)]
+        return _multiply_several(x, weight, bias, out, group, saves_gathered, how)
+    rows = flatten_rows("all_gather_matmul", x)
     if not (bias is None or isinstance(bias, Tensor)) or not (out is None or isinstance(out, Tensor)):
         raise ValueError("all_gather_matmul takes a list of biases, and of outputs, only with a list of weights")
     if out is not None:
         require_operands("all_gather_matmul", rows, weight, bias, how)
         require_out("all_gather_matmul", out, _shape_product(x, weight, group), x.dtype, x, weight, bias)
-        write_to(out.flatten(0, -2), _plain, _run_into, rows, weight, bias, name, how)
+        _plain(rows, weight, bias, name, how, out=out.flatten(0, -2))
         return out
     if saves_gathered and torch.is_grad_enabled() and weight.requires_grad:
         product = _gathered(rows, weight, bias, name, how)[0]
@@ -182,32 +171,51 @@ def _shape_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -
     return x.shape[0] * dist.get_world_size(group), *x.shape[1:-1], weight.shape[0]
 
 
-def _multiply_gathered(
-    x: Tensor, group: str, implementation: str, weight: Tensor, bias: Tensor | None, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(product, in `out` if there is one; gathered x)."""
-    if out is None or is_traced(x, weight, bias, out):
-        product, gathered = _gathered(x, weight, bias, group, implementation)
-        return copy_to(out, product), gathered
-    require_no_tangents(x, weight, bias)
-    results = without_autocast(_run)(x, weight, bias, group, implementation, returns_gathered=True, out=out)
-    note_write(out)
-    return results
+def _multiply_several(
+    x: Tensor, weights: Any, biases: Any, outs: Any, group: dist.ProcessGroup | None, saves_gathered: bool, how: str
+) -> list[Tensor]:
+    """Products of one gather with several weights: queries, keys and values, or gate and up.
 
-
-def _run_plain(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
-    return _run(x, weight, bias, group, implementation, returns_gathered=False)[0]
-
-
-@without_autocast
-def _run_into(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str, out: Tensor) -> Tensor:
-    return _run(x, weight, bias, group, implementation, returns_gathered=False, out=out)[0]
-
-
-def _run_gathered(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str
-) -> tuple[Tensor, Tensor]:
-    return _run(x, weight, bias, group, implementation, returns_gathered=True)
+    The widest weight's product is multiplied as rows come, and hides the gather; it also returns the gathered rows,
+    which the library then multiplies by the other weights. No weight is copied, and all products are contiguous.
+    Gradients of the gathered rows are added up by autograd, so that the backward pass has one reduce-scatter.
+    """
+    operator, rows = "all_gather_matmul", flatten_rows("all_gather_matmul", x)
+    if not isinstance(weights, Sequence) or not weights or not all(isinstance(one, Tensor) for one in weights):
+        raise ValueError(f"{operator}: weight is a tensor or a list of one or more tensors, not {weights!r}")
+    for what, given in (("bias", biases), ("out", outs)):
+        if given is not None and (not isinstance(given, Sequence) or len(given) != len(weights)):
+            count = len(given) if isinstance(given, Sequence) else type(given).__name__
+            raise ValueError(f"{operator}: {what} for a list of {len(weights)} weights is as long a list, not {count}")
+    if not saves_gathered:
+        raise ValueError(
+            f"{operator}: saves_gathered=False is for one weight: torch.cat the weights, or checkpoint the call "
+            "(torch.utils.checkpoint)"
+        )
+    biases, outs = (list(given or [None] * len(weights)) for given in (biases, outs))
+    for weight, bias in zip(weights, biases, strict=True):
+        require_operands(operator, rows, weight, bias, how)
+    shapes = [_shape_product(x, weight, group) for weight in weights]
+    for place, (shape, out) in enumerate(zip(shapes, outs, strict=True)):
+        if out is not None:
+            require_out(operator, out, shape, x.dtype, x, *weights, *biases, *outs[:place])
+    products: list[Any] = [None if out is None else out.flatten(0, -2) for out in outs]
+    widest = max(range(len(weights)), key=lambda place: weights[place].shape[0])
+    first = rows, weights[widest], biases[widest], find_name(group), how
+    products[widest], gathered = _gathered(*first, out=products[widest])
+    with torch.autocast(gathered.device.type, enabled=False):  # as in the first product
+        for place, (weight, bias, out) in enumerate(zip(weights, biases, products, strict=True)):
+            if place == widest:
+                continue
+            if out is None:
+                products[place] = functional.linear(gathered, weight, bias)
+            elif bias is None:
+                torch.mm(gathered, weight.t(), out=out)
+            else:
+                torch.addmm(bias, gathered, weight.t(), out=out)
+    return [
+        product.view(shape) if out is None else out for product, shape, out in zip(products, shapes, outs, strict=True)
+    ]
 
 
 def _run(
@@ -216,224 +224,73 @@ def _run(
     bias: Tensor | None,
     group: str,
     implementation: str,
+    out: Tensor | None,
     *,
     returns_gathered: bool,
-    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(product, in `out` if there is one; gathered x, or x itself where that is not returned)."""
     key = make_call_key("all_gather_matmul", x, weight, bias, implementation, "gathered" if returns_gathered else "")
     config = recall_config(group, key)
     if config is None:
         require_operands("all_gather_matmul", x, weight, bias, implementation)
-    (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
-    if config is None:
-        problem = describe_problem("all_gather_matmul", rows * world, x, weight, group)
+        problem = describe_problem("all_gather_matmul", x.shape[0] * find_group(group).size(), x, weight, group)
         config = choose_config(problem, x, weight, group, implementation, key)
+    (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         product, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)
         if returns_gathered and n == 0:
-            gathered = unfused.gather_rows(x, group)
+            gathered = gather_rows(x, group)
         return copy_to(out, product if bias is None else product + bias), gathered
     if config == LIBRARY:
-        product, gathered = unfused.all_gather_matmul(x, weight, bias, group)
-        return copy_to(out, product), gathered
+        gathered = gather_rows(x, group)
+        return copy_to(out, functional.linear(gathered, weight, bias)), gathered
     if returns_gathered:  # the host does not know the slot that programs gather into
         config = config._replace(transfer="copies", direction="push")
     out = x.new_empty(rows * world, n) if out is None else out
     returned = x.new_empty(rows * world, k) if returns_gathered else None
-    launch_gather(config, x, weight, bias, out, group, returned=returned)
+    launch_gather(config, Product(x, weight, bias, out, group), returned)
     return out, x if returned is None else returned
 
 
-def _fake_plain(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
-    require_operands("all_gather_matmul", x, weight, bias, implementation)
-    return x.new_empty(x.shape[0] * find_group(group).size(), weight.shape[0])
+def _run_plain(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str, out: Tensor | None = None
+) -> Tensor:
+    return _run(x, weight, bias, group, implementation, out, returns_gathered=False)[0]
 
 
-def _fake_gathered(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str
+def _run_gathered(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    out = _fake_plain(x, weight, bias, group, implementation)
-    return out, x.new_empty(out.shape[0], x.shape[1])
+    return _run(x, weight, bias, group, implementation, out, returns_gathered=True)
 
 
-def _count_flops(x: torch.Size, weight: torch.Size, bias: object, group: str, *_: object, **__: object) -> int:
-    return 2 * x[0] * find_group(group).size() * prod(weight)
+class GatherShard(NamedTuple):
+    """This rank's rows, as a gather's kernel sees them.
 
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, bias, group, implementation = inputs
-    ctx.group, ctx.has_bias, ctx.is_gathered = group, bias is not None, isinstance(output, tuple)
-    ctx.implementation = pin_backward(implementation)
-    ctx.set_materialize_grads(False)
-    save_operands(ctx, output[1] if ctx.is_gathered else x, weight)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, grad_gathered: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """C = gather(x) @ W.T: dx is the reduce-scatter of dC @ W, overlapped as well, and dW is dC.T @ gather(x)."""
-    rows, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    grad_x = grad_weight = grad_bias = None
-    if grad is not None:
-        grad = grad.contiguous()
-        if needs_x and grad_gathered is None:
-            reduce_scatter = torch.ops.stretto.matmul_reduce_scatter
-            grad_x = reduce_scatter(grad, weight.t(), None, ctx.group, None, ctx.implementation)
-        if needs_weight:
-            gathered = rows if ctx.is_gathered else unfused.gather_rows(rows, ctx.group)
-            grad_weight = grad.t() @ gathered
-        if ctx.has_bias and needs_bias:
-            grad_bias = grad.sum(0)
-    if grad_gathered is not None and needs_x:  # one reduce-scatter for both, which this product cannot hide
-        total = grad_gathered if grad is None else torch.addmm(grad_gathered, grad, weight)
-        grad_x = unfused.scatter_sum(total.contiguous(), ctx.group)
-    return grad_x, grad_weight, grad_bias, None, None
-
-
-_plain, _gathered = (
-    define_operator(name, run, fake=fake, count_flops=_count_flops, autograd=Autograd(_save, _differentiate))
-    for name, run, fake in (
-        ("all_gather_matmul", _run_plain, _fake_plain),
-        ("all_gather_matmul_gathered", _run_gathered, _fake_gathered),
-    )
-)
-
-
-def launch_gather(
-    config: KernelConfig,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    group: str,
-    *,
-    scales: Scales | None = None,
-    returned: Tensor | None = None,
-) -> None:
-    """Launch the call: out = gather(x) @ weight.T + bias, by the configuration's kernel.
-
-    scales: of own rows of an fp8 x, which are sent with them, and of the weight. returned: gets the gathered x, which
-    copy engines alone can give.
+    rows: of each rank. scales: factors [rows] of fp8 rows, or None. Compiled in: is_direct (tiles of own rows are
+    loaded from x itself, which takes tiles without other ranks' rows), and is_shifted (the order of tiles begins with
+    own rows).
     """
-    if config.transfer == "programs":
-        assert returned is None
-        _launch_by_programs(limit_programs(config, x.device), x, weight, bias, out, group, scales)
-    else:
-        _launch_by_copies(config.with_power_of_two_tiles(), x, weight, bias, out, group, scales, returned)
+
+    rows: Any
+    scales: Any
+    is_direct: Any
+    is_shifted: Any
 
 
-def _launch_by_copies(
-    config: KernelConfig,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    group: str,
-    scales: Scales | None,
-    returned: Tensor | None,
-) -> None:
-    """Begin the call, have copy engines push this rank's rows on a side stream, and launch the GEMM."""
-    blocks, (rows, k) = config.blocks, x.shape
-    assert blocks is not None
-    size = count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=False, has_scales=scales is not None)
-    workspace = find_workspace(group, x.device, size, "barrier")
-    block_channel = workspace.channel
-    world = block_channel.world_size
-    producer, consumer = map_rows(rows, world, config, k * x.element_size())
-    slot = next(workspace.slot_cycle)
-    offset = slot * workspace.slot_bytes
-    gathered = block_channel.tensor((rows * world, k), x.dtype, offset=offset)
-    own_scales = None if scales is None else scales.rows.contiguous()
-    if scales is not None:
-        scales = Scales(find_gathered_scales(block_channel, rows, k, offset), scales.columns)
-    gemm, arriving, b, c = describe_gemm(gathered, weight, out, blocks, scales=scales)
-    own = describe_rows(x, gemm)
-    is_direct = config.is_shifted and rows % blocks.m == 0 and own is not None
-    column_tiles = divide_up(out.shape[1], blocks.n)
-    count = divide_up(out.shape[0], blocks.m) * column_tiles
-    # Own tiles are multiplied in a separate loop, over whole tiles.
-    kept = rows // blocks.m * column_tiles if is_direct else 0
-    stream_k, units = make_stream_k(count, k, blocks, workspace.arrivals, kept)
-    shard = GatherShard(rows, own_scales, fixed(is_direct), fixed(config.is_shifted))
-    block_channel.check()
-    try:
-        turn = slot if workspace.slots == 2 else None
-        channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast", slot=turn)
-        if not is_direct:
-            # On this stream, before the kernel: a copy within a GPU may need a multiprocessor, and none is free once
-            # the kernel runs.
-            tiles.rank_copy_data(gathered, x, rows=slice(0, rows), to=block_channel.rank * rows)
-            if scales is not None and own_scales is not None:
-                tiles.rank_copy_data(scales.rows, own_scales, rows=slice(0, rows), to=block_channel.rank * rows)
-        with tiles.copy_engine(block_channel):
-            push_rows_by_copies(block_channel, producer, x, own_scales, offset)
-            if returned is not None:
-                copy_out_gathered(block_channel, producer, x, gathered, returned)
-    except BaseException:
-        abandon(group, block_channel)
-        raise
-    try:
-        block_channel.launch(
-            all_gather_gemm_by_copies,
-            specialization_key(config, x, weight, gemm, bias, out, own_scales),
-            min(leave_room_for_copies(blocks.programs, x.device), max(units, 1)),
-            (channel, producer, consumer, gemm, stream_k, shard, own, arriving, b, bias, c),
-            num_warps=blocks.num_warps,
-            num_stages=blocks.num_stages,
-        )
-    except BaseException:
-        signal_own_rows(block_channel, producer)
-        raise
-    finally:  # also after a failed launch: the next call's copies must come after these
-        tiles.join_copies(block_channel)
+class RowMoves(NamedTuple):
+    """How programs move rows: the first `movers` of a launch push x to the other ranks, or pull theirs (not is_push).
 
+    landing: both slots of the gathered rows, slot_rows rows apart; slots of scales are slot_words apart. is_push is
+    compiled in.
+    """
 
-def _launch_by_programs(
-    config: KernelConfig,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    group: str,
-    scales: Scales | None,
-) -> None:
-    """Launch the call's only kernel, whose first programs move rows before they multiply."""
-    blocks, (rows, k) = config.blocks, x.shape
-    assert blocks is not None
-    size = count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=True, has_scales=scales is not None)
-    workspace = find_workspace(group, x.device, size, "double_buffered")
-    block_channel = workspace.channel
-    world = block_channel.world_size
-    producer, consumer = map_rows(rows, world, config, k * x.element_size())
-    slot_rows = divide_up(workspace.slot_bytes, k * x.element_size())
-    landing = block_channel.tensor((slot_rows + rows * world, k), x.dtype)
-    own_scales = None if scales is None else scales.rows.contiguous()
-    if scales is not None:
-        scales = Scales(find_gathered_scales(block_channel, rows, k, 0), scales.columns)
-    in_parts = not has_power_of_two_columns(blocks)
-    gemm, arriving, b, c = describe_gemm(landing, weight, out, blocks, scales=scales, in_parts=in_parts)
-    own = describe_rows(x, gemm)
-    is_direct = config.is_shifted and rows % blocks.m == 0 and own is not None and not in_parts
-    count = divide_up(out.shape[0], blocks.m) * divide_up(out.shape[1], blocks.n)
-    stream_k, units = make_stream_k(count, k, blocks, workspace.arrivals)
-    programs = min(blocks.programs, max(units, config.movers))
-    shard = GatherShard(rows, own_scales, fixed(is_direct), fixed(config.is_shifted))
-    is_push = config.direction == "push"
-    slot_words, movers = workspace.words(1, torch.float32), min(config.movers, programs)
-    moves = RowMoves(x, landing, slot_rows, slot_words, movers, fixed(is_push))
-    channel = block_channel.enter("all_gather_matmul", "broadcast" if is_push else "local")
-    try:
-        block_channel.launch(
-            all_gather_gemm_by_programs,
-            specialization_key(config, x, weight, gemm, bias, out, own_scales),
-            programs,
-            (channel, producer, consumer, gemm, stream_k, shard, moves, own, arriving, b, bias, c),
-            num_warps=blocks.num_warps,
-            num_stages=blocks.num_stages,
-        )
-    except BaseException:
-        abandon(group, block_channel)
-        raise
+    x: Any
+    landing: Any
+    slot_rows: Any
+    slot_words: Any
+    movers: Any
+    is_push: Any
 
 
 @triton.jit
@@ -502,7 +359,7 @@ def all_gather_gemm_by_programs(  # type: ignore[no-untyped-def]
     Signals: the first `movers` programs push rows (or pull them), and signal each piece.
     Waits: for the pieces that hold a tile's rows, at the tile's head. They depend on the launch's first programs on
     each rank, which run when any do, claim what they move, and wait for nothing (pulling: for pieces that those have
-    offered). A launch leaves room for another group's (`bound_programs`), so that its first programs find a place
+    offered). A launch leaves room for another group's (`bound_blocks`), so that its first programs find a place
     while this one waits.
     Scales of fp8 rows travel before their rows' signals, to gemm.row_scales.
     Reuse: `gathered` is both of two slots, used in turn by the call's number. Every rank waits for every rank's rows,
@@ -544,3 +401,410 @@ def all_gather_gemm_by_programs(  # type: ignore[no-untyped-def]
         if begin >= end:
             begin, end = find_unit(gemm, stream_k, tiles.claim(channel), count)
     tiles.end_call(channel, producer)
+
+
+@triton.jit
+def count_tiles(channel, gemm, shard):  # type: ignore[no-untyped-def]
+    """(rows of tiles, columns of tiles) of out."""
+    return tl.cdiv(shard.rows * channel.world, gemm.block_m), tl.cdiv(gemm.n, tile_width(gemm))
+
+
+@triton.jit
+def order_rows(channel, gemm, shard):  # type: ignore[no-untyped-def]
+    """(the row of tiles that comes after the direct ones; how many rows of tiles are direct, loaded from x itself)."""
+    direct_tiles = shard.rows // gemm.block_m if shard.is_direct else 0
+    # A tile of two ranks' rows is the earlier rank's.
+    first = tl.cdiv(channel.rank * shard.rows, gemm.block_m) if shard.is_shifted else 0
+    return first + direct_tiles, direct_tiles
+
+
+@triton.jit
+def locate_direct(gemm, row_tiles, tile):  # type: ignore[no-untyped-def]
+    """(row, column) where a tile begins, of so many rows of tiles."""
+    row_tile, column_tile = order_tiles(tile, row_tiles, tl.cdiv(gemm.n, tile_width(gemm)), gemm.group_rows)
+    return row_tile * gemm.block_m, column_tile * tile_width(gemm)
+
+
+@triton.jit
+def locate_gathered(gemm, tile, row_tiles, first, direct_tiles):  # type: ignore[no-untyped-def]
+    """(row of tiles, row, column) of the tile-th tile, direct ones counted; first: the row of tiles after those."""
+    column_tiles = tl.cdiv(gemm.n, tile_width(gemm))
+    tile -= direct_tiles * column_tiles
+    row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
+    row_tile = (row_tile + first) % row_tiles
+    return row_tile, row_tile * gemm.block_m, column_tile * tile_width(gemm)
+
+
+@triton.jit
+def multiply_gathered(  # type: ignore[no-untyped-def]
+    channel, gemm, stream_k, shard, gathered, scales, weight, bias, out, place, unit
+):
+    """Multiply the work unit's steps of one tile of gathered rows; returns where the unit's next tile begins.
+
+    place: (row, column, row of `gathered` that this call's rows begin at, what the wait for the rows returned). unit:
+    (begin, end), in steps.
+    """
+    row, column, base, ready = place
+    begin, end = unit
+    row_there = base + row + ready
+    count = shard.rows * channel.world
+    if gemm.parts == 1:
+        total, is_complete, begin = multiply_unit(gemm, stream_k, gathered, weight, row_there, column, 0, begin, end)
+        if is_complete:
+            total = scale_tile(gemm, scales, total, row + ready, column, count)
+            finish_tile(channel, gemm, shard, bias, out, total, row, column)
+    else:
+        totals = multiply_columns(gemm, gathered, weight, row_there, column)
+        begin = end  # such tiles are whole units
+        for part in tl.static_range(gemm.parts):
+            at = column + part * gemm.block_n
+            total = scale_tile(gemm, scales, totals[part], row + ready, at, count)
+            finish_tile(channel, gemm, shard, bias, out, total, row, at)
+    return begin
+
+
+@triton.jit
+def finish_tile(channel, gemm, shard, bias, out, total, row, column):  # type: ignore[no-untyped-def]
+    """Add the bias, and store."""
+    if bias is not None:
+        total += load_bias(bias, column, gemm.n, gemm.block_n)
+    store_tile(gemm, out, total, row, column, shard.rows * channel.world)
+
+
+@triton.jit
+def push_rows(channel, producer, gemm, shard, x, landing, scales_landing):  # type: ignore[no-untyped-def]
+    """Push pieces of x to all ranks: to the rank before this one first, to this rank last, if tiles need a copy.
+
+    Pieces are claimed: running programs push all of them, whichever of a launch's programs are scheduled.
+    """
+    pieces = tiles.rank_tiles(producer)
+    job = tiles.claim_move(channel)
+    while job < pieces * channel.world:
+        following = tiles.claim_move(channel)  # before the copy, which takes longer
+        peer = (channel.rank + channel.world - 1 - job // pieces) % channel.world
+        tile = channel.rank * pieces + job % pieces
+        if peer != channel.rank or not shard.is_direct:
+            there = tiles.peer_pointer(channel, landing, peer)
+            _copy_rows(producer, gemm.k, tile, x, channel.rank * producer.rows, there, 0, _MOVED_AT_ONCE)
+            if shard.scales is not None:
+                there = tiles.peer_pointer(channel, scales_landing, peer)
+                _copy_rows(producer, 1, tile, shard.scales, channel.rank * producer.rows, there, 0, _SCALES_AT_ONCE)
+        tiles.producer_tile_notify(channel, producer, tile, "broadcast", rank=peer)
+        job = following
+
+
+@triton.jit
+def pull_rows(channel, producer, gemm, shard, x, landing, scales_landing):  # type: ignore[no-untyped-def]
+    """Offer pieces of x to the other ranks, from their place in this rank's memory; then pull theirs.
+
+    Pieces are claimed, as in `push_rows`: no program waits for an offer before all of this rank's are claimed.
+    """
+    pieces = tiles.rank_tiles(producer)
+    job = tiles.claim_move(channel)
+    while job < pieces:
+        following = tiles.claim_move(channel)
+        tile = channel.rank * pieces + job
+        _copy_rows(producer, gemm.k, tile, x, channel.rank * producer.rows, landing, 0, _MOVED_AT_ONCE)
+        if shard.scales is not None:
+            first = channel.rank * producer.rows
+            _copy_rows(producer, 1, tile, shard.scales, first, scales_landing, 0, _SCALES_AT_ONCE)
+        tiles.producer_tile_notify(channel, producer, tile, "local")
+        tiles.peer_tile_notify(channel, job, mode="broadcast")
+        job = following
+    job -= pieces
+    while job < pieces * (channel.world - 1):
+        following = tiles.claim_move(channel) - pieces
+        peer = (channel.rank + 1 + job // pieces) % channel.world
+        tile = peer * pieces + job % pieces
+        ready = tiles.peer_tile_wait(channel, job % pieces, rank=peer)
+        there = tiles.peer_pointer(channel, landing, peer)
+        _copy_rows(producer, gemm.k, tile, there, 0, landing, ready, _MOVED_AT_ONCE)
+        if shard.scales is not None:
+            there = tiles.peer_pointer(channel, scales_landing, peer)
+            _copy_rows(producer, 1, tile, there, 0, scales_landing, ready, _SCALES_AT_ONCE)
+        tiles.producer_tile_notify(channel, producer, tile, "local")
+        job = following
+
+
+@triton.jit
+def _copy_rows(  # type: ignore[no-untyped-def]
+    producer, k, tile, source, first, destination, ready, AT_ONCE: tl.constexpr
+):
+    """Copy a tile's rows of k elements; `source` begins with row `first`, `destination` with row 0."""
+    low, high = tiles.tile_rows(producer, tile)
+    source += tl.cast(low - first, tl.int64) * k + ready
+    destination += tl.cast(low, tl.int64) * k
+    size = (high - low) * k
+    for start in range(0, size, AT_ONCE):
+        offsets = start + tl.arange(0, AT_ONCE)
+        value = tl.load(source + offsets, mask=offsets < size)
+        tl.store(destination + offsets, value, mask=offsets < size)
+
+
+def launch_gather(config: KernelConfig, product: Product, returned: Tensor | None = None) -> None:
+    """Launch the call: out = gather(x) @ weight.T + bias, by the configuration's kernel.
+
+    Scales of own rows of an fp8 x are sent with them. returned: gets the gathered x, which copy engines alone can give.
+    """
+    if config.transfer == "programs":
+        assert returned is None
+        _launch_by_programs(_limit_programs(config, product.x.device), product)
+    else:
+        _launch_by_copies(config.with_power_of_two_tiles(), product, returned)
+
+
+def _launch_by_copies(config: KernelConfig, product: Product, returned: Tensor | None) -> None:
+    """Begin the call, have copy engines push this rank's rows on a side stream, and launch the GEMM."""
+    x, weight, bias, out, group, scales = product
+    blocks, (rows, k) = config.blocks, x.shape
+    assert blocks is not None
+    size = count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=False, has_scales=scales is not None)
+    workspace = find_workspace(group, x.device, size, "barrier")
+    block_channel = workspace.channel
+    world = block_channel.world_size
+    producer, consumer = map_rows(rows, world, config, k * x.element_size())
+    slot = next(workspace.slot_cycle)
+    offset = slot * workspace.slot_bytes
+    gathered = block_channel.tensor((rows * world, k), x.dtype, offset=offset)
+    own_scales = None if scales is None else scales.rows.contiguous()
+    if scales is not None:
+        scales = Scales(find_gathered_scales(block_channel, rows, k, offset), scales.columns)
+    gemm, arriving, b, c = describe_gemm(gathered, weight, out, blocks, scales=scales)
+    own = describe_rows(x, gemm)
+    is_direct = config.is_shifted and rows % blocks.m == 0 and own is not None
+    column_tiles = divide_up(out.shape[1], blocks.n)
+    count = divide_up(out.shape[0], blocks.m) * column_tiles
+    # Own tiles are multiplied in a separate loop, over whole tiles.
+    kept = rows // blocks.m * column_tiles if is_direct else 0
+    stream_k, units = make_stream_k(count, k, blocks, workspace.arrivals, kept)
+    shard = GatherShard(rows, own_scales, fixed(is_direct), fixed(config.is_shifted))
+    block_channel.check()
+    try:
+        turn = slot if workspace.slots == 2 else None
+        channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast", slot=turn)
+        if not is_direct:
+            # On this stream, before the kernel: a copy within a GPU may need a multiprocessor, and none is free once
+            # the kernel runs.
+            tiles.rank_copy_data(gathered, x, rows=slice(0, rows), to=block_channel.rank * rows)
+            if scales is not None and own_scales is not None:
+                tiles.rank_copy_data(scales.rows, own_scales, rows=slice(0, rows), to=block_channel.rank * rows)
+        with tiles.copy_engine(block_channel):
+            push_rows_by_copies(block_channel, producer, x, own_scales, offset)
+            if returned is not None:
+                copy_out_gathered(block_channel, producer, x, gathered, returned)
+    except BaseException:
+        abandon(group, block_channel)
+        raise
+    try:
+        block_channel.launch(
+            all_gather_gemm_by_copies,
+            specialization_key(config, x, weight, gemm, bias, out, own_scales),
+            min(leave_room_for_copies(blocks.programs, x.device), max(units, 1)),
+            (channel, producer, consumer, gemm, stream_k, shard, own, arriving, b, bias, c),
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+        )
+    except BaseException:
+        signal_own_rows(block_channel, producer)
+        raise
+    finally:  # also after a failed launch: the next call's copies must come after these
+        tiles.join_copies(block_channel)
+
+
+def _launch_by_programs(config: KernelConfig, product: Product) -> None:
+    """Launch the call's only kernel, whose first programs move rows before they multiply."""
+    x, weight, bias, out, group, scales = product
+    blocks, (rows, k) = config.blocks, x.shape
+    assert blocks is not None
+    size = count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=True, has_scales=scales is not None)
+    workspace = find_workspace(group, x.device, size, "double_buffered")
+    block_channel = workspace.channel
+    world = block_channel.world_size
+    producer, consumer = map_rows(rows, world, config, k * x.element_size())
+    slot_rows = divide_up(workspace.slot_bytes, k * x.element_size())
+    landing = block_channel.tensor((slot_rows + rows * world, k), x.dtype)
+    own_scales = None if scales is None else scales.rows.contiguous()
+    if scales is not None:
+        scales = Scales(find_gathered_scales(block_channel, rows, k, 0), scales.columns)
+    in_parts = not has_power_of_two_columns(blocks)
+    gemm, arriving, b, c = describe_gemm(landing, weight, out, blocks, scales=scales, in_parts=in_parts)
+    own = describe_rows(x, gemm)
+    is_direct = config.is_shifted and rows % blocks.m == 0 and own is not None and not in_parts
+    count = divide_up(out.shape[0], blocks.m) * divide_up(out.shape[1], blocks.n)
+    stream_k, units = make_stream_k(count, k, blocks, workspace.arrivals)
+    programs = min(blocks.programs, max(units, config.movers))
+    shard = GatherShard(rows, own_scales, fixed(is_direct), fixed(config.is_shifted))
+    is_push = config.direction == "push"
+    slot_words, movers = workspace.words(1, torch.float32), min(config.movers, programs)
+    moves = RowMoves(x, landing, slot_rows, slot_words, movers, fixed(is_push))
+    channel = block_channel.enter("all_gather_matmul", "broadcast" if is_push else "local")
+    try:
+        block_channel.launch(
+            all_gather_gemm_by_programs,
+            specialization_key(config, x, weight, gemm, bias, out, own_scales),
+            programs,
+            (channel, producer, consumer, gemm, stream_k, shard, moves, own, arriving, b, bias, c),
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+        )
+    except BaseException:
+        abandon(group, block_channel)
+        raise
+
+
+@lru_cache(maxsize=4096)
+def _limit_programs(config: KernelConfig, device: torch.device) -> KernelConfig:
+    """The configuration with no more programs than may wait at once on the device (`bound_blocks`)."""
+    assert config.blocks is not None
+    programs = limit_waiting(config.blocks.programs, device)
+    return config._replace(blocks=config.blocks._replace(programs=programs), movers=min(config.movers, programs))
+
+
+@lru_cache(maxsize=4096)
+def map_rows(
+    rows: int, world: int, config: KernelConfig, row_bytes: int
+) -> tuple[tiles.StaticMapping, tiles.StaticMapping]:
+    """(the mapping of rows to signals as they are sent, the mapping of the GEMM's tiles to the signals they wait for).
+
+    Rows are sent in pieces of about `piece_bytes`, one a channel. Programs move many small tiles a piece, so that all
+    of them have some to move.
+    """
+    assert config.blocks is not None
+    # Powers of two, since a kernel is compiled for each of these numbers.
+    pieces = max(1, min(rows * row_bytes // config.piece_bytes, divide_up(rows, config.blocks.m), _MAX_PIECES))
+    pieces = 1 << (pieces.bit_length() - 1)
+    moved = config.blocks.m
+    if config.transfer == "programs":
+        moved = max(1, min(rows * world // config.movers, _MOVED_BYTES // row_bytes))
+        moved = max(1 << (moved.bit_length() - 1), triton.next_power_of_2(divide_up(rows, PEER_TILES)))
+    producer = tiles.shard_tiles(rows, world, moved, channels=pieces)
+    channel_rows = producer.channel_rows
+    return producer, tiles.whole_tiles(rows, world, config.blocks.m, channels=pieces, channel_rows=channel_rows)
+
+
+def count_gathered_bytes(rows: int, k: int, dtype: torch.dtype, *, by_programs: bool, has_scales: bool) -> int:
+    """The bytes of a slot for all ranks' rows, and, of fp8, their scales behind them.
+
+    Slots for programs have one row more: they begin at multiples of a row, so that one descriptor covers both.
+    """
+    if has_scales:
+        return _find_scales_start(rows, k) + count_bytes(rows, dtype=torch.float32)
+    return count_bytes(rows + by_programs, k, dtype=dtype)
+
+
+def _find_scales_start(rows: int, k: int) -> int:
+    """The offset of the scales in a slot, in bytes: behind one row more than there are."""
+    return divide_up((rows + 1) * k, _ALIGNMENT) * _ALIGNMENT
+
+
+def find_gathered_scales(
+    block_channel: tiles.BlockChannel, rows: int, k: int, offset: int, rank: int | None = None
+) -> Tensor:
+    """The scales of all ranks' fp8 rows, fp32 [world * rows], in a rank's slot at `offset`."""
+    count = rows * block_channel.world_size
+    return block_channel.tensor((count,), torch.float32, offset=offset + _find_scales_start(count, k), rank=rank)
+
+
+def push_rows_by_copies(
+    block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, scales: Tensor | None, offset: int
+) -> None:
+    """Push x by copy engines to the rank before this one, then to the one before that, and so on.
+
+    So every rank gets its next rank's rows first, which is the order that tiles are multiplied in, and at any time
+    every rank pushes to another one. scales: [rows] of fp8, which go before the first piece.
+    """
+    rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
+    for distance in range(1, world):
+        peer = (rank - distance) % world
+        there = block_channel.tensor((world * rows, k), x.dtype, offset=offset, rank=peer)
+        if scales is not None:
+            scales_there = find_gathered_scales(block_channel, rows, k, offset, peer)
+            tiles.rank_copy_data(scales_there, scales, rows=slice(0, rows), to=rank * rows)
+        for piece, start in enumerate(range(0, rows, producer.channel_rows)):
+            part = slice(start, min(start + producer.channel_rows, rows))
+            tiles.rank_copy_data(there, x, rows=part, to=rank * rows + start)
+            tiles.rank_notify(block_channel, rank * producer.channels.value + piece, peer)
+
+
+def signal_own_rows(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping) -> None:
+    """After a failed launch, signal this rank's own rows from the host, so that the next call does not hang."""
+    first = block_channel.rank * producer.channels.value
+    for index in range(first, first + producer.channels.value):
+        tiles.rank_notify(block_channel, index, block_channel.rank)
+
+
+def copy_out_gathered(
+    block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, gathered: Tensor, returned: Tensor
+) -> None:
+    """Copy the gathered rows out of the workspace, which the next call overwrites, concurrently with the GEMM.
+
+    A rank's pieces arrive in stream order, so the signal of its last piece stands for all.
+    """
+    rank, world, rows = block_channel.rank, block_channel.world_size, x.shape[0]
+    tiles.rank_copy_data(returned, x, rows=slice(0, rows), to=rank * rows)
+    last = divide_up(rows, producer.channel_rows) - 1
+    for distance in range(1, world):
+        peer = (rank + distance) % world
+        tiles.rank_wait(block_channel, peer * producer.channels.value + last, peer)
+        tiles.rank_copy_data(returned, gathered, rows=slice(peer * rows, (peer + 1) * rows), to=peer * rows)
+
+
+def _fake_plain(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
+    require_operands("all_gather_matmul", x, weight, bias, implementation)
+    return x.new_empty(x.shape[0] * find_group(group).size(), weight.shape[0])
+
+
+def _fake_gathered(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str
+) -> tuple[Tensor, Tensor]:
+    out = _fake_plain(x, weight, bias, group, implementation)
+    return out, x.new_empty(out.shape[0], x.shape[1])
+
+
+def _count_flops(x: torch.Size, weight: torch.Size, bias: object, group: str, *_: object, **__: object) -> int:
+    return 2 * x[0] * find_group(group).size() * prod(weight)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, bias, group, implementation = inputs
+    ctx.group, ctx.has_bias, ctx.is_gathered = group, bias is not None, isinstance(output, tuple)
+    ctx.implementation = pin_backward(implementation)
+    ctx.set_materialize_grads(False)
+    save_operands(ctx, output[1] if ctx.is_gathered else x, weight)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, grad_gathered: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """C = gather(x) @ W.T: dx is the reduce-scatter of dC @ W, overlapped as well, and dW is dC.T @ gather(x)."""
+    rows, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    grad_x = grad_weight = grad_bias = None
+    if grad is not None:
+        grad = grad.contiguous()
+        if needs_x and grad_gathered is None:
+            reduce_scatter = torch.ops.stretto.matmul_reduce_scatter
+            grad_x = reduce_scatter(grad, weight.t(), None, ctx.group, None, ctx.implementation)
+        if needs_weight:
+            gathered = rows if ctx.is_gathered else gather_rows(rows, ctx.group)
+            grad_weight = grad.t() @ gathered
+        if ctx.has_bias and needs_bias:
+            grad_bias = grad.sum(0)
+    if grad_gathered is not None and needs_x:  # one reduce-scatter for both, which this product cannot hide
+        total = grad_gathered if grad is None else torch.addmm(grad_gathered, grad, weight)
+        grad_x = scatter_sum(total.contiguous(), ctx.group)
+    return grad_x, grad_weight, grad_bias, None, None
+
+
+_plain = define_operator(
+    "all_gather_matmul",
+    _run_plain,
+    fake=_fake_plain,
+    count_flops=_count_flops,
+    autograd=Autograd(_save, _differentiate),
+)
+_gathered = define_operator(
+    "all_gather_matmul_gathered",
+    _run_gathered,
+    fake=_fake_gathered,
+    count_flops=_count_flops,
+    autograd=Autograd(_save, _differentiate),
+)

@@ -7,16 +7,9 @@ import torch
 import torch.distributed as dist
 
 from stretto.memory import failures, group_timeout, store_all_gather
-from stretto.ops.checks import find_name
 from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.embedding.put.operator import find_put_slots
-from stretto.ops.workspace import (
-    close_workspaces,
-    find_group,
-    find_known,
-    list_channels,
-    list_groups,
-)
+from stretto.ops.operator import close_workspaces, find_group, find_known, find_name, list_channels, list_groups
 
 
 class Workspace(NamedTuple):

@@ -8,24 +8,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops import small_m, unfused
-from stretto.ops.checks import find_name, flatten_rows, require_operands, require_out, restore_dims
-from stretto.ops.dispatch import (
-    Autograd,
+from stretto.ops import small_m
+from stretto.ops.config import (
+    LIBRARY,
+    KernelConfig,
     choose_config,
-    copy_to,
-    define_operator,
     describe_problem,
+    encode_implementation,
     make_call_key,
     recall_config,
-    save_operands,
-    without_autocast,
-    write_to,
 )
-from stretto.ops.gemm.config import LIBRARY, KernelConfig, encode_implementation
-from stretto.ops.gemm.tile import Scales
+from stretto.ops.gemm import Product, Scales
 from stretto.ops.matmul_reduce_scatter import launch_scatter
-from stretto.ops.workspace import find_group, find_workspace
+from stretto.ops.operator import (
+    Autograd,
+    all_reduce,
+    copy_to,
+    define_operator,
+    find_group,
+    find_name,
+    flatten_rows,
+    gather_rows,
+    require_operands,
+    require_out,
+    restore_dims,
+    save_operands,
+)
 
 GRAD_CONVENTIONS = ("sum-of-losses", "replicated-loss")
 
@@ -74,7 +82,7 @@ def matmul_all_reduce(
         require_operands("matmul_all_reduce", rows, weight, bias, how)
         shape = *x.shape[:-1], weight.shape[0]
         require_out("matmul_all_reduce", out, shape, x.dtype, x, weight, bias)
-        write_to(out.flatten(0, -2), _call, _run_into, rows, weight, bias, name, how, grad_convention)
+        _call(rows, weight, bias, name, how, grad_convention, out=out.flatten(0, -2))
         return out
     return restore_dims(_call(rows, weight, bias, name, how, grad_convention), x, x.shape[0])
 
@@ -86,18 +94,6 @@ def _run(
     group: str,
     implementation: str,
     grad_convention: str = "sum-of-losses",
-) -> Tensor:
-    return _run_into(x, weight, bias, group, implementation, grad_convention)
-
-
-@without_autocast
-def _run_into(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: str,
-    implementation: str,
-    grad_convention: str,
     out: Tensor | None = None,
 ) -> Tensor:
     """The output, in `out` if there is one."""
@@ -113,7 +109,8 @@ def _run_into(
     if m == 0 or n == 0 or k == 0:  # nothing to wait for
         return copy_to(out, x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias)
     if config == LIBRARY:
-        return copy_to(out, unfused.matmul_all_reduce(x, weight, bias, group))
+        total = all_reduce(x @ weight.t(), group)
+        return copy_to(out, total if bias is None else total + bias)
     return launch_all_reduce(config, x, weight, bias, x.dtype, group, out=out)
 
 
@@ -129,15 +126,13 @@ def launch_all_reduce(
 ) -> Tensor:
     """Launch the configuration's kernel; returns the sum, of `dtype`. scales: of fp8 operands. out: where to write."""
     m, n, world = x.shape[0], weight.shape[0], find_group(group).size()
-    assert config.blocks is not None
     if config.exchange == "tiles" and m % world == 0:  # of many rows each rank adds up its own
         own = x.new_empty(m // world, n, dtype=dtype)
-        launch_scatter(config, x, weight, bias, own, dtype, group, scales)
-        return copy_to(out, unfused.gather_rows(own, group))
-    form = "one-shot" if config.shots == 1 else "two-shot"
+        launch_scatter(config, Product(x, weight, bias, own, group, scales), dtype)
+        return copy_to(out, gather_rows(own, group))
     out = x.new_empty(m, n, dtype=dtype) if out is None else out
-    workspace = find_workspace(group, x.device, small_m.count_bytes(form, m, n, world, dtype), "packets")
-    small_m.launch("matmul_all_reduce", form, workspace, group, x, weight, bias, out, config.blocks, scales)
+    form = "one-shot" if config.shots == 1 else "two-shot"
+    small_m.launch("matmul_all_reduce", form, config, Product(x, weight, bias, out, group, scales), world)
     return out
 
 
@@ -175,7 +170,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         )
     total = grad = grad.contiguous()
     if (needs_x or needs_weight) and not ctx.is_replicated:
-        total = unfused.all_reduce(grad, ctx.group)
+        total = all_reduce(grad, ctx.group)
     grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
     return total @ weight if needs_x else None, total.t() @ x if needs_weight else None, grad_bias, None, None, None
 

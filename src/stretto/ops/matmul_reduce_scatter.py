@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GEMM + reduce-scatter: tiles of partial sums go to the rank that owns their rows, which adds them up.
 
-Flux (sections 3.2, 4.1 and 4.2), in tile-centric primitives (TileLink). The operator, its gradient, and a kernel that
-does all of it in one launch. `matmul_reduce_scatter_copies` has the variant whose tiles copy engines push, `small_m`
-the one for few rows.
+Flux (sections 3.2, 4.1 and 4.2), in tile-centric primitives (TileLink). From top to bottom: the operator; its run, by
+the library or by a kernel; the kernel that does all of it in one launch; its launch; the gradient.
+`matmul_reduce_scatter_copies` has the variant whose tiles copy engines push, `small_m` the one for few rows.
 """
 
 from functools import lru_cache
@@ -19,48 +19,65 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
 from stretto.execution import TWO_SLOTS_BYTES
-from stretto.ops import small_m, unfused
-from stretto.ops.checks import find_name, flatten_rows, require_operands, require_out, restore_dims
-from stretto.ops.dispatch import (
-    Autograd,
+from stretto.memory.gpus import limit_waiting
+from stretto.ops import small_m
+from stretto.ops.config import (
+    LIBRARY,
+    KernelConfig,
     choose_config,
-    copy_to,
-    define_operator,
     describe_problem,
+    encode_implementation,
     make_call_key,
     pin_backward,
     recall_config,
-    save_operands,
-    without_autocast,
-    write_to,
 )
-from stretto.ops.gemm.config import LIBRARY, Blocks, KernelConfig, divide_up, encode_implementation, limit_waiting
-from stretto.ops.gemm.stream_k import StreamK, count_steps, count_units, find_unit, split_last_wave
-from stretto.ops.gemm.tile import (
+from stretto.ops.gemm import (
+    Blocks,
     Gemm,
-    Scales,
-    count_store_parts,
+    Product,
+    StreamK,
+    count_steps,
+    count_units,
     describe_gemm,
-    fit_stages,
+    divide_up,
+    find_unit,
     fixed,
-    goes_in_halves,
     halve,
-    load_rows,
-    locate_owned,
     multiply_tile,
     order_tiles,
     scale_tile,
     specialization_key,
-    store_rows,
+    split_last_wave,
     store_tile,
 )
-from stretto.ops.matmul_reduce_scatter_copies import can_copy, launch_scatter_by_copies
-from stretto.ops.workspace import (
+from stretto.ops.matmul_reduce_scatter_copies import (
+    can_copy,
+    count_store_parts,
+    fit_stages,
+    goes_in_halves,
+    launch_scatter_by_copies,
+    load_rows,
+    locate_owned,
+    store_rows,
+)
+from stretto.ops.operator import (
+    Autograd,
     OperatorWorkspace,
     abandon,
+    copy_to,
     count_bytes,
+    define_operator,
     find_group,
+    find_name,
     find_workspace,
+    flatten_rows,
+    gather_rows,
+    reduce_scatter,
+    require_operands,
+    require_out,
+    restore_dims,
+    save_operands,
+    scatter_sum,
 )
 
 _ADDED_ELEMENTS = tl.constexpr(8192)  # of each rank's sums, that a program loads at once
@@ -97,7 +114,7 @@ def matmul_reduce_scatter(
         require_operands("matmul_reduce_scatter", rows, weight, bias, how)
         shape = first, *x.shape[1:-1], weight.shape[0]
         require_out("matmul_reduce_scatter", out, shape, x.dtype, x, weight, bias)
-        write_to(out.flatten(0, -2), _call, _run_into, rows, weight, bias, name, reduce_dtype, how)
+        _call(rows, weight, bias, name, reduce_dtype, how, out=out.flatten(0, -2))
         return out
     return restore_dims(_call(rows, weight, bias, name, reduce_dtype, how), x, first)
 
@@ -112,13 +129,6 @@ def divide_first_dim(operator: str, x: Tensor, group: dist.ProcessGroup | None) 
 
 
 def _run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
-) -> Tensor:
-    return _run_into(x, weight, bias, group, reduce_dtype, implementation)
-
-
-@without_autocast
-def _run_into(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -137,68 +147,28 @@ def _run_into(
     rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         return copy_to(out, x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias)
+    dtype = reduce_dtype or x.dtype
     if config == LIBRARY:
-        return copy_to(out, unfused.matmul_reduce_scatter(x, weight, bias, group, reduce_dtype))
-    out, dtype = x.new_empty(rows, n) if out is None else out, reduce_dtype or x.dtype
-    launch_scatter(config, x, weight, bias, out, dtype, group)
+        return copy_to(out, _run_library(x, weight, bias, group, dtype))
+    out = x.new_empty(rows, n) if out is None else out
+    launch_scatter(config, Product(x, weight, bias, out, group), dtype)
     return out
 
 
-def _fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
-) -> Tensor:
-    return x.new_empty(_require(x, weight, bias, group, reduce_dtype, implementation), weight.shape[0])
+def _run_library(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, dtype: torch.dtype) -> Tensor:
+    """By a library's GEMM and the group's backend; partial sums, which are added as in kernels, travel in `dtype`.
 
-
-def _require(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
-) -> int:
-    """This rank's number of rows. ValueError for arguments that the operator does not take."""
-    require_operands("matmul_reduce_scatter", x, weight, bias, implementation)
-    return require_rows("matmul_reduce_scatter", x, x.dtype, reduce_dtype, group)
-
-
-def require_rows(operator: str, x: Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group: str) -> int:
-    """This rank's number of x's rows. ValueError unless ranks divide them, and sums of `dtype` can be sent."""
-    world = find_group(group).size()
-    if x.shape[0] % world:
-        more = divide_up(x.shape[0], world) * world
-        raise ValueError(f"{operator}: {world} ranks do not divide x's {x.shape[0]} rows: {more} rows will do")
-    if reduce_dtype not in (None, dtype, torch.float32):
-        raise ValueError(f"{operator}: partial sums of {dtype} travel in {dtype} or torch.float32, not {reduce_dtype}")
-    return x.shape[0] // world
-
-
-def _count_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
-    return 2 * x[0] * prod(weight)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, group, _, implementation = inputs
-    ctx.group, ctx.has_bias, ctx.implementation = group, bias is not None, pin_backward(implementation)
-    save_operands(ctx, x, weight)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """C = reduce_scatter(x @ W.T): dx is gather(dC) @ W, overlapped as well, and dW is gather(dC).T @ x."""
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    operators = torch.ops.stretto
-    grad = grad.contiguous()
-    grad_x = grad_weight = None
-    if needs_x and needs_weight:
-        grad_x, gathered = operators.all_gather_matmul_gathered(grad, weight.t(), None, ctx.group, ctx.implementation)
-        grad_weight = gathered.t() @ x
-    elif needs_x:
-        grad_x = operators.all_gather_matmul(grad, weight.t(), None, ctx.group, ctx.implementation)
-    elif needs_weight:
-        grad_weight = unfused.gather_rows(grad, ctx.group).t() @ x
-    return grad_x, grad_weight, grad.sum(0) if ctx.has_bias and needs_bias else None, None, None, None
-
-
-_call = define_operator(
-    "matmul_reduce_scatter", _run, fake=_fake, count_flops=_count_flops, autograd=Autograd(_save, _differentiate)
-)
+    Results equal the kernels' up to rounding. On CPUs the ranks' sums are added in fp32 in rank order, as in kernels;
+    NCCL adds in its own order, and rounds at each hop.
+    """
+    if dtype == x.dtype:
+        partial = x @ weight.t()
+    elif x.is_cuda:
+        partial = torch.mm(x, weight.t(), out_dtype=dtype)
+    else:
+        partial = x.to(dtype) @ weight.t().to(dtype)
+    total = scatter_sum(partial, group) if x.device.type == "cpu" else reduce_scatter(partial, group)
+    return (total if bias is None else total + bias.to(dtype)).to(x.dtype)
 
 
 class StagedSums(NamedTuple):
@@ -224,111 +194,6 @@ class OwnedRows(NamedTuple):
     is_shifted: Any
 
 
-@lru_cache(maxsize=4096)
-def map_queues(world: int, programs: int) -> tiles.StaticMapping:
-    """Each rank's queues of tiles; a queue is signalled once, when all of its tiles are stored."""
-    return tiles.shard_tiles(programs, world, 1)
-
-
-def launch_scatter(
-    config: KernelConfig,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    dtype: torch.dtype,
-    group: str,
-    scales: Scales | None = None,
-) -> None:
-    """Launch the call by packets, by copy engines, or by the kernel here; partial sums are sent in `dtype`.
-
-    The kernel here is all of the call or, if the call needs more than two slots hold, its second launch.
-    """
-    (rows, n), world = out.shape, find_group(group).size()
-    if config.exchange == "packets" and dtype == out.dtype:
-        assert config.blocks is not None
-        size = small_m.count_bytes("scatter", x.shape[0], n, world, dtype)
-        workspace = find_workspace(group, x.device, size, "packets")
-        blocks = config.blocks
-        small_m.launch("matmul_reduce_scatter", "scatter", workspace, group, x, weight, bias, out, blocks, scales)
-        return
-    config = config.with_power_of_two_tiles()
-    assert config.blocks is not None
-    blocks = config.blocks
-    if config.transfer == "copies" and can_copy(world):
-        launch_scatter_by_copies(config, x, weight, bias, out, dtype, group, world, scales)
-        return
-    count = world * divide_up(rows, blocks.m) * divide_up(n, blocks.n)
-    stream_k, units = split_last_wave(count, x.shape[1], blocks)
-    size = count_bytes(count + world * (units - count), blocks.m, blocks.n, dtype=dtype)
-    workspace = find_workspace(group, x.device, size, "double_buffered" if size <= TWO_SLOTS_BYTES else "barrier")
-    workspace.channel.check()
-    try:
-        _launch(workspace, config, stream_k, units, x, weight, bias, out, dtype, scales)
-    except BaseException:
-        abandon(group, workspace.channel)
-        raise
-
-
-def _launch(
-    workspace: OperatorWorkspace,
-    config: KernelConfig,
-    stream_k: StreamK,
-    units: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    dtype: torch.dtype,
-    scales: Scales | None,
-) -> None:
-    """Begin the call and launch the kernel, on no more programs than there are work units."""
-    blocks, block_channel = config.blocks, workspace.channel
-    assert blocks is not None
-    programs = min(blocks.programs, units)
-    queues = map_queues(block_channel.world_size, programs)
-    if workspace.slots == 1:
-        channel = block_channel.begin("matmul_reduce_scatter", queues, queues, "broadcast")
-    else:
-        channel = block_channel.enter("matmul_reduce_scatter", "broadcast")
-    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales)
-    buffer = block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype)
-    gemm, pushed, first_row, stages = describe_push(block_channel, gemm, blocks, x.element_size(), buffer)
-    staging = StagedSums(buffer, workspace.words(1, dtype), first_row)
-    owned = OwnedRows(out.shape[0], limit_waiting(programs, x.device), fixed(config.is_shifted))
-    block_channel.launch(
-        gemm_reduce_scatter,
-        (dtype, specialization_key(config, x, weight, gemm, bias, out)),
-        programs,
-        (channel, queues, gemm, stream_k, owned, a, b, staging, pushed, bias, out),
-        num_warps=blocks.num_warps,
-        num_stages=stages,
-    )
-
-
-def describe_push(
-    block_channel: tiles.BlockChannel, gemm: Gemm, blocks: Blocks, loaded_size: int, buffer: Tensor
-) -> tuple[Gemm, TensorDescriptor | None, int, int]:
-    """(the product, a TMA descriptor of all ranks' buffers, the row of it that this rank's begins at, stages of loads).
-
-    One descriptor for all ranks: rows of block_n numbers from the lowest of their addresses on, all memory between the
-    buffers included. None if TMA does not support it: for distances between buffers that are too large, or not a
-    multiple of a row. Stores by pointers need more shared memory, and may leave room for fewer stages.
-    """
-    row_bytes = blocks.n * buffer.element_size()
-    distances = block_channel.distances
-    lowest = min(distances)
-    rows = (max(distances) - lowest + buffer.nbytes) // row_bytes
-    parts = count_store_parts(blocks, loaded_size, buffer.element_size())
-    if not gemm.by_tma.value or not parts or rows >= 1 << 31 or any(step % row_bytes for step in distances):
-        fits = fit_stages(blocks, loaded_size, buffer.element_size())
-        return gemm, None, 0, fits if gemm.by_tma.value else blocks.num_stages
-    base = block_channel.tensor((1,), buffer.dtype, rank=distances.index(lowest))
-    pushed = TensorDescriptor(base, [rows, blocks.n], [blocks.n, 1], [blocks.m, blocks.n // parts])
-    gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
-    return gemm, pushed, -lowest // row_bytes, blocks.num_stages
-
-
 @triton.jit
 def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     channel, queues, gemm, stream_k, owned, a, b, staging, pushed, bias, out
@@ -347,7 +212,7 @@ def gemm_reduce_scatter(  # type: ignore[no-untyped-def]
     and a barrier in the loop would stop its pipeline.
     Waits: for all queues of all ranks, before the first sum. No program waits before all queues are claimed by running
     programs, so nothing waits for a program that is not scheduled; and a launch's waiting programs leave room for
-    another group's (`bound_programs`): no cycle.
+    another group's (`bound_blocks`): no cycle.
     Reuse: two slots, by the call's number; every rank waits for every other rank's tiles, so see `call_slot`. Or one
     slot, which is overwritten only when all ranks have begun the call, and so ended the one before.
     """
@@ -452,3 +317,150 @@ def _add_partials(channel, gemm, stream_k, owned, buffer, bias, out, count, redu
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
         row, column = row_tile * gemm.block_m + within, column_tile * width
         store_rows(gemm, out, bias, total, row, column, owned.rows)
+
+
+def launch_scatter(config: KernelConfig, product: Product, dtype: torch.dtype) -> None:
+    """Launch the call by packets, by copy engines, or by the kernel here; partial sums are sent in `dtype`.
+
+    The kernel here is all of the call or, if the call needs more than two slots hold, its second launch.
+    """
+    x, out, group = product.x, product.out, product.group
+    (rows, n), world = out.shape, find_group(group).size()
+    if config.exchange == "packets" and dtype == out.dtype:
+        small_m.launch("matmul_reduce_scatter", "scatter", config, product, world)
+        return
+    config = config.with_power_of_two_tiles()
+    assert config.blocks is not None
+    blocks = config.blocks
+    if config.transfer == "copies" and can_copy(world):
+        launch_scatter_by_copies(config, product, dtype, world)
+        return
+    count = world * divide_up(rows, blocks.m) * divide_up(n, blocks.n)
+    stream_k, units = split_last_wave(count, x.shape[1], blocks)
+    size = count_bytes(count + world * (units - count), blocks.m, blocks.n, dtype=dtype)
+    workspace = find_workspace(group, x.device, size, "double_buffered" if size <= TWO_SLOTS_BYTES else "barrier")
+    workspace.channel.check()
+    try:
+        _launch(workspace, config, stream_k, units, product, dtype)
+    except BaseException:
+        abandon(group, workspace.channel)
+        raise
+
+
+def _launch(
+    workspace: OperatorWorkspace,
+    config: KernelConfig,
+    stream_k: StreamK,
+    units: int,
+    product: Product,
+    dtype: torch.dtype,
+) -> None:
+    """Begin the call and launch the kernel, on no more programs than there are work units."""
+    x, weight, bias, out, _, scales = product
+    blocks, block_channel = config.blocks, workspace.channel
+    assert blocks is not None
+    programs = min(blocks.programs, units)
+    queues = map_queues(block_channel.world_size, programs)
+    if workspace.slots == 1:
+        channel = block_channel.begin("matmul_reduce_scatter", queues, queues, "broadcast")
+    else:
+        channel = block_channel.enter("matmul_reduce_scatter", "broadcast")
+    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales)
+    buffer = block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype)
+    gemm, pushed, first_row, stages = describe_push(block_channel, gemm, blocks, x.element_size(), buffer)
+    staging = StagedSums(buffer, workspace.words(1, dtype), first_row)
+    owned = OwnedRows(out.shape[0], limit_waiting(programs, x.device), fixed(config.is_shifted))
+    block_channel.launch(
+        gemm_reduce_scatter,
+        (dtype, specialization_key(config, x, weight, gemm, bias, out)),
+        programs,
+        (channel, queues, gemm, stream_k, owned, a, b, staging, pushed, bias, out),
+        num_warps=blocks.num_warps,
+        num_stages=stages,
+    )
+
+
+@lru_cache(maxsize=4096)
+def map_queues(world: int, programs: int) -> tiles.StaticMapping:
+    """Each rank's queues of tiles; a queue is signalled once, when all of its tiles are stored."""
+    return tiles.shard_tiles(programs, world, 1)
+
+
+def describe_push(
+    block_channel: tiles.BlockChannel, gemm: Gemm, blocks: Blocks, loaded_size: int, buffer: Tensor
+) -> tuple[Gemm, TensorDescriptor | None, int, int]:
+    """(the product, a TMA descriptor of all ranks' buffers, the row of it that this rank's begins at, stages of loads).
+
+    One descriptor for all ranks: rows of block_n numbers from the lowest of their addresses on, all memory between the
+    buffers included. None if TMA does not support it: for distances between buffers that are too large, or not a
+    multiple of a row. Stores by pointers need more shared memory, and may leave room for fewer stages.
+    """
+    row_bytes = blocks.n * buffer.element_size()
+    distances = block_channel.distances
+    lowest = min(distances)
+    rows = (max(distances) - lowest + buffer.nbytes) // row_bytes
+    parts = count_store_parts(blocks, loaded_size, buffer.element_size())
+    if not gemm.by_tma.value or not parts or rows >= 1 << 31 or any(step % row_bytes for step in distances):
+        fits = fit_stages(blocks, loaded_size, buffer.element_size())
+        return gemm, None, 0, fits if gemm.by_tma.value else blocks.num_stages
+    base = block_channel.tensor((1,), buffer.dtype, rank=distances.index(lowest))
+    pushed = TensorDescriptor(base, [rows, blocks.n], [blocks.n, 1], [blocks.m, blocks.n // parts])
+    gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
+    return gemm, pushed, -lowest // row_bytes, blocks.num_stages
+
+
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
+) -> Tensor:
+    return x.new_empty(_require(x, weight, bias, group, reduce_dtype, implementation), weight.shape[0])
+
+
+def _require(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, reduce_dtype: torch.dtype | None, implementation: str
+) -> int:
+    """This rank's number of rows. ValueError for arguments that the operator does not take."""
+    require_operands("matmul_reduce_scatter", x, weight, bias, implementation)
+    return require_rows("matmul_reduce_scatter", x, x.dtype, reduce_dtype, group)
+
+
+def require_rows(operator: str, x: Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group: str) -> int:
+    """This rank's number of x's rows. ValueError unless ranks divide them, and sums of `dtype` can be sent."""
+    world = find_group(group).size()
+    if x.shape[0] % world:
+        more = divide_up(x.shape[0], world) * world
+        raise ValueError(f"{operator}: {world} ranks do not divide x's {x.shape[0]} rows: {more} rows will do")
+    if reduce_dtype not in (None, dtype, torch.float32):
+        raise ValueError(f"{operator}: partial sums of {dtype} travel in {dtype} or torch.float32, not {reduce_dtype}")
+    return x.shape[0] // world
+
+
+def _count_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+    return 2 * x[0] * prod(weight)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, group, _, implementation = inputs
+    ctx.group, ctx.has_bias, ctx.implementation = group, bias is not None, pin_backward(implementation)
+    save_operands(ctx, x, weight)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """C = reduce_scatter(x @ W.T): dx is gather(dC) @ W, overlapped as well, and dW is gather(dC).T @ x."""
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    operators = torch.ops.stretto
+    grad = grad.contiguous()
+    grad_x = grad_weight = None
+    if needs_x and needs_weight:
+        grad_x, gathered = operators.all_gather_matmul_gathered(grad, weight.t(), None, ctx.group, ctx.implementation)
+        grad_weight = gathered.t() @ x
+    elif needs_x:
+        grad_x = operators.all_gather_matmul(grad, weight.t(), None, ctx.group, ctx.implementation)
+    elif needs_weight:
+        grad_weight = gather_rows(grad, ctx.group).t() @ x
+    return grad_x, grad_weight, grad.sum(0) if ctx.has_bias and needs_bias else None, None, None, None
+
+
+_call = define_operator(
+    "matmul_reduce_scatter", _run, fake=_fake, count_flops=_count_flops, autograd=Autograd(_save, _differentiate)
+)

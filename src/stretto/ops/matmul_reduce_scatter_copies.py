@@ -4,10 +4,29 @@
 Like `gemm_reduce_scatter`, but no multiprocessor stores to another rank: those stores, all at the end of a tile,
 delayed the next tile (docs/decisions/010). Three streams: the caller's has the product; a side stream the beginning of
 the call and the copies; another one the sums, by small kernels, each as soon as its tiles have arrived.
+
+`schedule_copies` says in which pieces tiles are pushed, and when; it depends on sizes alone, so that it is computed
+once for them. The kernel (`_count_tile`) computes each tile's piece and counter from the same sizes, and
+both must find the same numbers. An example: 2 ranks, 5 tiles per owner, 4 programs (a wave is 4 tiles), pieces of 2
+tiles, owners in the order of ranks (is_shifted False). PieceSizes.number is 4: 3 pieces of up to 2 tiles, and one more
+for the last wave.
+
+    index                 0  1  2  3 |  4  5  6  7 |  8  9
+    wave                  0  0  0  0 |  1  1  1  1 |  2  2    index // programs
+    position              0  0  0  0    0  1  1  1    1  1    index // tiles_per_owner: of the owner, here its rank
+    tile                  0  1  2  3    4  0  1  2    3  4    index % tiles_per_owner
+    piece                 0  0  1  1    2  0  0  1    2  2    the last wave begins a new one
+    counter on rank 0     0  0  1  1    2  4  4  5    6  6    position * number + piece
+    counter on rank 1     0  0  1  1    2  4  4  5    -  -    own tiles of the last wave are not counted
+
+Rank 0 pushes tiles 0-1, 2 and 3-4 to rank 1, when counters 4, 5 and 6 reach 2, 1 and 2 (times PieceSizes.threads), and
+adds up its own tiles 0-1, 2-3 and 4 by counters 0, 1 and 2. Rank 1 pushes tiles 0-1, 2-3 and 4 to rank 0 by counters 0,
+1 and 2, and adds up its own tiles 0-1 and 2 by counters 4 and 5; tiles 3 and 4 when the kernel has ended.
 """
 
+import itertools
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,58 +34,36 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.copy_schedule import find_place, schedule_copies, size_pieces
-from stretto.ops.gemm.config import KernelConfig, divide_up, leave_room_for_copies
-from stretto.ops.gemm.tile import (
-    Scales,
-    count_store_parts,
+from stretto.memory.gpus import leave_room_for_copies
+from stretto.ops.config import KernelConfig
+from stretto.ops.gemm import (
+    TMA_BYTES,
+    Blocks,
+    Product,
     describe_gemm,
     describe_matrix,
-    find_rows,
-    goes_in_halves,
+    divide_up,
     halve,
-    locate_owned,
+    load_bias,
     multiply_tile,
     order_tiles,
     scale_tile,
     specialization_key,
-    store_rows,
     store_tile,
 )
-from stretto.ops.workspace import CHANNELS, abandon, count_bytes, find_workspace
+from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_workspace
 
+_CONVERTED_BYTES = tl.constexpr(64 << 10)  # of shared memory, that a store by pointers takes to convert a tile's layout
+_SHARED_BYTES = 224 << 10  # of a multiprocessor of sm_90, less what barriers take
+_MAX_PIECES = 8  # that an owner's tiles are split into, without the last wave's
 _ADDED_ELEMENTS = tl.constexpr(2048)  # of each rank's sums, that a program loads at once
 _ADDING_PROGRAMS = 2  # on a multiprocessor, beside one that multiplies
 _ADDING = 1  # the index of the side stream of sums
 
 
-@lru_cache(maxsize=4096)
-def map_owners(world: int) -> tiles.StaticMapping:
-    """A channel of each rank for each owner, signalled when all tiles for that owner are pushed."""
-    return tiles.shard_tiles(world, world, 1, channels=world)
-
-
-def can_copy(world: int) -> bool:
-    """Whether there is anything to send, and a channel for each rank that receives."""
-    return 1 < world <= CHANNELS
-
-
-def launch_scatter_by_copies(
-    config: KernelConfig,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    dtype: torch.dtype,
-    group: str,
-    world: int,
-    scales: Scales | None = None,
-) -> None:
-    """Multiply, push each piece as it is stored, and add up each piece of own tiles; partial sums are of `dtype`.
-
-    scales: of fp8 x and weight.
-    """
-    call = _CopyEngineScatter(config, x, weight, bias, out, dtype, group, world, scales)
+def launch_scatter_by_copies(config: KernelConfig, product: Product, dtype: torch.dtype, world: int) -> None:
+    """Multiply, push each piece as it is stored, and add up each piece of own tiles; partial sums are of `dtype`."""
+    call = _CopyEngineScatter(config, product, dtype, world)
     channel, added = call.channel, 0
     channel.check()
     try:
@@ -82,12 +79,23 @@ def launch_scatter_by_copies(
                 call.add(piece.start, piece.stop)
                 added = piece.stop
     except BaseException:
-        abandon(group, channel)
+        abandon(product.group, channel)
         raise
     finally:  # also after a failed launch: the next call's copies must come after these
         tiles.join_copies(channel)
     if added < call.tiles_per_owner:
         call.add(added, call.tiles_per_owner)
+
+
+def can_copy(world: int) -> bool:
+    """Whether there is anything to send, and a channel for each rank that receives."""
+    return 1 < world <= CHANNELS
+
+
+@lru_cache(maxsize=4096)
+def map_owners(world: int) -> tiles.StaticMapping:
+    """A channel of each rank for each owner, signalled when all tiles for that owner are pushed."""
+    return tiles.shard_tiles(world, world, 1, channels=world)
 
 
 class _CopyEngineScatter:
@@ -99,18 +107,8 @@ class _CopyEngineScatter:
 
     begun: tiles.Channel
 
-    def __init__(
-        self,
-        config: KernelConfig,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        dtype: torch.dtype,
-        group: str,
-        world: int,
-        scales: Scales | None,
-    ) -> None:
+    def __init__(self, config: KernelConfig, product: Product, dtype: torch.dtype, world: int) -> None:
+        x, weight, bias, out, group, scales = product
         assert config.blocks is not None
         self.config, self.blocks, self.world = config, config.blocks, world
         self.bias, self.out, (rows, n) = bias, out, out.shape
@@ -200,6 +198,81 @@ class _CopyEngineScatter:
         return self.channel.tensor(sizes, self.partials.dtype, offset=self.received_at, rank=rank)
 
 
+class PieceSizes(NamedTuple):
+    """Sizes of the pieces in which an owner's tiles are pushed or added up: `size` tiles each, up to `number` of them.
+
+    The last wave of tiles begins a new piece, so that the tiles before it need not wait for it. threads: that count a
+    tile.
+    """
+
+    number: Any
+    size: Any
+    threads: Any
+
+
+@lru_cache(maxsize=4096)
+def size_pieces(tiles_per_owner: int, tile_bytes: int, config: KernelConfig) -> PieceSizes:
+    """The sizes of the pieces of `tiles_per_owner` tiles for each owner: of about the configuration's piece_bytes."""
+    assert config.blocks is not None
+    size = divide_up(
+        tiles_per_owner, max(1, min(tiles_per_owner * tile_bytes // config.piece_bytes, _MAX_PIECES, tiles_per_owner))
+    )
+    threads = 1 if tiles.INTERPRETED.value else 32 * config.blocks.num_warps
+    return PieceSizes(divide_up(tiles_per_owner, size) + 1, size, threads)
+
+
+class CopyPiece(NamedTuple):
+    """Tiles `start` to `stop` - 1 of an owner, which are stored once counter number `counter` reaches `target`."""
+
+    start: int
+    stop: int
+    counter: int
+    target: int
+
+
+class CopySchedule(NamedTuple):
+    """The order in which pieces are pushed and added up.
+
+    own: this rank's position in the order in which owners' tiles are multiplied. push_order: (owner, its position, its
+    pieces) in that order. adds: pieces of own tiles, without those of the last wave, which are complete when the kernel
+    ends.
+    """
+
+    own: int
+    push_order: tuple[tuple[int, int, tuple[CopyPiece, ...]], ...]
+    adds: tuple[CopyPiece, ...]
+
+
+@lru_cache(maxsize=4096)
+def schedule_copies(
+    rank: int, world: int, tiles_per_owner: int, programs: int, pieces: PieceSizes, is_shifted: bool
+) -> CopySchedule:
+    """The schedule of a call with `tiles_per_owner` tiles for each owner, multiplied by so many programs."""
+
+    def find_position(owner: int) -> int:
+        return (owner - rank - 1) % world if is_shifted else owner
+
+    def split_tiles(position: int) -> tuple[CopyPiece, ...]:
+        last_wave = (world * tiles_per_owner - 1) // programs * programs
+        split = min(max(last_wave - position * tiles_per_owner, 0), tiles_per_owner)
+        starts = [*range(0, split, pieces.size), split]
+        if split < tiles_per_owner and position != find_position(rank):
+            starts.append(tiles_per_owner)
+        return tuple(
+            CopyPiece(start, stop, position * pieces.number + piece, (stop - start) * pieces.threads)
+            for piece, (start, stop) in enumerate(itertools.pairwise(starts))
+        )
+
+    others = sorted(set(range(world)) - {rank}, key=find_position)
+    push_order = tuple((owner, find_position(owner), split_tiles(find_position(owner))) for owner in others)
+    return CopySchedule(find_position(rank), push_order, split_tiles(find_position(rank)))
+
+
+def find_place(source: int, owner: int, world: int) -> int:
+    """The source's place in an owner's receive buffer."""
+    return (owner - source - 1) % world
+
+
 @triton.jit
 def multiply_tiles(  # type: ignore[no-untyped-def]
     rank, pieces, counters, gemm, a, b, stored, rows, WORLD: tl.constexpr, SHIFTED: tl.constexpr
@@ -247,7 +320,7 @@ def _store_columns(gemm, start, columns):  # type: ignore[no-untyped-def]
 def _count_tile(pieces, counters, gemm, index, should_count, tiles_per_owner, own, WORLD: tl.constexpr):  # type: ignore[no-untyped-def]
     """Count the index-th tile in its piece's counter, if `should_count`.
 
-    Pieces and counters are those of `schedule_copies`: the head of copy_schedule.py has a table of an example.
+    Pieces and counters are those of `schedule_copies`: the head of this file has a table of an example.
     """
     index = tl.maximum(index, 0)
     position = index // tiles_per_owner
@@ -295,3 +368,71 @@ def add_tiles(  # type: ignore[no-untyped-def]
         row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
         row, column = row_tile * gemm.block_m + within, column_tile * width
         store_rows(gemm, out, bias, total, row, column, rows)
+
+
+def count_store_parts(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
+    """The number of parts in which TMA stores a tile's columns, so that one fits besides the loads; 0: none.
+
+    A part waits until TMA has read the part before it, so one part is the fastest. Sizes are an element's, in bytes.
+    Blocks of up to four warps are made for two programs on a multiprocessor.
+    """
+    held = _SHARED_BYTES if blocks.num_warps > 4 else _SHARED_BYTES // 2
+    loads = blocks.num_stages * (blocks.m + blocks.n) * blocks.k * loaded_size
+    for parts in (1, 2, 4):  # four: of fp32 sums beside 16-bit operands
+        fits = loads + blocks.m * blocks.n * stored_size // parts <= held
+        if fits and blocks.n // parts * stored_size >= TMA_BYTES:
+            return parts
+    return 0
+
+
+def fit_stages(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
+    """The stages of TMA loads that fit besides a store by pointers, which converts a tile, or half of a large one.
+
+    At most the stages of `blocks`, and at least one. Sizes are an element's, in bytes.
+    """
+    converted = blocks.m * blocks.n * stored_size
+    if converted > _CONVERTED_BYTES.value:  # as `goes_in_halves`
+        converted //= 2
+    most = (_SHARED_BYTES - converted) // ((blocks.m + blocks.n) * blocks.k * loaded_size)
+    return max(1, min(blocks.num_stages, most))
+
+
+@triton.jit
+def goes_in_halves(gemm, dtype):  # type: ignore[no-untyped-def]
+    """Whether a store by pointers is split into halves, so that its buffer fits besides the loads' stages."""
+    return gemm.block_m * gemm.block_n * dtype.primitive_bitwidth > 8 * _CONVERTED_BYTES
+
+
+@triton.jit
+def locate_owned(rank, world, gemm, rows, index, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(owner, tile, row, column) of the index-th tile of partial sums: tile and place count among the owner's."""
+    row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, gemm.block_n)
+    owner = index // (row_tiles * column_tiles)
+    if SHIFTED:
+        owner = (rank + 1 + owner) % world
+    tile = index % (row_tiles * column_tiles)
+    row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
+    return owner, tile, row_tile * gemm.block_m, column_tile * gemm.block_n
+
+
+@triton.jit
+def find_rows(gemm, staging, slot, within):  # type: ignore[no-untyped-def]
+    """The address of row `within` of a staged tile, slot [block_m, block_n]."""
+    return staging + (tl.cast(slot, tl.int64) * gemm.block_m + within) * gemm.block_n
+
+
+@triton.jit
+def load_rows(gemm, staging, slot, within, offsets):  # type: ignore[no-untyped-def]
+    """Load rows of a staged tile from row `within` on, as fp32."""
+    return tl.load(find_rows(gemm, staging, slot, within) + offsets).to(tl.float32)
+
+
+@triton.jit
+def store_rows(gemm, out, bias, total, row, column, rows):  # type: ignore[no-untyped-def]
+    """Add the bias to sums of a tile's rows, and store those inside of out [rows, n]."""
+    if bias is not None:
+        total += load_bias(bias, column, gemm.n, gemm.block_n)
+    rows_at = (row + tl.arange(0, total.shape[0]))[:, None]
+    columns = (column + tl.arange(0, gemm.block_n))[None, :]
+    mask = (rows_at < rows) & (columns < gemm.n)
+    tl.store(out + rows_at.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=mask)

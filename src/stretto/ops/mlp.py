@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
-from stretto.ops.checks import require_out, require_weight
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from stretto.ops.operator import require_out, require_weight
 
 
 def _square_relu(x: Tensor) -> Tensor:

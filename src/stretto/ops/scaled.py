@@ -10,38 +10,45 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
-from stretto.ops import unfused
 from stretto.ops.all_gather_matmul import launch_gather
-from stretto.ops.checks import (
-    DTYPES,
-    find_name,
-    find_scales,
-    flatten_rows,
-    require_out,
-    require_scaled,
-    restore_dims,
-)
-from stretto.ops.dispatch import (
+from stretto.ops.config import (
+    LIBRARY,
+    KernelConfig,
     choose_config,
-    copy_to,
-    define_operator,
     describe_problem,
+    encode_implementation,
     make_call_key,
-    needs_gradients,
     recall_config,
-    without_autocast,
-    write_to,
 )
-from stretto.ops.gemm.config import FP8, LIBRARY, KernelConfig, encode_implementation
-from stretto.ops.gemm.tile import Scales
+from stretto.ops.gemm import Product, Scales
 from stretto.ops.matmul_all_reduce import launch_all_reduce
 from stretto.ops.matmul_reduce_scatter import divide_first_dim, launch_scatter, require_rows
-from stretto.ops.workspace import find_group
+from stretto.ops.operator import (
+    DTYPES,
+    FP8,
+    all_reduce,
+    copy_to,
+    define_operator,
+    find_group,
+    find_name,
+    flatten_rows,
+    gather_rows,
+    needs_gradients,
+    reduce_scatter,
+    require_matrices,
+    require_out,
+    require_place,
+    restore_dims,
+    scatter_sum,
+    show_shape,
+)
 
 _TENSORS = slice(1, 6)  # of `_run`'s arguments: x, weight, their scales and bias
 _MIN_DEPTH = 32  # the smallest step over k in which tensor cores take fp8
 _QUANTIZED = (*DTYPES, torch.float64)
+_GRAIN = 16  # bytes: rows of fp8 are multiples of it, as TMA and torch's own products require
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,9 +90,8 @@ def all_gather_scaled_matmul(
     x_scale then has x's dims without the last one, or is flat. out: where to write the output, contiguous. There are no
     gradients. ValueError for other input, PeerError for a rank that does not call.
     """
-    how = encode_implementation(implementation)
     operands = x, weight, x_scale, weight_scale, bias
-    return _call("all_gather_matmul", operands, group, out, out_dtype, None, how)
+    return _call("all_gather_matmul", operands, group, out, out_dtype, None, implementation)
 
 
 def scaled_matmul_reduce_scatter(
@@ -106,9 +112,8 @@ def scaled_matmul_reduce_scatter(
     Partial sums are sent in out_dtype, or in fp32 with reduce_dtype=torch.float32.
     Operands, scales and errors are as in `all_gather_scaled_matmul`.
     """
-    how = encode_implementation(implementation)
     operands = x, weight, x_scale, weight_scale, bias
-    return _call("matmul_reduce_scatter", operands, group, out, out_dtype, reduce_dtype, how)
+    return _call("matmul_reduce_scatter", operands, group, out, out_dtype, reduce_dtype, implementation)
 
 
 def scaled_matmul_all_reduce(
@@ -127,9 +132,8 @@ def scaled_matmul_all_reduce(
 
     Operands, scales and errors are as in `all_gather_scaled_matmul`.
     """
-    how = encode_implementation(implementation)
     operands = x, weight, x_scale, weight_scale, bias
-    return _call("matmul_all_reduce", operands, group, out, out_dtype, None, how)
+    return _call("matmul_all_reduce", operands, group, out, out_dtype, None, implementation)
 
 
 _NAMES = {
@@ -138,6 +142,42 @@ _NAMES = {
     "matmul_all_reduce": "scaled_matmul_all_reduce",
 }
 """The name of each operator's fp8 form. Calls are counted and timed under the operator's own name."""
+
+
+def _call(
+    operator: str,
+    operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    group: dist.ProcessGroup | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None,
+    implementation: str | KernelConfig,
+) -> Tensor:
+    """Call the operator. ValueError where gradients would be needed, of which it has none."""
+    how, name = encode_implementation(implementation), find_name(group)
+    x, weight, x_scale, weight_scale, bias = operands
+    if needs_gradients(*operands):
+        raise ValueError(f"{_NAMES[operator]} has no gradients: call it under torch.no_grad(), or detach its operands")
+    rows, first = flatten_rows(_NAMES[operator], x), 0
+    if x.dim() > 2 or out is not None:
+        first = _count_first_dim(operator, x, group)
+    if x.dim() > 2 and x_scale.shape in (x.shape[:-1], (*x.shape[:-1], 1)):
+        x_scale = x_scale.flatten()
+    inputs = operator, rows, weight, x_scale, weight_scale, bias, name, out_dtype, reduce_dtype, how
+    if out is not None:
+        require_scaled(_NAMES[operator], rows, weight, bias, out_dtype)
+        find_scales(_NAMES[operator], rows, weight, x_scale, weight_scale)
+        require_out(_NAMES[operator], out, (first, *x.shape[1:-1], weight.shape[0]), out_dtype, *operands)
+        _scaled_matmul(*inputs, out=out.flatten(0, -2))
+        return out
+    return restore_dims(_scaled_matmul(*inputs), x, first)
+
+
+def _count_first_dim(operator: str, x: Tensor, group: dist.ProcessGroup | None) -> int:
+    """The first dim of the output on a rank."""
+    if operator == "matmul_reduce_scatter":
+        return divide_first_dim(_NAMES[operator], x, group)
+    return x.shape[0] * (dist.get_world_size(group) if operator == "all_gather_matmul" else 1)
 
 
 def _run(
@@ -151,27 +191,9 @@ def _run(
     out_dtype: torch.dtype,
     reduce_dtype: torch.dtype | None,
     implementation: str,
-) -> Tensor:
-    """The operator of all three, by the name of its form for other dtypes."""
-    operands = x, weight, x_scale, weight_scale, bias
-    return _run_into(operator, *operands, group, out_dtype, reduce_dtype, implementation)
-
-
-@without_autocast
-def _run_into(
-    operator: str,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    group: str,
-    out_dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None,
-    implementation: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The output, in `out` if there is one."""
+    """The output, in `out` if there is one; operator: by the name of its form for other dtypes."""
     key = make_call_key(operator, x, weight, bias, implementation, out_dtype, reduce_dtype)
     config = recall_config(group, key)
     if config is None:
@@ -193,10 +215,11 @@ def _run_into(
     if operator == "matmul_all_reduce":
         return launch_all_reduce(config, x, weight, bias, out_dtype, group, scales, out)
     out = x.new_empty(rows, n, dtype=out_dtype) if out is None else out
+    product = Product(x, weight, bias, out, group, scales)
     if operator == "all_gather_matmul":
-        launch_gather(config, x, weight, bias, out, group, scales=scales)
+        launch_gather(config, product)
     else:
-        launch_scatter(config, x, weight, bias, out, reduce_dtype or out_dtype, group, scales)
+        launch_scatter(config, product, reduce_dtype or out_dtype)
     return out
 
 
@@ -210,12 +233,43 @@ def _run_library(
     out_dtype: torch.dtype,
     sum_dtype: torch.dtype,
 ) -> Tensor:
-    match operator:
-        case "all_gather_matmul":
-            return unfused.all_gather_scaled_matmul(x, weight, scales, bias, out_dtype, group)
-        case "matmul_reduce_scatter":
-            return unfused.scaled_matmul_reduce_scatter(x, weight, scales, bias, out_dtype, sum_dtype, group)
-    return unfused.scaled_matmul_all_reduce(x, weight, scales, bias, out_dtype, group)
+    """By a library's GEMM and the group's backend."""
+    if operator == "all_gather_matmul":
+        gathered = gather_rows(x.view(torch.uint8), group).view(x.dtype)  # not all backends support fp8
+        rows = gather_rows(scales.rows.contiguous(), group)
+        return multiply_scaled(gathered, weight, Scales(rows, scales.columns), out_dtype, bias)
+    if operator == "matmul_all_reduce":
+        return _add(all_reduce(multiply_scaled(x, weight, scales, out_dtype), group), bias)
+    partial = multiply_scaled(x, weight, scales, sum_dtype)
+    total = scatter_sum(partial, group) if x.device.type == "cpu" else reduce_scatter(partial, group)
+    return _add(total, None if bias is None else bias.to(sum_dtype)).to(out_dtype)
+
+
+def multiply_scaled(
+    x: Tensor, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """x @ weight.T of fp8, times the factors of rows and columns, + bias: by `scaled_mm` where it can, else in fp32."""
+    rows, columns = scales
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    is_aligned = not any(size % _GRAIN for size in (weight.shape[0], *(one.data_ptr() for one in tensors)))
+    if is_aligned and x.is_cuda and dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9):
+        if rows.stride(0) == 0 and columns.stride(0) == 0:
+            kind, rows, columns = ScalingType.TensorWise, rows[:1], columns[:1]
+        else:
+            kind, rows, columns = ScalingType.RowWise, _align(rows)[:, None], _align(columns)[None, :]
+        weight = weight.t()
+        return scaled_mm(x, weight, rows, kind, columns, kind, bias=bias, output_dtype=dtype, use_fast_accum=True)
+    product = (x.float() @ weight.float().t()).mul_(rows[:, None]).mul_(columns)
+    return _add(product, bias).to(dtype)
+
+
+def _align(scales: Tensor) -> Tensor:
+    scales = scales.contiguous()
+    return scales.clone() if scales.data_ptr() % _GRAIN else scales
+
+
+def _add(total: Tensor, bias: Tensor | None) -> Tensor:
+    return total if bias is None else total + bias
 
 
 def _count_rows(operator: str, x: Tensor, group: str) -> int:
@@ -238,6 +292,59 @@ def _require(
     require_scaled(_NAMES[operator], x, weight, bias, out_dtype)
     if operator == "matmul_reduce_scatter":
         require_rows(_NAMES[operator], x, out_dtype, reduce_dtype, group)
+
+
+def require_scaled(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    """ValueError unless x [., k] and weight [n, k] are fp8 and contiguous, and bias [n] is of `dtype`, the output's."""
+    require_matrices(operator, x, weight)
+    for name, one in (("x", x), ("weight", weight)):
+        if one.dtype != FP8:
+            raise ValueError(f"{operator}: {name} is of {FP8}, not {one.dtype}: see quantize_rows")
+    if dtype not in DTYPES:
+        raise ValueError(f"{operator} returns {', '.join(map(str, DTYPES))}, not {dtype}")
+    if x.shape[1] % _GRAIN:
+        raise ValueError(f"{operator}: k of fp8 operands is a multiple of {_GRAIN}, not {x.shape[1]}: pad both")
+    if not weight.is_contiguous():
+        raise ValueError(
+            f"{operator} takes a contiguous fp8 weight [n, k], not strides {weight.stride()}: tensor cores require "
+            "fp8 operands to be contiguous along k"
+        )
+    if weight.device != x.device:
+        raise ValueError(f"{operator}: x is on {x.device} and weight on {weight.device}: move one of them")
+    if bias is not None:
+        if bias.shape != weight.shape[:1] or bias.dtype != dtype or bias.device != x.device:
+            raise ValueError(
+                f"{operator}: a bias is [{weight.shape[0]}] of {dtype} on {x.device}, not {show_shape(bias)} of "
+                f"{bias.dtype} on {bias.device}"
+            )
+        if not bias.is_contiguous():
+            raise ValueError(
+                f"{operator} takes a contiguous bias, not strides {bias.stride()}: call contiguous() on it"
+            )
+    require_place(operator, x)
+
+
+def find_scales(operator: str, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Scales:
+    """The factors of x's rows [m] and of weight's rows [n]. ValueError unless there is one for each, or one for all."""
+    return Scales(
+        _find_factors(operator, "x_scale", x_scale, x), _find_factors(operator, "weight_scale", weight_scale, weight)
+    )
+
+
+def _find_factors(operator: str, name: str, scale: Tensor, matrix: Tensor) -> Tensor:
+    rows = matrix.shape[0]
+    if scale.numel() not in (1, rows) or sum(size != 1 for size in scale.shape) > 1:
+        raise ValueError(
+            f"{operator}: {name} is one number, or one for each of {rows} rows, not {show_shape(scale)}: there are no "
+            "scales of smaller blocks"
+        )
+    if scale.dtype != torch.float32 or scale.device != matrix.device:
+        raise ValueError(
+            f"{operator}: {name} is of torch.float32 on {matrix.device}, not of {scale.dtype} on {scale.device}"
+        )
+    factors = scale.reshape(-1).expand(rows)
+    # Kernels compute offsets into the factors in 32 bits.
+    return factors if rows * factors.stride(0) < 1 << 31 else factors.contiguous()
 
 
 def _fake(
@@ -265,40 +372,3 @@ def _count_flops(
 
 
 _scaled_matmul = define_operator("scaled_matmul", _run, fake=_fake, count_flops=_count_flops, tensors=_TENSORS)
-
-
-def _call(
-    operator: str,
-    operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    group: dist.ProcessGroup | None,
-    out: Tensor | None,
-    out_dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None,
-    implementation: str,
-) -> Tensor:
-    """Call the operator. ValueError where gradients would be needed, of which it has none."""
-    name, (x, weight, x_scale, weight_scale, bias) = find_name(group), operands
-    if needs_gradients(*operands):
-        raise ValueError(f"{_NAMES[operator]} has no gradients: call it under torch.no_grad(), or detach its operands")
-    rows, first = flatten_rows(_NAMES[operator], x), 0
-    if x.dim() > 2 or out is not None:
-        first = _count_first_dim(operator, x, group)
-    if x.dim() > 2 and x_scale.shape in (x.shape[:-1], (*x.shape[:-1], 1)):
-        x_scale = x_scale.flatten()
-    options = name, out_dtype, reduce_dtype, implementation
-    if out is not None:
-        require_scaled(_NAMES[operator], rows, weight, bias, out_dtype)
-        find_scales(_NAMES[operator], rows, weight, x_scale, weight_scale)
-        require_out(_NAMES[operator], out, (first, *x.shape[1:-1], weight.shape[0]), out_dtype, *operands)
-        inputs = operator, rows, weight, x_scale, weight_scale, bias, *options
-        write_to(out.flatten(0, -2), _scaled_matmul, _run_into, *inputs, tensors=_TENSORS)
-        return out
-    result: Tensor = _scaled_matmul(operator, rows, weight, x_scale, weight_scale, bias, *options)
-    return restore_dims(result, x, first)
-
-
-def _count_first_dim(operator: str, x: Tensor, group: dist.ProcessGroup | None) -> int:
-    """The first dim of the output on a rank."""
-    if operator == "matmul_reduce_scatter":
-        return divide_first_dim(_NAMES[operator], x, group)
-    return x.shape[0] * (dist.get_world_size(group) if operator == "all_gather_matmul" else 1)

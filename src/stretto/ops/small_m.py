@@ -12,22 +12,25 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from stretto import tiles
-from stretto.ops.gemm.config import Blocks, count_column_parts, divide_up, limit_waiting
-from stretto.ops.gemm.defaults import MOSTLY_BUSY
-from stretto.ops.gemm.stream_k import StreamK, multiply_unit
-from stretto.ops.gemm.tile import (
-    Scales,
+from stretto.memory.gpus import limit_waiting
+from stretto.ops.config import MOSTLY_BUSY, KernelConfig
+from stretto.ops.gemm import (
+    Blocks,
+    Product,
+    StreamK,
+    count_column_parts,
     describe_gemm,
+    divide_up,
     fixed,
     multiply_columns,
+    multiply_unit,
     scale_tile,
     specialization_key,
     tile_width,
 )
-from stretto.ops.workspace import OperatorWorkspace, abandon
+from stretto.ops.operator import abandon, find_workspace
 
 _PACKET_BYTES = 4
 _THREADS_OF_A_WARP = 64 if torch.version.hip else 32
@@ -88,24 +91,13 @@ def _limit_blocks(blocks: Blocks, device: torch.device, most: int) -> Blocks:
     return blocks._replace(programs=min(limit_waiting(blocks.programs, device), most))
 
 
-def launch(
-    operator: str,
-    form: str,
-    workspace: OperatorWorkspace,
-    group: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    blocks: Blocks,
-    scales: Scales | None = None,
-) -> None:
-    """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n].
-
-    scales: of fp8 x and weight.
-    """
+def launch(operator: str, form: str, config: KernelConfig, product: Product, world: int) -> None:
+    """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n]."""
+    x, weight, bias, out, group, scales = product
     (m, k), n = x.shape, weight.shape[0]
-    blocks = _limit_blocks(blocks, x.device, workspace.arrivals.numel())
+    workspace = find_workspace(group, x.device, count_bytes(form, m, n, world, out.dtype), "packets")
+    assert config.blocks is not None
+    blocks = _limit_blocks(config.blocks, x.device, workspace.arrivals.numel())
     unit_steps, programs = split_steps(m, n, k, blocks)
     partials: Any = None
     if unit_steps % divide_up(k, blocks.k):
@@ -145,7 +137,7 @@ def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out): 
     Signals: none but the packets.
     Waits: for packets, and never for a program that may not be scheduled: work units, and the chunks whose sums peers
     wait for, are claimed, so running programs do all of them before any of them waits for what they produce. A launch
-    leaves room for others (`bound_programs`), so a kernel of another group that a peer waits for finds a place.
+    leaves room for others (`bound_blocks`), so a kernel of another group that a peer waits for finds a place.
     Failure: packets are sent only while no wait of this process has failed, and sums only of packets that all arrived.
     Reuse: two slots, by the call's number; every rank waits for the sums of all ranks' packets: see `call_slot`.
     """

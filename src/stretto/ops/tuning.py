@@ -6,18 +6,42 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
 
 from stretto.memory import PeerError
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops.all_gather_matmul import all_gather_matmul
-from stretto.ops.checks import DTYPES, find_name, require_scaled
-from stretto.ops.dispatch import autotuner, clear_choices, describe_problem, find_machine
-from stretto.ops.gemm.config import FP8, LIBRARY, GemmProblem, KernelConfig, Machine
-from stretto.ops.gemm.defaults import vary_blocks, vary_order, vary_transfers
+from stretto.ops.config import (
+    DIRECTIONS,
+    EXCHANGES,
+    LIBRARY,
+    SMALL_M_ROWS,
+    GemmProblem,
+    KernelConfig,
+    Machine,
+    autotuner,
+    clear_choices,
+    count_grouped_rows,
+    count_usable,
+    deepen_for_fp8,
+    default_blocks,
+    default_config,
+    describe_problem,
+    find_machine,
+    find_width,
+    fit_blocks,
+)
+from stretto.ops.gemm import Blocks
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from stretto.ops.scaled import all_gather_scaled_matmul, scaled_matmul_all_reduce, scaled_matmul_reduce_scatter
+from stretto.ops.operator import DTYPES, FP8, find_name
+from stretto.ops.scaled import (
+    all_gather_scaled_matmul,
+    require_scaled,
+    scaled_matmul_all_reduce,
+    scaled_matmul_reduce_scatter,
+)
 from stretto.tuning import TuningStore, median_seconds, slowest_times, time_runs
 
 logger = logging.getLogger("stretto.ops")
@@ -150,6 +174,80 @@ def _search(
     best = min(kernels, key=kernels.__getitem__)
     orders = tuple(vary_order(problem, best))
     return measured | _measure((LIBRARY, best, *orders), operands, group) if orders else measured
+
+
+def vary_blocks(problem: GemmProblem, machine: Machine) -> Iterator[KernelConfig]:
+    """Configurations with other tiles, the default's first, which a tuner measures first."""
+    default, _ = default_config(problem, machine)
+    if default == LIBRARY:
+        default = KernelConfig(blocks=default_blocks(problem, machine))
+        if problem.m <= SMALL_M_ROWS or problem.operator == "matmul_all_reduce":
+            default = default._replace(exchange="packets")
+    yield default
+    if not machine.processors:
+        return
+    for blocks in _vary_blocks(problem, machine):
+        if blocks != default.blocks:
+            yield default._replace(blocks=blocks)
+
+
+def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig) -> Iterator[KernelConfig]:
+    """Configurations with the same tiles but other transfers of rows or sums, which a tuner measures next."""
+    others: list[KernelConfig] = []
+    match problem.operator:
+        case "matmul_all_reduce":
+            others = [config._replace(shots=shots) for shots in (1, 2)]
+        case "all_gather_matmul":
+            movers = (8, 16, 32, count_usable(problem, machine)) if machine.processors else (1, 2)
+            others = [
+                config._replace(transfer="programs", movers=count, direction=direction)
+                for direction in DIRECTIONS
+                for count in movers
+            ]
+            if problem.m > SMALL_M_ROWS:
+                others += [config._replace(transfer="copies", piece_bytes=size << 20) for size in (1, 2, 8)]
+        case "matmul_reduce_scatter":
+            if problem.m <= 4 * SMALL_M_ROWS:
+                others = [config._replace(exchange=exchange) for exchange in EXCHANGES]
+            if problem.m > SMALL_M_ROWS:
+                tiles = config._replace(exchange="tiles")
+                others += [tiles._replace(transfer="programs")]
+                others += [tiles._replace(transfer="copies", piece_bytes=size << 20) for size in (3, 6, 12)]
+    yield from (other for other in others if other != config)
+
+
+def vary_order(problem: GemmProblem, config: KernelConfig) -> Iterator[KernelConfig]:
+    """The same configuration with the other order of tiles, for a tuner's last round.
+
+    Where all ranks begin with the same rows (not `is_shifted`), they meet at one rank's links, but may share its cache.
+    """
+    if problem.operator != "matmul_all_reduce" and problem.m > SMALL_M_ROWS:
+        yield config._replace(is_shifted=not config.is_shifted)
+
+
+def _vary_blocks(problem: GemmProblem, machine: Machine) -> Iterator[Blocks]:
+    if problem.m <= SMALL_M_ROWS:
+        rows = max(16, triton.next_power_of_2(problem.m))
+        processors = count_usable(problem, machine)
+        widths = dict.fromkeys((find_width(rows, problem.n, processors) or 32, 32, 64, 128))
+        for columns, depth in ((columns, depth) for columns in widths for depth in (256, 128, 64)):
+            blocks = fit_blocks(rows, columns, depth, processors)
+            if blocks.k == depth:
+                yield deepen_for_fp8(blocks, problem.dtype.itemsize)
+        return
+    rows = count_grouped_rows(problem)
+    # Two programs with small tiles on a multiprocessor: one stores while the other multiplies.
+    for m, n, depth, warps, stages, programs in (
+        (128, 256, 64, 8, 4, 1),
+        (128, 256, 64, 8, 3, 1),
+        (256, 128, 64, 8, 4, 1),  # a tenth faster than 128 x 256 on a cool GPU, 4% slower at the power limit (one H200)
+        (128, 128, 128, 8, 3, 1),
+        (128, 128, 64, 4, 3, 2),
+        (64, 256, 64, 4, 4, 1),
+    ):
+        for group in sorted({min(group, max(1, rows // m)) for group in (2, 4, 8)}, reverse=True):
+            blocks = Blocks(m, n, depth, group, warps, stages, programs * machine.processors)
+            yield deepen_for_fp8(blocks, problem.dtype.itemsize)
 
 
 def _measure(

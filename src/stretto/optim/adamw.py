@@ -113,7 +113,7 @@ class AdamW(torch.optim.AdamW):
         corrections = torch.stack((group["lr"] / first_rest, second_rest.rsqrt(), left), dim=1).float()
         for number, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
             first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
-            copy = getattr(parameter, "stretto_copy", None) if self.writes_copies else None
+            copy = getattr(parameter, "low_precision_weight", None) if self.writes_copies else None
             copied = None if copy is None else copy.open(parameter)
             launch(
                 local(parameter),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parallelizes a model over a grid of pipe x data x X x Y x Z ranks (Singh, chapters 3 and 5).
 
-`Grid` arranges the ranks along axes, `parallelize` shards an nn.Module over them in place, and `distribute_tables`
-distributes the embedding tables of a recommendation model; the other names are for training loops.
+`Grid` arranges the ranks along axes, and `parallelize` shards an nn.Module over them in place; the other names are for
+training loops.
 
 Modules: api, builder: `parallelize`. roles: the roles of submodules. layers: the parallel modules that replace a
-model's own. comm: collectives, weight gathering, gradient reduction. recsys: embedding tables.
+model's own. comm: collectives, weight gathering, gradient reduction.
 """
 
 from typing import TYPE_CHECKING
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from stretto.parallel.layout import Box, ParameterLayout, Split, gather, layout_of
     from stretto.parallel.pipeline.pipeline import Pipeline
     from stretto.parallel.recomputation import checkpoint_activations
-    from stretto.parallel.recsys.placement import TablePlacement, TableSize, place_tables
-    from stretto.parallel.recsys.tables import ShardedTables, distribute_tables
     from stretto.parallel.roles.plan import Role
     from stretto.parallel.segment_planner import SegmentLoadPlanner, SegmentSavePlanner
 
@@ -46,16 +44,12 @@ __all__ = [
     "Role",
     "SegmentLoadPlanner",
     "SegmentSavePlanner",
-    "ShardedTables",
     "Split",
     "StageOptions",
-    "TablePlacement",
-    "TableSize",
     "checkpoint_activations",
     "clip_grad_norm_",
     "clip_scale",
     "count_collectives",
-    "distribute_tables",
     "full_parameters",
     "gather",
     "gather_once",
@@ -65,7 +59,6 @@ __all__ = [
     "micro_batch_of",
     "no_sync",
     "parallelize",
-    "place_tables",
     "recomputation_contexts",
     "register_forward_method",
     "run_once",
@@ -100,11 +93,6 @@ _HOMES = {
     "layout_of": "stretto.parallel.layout",
     "checkpoint_activations": "stretto.parallel.recomputation",
     "Pipeline": "stretto.parallel.pipeline.pipeline",
-    "TablePlacement": "stretto.parallel.recsys.placement",
-    "TableSize": "stretto.parallel.recsys.placement",
-    "place_tables": "stretto.parallel.recsys.placement",
-    "ShardedTables": "stretto.parallel.recsys.tables",
-    "distribute_tables": "stretto.parallel.recsys.tables",
     "Role": "stretto.parallel.roles.plan",
     "SegmentLoadPlanner": "stretto.parallel.segment_planner",
     "SegmentSavePlanner": "stretto.parallel.segment_planner",

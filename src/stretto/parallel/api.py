@@ -74,8 +74,6 @@ def parallelize(
     unchanged.
     """
     from stretto.parallel.install import install
-    from stretto.parallel.meta import MetaInitializer
-    from stretto.parallel.pipeline.cutting import cut_into_stages
     from stretto.parallel.place import place
     from stretto.parallel.precision import Precision
     from stretto.parallel.resolve import refuse_sharded, resolve
@@ -85,21 +83,9 @@ def parallelize(
     if gradients not in (None, "sum", "mean"):
         raise ValueError(f"gradients is {gradients!r}, but must be 'sum' or 'mean' (None: as the model's loss needs)")
     options = (options or ExecutionOptions()).replace(**changes)
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(f"{name} has a hook, which its shard would never call: register it after parallelize")
     plan = resolve(model, grid.sizes, roles=roles, local_attributes=local_attributes, blocks=blocks, options=options)
     request = ShardingRequest(grid, precision, options, gradients or "mean", sharded_loss)
-    initializer = MetaInitializer(model, grid.device, seed)
-    cut = cut_into_stages(model, grid, options, initializer)
-    try:
-        placement = place(model, request, plan, initializer, cut)
-        install(model, placement, cut)
-    except Exception as error:
-        if cut is not None:
-            cut.undo()
-            cut.refusal.meet(error)
-        raise
+    install(model, place(model, request, plan, seed=seed))
     return model
 
 

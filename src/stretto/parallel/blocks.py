@@ -8,18 +8,12 @@ gathered for its whole forward pass. Ranks along x and y all compute the same.
 
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
 
-from stretto.execution import MIN_COPIED_BYTES
-from stretto.parallel.builder import Builder
 from stretto.parallel.grid import Grid
-from stretto.parallel.layers.block_shard import BlockShard
-from stretto.parallel.layers.plain_parts import keep_through_conversions
-from stretto.parallel.layers.sharded_module import place_shared, refuse_copies
-from stretto.parallel.roles.plan import Role
 from stretto.suggestions import did_you_mean
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -49,7 +43,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> list
         outer = next((other for other in found if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise ValueError(f"blocks: {name} is within {outer}: a block's parameters are gathered together")
-        if not _has_forward(modules[name]):
+        if not has_forward(modules[name]):
             raise ValueError(
                 f"blocks: {name} ({type(modules[name]).__name__}) has no forward, for which its parameters would be "
                 f"gathered: name the modules in it that have one ({name}.*)"
@@ -68,7 +62,7 @@ def _blocks_of_item(name: str, item: nn.Module) -> Iterator[str]:
     """The blocks of one item of a list: itself, or what is in it if it is a list, too, or has no forward."""
     if isinstance(item, nn.Sequential):
         yield from list(_repeated(item, f"{name}.")) or [name]
-    elif _has_forward(item):
+    elif has_forward(item):
         yield name
     else:
         for key, child in item.named_children():
@@ -76,13 +70,9 @@ def _blocks_of_item(name: str, item: nn.Module) -> Iterator[str]:
                 yield from _blocks_of_item(f"{name}.{key}", child)
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """True if a module can be called: a list of modules, for one, cannot."""
     return type(module).forward is not nn.Module.forward
-
-
-def _is_large_embedding(module: nn.Module) -> bool:
-    """Whether this is an embedding, whose weight autograd does not save, of many bytes."""
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.nbytes > MIN_COPIED_BYTES
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -96,7 +86,7 @@ def warn_of_replication(model: nn.Module, grid: Grid, reason: str) -> None:
         warnings.warn(
             f"{type(model).__name__} is sharded only over z ({reason}), so each of the x * y = {copies} ranks that "
             f"share a batch computes all of it: {copies} times the work of a grid with x = y = 1",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -127,68 +117,5 @@ def check_modules(model: nn.Module, ranks: int) -> None:
             f"{norms[0]} is a batch norm: as under DistributedDataParallel, each of the {ranks} ranks that have rows "
             "of their own takes its statistics from these alone, so results differ from those of one rank. On GPUs, "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm takes them from all rows",
-            stacklevel=4,
+            stacklevel=5,
         )
-
-
-class BlockBuilder:
-    """Builds the sharded parameters of all blocks, then puts them in place.
-
-    blocks: names of submodules. Whatever is not in one is the model's own, "".
-    """
-
-    def __init__(self, model: nn.Module, builder: Builder, blocks: Collection[str]) -> None:
-        self.model = model
-        self.builder = builder
-        self._whose = self._assign(blocks)
-        self._first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-        self._made = {name: builder.plain_parameter(name, Role("gathered")) for name, _ in model.named_parameters()}
-
-    def _assign(self, blocks: Collection[str]) -> dict[int, str]:
-        """Each parameter's block, by its id: one that several blocks hold is the model's own."""
-        whose: dict[int, str] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            block = next((block for block in blocks if name.startswith(f"{block}.")), "")
-            whose[id(parameter)] = block if whose.get(id(parameter), block) == block else ""
-        return whose
-
-    def install(self, *, frees: bool) -> None:
-        """Put the parameters in place, and have each block gather its own; frees: again for the backward pass."""
-        places: dict[str, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
-        for name, original in list(self.model.named_parameters(remove_duplicate=False)):
-            owner_name, _, key = name.rpartition(".")
-            owner = self.model.get_submodule(owner_name)
-            held = places.setdefault(self._whose[id(original)], {})
-            if (id(owner), key) in held:
-                continue
-            held[id(owner), key] = (owner, key)
-            first = self._first[id(original)]
-            if name == first:
-                owner._parameters[key] = self._made[name]
-                keep_through_conversions(owner, key, self.builder.gradient_reducer)
-            else:
-                place_shared(owner, key, self._made[first])
-        for block, of_block in places.items():
-            module = self.model.get_submodule(block)
-            name = block or type(self.model).__name__
-            # The model's own are needed first in the backward pass.
-            shard = self.builder.block_shard(name, [*of_block.values()], frees=frees and bool(block))
-            self.builder.state.block_shards[module] = shard
-            self.builder.state.wrap_forward(module, shard.wrap, shard.wrap_submodule)
-            if block and (module._forward_pre_hooks or module._forward_hooks):  # they may read its parameters
-                module._call_impl = shard.wrap(module._call_impl)  # type: ignore[method-assign]
-            if not block:
-                self._gather_outside_of_forward(shard)
-                shard.not_held = frozenset(place.number for place in shard.places if _is_large_embedding(place.owner))
-            refuse_copies(module)
-
-    def _gather_outside_of_forward(self, shard: BlockShard) -> None:
-        """Have submodules find the model's own parameters where they run outside of its forward.
-
-        The user may call one directly, and activation checkpointing computes an embedding again in the backward pass.
-        """
-        own = {id(parameter) for parameter in shard.parameters}
-        for name, module in self.model.named_modules():
-            has_own = any(id(parameter) in own for parameter in module.parameters())
-            if name and has_own and _has_forward(module):
-                module.forward = shard.wrap_submodule(module.forward)

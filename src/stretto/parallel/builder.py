@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.axes import EXPERT, EXPERT_Z, STAGE, X_COPIES
-from stretto.huggingface.formulas import embedding_scale, norm_kind
-from stretto.huggingface.pretrained_model import is_conv1d
 from stretto.memory.copy_engine import have_copy_engines
 from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.parallel.comm.copy_engine_gather import (
@@ -28,9 +26,8 @@ from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositio
 from stretto.parallel.layers.experts import ExpertProduct, ExpertsPlan, ParallelExperts, TokenFlow, several
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.linear import CompressingLinear, LinearPlan, ParallelLinear
-from stretto.parallel.layers.loss import ParallelHead
+from stretto.parallel.layers.loss import ParallelHead, ParallelLoss
 from stretto.parallel.layers.norm import ParallelNorm
-from stretto.parallel.layers.plain_parts import warn_of_whole_parts
 from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.layers.token_shards import TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
@@ -69,7 +66,8 @@ class TiedParameter(NamedTuple):
 class Builder:
     """Builds each submodule's parallel counterpart, and one sharded parameter for all places that share a parameter.
 
-    cut: of a model whose pipeline stages are left in it, which have several micro-batches in flight.
+    initializer: of a model on the meta device. cut: of a model whose pipeline stages are left in it, which have several
+    micro-batches in flight.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class Builder:
         model: nn.Module,
         request: ShardingRequest,
         plan: ShardingPlan | BlockPlan,
-        initializer: MetaInitializer,
+        initializer: MetaInitializer | None,
         cut: "Cut | None",
     ) -> None:
         grid, options = request.grid, request.options
@@ -94,10 +92,12 @@ class Builder:
         self.has_one_rank = grid.size("world") == 1 and not is_stage
         over_z = grid.communicator("z")
         self.order = RankOrder(over_z, "weights and gradients over z")
-        self.gradient_reducer = GradientReducer(grid, self.precision, overlap, self.order, at_end=self.matmuls.finish)
+        averages = request.gradients == "mean"
+        self.gradient_reducer = GradientReducer(
+            grid, self.precision, overlap, self.order, averages=averages, at_end=self.matmuls.finish
+        )
         self.gradient_reducer.accumulates_unsharded = options.scatters_once
-        self.gradient_reducer.averages = request.gradients == "mean"
-        self.gradient_reducer.loss_covers_own_rows = request.gradients == "mean" and not has_roles
+        self.gradient_reducer.loss_covers_own_rows = averages and not has_roles
         # Copy engines gather into memory that the next forward pass overwrites, and a stage has several in flight.
         by_copies = overlap.copy_engines and not is_stage and have_copy_engines(over_z, grid.device)
         self.ring = self.gradient_reducer.ring = make_scatter_ring(over_z) if by_copies else None
@@ -115,6 +115,7 @@ class Builder:
 
     def build_all(self, plan: ShardingPlan) -> dict[str, nn.Module]:
         """Build what replaces each submodule, by name. The model is not changed."""
+        self.plan = plan
         originals = dict(self.model.named_modules(remove_duplicate=False))
         made: dict[int, nn.Module] = {}
         for name, role in plan.roles.items():
@@ -125,18 +126,21 @@ class Builder:
                     dtypes = {parameter.dtype for parameter in original.parameters()}
                     casts = self.precision.compute is not None and dtypes != {self.precision.compute}
                     module.is_traceable = self.has_one_rank and not casts
-        return {name: made[id(originals[name])] for name, role in plan.roles.items() if role.role != "loss"}
+        built = {name: made[id(originals[name])] for name, role in plan.roles.items() if role.role != "loss"}
+        head = next((built[name] for name in plan.named("head")), None)
+        if isinstance(head, ParallelHead) and not plan.is_pretrained:
+            built |= {name: ParallelLoss(head) for name in plan.named("loss")}
+        return built
 
     def build_plain(self, plan: ShardingPlan) -> dict[str, nn.Parameter]:
         """Build what replaces each parameter that the model's own code reads, by its name."""
-        warn_of_whole_parts(self.model, plan, self.grid)
         return {name: self.plain_parameter(name, part.role) for part in plan.plain for name in part.parameters}
 
     def plain_parameter(self, name: str, role: Role) -> nn.Parameter:
         """Build the replacement of a parameter whose module is not sharded."""
         owner_name, _, key = name.rpartition(".")
         owner = self.model.get_submodule(owner_name)
-        original, source = owner.get_parameter(key), self.initializer.real(owner_name, owner)
+        original, source = owner.get_parameter(key), self._whole(owner_name, owner)
         is_gathered = role.role == "gathered"
         sharding = gathered_sharding(original, self.grid.sizes) if is_gathered else self._sharding(role, key)
         return self.parameter(original, getattr(source, key), sharding)
@@ -150,6 +154,10 @@ class Builder:
             for key, parameter in module.named_parameters(recurse=False)
             if id(parameter) in self._made
         ]
+
+    def _whole(self, name: str, module: nn.Module) -> nn.Module | Namespace:
+        """An object with the module's own parameters and buffers, as they are or are initialized."""
+        return module if self.initializer is None else self.initializer.real(name, module)
 
     def _build(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         match role.role:
@@ -168,11 +176,11 @@ class Builder:
                 return ParallelDropout(module.p, self.grid, "x", name)
 
     def _linear(self, name: str, module: nn.Module, role: Role) -> nn.Module:
-        grid, source = self.grid, self.initializer.real(name, module)
+        grid, source = self.grid, self._whole(name, module)
         output_axis, input_axis = LINEARS[role.role]
         if self.tokens is not None and None in (output_axis, input_axis):
             raise ValueError(f"shard_sequence: {name} has the role {role.role!r}, which takes whole sequences")
-        is_transposed = is_conv1d(module)
+        is_transposed = name in self.plan.transposed
         sharding = sharding_of(role, "weight", is_transposed=is_transposed)
         rows = next((split for split in sharding.splits if split.dim == 0 and split.axis != "z"), None)
         ring = None if role.role == "head" else self.ring  # all of its slots would be as large as a head's gradient
@@ -217,18 +225,18 @@ class Builder:
 
     def _embedding(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        source, sharding = self.initializer.real(name, module), self._sharding(role, "weight")
+        source, sharding = self._whole(name, module), self._sharding(role, "weight")
         if role.role == "positions":
             weight = self.parameter(module.weight, source.weight, sharding)  # type: ignore[arg-type]
             return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_reducer, self.tokens)
         weight, shard = self._weight(module, source, sharding, sharding.splits[0], may_keep=False, ring=None)
-        first, scale = self._first(module.num_embeddings), embedding_scale(module, name)
+        first, scale = self._first(module.num_embeddings), self.plan.scales[name]
         return ParallelEmbedding(
             weight, first, shard, self.grid.communicator("x"), module.padding_idx, self.tokens, scale
         )
 
     def _norm(self, name: str, module: nn.Module, role: Role) -> nn.Module:
-        source, kind = self.initializer.real(name, module), norm_kind(module, name)
+        source, kind = self._whole(name, module), self.plan.norms[name]
         axis = "x" if role.role == "inner_norm" else "y"
         weight, bias = (
             None
@@ -250,7 +258,7 @@ class Builder:
         )
 
     def _experts(self, name: str, module: nn.Module) -> nn.Module:
-        grid, source = self.grid, self.initializer.real(name, module)
+        grid, source = self.grid, self._whole(name, module)
         flow = TokenFlow.of(grid, shards_sequence=self.tokens is not None, drops=self.options.drop_duplicates)
         group = grid.group(EXPERT) if grid.size(EXPERT) > 1 else None
         over_y, over_z, is_cut = (
@@ -280,7 +288,7 @@ class Builder:
         return ParallelExperts(module, parameters, plan, products)
 
     def _sharding(self, role: Role, part: str) -> ParameterSharding:
-        """How a parameter is sharded. With sequence sharding, one used on this rank's tokens is also summed over x."""
+        """The sharding of a role. With sequence sharding, one used on this rank's tokens is also summed over x."""
         sharding = sharding_of(role, part)
         is_of_tokens = role.role in ("norm", "positions", "router") or (role.role == "rowwise" and part == "bias")
         if self.tokens is not None and is_of_tokens:
@@ -320,7 +328,7 @@ class Builder:
             tied = self.tied.get(id(original))
             ends = None if tied is None else tied.ends
             if tied is not None and original.is_meta:  # both ends initialize it as the module that comes first does
-                whole = getattr(self.initializer.real(tied.owner_name, tied.owner), tied.key)
+                whole = getattr(self._whole(tied.owner_name, tied.owner), tied.key)
             layout = ParameterLayout(tuple(original.shape), sharding.splits, 1 if ends is None else ends.size())
             parameter = shard_parameter(whole, layout, self.grid, requires_grad=original.requires_grad)
             others = () if ends is None else (ends,)
@@ -348,7 +356,6 @@ class Builder:
         found = []
         for name, module in self.model.named_modules():
             own = dict(module.named_buffers(recurse=False))
-            is_meta = any(buffer.is_meta for buffer in own.values())
-            source = self.initializer.real(name, module) if is_meta else module
+            source = self._whole(name, module) if any(buffer.is_meta for buffer in own.values()) else module
             found += [(module, key, getattr(source, key).to(self.grid.device)) for key in own]
         return found

@@ -117,7 +117,7 @@ class CapturedStep:
 
 
 class _CapturedModel:
-    """What a captured step depends on in a parallelized model that is no tensor, as it is when this is made."""
+    """State of a parallelized model, other than tensors, that a captured step depends on, as it is now."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

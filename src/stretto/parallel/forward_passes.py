@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a parallelized model does around its forward passes, and around methods that are registered beside them."""
+"""Begins and ends a parallelized model's forward passes, and the methods that are registered beside them."""
 
 import functools
 import re

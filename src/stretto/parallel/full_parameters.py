@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.parallel.layers.held_tensors import ParameterPlace, hold
-from stretto.parallel.layout import gather, layout_of
+from stretto.parallel.layout import gather, has_layout, layout_of
 from stretto.parallel.sharded_parameter import ShardedParameter, write_whole
 from stretto.parallel.state import state_of
 
@@ -67,7 +67,7 @@ def _gather(module: nn.Module) -> list[_Edited]:
     found: dict[int, _Edited] = {}
     for prefix, owner in module.named_modules():
         for key, parameter in owner._parameters.items():
-            if parameter is not None and hasattr(parameter, "stretto_layout"):
+            if parameter is not None and has_layout(parameter):
                 name = f"{prefix}.{key}" if prefix else key
                 if id(parameter) not in found:
                     whole = nn.Parameter(gather(parameter), parameter.requires_grad)
@@ -99,7 +99,7 @@ def _groups(module: nn.Module, parameter: nn.Parameter) -> list[dist.ProcessGrou
 
 
 def _find_edited(each: _Edited) -> Tensor:
-    """What stands in a parameter's places at the end: the tensor that was put there, or one that has replaced it."""
+    """The tensor in a parameter's places at the end: the one that was put there, or one that has replaced it."""
     current = {id(tensor): tensor for tensor in (place.owner._parameters.get(place.key) for place in each.places)}
     found = next(iter(current.values()))
     if len(current) > 1 or found is None or found.shape != each.whole.shape:
@@ -133,7 +133,7 @@ def _agree(each: _Edited, whole: Tensor) -> bool:
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same, NaNs too."""
+    """True if two tensors are the same, NaNs too."""
     return torch.equal(
         one.detach().contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
     )

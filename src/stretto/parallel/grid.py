@@ -44,10 +44,10 @@ from stretto.parallel.comm.collectives import NO_GROUP
 START_LIMIT = timedelta(minutes=10)  # for ranks to import and to find each other, on a loaded machine or a cold disk
 
 GradientReduction = Literal["sum", "mean"]
-"""What becomes of the gradients of ranks that have other rows of the batch."""
+"""Reduction of the gradients of ranks that have other rows of the batch."""
 
 _LEFT_OF = {"data": EXPERT_DATA, "z": EXPERT_Z}
-"""What an axis is called without the innermost ranks that expert takes."""
+"""Names of axes without the innermost ranks that expert takes."""
 
 
 class Grid:

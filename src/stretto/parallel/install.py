@@ -3,21 +3,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.nn.modules.module import register_module_module_registration_hook
 
+from stretto.execution import MIN_COPIED_BYTES
 from stretto.huggingface import pretrained_model
+from stretto.parallel.blocks import has_forward
+from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.forward_passes import begin_forward, end_forward, explain_sizes
+from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import AgreedRandomState
-from stretto.parallel.layers.plain_parts import gather_for_forward, place_plain, read_as_tensors
+from stretto.parallel.layers.plain_parts import (
+    gather_for_forward,
+    keep_through_conversions,
+    place_plain,
+    read_as_tensors,
+)
 from stretto.parallel.layers.router import route_whole_features
-from stretto.parallel.layers.sharded_module import place_shared, refuse_copies, refuse_wrapping
-from stretto.parallel.model_loss import install_loss, install_loss_of_rows, replace_module
+from stretto.parallel.layers.sharded_module import place_shared, refuse_copy
+from stretto.parallel.model_loss import install_loss, install_loss_of_rows
 from stretto.parallel.pipeline.cutting import wrap_forwards
-from stretto.parallel.place import Placement
+from stretto.parallel.place import PlacedBlocks, Placement
 from stretto.parallel.recomputation import checkpoint_activations
 from stretto.parallel.roles.plan import PlainPart, ShardingPlan
 from stretto.parallel.state import ParallelState, set_state
@@ -25,12 +38,13 @@ from stretto.parallel.state import ParallelState, set_state
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stretto.parallel.pipeline.cutting import Cut
+# They would reduce gradients a second time.
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
 
-def install(model: nn.Module, placement: Placement, cut: Cut | None) -> None:
+def install(model: nn.Module, placement: Placement) -> None:
     """Change the model as a placement says: nothing here may fail."""
-    plan, builder, state = placement.plan, placement.builder, placement.builder.state
+    plan, builder, state, cut = placement.plan, placement.builder, placement.builder.state, placement.cut
     request, reducer = state.request, state.gradient_reducer
     has_roles, options = isinstance(plan, ShardingPlan), request.options
     frees = not options.keeps_weights and not options.recomputation.is_on
@@ -39,28 +53,29 @@ def install(model: nn.Module, placement: Placement, cut: Cut | None) -> None:
         state.stages = cut.stages
         cut.stages.tokens, cut.stages.has_roles = builder.tokens, has_roles
     for name, module in placement.modules.items():
-        replace_module(model, name, module)
+        _replace_module(model, name, module)
     for owner, key, parameter in placement.shared:
         place_shared(owner, key, parameter)
     for part, parameters in placement.parts:
         _install_part(model, placement, part, parameters, frees=frees)
     if placement.blocks is not None:
-        placement.blocks.install(frees=frees)
+        _install_blocks(model, placement.blocks, builder, frees=frees)
     for owner, attribute, value in placement.values:
         setattr(owner, attribute, value)
     if isinstance(plan, ShardingPlan):
         install_loss(model, plan, reducer, request.sharded_loss)
     else:
-        install_loss_of_rows(model, reducer, overlaps=options.overlap.all_reduce)
-    if pretrained_model.is_pretrained_model(model) and request.grid.size("z") > 1:
+        is_pretrained, overlaps = plan.is_pretrained, options.overlap.all_reduce
+        install_loss_of_rows(model, reducer, is_pretrained=is_pretrained, overlaps=overlaps)
+    if plan.is_pretrained and request.grid.size("z") > 1:
         pretrained_model.generate_in_step(model)
     pretrained_model.refuse_saving(model)
     pretrained_model.refuse_resizing(model)
-    refuse_copies(model)
-    refuse_wrapping(model)
+    _refuse_copies(model)
+    _refuse_wrapping(model)
     reducer.name(model.named_parameters())
-    set_state(model, state)
     _follow_passes(model, state, by_blocks=not has_roles)
+    set_state(model, state)
     if has_roles and request.grid.size("x") * request.grid.size("y") > 1:
         model.register_forward_hook(torch.compiler.disable(explain_sizes), always_call=True)
     if options.recomputation.is_on:
@@ -87,13 +102,118 @@ def _install_part(
         read_as_tensors(model, part, places, precision, state)
 
 
+def _replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put another module in the place of a submodule. Hooks of the old one go along."""
+    parent, _, child = name.rpartition(".")
+    old = model.get_submodule(name)
+    for key in vars(nn.Module()):
+        if "_hook" in key:  # the dicts themselves, so that what removes a user's hook still does
+            setattr(new, key, getattr(old, key))
+    model.get_submodule(parent)._modules[child] = new
+
+
+def _install_blocks(model: nn.Module, blocks: PlacedBlocks, builder: Builder, *, frees: bool) -> None:
+    """Put the parameters in place, and have each block gather its own; frees: again for the backward pass."""
+    first: dict[int, str] = {}
+    places: dict[str, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
+    for name, original in list(model.named_parameters(remove_duplicate=False)):
+        owner_name, _, key = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        held = places.setdefault(blocks.block_of[id(original)], {})
+        if (id(owner), key) in held:
+            continue
+        held[id(owner), key] = (owner, key)
+        shard = blocks.shards[first.setdefault(id(original), name)]
+        if name == first[id(original)]:
+            owner._parameters[key] = shard
+            keep_through_conversions(owner, key, builder.gradient_reducer)
+        else:
+            place_shared(owner, key, shard)
+    for block, of_block in places.items():
+        module = model.get_submodule(block)
+        # The model's own are needed first in the backward pass.
+        gathered = builder.block_shard(block or type(model).__name__, [*of_block.values()], frees=frees and bool(block))
+        builder.state.block_shards[module] = gathered
+        builder.state.wrap_forward(module, gathered.wrap, gathered.wrap_submodule)
+        if block and (module._forward_pre_hooks or module._forward_hooks):  # they may read its parameters
+            module._call_impl = gathered.wrap(module._call_impl)  # type: ignore[method-assign]
+        if not block:
+            _gather_outside_of_forward(model, gathered)
+            gathered.not_held = frozenset(each.number for each in gathered.places if _is_large_embedding(each.owner))
+        _refuse_copies(module)
+
+
+def _gather_outside_of_forward(model: nn.Module, shard: BlockShard) -> None:
+    """Have submodules find the model's own parameters where they run outside of its forward.
+
+    The user may call one directly, and activation checkpointing computes an embedding again in the backward pass.
+    """
+    own = {id(parameter) for parameter in shard.parameters}
+    for name, module in model.named_modules():
+        has_own = any(id(parameter) in own for parameter in module.parameters())
+        if name and has_own and has_forward(module):
+            module.forward = shard.wrap_submodule(module.forward)
+
+
+def _is_large_embedding(module: nn.Module) -> bool:
+    """True for an embedding, whose weight autograd does not save, of many bytes."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.nbytes > MIN_COPIED_BYTES
+
+
 def _follow_passes(model: nn.Module, state: ParallelState, *, by_blocks: bool) -> None:
     """Have gathers and reductions follow the model's passes. The hooks keep its state alive (`state_of`)."""
     begin, end = torch.compiler.disable(begin_forward), torch.compiler.disable(end_forward)
     model.register_forward_pre_hook(lambda model, _: begin(model, state))
-    random_state = AgreedRandomState(model, state.grid, always=by_blocks)
+    random_state = AgreedRandomState(model.modules(), state.grid, always=by_blocks)
     if random_state.is_needed:
         model.register_forward_pre_hook(torch.compiler.disable(random_state))
     model.register_forward_hook(lambda *_: end(state), always_call=True)
     reducer = state.gradient_reducer
     model.register_state_dict_pre_hook(lambda *_: None if in_backward() else reducer.drop_failed_passes())
+
+
+def _refuse_copies(model: nn.Module) -> None:
+    """Have copying or pickling the model raise ValueError: pickle would fail at its hooks, with another message."""
+    model.__reduce_ex__ = refuse_copy  # type: ignore[method-assign]
+
+
+class _Applied(OrderedDict[str, Any]):
+    """The names of the composable APIs that a module has, among which torch looks before it applies one."""
+
+    def __contains__(self, name: object) -> bool:
+        if name == "fully_shard":
+            raise ValueError(_refusal("fully_shard or replicate"))
+        return super().__contains__(name)
+
+
+def _refuse_wrapping(model: nn.Module) -> None:
+    """Have DDP, FSDP, DataParallel, fully_shard and replicate raise ValueError for the model.
+
+    Also for a part of it, and (but for fully_shard, which fails in torch then) for a module that contains it.
+    """
+    _watch_registrations()
+    for module in model.modules():
+        vars(module).setdefault(REGISTRY_KEY, _Applied())
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    """Look at every module that becomes part of another, as a wrapped one does first. Once in a process."""
+    register_module_module_registration_hook(_refuse_in_wrapper)
+
+
+def _refuse_in_wrapper(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    wrapper = next((base.__name__ for base in type(owner).__mro__ if base.__name__ in _WRAPPERS), None)
+    if wrapper is None or module is None:
+        return
+    if any(isinstance(vars(each).get(REGISTRY_KEY), _Applied) for each in module.modules()):
+        raise ValueError(_refusal(wrapper))
+
+
+def _refusal(wrapper: str) -> str:
+    return (
+        f"{wrapper} around a model that stretto.parallelize has returned, or around a part of it: its gradients are "
+        "reduced over all ranks already when backward() returns. Leave the wrapper out. Accelerate: prepare(optimizer, "
+        "loader), not the model; Lightning: ModelParallelStrategy in place of 'ddp'; transformers' Trainer: "
+        "stretto.huggingface.trainer_plugin"
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a parameter is laid out on a grid: the splits of its dims over axes, shards, and gathering them again."""
+"""Layouts of parameters on a grid: the splits of their dims over axes, shards, and gathering them again."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class Box:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How one parameter of `shape` is split: `splits` in the order in which they apply; other axes replicate it.
+    """The cuts of one parameter of `shape`: `splits` in the order in which they apply; other axes replicate it.
 
     pipe_copies: how many ranks of pipe hold it: 2 for a tied embedding that the first and the last stage share.
 
@@ -68,7 +68,7 @@ class ParameterLayout:
 
     @property
     def copies(self) -> int:
-        """How many successive ranks of x hold each part."""
+        """The number of successive ranks of x that hold each part."""
         return max((split.copies for split in self.splits), default=1)
 
     def placements(self, axes: Sequence[str]) -> list[Placement]:
@@ -77,12 +77,12 @@ class ParameterLayout:
         return [_placement(by_axis.get(axis)) for axis in axes]
 
     def replicas(self, sizes: Mapping[str, int]) -> int:
-        """How many ranks hold each number of the parameter."""
+        """The number of ranks that hold each number of the parameter."""
         parts = prod({split.axis: split.part_of(sizes) for split in self.splits}.values())
         return self.pipe_copies * prod(sizes[axis] for axis in STAGE_AXES) // parts
 
     def ranges(self, dim: int, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
-        """Which indices of `dim` a rank holds, in its shard's order: (start, length) pairs of the whole tensor."""
+        """The indices of `dim` that a rank holds, in its shard's order: (start, length) pairs of the whole tensor."""
         held = [(0, self.shape[dim])]
         for split in self.splits:
             if split.dim == dim:
@@ -117,6 +117,22 @@ class ParameterLayout:
             pieces = [whole.narrow(dim, start, length) for start, length in ranges]
             whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
         return whole.detach().clone(memory_format=torch.contiguous_format)
+
+
+class TensorOnGrid(DTensor):
+    """A DTensor of Stretto's own: a parameter that `parallelize` made, or a view of one, which has no layout.
+
+    low_precision_weight: of a parameter, what an optimizer writes along with it (`parallel.low_precision_weights`).
+    """
+
+    __slots__ = ()
+    parameter_layout: ParameterLayout | None = None
+    low_precision_weight: Any = None
+
+
+def has_layout(tensor: object) -> bool:
+    """True for a parameter that `parallelize` made."""
+    return isinstance(tensor, TensorOnGrid) and tensor.parameter_layout is not None
 
 
 def _cut(held: list[tuple[int, int]], segments: int, parts: int, part: int) -> list[tuple[int, int]]:
@@ -177,7 +193,7 @@ def local(parameter: Any) -> Tensor:
 
     Raises ValueError for a parameter that has replaced the one that `parallelize` created.
     """
-    if not torch.compiler.is_compiling() and not hasattr(parameter, "stretto_layout"):
+    if not torch.compiler.is_compiling() and not has_layout(parameter):
         raise ValueError(
             "a parameter was replaced after stretto.parallelize, and nothing would bring its gradient together: "
             "copy the new values into the parameter that was there (load_state_dict does, without assign=True)"
@@ -197,15 +213,14 @@ def allow_anomaly_checks() -> None:
 
 def layout_of(parameter: Tensor) -> ParameterLayout:
     """The layout of a parameter that `parallelize` made. Raises ValueError for any other tensor."""
-    layout = getattr(parameter, "stretto_layout", None)
-    if not isinstance(layout, ParameterLayout):
+    if not isinstance(parameter, TensorOnGrid) or parameter.parameter_layout is None:
         raise ValueError("this tensor is not a parameter that stretto.parallelize has sharded")
-    return layout
+    return parameter.parameter_layout
 
 
 def check_is_sharded(name: str, parameter: Tensor) -> None:
     """Raise ValueError, with its name, for a parameter that `parallelize` has not made."""
-    if not hasattr(parameter, "stretto_layout"):
+    if not has_layout(parameter):
         raise ValueError(
             f"{name} was added or replaced after stretto.parallelize, and nothing would bring its gradient "
             "together: add or parametrize it before, or copy the new values into the parameter that was there, inside "
@@ -221,7 +236,8 @@ def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    layout = layout or getattr(tensor, "stretto_layout", None)
+    if layout is None and isinstance(tensor, TensorOnGrid):
+        layout = tensor.parameter_layout
     if layout is None:
         if any(isinstance(placement, _StridedShard) for placement in tensor.placements):
             raise ValueError(

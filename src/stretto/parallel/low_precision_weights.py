@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from stretto.parallel.layout import Version, local, version_of
+from stretto.parallel.layout import TensorOnGrid, Version, local, version_of
+from stretto.parallel.sharded_parameter import ParameterShard
 
 
 class LowPrecisionWeight:
     """A copy of a parameter's shard in another dtype, valid while the parameter is as it was when the copy was written.
 
-    Stored as `parameter.stretto_copy`, where optimizers of other packages find it (it cannot be held in a map by
-    parameter: conversions swap a tensor's contents, which torch refuses for tensors with weak references). Any other
-    write to the parameter, seen by its version counter, invalidates it, and so does a step of any optimizer of torch.
-    The shard is then cast in each pass, until an optimizer writes the copy again.
+    It is the attribute `low_precision_weight` of Stretto's own parameters, where `stretto.optim.AdamW` finds it. Any
+    other write to the parameter, seen by its version counter, invalidates it, and so does a step of any optimizer of
+    torch. The shard is then cast in each pass, until an optimizer writes the copy again.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -77,13 +77,14 @@ class LowPrecisionWeight:
         self._version = None
 
     def is_current(self, parameter: Tensor) -> bool:
-        """Whether the copy is of the parameter's present state."""
+        """True if the copy is of the parameter's present state."""
         return self._version is not None and not self._is_outrun and self._version == version_of(parameter)
 
     def move(self, parameter: Tensor) -> None:
         """Store the copy at this parameter, which a conversion (`.to`, `.double`) has put in place of the old one."""
         self.forget()
-        parameter.stretto_copy = self  # type: ignore[attr-defined]
+        assert isinstance(parameter, TensorOnGrid)
+        parameter.low_precision_weight = self
 
     def refresh(self, parameter: Tensor) -> None:
         """Cast the parameter into the copy if the copy is stale."""
@@ -171,16 +172,15 @@ def keep_copy(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:
         LowPrecisionWeight(dtype).move(parameter)
 
 
-def share_copy(parameter: Tensor, shard: Tensor) -> None:
+def share_copy(parameter: Tensor, shard: ParameterShard) -> None:
     """Let an optimizer of this shard write the parameter's copy, if it has one."""
     if copy_of(parameter) is not None:
-        shard.stretto_copy = LowPrecisionShard(parameter)  # type: ignore[attr-defined]
+        shard.low_precision_weight = LowPrecisionShard(parameter)
 
 
 def copy_of(parameter: Tensor) -> LowPrecisionWeight | None:
     """The parameter's low-precision copy; None if it has none."""
-    copy: LowPrecisionWeight | None = getattr(parameter, "stretto_copy", None)
-    return copy
+    return parameter.low_precision_weight if isinstance(parameter, TensorOnGrid) else None
 
 
 def cast(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -223,6 +223,5 @@ def _watch_optimizers() -> None:
 def _expect_writes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            copy = copy_of(parameter)
-            if copy is not None:
-                copy.expect_write(parameter)
+            if isinstance(parameter, TensorOnGrid | ParameterShard) and parameter.low_precision_weight is not None:
+                parameter.low_precision_weight.expect_write(parameter)

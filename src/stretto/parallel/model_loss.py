@@ -19,7 +19,6 @@ from stretto.huggingface.loss import (
     refuse_losses_of_one_rank,
     replace_loss_function,
 )
-from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.huggingface.router_loss import RanksOfBatch
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -31,11 +30,11 @@ _TARGETS = ("targets", "labels")  # their names in models' forward
 
 
 def install_loss(model: nn.Module, plan: ShardingPlan, gradients: GradientReducer, is_sharded: bool) -> None:
-    """Replace the model's loss by the sharded one, and have the head skip its product while the model computes it."""
+    """Replace a loss function by the sharded loss, and have the head skip its product while the model computes it."""
     grid = gradients.grid
     head = next((model.get_submodule(name) for name in plan.named("head")), None)
     loss = ParallelLoss(head) if isinstance(head, ParallelHead) else None
-    if is_pretrained_model(model):
+    if plan.is_pretrained:
         if loss is not None and not replace_loss_function(model, loss):
             loss = None
         if grid.size(LOSS) > 1 and computes_masked_loss(model):
@@ -46,9 +45,7 @@ def install_loss(model: nn.Module, plan: ShardingPlan, gradients: GradientReduce
         balance_over_batch(model, gradients)
         if grid.size(LOSS) > 1:
             refuse_losses_of_one_rank(model, loss)
-    elif loss is not None and (names := plan.named("loss")):
-        replace_module(model, names[0], loss)
-    else:  # the model returns whole logits, or computes its own loss
+    elif loss is None or not plan.named("loss"):  # the model returns whole logits, or computes its own loss
         if grid.size(LOSS) > 1:
             model.register_forward_hook(_refuse_means_of_one_rank)
         return
@@ -66,12 +63,11 @@ def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:
     router_loss.balance_over_batch(model, ranks)
 
 
-def install_loss_of_rows(model: nn.Module, gradients: GradientReducer, *, overlaps: bool) -> None:
+def install_loss_of_rows(model: nn.Module, gradients: GradientReducer, *, is_pretrained: bool, overlaps: bool) -> None:
     """Have a model that is sharded by blocks compute its loss, and its routers' losses, over the global batch.
 
     overlaps: whether a sum of routers' counts goes on while the model computes.
     """
-    is_pretrained = is_pretrained_model(model)
     if is_pretrained:
         balance_over_batch(model, gradients)
     for module in model.modules():
@@ -137,13 +133,3 @@ def _refuse_means_of_one_rank(model: nn.Module, args: tuple[Any, ...], output: A
                 "stretto.parallel.mean_over_batch there, or have the model return its logits and use it on these; or "
                 "make the loss a module (nn.CrossEntropyLoss, say) with the role 'loss'"
             )
-
-
-def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put another module in the place of a submodule. Hooks of the old one go along."""
-    parent, _, child = name.rpartition(".")
-    old = model.get_submodule(name)
-    for key in vars(nn.Module()):
-        if "_hook" in key:  # the dicts themselves, so that what removes a user's hook still does
-            setattr(new, key, getattr(old, key))
-    setattr(model.get_submodule(parent), child, new)

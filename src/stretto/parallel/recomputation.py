@@ -113,7 +113,7 @@ def check_blocks(model: nn.Module, recompute: str, names: Sequence[str] = ()) ->
 
 
 def _checkpoints_itself(layer: nn.Module) -> bool:
-    """Whether this is a transformers layer whose forward checkpoints itself."""
+    """True for a transformers layer whose forward checkpoints itself."""
     return isinstance(layer, PassedBy) or checkpoints_itself(layer)  # PassedBy: on another rank of a pipeline
 
 
@@ -307,7 +307,7 @@ class _BlockSegment:
         self._found: dict[int, Tensor] = {}
 
     def continues_with(self, args: Any, kwargs: Any) -> bool:
-        """Whether these arguments have a tensor that the last block returned."""
+        """True if these arguments have a tensor that the last block returned."""
         own = {id(tensor) for tensor in self.last_output}
         return any(id(leaf) in own for leaf in tree_leaves((args, kwargs)))
 

@@ -1,32 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolves how a model is sharded: by the roles of its submodules, or by blocks. Nothing is changed, and no rank asks
-another; `parallel.place` then builds what `parallel.install` puts into the model."""
+another; `parallel.place` then builds what `parallel.install` puts into the model.
+
+Roles are read from the model's plan or the user's patterns, never guessed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.axes import check_sizes
 from stretto.execution import ExecutionOptions
+from stretto.huggingface.family_roles import wildcard
 from stretto.huggingface.formulas import UnknownRolesError
+from stretto.huggingface.pretrained_model import is_conv1d, is_linear, is_pretrained_model
+from stretto.huggingface.roles import norms_next_to_linears, plan_of
 from stretto.parallel.blocks import find_blocks
+from stretto.parallel.layout import has_layout
 from stretto.parallel.recomputation import check_blocks
-from stretto.parallel.roles.plan import Role, ShardingPlan, read_plan
+from stretto.parallel.roles.plan import KINDS, PLAIN, PlainPart, Role, ShardingPlan
 from stretto.parallel.roles.validation import check_takes_sharded_sequence, validate_plan
 from stretto.parallel.state import BlockPlan, state_of
+from stretto.suggestions import did_you_mean
 
 
 def refuse_sharded(model: nn.Module) -> None:
     """Raise ValueError for a model on a grid, with a part that is on one or that others have sharded."""
     kind = type(model).__name__
-    if state_of(model) is not None:
-        raise ValueError(f"this {kind} is on a grid already: build another one to parallelize it anew")
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "stretto_layout"):
+        if has_layout(parameter):
+            if state_of(model) is not None:
+                raise ValueError(f"this {kind} is on a grid already: build another one to parallelize it anew")
             raise ValueError(
                 f"{name} of this {kind} is on a grid already: parallelize the whole model once, and not its parts "
                 "(blocks= names those that are gathered one at a time)"
@@ -49,6 +58,9 @@ def resolve(
     sizes: of a grid's axes. Arguments and errors are those of `parallelize`.
     """
     options = options or ExecutionOptions()
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{name} has a hook, which its shard would never call: register it after parallelize")
     plan = _find_plan(model, sizes, roles, local_attributes, blocks)
     if isinstance(plan, ShardingPlan):
         if options.shard_sequence:
@@ -78,16 +90,157 @@ def _find_plan(
                 "rank: leave blocks= out, and give submodules roles ('experts' and 'router' among them), or choose "
                 "expert=1"
             )
-        return BlockPlan(tuple(find_blocks(model, blocks)), "blocks= was given")
+        return BlockPlan(tuple(find_blocks(model, blocks)), "blocks= was given", is_pretrained_model(model))
     sizes = check_sizes(sizes).sizes()
     has_roles = roles is not None or local_attributes is not None or hasattr(model, "parallel_plan")
     try:
-        plan = read_plan(model, roles, local_attributes, sizes)
-        validate_plan(model, plan, sizes)
+        plan = _read_plan(model, roles, local_attributes, sizes)
+        plan = validate_plan(model, plan, sizes)
     except ValueError as error:
         is_unsplit = sizes["x"] == sizes["y"] == 1
         is_divided = sizes.get("expert", 1) > 1
         if has_roles or is_divided or not (is_unsplit or isinstance(error, UnknownRolesError)):
             raise
-        return BlockPlan(tuple(find_blocks(model)), str(error))
+        return BlockPlan(tuple(find_blocks(model)), str(error), is_pretrained_model(model))
     return plan
+
+
+def _read_plan(
+    model: nn.Module,
+    roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
+    local_attributes: Mapping[str, str | None] | None,
+    sizes: Mapping[str, int],
+) -> ShardingPlan:
+    """Find each submodule's role by matching patterns with its name: the user's patterns first, then the model's.
+
+    In a pattern `*` stands for one part of a dotted name. Raises ValueError for patterns that match nothing, and for
+    submodules with parameters (or dropout) that have no role.
+    """
+    for argument, patterns in (("roles", roles), ("local_attributes", local_attributes)):
+        if not isinstance(patterns or {}, Mapping) or not all(isinstance(pattern, str) for pattern in patterns or {}):
+            raise ValueError(f"{argument} is {patterns!r}, but must be a mapping from patterns of names")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    own_parameters = dict(model.named_parameters(remove_duplicate=False))
+    is_pretrained = is_pretrained_model(model)
+    linears = frozenset(name for name, module in modules.items() if is_linear(module))
+    transposed = frozenset(name for name in linears if is_conv1d(modules[name]))
+    found: dict[str, Role] = {}
+    for pattern, value in (roles or {}).items():
+        role = Role.parse(value)
+        names = _with_role(role, pattern, modules, own_parameters)
+        if not names:
+            kind, known = ("parameter", own_parameters) if role.role == "inner_parameter" else ("submodule", modules)
+            raise ValueError(f"no {kind} is named {pattern!r}{did_you_mean(pattern, known)}")
+        found.update(dict.fromkeys(names, role))
+    if callable(declared := getattr(model, "parallel_plan", None)):
+        own, own_attributes = declared(), {}
+    else:
+        own, own_attributes = plan_of(model, {name: role.role for name, role in found.items()}, sizes)
+    of_own_plan: set[str] = set()
+    for pattern, value in own.items():
+        role = Role.parse(value)
+        for name in _with_role(role, pattern, modules, own_parameters):
+            if name not in found:
+                found[name] = role
+                of_own_plan.add(name)
+    if is_pretrained:
+        for name, kind in norms_next_to_linears(model, found).items():
+            found.setdefault(name, Role(kind))
+    attributes: dict[str, str | None] = {}
+    for pattern, axis in {**own_attributes, **(local_attributes or {})}.items():
+        owner, _, attribute = pattern.rpartition(".")
+        names = [
+            f"{name}.{attribute}".removeprefix(".")
+            for name in _matching(owner, modules)
+            if hasattr(modules[name], attribute)
+        ]
+        if not names and pattern in (local_attributes or {}):
+            raise ValueError(f"no submodule has the attribute {pattern!r}")
+        attributes.update(dict.fromkeys(names, axis))
+    plain = {name: role for name, role in found.items() if role.role in PLAIN}
+    found = {name: role for name, role in found.items() if name not in plain}
+    parts = _plain_parts(plain, modules, own_parameters, found)
+    _refuse_unknown(modules, found, plain)
+    placed = {name: found[name] for name in modules if name in found}
+    for name, role in placed.items():
+        weight = getattr(modules[name], "weight", None)
+        if role.shared and isinstance(weight, Tensor):  # it says how many units there are
+            placed[name] = role.on(weight.shape[1 if name in transposed else 0], sizes["x"])
+    return ShardingPlan(placed, attributes, parts, frozenset(of_own_plan), is_pretrained, linears, transposed)
+
+
+def _with_role(
+    role: Role, pattern: str, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]
+) -> list[str]:
+    """The submodules whose names match the pattern; parameters, where the role is for these."""
+    if role.role == "inner_parameter":
+        return _matching(pattern, parameters)
+    return _matching(pattern, modules) or (_matching(pattern, parameters) if role.role == "replicated" else [])
+
+
+def _plain_parts(
+    plain: Mapping[str, Role],
+    modules: Mapping[str, nn.Module],
+    parameters: Mapping[str, nn.Parameter],
+    found: Mapping[str, Role],
+) -> tuple[PlainPart, ...]:
+    """The parameters of modules that are not sharded, except submodules with their own roles, and those that have
+    such a role themselves."""
+    parts: dict[tuple[str, bool, Role], list[str]] = {}
+    for name in parameters:
+        owner = name.rpartition(".")[0]
+        whose = next((part for part in _from_inside(owner) if part in plain and part in modules), None)
+        if name in plain and plain[name].role == "inner_parameter" and whose is not None:
+            raise ValueError(
+                f"{name} has the role 'inner_parameter', but it is within {whose}, of which every rank of x has all: "
+                "leave out one of the two roles"
+            )
+        if owner not in found and whose is not None:
+            parts.setdefault((whose, True, plain[whose]), []).append(name)
+        elif name in plain:
+            parts.setdefault((owner, False, plain[name]), []).append(name)
+    return tuple(PlainPart(whose, tuple(names), is_module, role) for (whose, is_module, role), names in parts.items())
+
+
+def _from_inside(name: str) -> list[str]:
+    """A dotted name and those of its parents: a.b.c, a.b, a, and the model's, which is empty."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+    return [name for name in names if expression.fullmatch(name)]
+
+
+def _refuse_unknown(modules: Mapping[str, nn.Module], found: Mapping[str, Role], plain: Collection[str]) -> None:
+    unknown, names_unknown = [], []
+    of_roles = {id(parameter) for name in found for parameter in modules[name].parameters(recurse=False)}
+    for name, module in modules.items():
+        is_whole = any(part in plain for part in _from_inside(name))
+        names = [  # a parameter that is another module's too, which has a role, is sharded as it is there
+            f"{name}.{key}".removeprefix(".")
+            for key, parameter in module.named_parameters(recurse=False)
+            if name in found or id(parameter) not in of_roles
+        ]
+        owns = not is_whole and any(own not in plain for own in names)
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        looks_like_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+        normalizes = looks_like_norm and not is_whole and not names
+        if (owns or drops or normalizes) and name not in found:
+            names_unknown.append(name)
+            unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")
+    if unknown:
+        routers = {wildcard(name): "router" for name in names_unknown if _is_next_to_experts(name, found)}
+        shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        raise UnknownRolesError(
+            f"these submodules have no role: {shown}. Stretto does not guess roles: pass "
+            f"roles={{'name or pattern': role}}, each role one of {', '.join(KINDS)}"
+            + (f"; if it chooses experts, roles={routers}" if routers else "")
+        )
+
+
+def _is_next_to_experts(name: str, found: Mapping[str, Role]) -> bool:
+    """True if a submodule is in the module that holds some experts, as routers are."""
+    around = f"{name.rpartition('.')[0]}."
+    return any(role.role == "experts" and other.startswith(around) for other, role in found.items())

@@ -34,7 +34,7 @@ REFUSAL = (
 
 
 def has_segments(value: object) -> TypeGuard[DTensor]:
-    """Whether a rank holds several boxes of a tensor: an axis cuts each segment of it."""
+    """True if a rank holds several boxes of a tensor: an axis cuts each segment of it."""
     return isinstance(value, DTensor) and any(
         isinstance(placement, _StridedShard) and placement.split_factor > 1 and value.device_mesh.size(dim) > 1
         for dim, placement in enumerate(value.placements)

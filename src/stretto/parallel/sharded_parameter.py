@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 
 from stretto.parallel.comm.autograd import SelectiveMode, scale_gradient, sum_gradient
 from stretto.parallel.grid import Grid
-from stretto.parallel.layout import ParameterLayout, gather, make_shard, shard_like
+from stretto.parallel.layout import ParameterLayout, TensorOnGrid, gather, make_shard, shard_like
 
 # Of these a plain tensor is a new value, which need not be sharded.
 _ASSIGNMENTS = (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
@@ -47,7 +47,7 @@ class _View(NamedTuple):
 
 
 class _Operator(NamedTuple):
-    """What an operator does: numbers and names of the arguments that it writes, and whether it views.
+    """An operator's effects: numbers and names of the arguments that it writes, and whether it views.
 
     needs_whole: it draws random numbers, or computes new ones from no tensor (`torch.eye(4, out=w)`).
     """
@@ -69,10 +69,11 @@ def _describe(func: Any) -> _Operator:
     return _Operator(tuple(written), names, is_view, is_random or is_factory)
 
 
-class ShardedParameter(DTensor):
-    """A parameter on a grid, or a view of one that shares its memory."""
+class ShardedParameter(TensorOnGrid):
+    """A parameter on a grid, or a view of one that shares its memory. view_of: of a view, how it is made."""
 
     __slots__ = ()
+    view_of: _View | None = None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -132,7 +133,7 @@ class ShardedParameter(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype or not hasattr(self, "stretto_layout"):
+        if value.shape != self.shape or value.dtype != self.dtype or _is_view(self):
             raise ValueError(
                 f"a parameter {list(self.shape)} of {self.dtype} on a grid cannot become a tensor {list(value.shape)} "
                 f"of {value.dtype} by .data: build the model with that shape and dtype, and parallelize it then"
@@ -192,9 +193,18 @@ class _SubclassDispatch(SelectiveMode):
         return ShardedParameter.__torch_dispatch__(func, types, args, kwargs)
 
 
+class ParameterShard(nn.Parameter):
+    """This rank's shard of a parameter, in the parameter's memory, for optimizers of plain tensors.
+
+    low_precision_weight: as of `TensorOnGrid`.
+    """
+
+    low_precision_weight: Any = None
+
+
 # torch.optim and torch's clip_grad_norm_ use one kernel for many tensors if they know their type.
 for _known in (_foreach_types_of_optimizers, _foreach_types):
-    _known += [kind for kind in (ShardedParameter, _Copy) if kind not in _known]
+    _known += [kind for kind in (ShardedParameter, _Copy, ParameterShard) if kind not in _known]
 
 
 def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
@@ -228,13 +238,18 @@ def _distribute_scalar_states(optimizer: Optimizer, *_: Any) -> None:
 
 def note_layout(parameter: nn.Parameter, layout: ParameterLayout) -> None:
     """Let `layout_of` find a parameter's layout, and have edits of it reach its shards."""
-    vars(parameter).pop("stretto_view", None)  # a conversion that converts nothing makes a view the parameter
+    vars(parameter).pop("view_of", None)  # a conversion that converts nothing makes a view the parameter
     parameter.__class__ = ShardedParameter  # type: ignore[assignment]
-    parameter.stretto_layout = layout  # type: ignore[attr-defined]
+    assert isinstance(parameter, ShardedParameter)
+    parameter.parameter_layout = layout
 
 
-def _is_view(tensor: Tensor) -> bool:
-    return not hasattr(tensor, "stretto_layout")
+def _is_view(tensor: ShardedParameter) -> bool:
+    return tensor.parameter_layout is None
+
+
+def _view_of(tensor: Tensor) -> _View | None:
+    return tensor.view_of if isinstance(tensor, ShardedParameter) else None
 
 
 def _as_dtensor(tensor: Tensor, function: Callable[[], Any]) -> Any:
@@ -247,7 +262,7 @@ def _as_dtensor(tensor: Tensor, function: Callable[[], Any]) -> Any:
 
 
 def _parameter_of(tensor: Tensor) -> Tensor:
-    view = getattr(tensor, "stretto_view", None)
+    view = _view_of(tensor)
     return tensor if view is None else view.parameter
 
 
@@ -269,7 +284,7 @@ def _replicate(found: Any, like: DTensor) -> Any:
 
 def _make_whole(tensor: DTensor) -> Tensor:
     """The whole of a parameter, or of a view of one, or of another DTensor."""
-    view = getattr(tensor, "stretto_view", None)
+    view = _view_of(tensor)
     return gather(tensor) if view is None else view.make(gather(view.parameter))
 
 
@@ -282,7 +297,7 @@ def _run_whole(func: Any, source: ShardedParameter, args: Any, kwargs: Any) -> A
 
 def _note_view(func: Any, source: ShardedParameter, found: Any, args: Any, kwargs: Any) -> None:
     """Note on a view how it is made of the whole parameter."""
-    view = getattr(source, "stretto_view", None)
+    view = _view_of(source)
 
     def make(whole: Tensor) -> Any:
         whole = whole if view is None else view.make(whole)
@@ -294,7 +309,7 @@ def _note_view(func: Any, source: ShardedParameter, found: Any, args: Any, kwarg
             is_shared = part._local_tensor.untyped_storage()._cdata == storage
             part.__class__ = type(source) if is_shared else _Copy
             of_number = make if part is found else lambda whole, number=number: make(whole)[number]
-            part.stretto_view = _View(_parameter_of(source), of_number)  # type: ignore[attr-defined]
+            part.view_of = _View(_parameter_of(source), of_number)
 
 
 @torch.no_grad()
@@ -306,7 +321,7 @@ def _edit_whole(func: Any, written: Sequence[ShardedParameter], args: Any, kwarg
             f"{func} writes several tensors of which ranks hold shards, or copies of parts: write one at a time, or "
             "inside of `with stretto.full_parameters(model): ...`"
         )
-    view, parameter = getattr(target, "stretto_view", None), _parameter_of(target)
+    view, parameter = _view_of(target), _parameter_of(target)
     whole = gather(parameter).contiguous()
     plain = whole if view is None else view.make(whole)
 
@@ -346,7 +361,7 @@ def _count_writes(written: Sequence[Tensor]) -> None:
 
 
 def _takes_no_plain_operand(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator has no operand that may be a rank's own: plain numbers that were computed of its rows."""
+    """True if an operator has no operand that may be a rank's own: plain numbers that were computed of its rows."""
     if func.overloadpacket in _ASSIGNMENTS:
         return True
     values = chain.from_iterable(

@@ -25,15 +25,16 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """A model's blocks by name, and why it is sharded by these."""
+    """A model's blocks by name, why it is sharded by these, and whether it is a transformers model."""
 
     names: tuple[str, ...]
     reason: str
+    is_pretrained: bool = False
 
 
 @dataclass(frozen=True)
 class ShardingRequest:
-    """What `parallelize` is asked for, apart from the model and its roles."""
+    """Arguments of `parallelize`, apart from the model and its roles."""
 
     grid: Grid
     precision: Precision
@@ -66,7 +67,7 @@ class ParallelState:
 
     @property
     def options(self) -> ExecutionOptions:
-        """How the model's steps execute."""
+        """Options of how the model's steps execute."""
         return self.request.options
 
     def wrap_forward(self, module: nn.Module, wrap: Wrapper, wrap_method: Wrapper | None = None) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 from stretto.atomic_files import write_atomically
 from stretto.cluster import name_grid, read_bounded
+from stretto.quantities import show_bytes
 from stretto.report.pictures import can_draw
 from stretto.train.checkpoint import newest_checkpoint
-from stretto.train.config import DLRMTrainConfig, JobConfig, TrainConfig, load_config
+from stretto.train.config import JobConfig, TrainConfig, load_config
 from stretto.train.observe.metrics import METRICS_FILE, SUMMARY_FILE, read_steps
 from stretto.train.observe.timeline import OTHER, TRACE_FILE, read_timeline
 
@@ -188,7 +189,7 @@ def _overview(run: RunRecord) -> str:
             "parameters": f"{summary['parameters']:,}",
             f"{unit}/s": f"{summary[f'{unit}_per_second']:,.0f}, all ranks together",
             "time in steps": _duration(summary["seconds"]),
-            "peak memory of a rank": _bytes(summary["peak_memory_bytes"]),
+            "peak memory of a rank": show_bytes(summary["peak_memory_bytes"]),
         }
     else:
         rows[f"{unit}/s"] = f"{run.rates[-1]:,.0f} in the last step; the run was cut short"
@@ -273,7 +274,10 @@ def _measured(run: RunRecord) -> str:
         rows["computation"] = (_milliseconds(measured.get("compute")), _milliseconds(predicted.get("compute")))
         rows["pipeline's bubble"] = (_milliseconds(measured.get("bubble")), _milliseconds(predicted.get("bubble")))
     peak = predicted.get("peak_memory")
-    rows["peak memory of a rank"] = (_bytes(run.summary["peak_memory_bytes"]), "" if peak is None else _bytes(peak))
+    rows["peak memory of a rank"] = (
+        show_bytes(run.summary["peak_memory_bytes"]),
+        "" if peak is None else show_bytes(peak),
+    )
     about = "Times are a step's, in the mean. Where two axes are exposed at once, they count once together."
     if not predicted:
         lines = [f"| {name} | {ours} |" for name, (ours, _) in rows.items() if ours]
@@ -287,7 +291,7 @@ def _bytes_sent(run: RunRecord) -> str:
     sent = {axis: count for axis, count in run.summary.get("bytes_sent", {}).items() if count}
     if not sent:
         return "## Bytes sent\n\nNone: one rank has nobody to send to." if run.config.ranks == 1 else ""
-    rows = "\n".join(f"| {axis} | {count:,} | {_bytes(count)} |" for axis, count in sent.items())
+    rows = "\n".join(f"| {axis} | {count:,} | {show_bytes(count)} |" for axis, count in sent.items())
     return (
         "## Bytes sent\n\nBy one rank in one step, counted at the process groups (`batch`: data and z together; "
         f"`world`: all ranks).\n\n| axis | bytes | |\n|---|---:|---:|\n{rows}"
@@ -300,9 +304,9 @@ def _configuration(run: RunRecord) -> str:
     if isinstance(config, TrainConfig):
         data = f"{config.data.path}, {config.data.format}"
         batch = f"{config.train.batch} sequences of {config.train.seq_len} tokens, {config.train.dtype}"
-    elif isinstance(config, DLRMTrainConfig):
+    else:
         data = ", ".join(f"{name} {value}" for name, value in config.data if value is not None)
-        batch = f"{config.train.batch} samples, {config.train.dtype}"
+        batch = f"{config.items_a_step} {config.unit}, {config.train.dtype}"
     rows = {
         "model": model,
         "data": data,
@@ -326,14 +330,6 @@ def _checkpoint(run: RunRecord) -> str:
         f"```sh\nstretto train {run.out / 'config.toml'} --set train.resume=latest{longer}\n```\n\n"
         f"To use the weights elsewhere:\n\n```sh\nstretto export {run.out} --to model.safetensors\n```"
     )
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -23,7 +23,7 @@ _F, _B = PipelineOperation.FORWARD, PipelineOperation.BACKWARD
 
 @dataclass(frozen=True)
 class _Generator:
-    """How a named schedule is built.
+    """Builder of a named schedule.
 
     virtual_stages: the only number of stages on a rank that it takes, or None where any above 1 would do.
     """

@@ -75,7 +75,7 @@ class MessageDrivenPolicy:
 
     @property
     def is_done(self) -> bool:
-        """Whether the stage has been given all its actions."""
+        """True if the stage has been given all its actions."""
         return self._backwards == self.micro_batches
 
     @property

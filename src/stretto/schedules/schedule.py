@@ -22,7 +22,7 @@ class ScheduleError(ValueError):
 
 
 class PipelineOperation(StrEnum):
-    """What an action does. The values are torch's letters."""
+    """Operation of an action. The values are torch's letters."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -36,7 +36,7 @@ class PipelineOperation(StrEnum):
 
     @property
     def is_computation(self) -> bool:
-        """Whether the operation computes something for one micro-batch."""
+        """True if the operation computes something for one micro-batch."""
         return self is not PipelineOperation.UNSHARD and self is not PipelineOperation.RESHARD
 
 
@@ -93,7 +93,7 @@ class PipelineSchedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some backward pass is computed in two parts, I and W."""
+        """True if some backward pass is computed in two parts, I and W."""
         return any(action.operation is PipelineOperation.BACKWARD_WEIGHT for rank in self.ranks for action in rank)
 
 

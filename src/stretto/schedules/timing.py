@@ -21,7 +21,7 @@ _I, _W = PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT
 
 @dataclass(frozen=True)
 class StageCosts:
-    """How long each stage computes on a micro-batch, in any unit of time.
+    """Times that each stage computes on a micro-batch, in any unit.
 
     forward: F of each stage. backward_input, backward_weight: I and W. backward: B, a whole backward pass; None is the
         sum of I and W.
@@ -300,7 +300,7 @@ class MessageTimes:
 
 
 class ActionTimes:
-    """How long each action takes, with jitter: lists with an entry for each stage and micro-batch."""
+    """Times of all actions, with jitter: lists with an entry for each stage and micro-batch."""
 
     def __init__(self, costs: StageCosts, micro_batches: int, jitter: float, seed: int) -> None:
         if not 0 <= jitter <= 1:

@@ -311,7 +311,7 @@ class _Execution:
                     unsent.append((receiver, kind, action.micro_batch))
 
     def _lacks_message(self, action: Action) -> bool:
-        """Whether an action uses a message that has not come."""
+        """Check whether an action uses a message that has not come."""
         source, _ = _neighbours(action, self.schedule.stages)
         kind = "F" if action.operation is _F else "B"
         return source is not None and (action.stage, kind, action.micro_batch) not in self.arrived

@@ -236,7 +236,7 @@ def _find_sizes(algorithm: str, ranks: int) -> dict[str, Any]:
 
 
 def _suits(algorithm: str, ranks: int) -> bool:
-    """Whether an algorithm supports this number of ranks."""
+    """True if an algorithm supports this number of ranks."""
     return ranks == 8 or algorithm != "dgx1-all-gather"
 
 

@@ -31,7 +31,7 @@ class Account:
 
     @property
     def is_clean(self) -> bool:
-        """Whether no call was wrong, raised or hung."""
+        """True if no call was wrong, raised or hung."""
         return not (self.wrong or self.raised or self.hung)
 
     def note(self, text: str) -> None:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto import ops
-from stretto.ops import workspace
-from stretto.ops.gemm.config import FP8
+from stretto.ops.operator import FP8, OperatorWorkspace, _caches
 from stretto.stress.catalogue import Check, Configuration, StressCase
 from stretto.stress.team import Team, is_exact
 
@@ -233,7 +232,7 @@ class MlpCase(StressCase):
 
 
 def agree(team: Team, exact: bool) -> bool:
-    """Whether results are exact on all ranks. Each checks its own; all must then use the same operands."""
+    """True if results are exact on all ranks. Each checks its own; all must then use the same operands."""
     answer = torch.tensor(int(exact))
     dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=team.group)
     return bool(answer)
@@ -258,8 +257,8 @@ def check_workspaces(team: Team) -> None:
         found.channel.check()
 
 
-def _list_workspaces(team: Team) -> Iterator[tuple[str, workspace.OperatorWorkspace]]:
-    cache = workspace._caches.get(team.group.group_name)
+def _list_workspaces(team: Team) -> Iterator[tuple[str, OperatorWorkspace]]:
+    cache = _caches.get(team.group.group_name)
     if cache is not None:
         for (purpose, *_), found in cache.workspaces.items():
             yield purpose, found

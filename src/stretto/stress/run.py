@@ -52,7 +52,7 @@ class StressReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether no call gave a wrong result, raised or hung."""
+        """True if no call gave a wrong result, raised or hung."""
         return all(account.is_clean for account in self.accounts.values())
 
     @property
@@ -195,7 +195,7 @@ class _StressRun:
         )
 
     def _runs_separately(self, name: str) -> bool:
-        """Whether the ranks restart for this configuration, and again for the next one."""
+        """True if the ranks restart for this configuration, and again for the next one."""
         kinds = {one.symmetric_memory for one in self._chosen.values()}
         return len(kinds) > 1 and self._chosen[name].symmetric_memory != "CUDA"
 

@@ -27,12 +27,12 @@ class Team:
 
     @property
     def world(self) -> int:
-        """How many ranks the group has."""
+        """Number of ranks in the group."""
         return self.group.size()
 
     @property
     def is_cuda(self) -> bool:
-        """Whether kernels are compiled; else they are interpreted."""
+        """True if kernels are compiled; else they are interpreted."""
         return self.device.type == "cuda"
 
     def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -62,5 +62,5 @@ def mix(*words: object) -> int:
 
 
 def is_exact(numbers: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a dtype holds these numbers without rounding."""
+    """True if a dtype holds these numbers without rounding."""
     return torch.equal(numbers.to(dtype).double(), numbers.double())

@@ -36,7 +36,7 @@ class Replies:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks answered, and none failed."""
+        """True if all ranks answered, and none failed."""
         return not self.missing and not self.raised
 
 

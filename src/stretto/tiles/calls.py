@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call begins and ends on the device: by a launch of `begin_call`, or by `end_call` within the call's kernel.
+"""Begin and end of a call on the device: a launch of `begin_call`, or `end_call` within the call's kernel.
 
 A call that `BlockChannel.begin` begins runs `begin_call` (one program) before the kernels that signal and wait. It
 advances the call number and the targets and, with_barrier, waits until all ranks have begun the call. A call that

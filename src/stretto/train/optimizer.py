@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers of a run: of a model's shards (AdamW, SGD) and of embedding tables; the learning-rate schedule."""
+"""The optimizer of a model's shards (AdamW, SGD), and the learning-rate schedule."""
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
-from stretto.optim import AdamW, RowWiseAdagrad
+from stretto.optim import AdamW
 from stretto.optim.guard import skipping_after_failure
-from stretto.parallel import ShardedTables
 from stretto.parallel.layout import check_is_sharded
 from stretto.parallel.low_precision_weights import share_copy
-from stretto.parallel.recsys.pooled_exchange import FusedUpdate
+from stretto.parallel.sharded_parameter import ParameterShard
 from stretto.train.config.options import RunOptions, Schedule
 
 
@@ -40,7 +39,7 @@ class ShardOptimizer:
         # Those of integers (quantized ones) can never have a gradient.
         self.parameters = {n: p for n, p in parameters.items() if p.is_floating_point() or p.is_complex()}
         # A shard shares its parameter's memory, so the optimizer updates the model.
-        self._shards = {name: nn.Parameter(local_shard(p)) for name, p in self.parameters.items()}
+        self._shards = {name: ParameterShard(local_shard(p)) for name, p in self.parameters.items()}
         for name, parameter in self.parameters.items():
             share_copy(parameter, self._shards[name])
         groups = [
@@ -142,48 +141,6 @@ def build_optimizer(model: nn.Module, options: RunOptions, *, writes_copies: boo
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, which shares its memory, or a plain tensor itself. Detached."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-TableOptimizerKind = Literal["rowwise-adagrad", "sgd"]
-
-
-class TableOptimizer:
-    """Updates this rank's embedding tables: in the fused operator's backward pass, or in `step` after it.
-
-    Call `set_lr` before the backward pass, and `step` after it. Every rank has one, also a rank without tables. states:
-    row-wise Adagrad's sums, [rows] of each table in order of table number; empty for SGD.
-    """
-
-    def __init__(self, tables: ShardedTables, kind: TableOptimizerKind, *, eps: float, device: torch.device) -> None:
-        self._weights = [table.get_parameter("weight") for table in tables.values()]
-        self._inner: torch.optim.Optimizer | None = None
-        self._settings: Tensor | None = None
-        self.states: list[Tensor] = []
-        if tables.is_fused:
-            self._settings = torch.tensor([0.0, eps], dtype=torch.float32, device=device)
-            if kind == "rowwise-adagrad":
-                self.states = [torch.zeros(len(w), dtype=torch.float32, device=device) for w in self._weights]
-            name: Literal["sgd", "adagrad"] = "sgd" if kind == "sgd" else "adagrad"
-            tables.fuse_update(FusedUpdate(name, self._settings, tuple(self.states)))
-        elif self._weights and kind == "rowwise-adagrad":
-            adagrad = self._inner = RowWiseAdagrad(self._weights, eps=eps)
-            self.states = [adagrad.sums(weight) for weight in self._weights]
-        elif self._weights:
-            self._inner = torch.optim.SGD(self._weights)
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next updates."""
-        if self._settings is not None:
-            self._settings[0].fill_(lr)
-        if self._inner is not None:
-            for group in self._inner.param_groups:
-                group["lr"] = lr
-
-    def step(self) -> None:
-        """Update the tables and drop their gradients, unless the backward pass has updated them."""
-        if self._inner is not None:
-            self._inner.step()
-            self._inner.zero_grad()
 
 
 def learning_rate(

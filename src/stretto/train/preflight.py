@@ -6,11 +6,10 @@ What numpy and the planner are needed for is imported when the other options hav
 
 from collections import deque
 
-from stretto.train.config.dlrm import DLRMTrainConfig
-from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import AnyConfig
 from stretto.train.devices import resolve_device
 from stretto.train.job import fit_started_ranks, resume_job
+from stretto.train.kinds import kind_of
 from stretto.train.observe.metrics import METRICS_FILE, has_history, read_steps, require_loggers
 from stretto.train.path_checks import check_folder
 
@@ -27,17 +26,7 @@ def preflight(config: AnyConfig) -> AnyConfig:
     config = resume_job(resolve_device(fit_started_ranks(config)))
     check_folder(config.out)
     require_loggers(config.train)
-    match config:
-        case TrainConfig():
-            from stretto.train.gpt.preflight import check_gpt
-
-            metadata = check_gpt(config)
-        case DLRMTrainConfig():
-            from stretto.train.dlrm.preflight import check_dlrm
-
-            metadata = check_dlrm(config)
-        case _:
-            raise TypeError(f"there is nothing to train a {type(config).__name__} with")
+    metadata = kind_of(config).check(config)
 
     from stretto.train.smaller_grids import check_smaller_grids
 

@@ -40,7 +40,7 @@ class _Shards:
 
 
 class HoldsWeights(Protocol):
-    """What a check reads of a training: see `stretto.train.task.TrainTask`."""
+    """The interface by which a check reads a training: see `stretto.train.task.TrainTask`."""
 
     grid: Grid
 
@@ -207,7 +207,7 @@ def _group(weights: Mapping[str, Tensor]) -> list[_Shards]:
 
 
 def _place(weight: Tensor) -> str:
-    """Which shard this rank holds: its coordinates on the axes that cut the parameter."""
+    """Find the shard that this rank holds: its coordinates on the axes that cut the parameter."""
     if not isinstance(weight, DTensor):
         return "whole"
     layout = layout_of(weight)

@@ -23,7 +23,7 @@ from stretto.parallel import CapturedStep, Pipeline, gather_once, micro_batch_of
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """What a step computes.
+    """The functions of a step.
 
     compute_loss: takes the tensors of a micro-batch and returns its part of the step's loss, a 0-dim tensor with a
     graph. update: takes the learning rate and the step's loss (0-dim, unscaled), updates the parameters from their
@@ -133,7 +133,7 @@ class PipelineExecutor(StepExecutor):
 
 
 def _scale_of_share(share: float, functions: StepFunctions, device: torch.device) -> Tensor:
-    """What the losses of a micro-batch's routers are multiplied by, for its share of the batch, 0-dim."""
+    """Factor of the losses of a micro-batch's routers, for its share of the batch, 0-dim."""
     scale = torch.full((), share, dtype=torch.float64, device=device)
     return scale if functions.scale_loss is None else functions.scale_loss(scale)
 

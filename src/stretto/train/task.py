@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training loop asks of a kind of model; `gpt.task` and `dlrm.task` implement it."""
+"""The interface between the training loop and a kind of model (`stretto.train.kinds`)."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -50,11 +50,11 @@ class TrainTask(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, ShardedState]:
-        """What a checkpoint holds: weights and optimizer state of this rank, `training_state`."""
+        """The content of a checkpoint: weights and optimizer state of this rank, `training_state`."""
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
-        """What a checkpoint's index says of this run: the optimizer, model, run and data of CheckpointMetadata."""
+        """Description of this run for a checkpoint's index: optimizer, model, run and data of CheckpointMetadata."""
 
     @abstractmethod
     def data_description(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class TrainTask(ABC):
         return None
 
     def routing(self) -> Tensor | None:
-        """What the routers of a mixture of experts did in the last step (`observe.experts.pack`), on the device."""
+        """Statistics of a mixture of experts' routers in the last step (`observe.experts.pack`), on the device."""
         return None
 
     def predict(self) -> dict[str, Any] | None:

@@ -35,10 +35,10 @@ from stretto.train.checkpoint.resuming import start_from_newest
 from stretto.train.checkpoint.retention import Retention
 from stretto.train.checkpoint.saver import Saver
 from stretto.train.config import config_to_toml
-from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
 from stretto.train.devices import resolve_device
+from stretto.train.kinds import kind_of
 from stretto.train.nonfinite import require_finite_start, save_batch
 from stretto.train.observe.metrics import (
     SUMMARY_FILE,
@@ -204,7 +204,7 @@ def _what_is_left(config: JobConfig, recorder: StepRecorder) -> str:
 def _start_task(config: JobConfig, grid: Grid, checkpoint: Path | None) -> tuple[TrainTask, int]:
     """Build the task, and load a checkpoint, if there is one. Returns the task, and the step after which it starts."""
     note("build")
-    task = _make_task(config, grid)
+    task = kind_of(config).make_task(config, grid)
     note("load")
     try:
         start, weights_file = (0, task.start()) if checkpoint is None else (task.resume(checkpoint), checkpoint)
@@ -214,20 +214,6 @@ def _start_task(config: JobConfig, grid: Grid, checkpoint: Path | None) -> tuple
         task.close()
         raise
     return task, start
-
-
-def _make_task(config: JobConfig, grid: Grid) -> TrainTask:
-    """Build the task that trains this kind of model."""
-    match config:
-        case TrainConfig():
-            from stretto.train.gpt.task import GPTTask
-
-            return GPTTask(config, grid)
-        case DLRMTrainConfig():
-            from stretto.train.dlrm.task import DLRMTask
-
-            return DLRMTask(config, grid)
-    raise TypeError(f"there is nothing to train a {type(config).__name__} with")
 
 
 def _describe_prediction(predicted: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ WORDS = "waited in vain for rank 3"
 
 
 class Workspace:
-    """What a failure belongs to."""
+    """Owner of a failure."""
 
     def __init__(self):
         self.record = failures.register(

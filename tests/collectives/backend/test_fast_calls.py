@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls are run again without Python, and what is launched for them. Here on CPU tensors, whose stream is 0."""
+"""Calls are run again without Python, by the right launches. Here on CPU tensors, whose stream is 0."""
 
 import ctypes
 import faulthandler
@@ -64,7 +64,7 @@ class Group:
         return 0
 
     def all_reduce(self, tensor, reduction=dist.ReduceOp.SUM):
-        """Whether the dispatcher was asked about it."""
+        """Check whether the dispatcher was asked about it."""
         options = c10d.AllreduceOptions()
         options.reduceOp, options.asyncOp = reduction, False
         before = len(self.asked)

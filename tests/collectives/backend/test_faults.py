@@ -192,7 +192,7 @@ def test_a_rank_that_is_killed_in_a_call_is_named_by_all_others(ranks, tmp_path)
 
 
 def refuse(folder):
-    """What cannot be installed is refused, by all ranks where only one of them is wrong."""
+    """Schedules that cannot be installed are refused, by all ranks where only one of them is wrong."""
     rank = dist.get_rank()
     group, plain = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
     right = ring()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DDP, FSDP2, DTensor, functional collectives and compiled code call reaches the schedules."""
+"""Calls of DDP, FSDP2, DTensor, functional collectives and compiled code reach the schedules."""
 
 import os
 import runpy

@@ -12,7 +12,7 @@ from stretto.memory import PeerError
 
 
 def miss_a_rank(late, wait_all_ranks):
-    """What the barrier says on each rank where `late` ranks come once it has failed; then all meet in another."""
+    """Return the barrier's error on each rank where `late` ranks come once it has failed; then all meet in another."""
     rank = dist.get_rank()
     group = dist.new_group(backend="stretto", timeout=timedelta(seconds=LIMIT))
     part = dist.new_group([0], backend="stretto")

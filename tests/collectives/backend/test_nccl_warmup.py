@@ -82,7 +82,7 @@ class OnHost(NcclWarmup):
 
 
 def wait_at_barriers(used, uuids):
-    """Which GPU NCCL connects, if any, at a barrier, and a second time. used: by rank, the GPU in use, or None."""
+    """Return the GPU that NCCL connects, if any, at two barriers. used: by rank, the GPU in use, or None."""
     rank = dist.get_rank()
     dispatcher = find_dispatcher(dist.new_group(backend="stretto"))
     nccl = Recorder()

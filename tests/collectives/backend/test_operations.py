@@ -17,14 +17,14 @@ from stretto.memory import group_timeout
 
 
 def counts_of(group, function):
-    """What a function's calls in the group ran as."""
+    """Count the implementations that a function's calls in the group ran as."""
     before = Counter(call_counts(group))
     result = function()
     return result, dict(Counter(call_counts(group)) - before)
 
 
 def compare(operation, dtype, n, group, reference):
-    """What the operation's calls ran as; its results must be gloo's."""
+    """Count the implementations of the operation's calls; its results must be gloo's."""
     found, ran_as = counts_of(group, lambda: operation(group, dtype, n))
     right = operation(reference, dtype, n)
     assert len(found) == len(right)
@@ -150,7 +150,7 @@ def test_tensors_with_gaps_that_gloo_would_read_or_write_wrongly_are_refused(ran
 
 
 def average_and_stride():
-    """What gloo has not: averages, and tensors with gaps between their elements."""
+    """Test what gloo has not: averages, and tensors with gaps between their elements."""
     group = dist.new_group(backend="stretto")
     operations.install_all(group)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -304,7 +304,7 @@ def test_inference_tensors_run_by_schedules(ranks):
 
 
 def outcome(call, *arguments):
-    """What a call made of its first list, or the first line of its error, without gloo's time and line."""
+    """Return a call's first list after it, or the first line of its error, without gloo's time and line."""
     try:
         call(*arguments).wait()
     except RuntimeError as error:

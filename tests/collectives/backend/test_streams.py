@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which stream a call on GPUs runs on, and what waits for it: as torch's NCCL backend. Streams here are threads."""
+"""A call on GPUs runs on the stream, and is waited for, as with torch's NCCL backend. Streams here are threads."""
 
 import gc
 import threading
@@ -421,7 +421,7 @@ def test_waits_on_the_gpu_take_the_time_limit_that_the_group_has_at_the_call(gpu
 
 
 class FastCalls:
-    """What launches calls without Python, as the runner sees it; `launch` puts one on the current stream."""
+    """Launcher of calls without Python, as the runner sees it; `launch` puts one on the current stream."""
 
     def __init__(self, gpu):
         self._gpu, self._last, self.followed, self.held = gpu, None, [], 0

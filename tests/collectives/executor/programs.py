@@ -105,7 +105,7 @@ def compile_named(name: str, ranks: int, **options) -> Schedule:
 
 
 def input_blocks(schedule: Schedule) -> int:
-    """How many blocks of equal size, as torch.distributed lays them out, an input has."""
+    """Count the blocks of equal size, as torch.distributed lays them out, of an input."""
     return schedule.collective.ranks if schedule.collective.name in ("reducescatter", "alltoall") else 1
 
 
@@ -118,7 +118,7 @@ def make_inputs(schedule: Schedule, block_elements: int, dtype: torch.dtype, see
 
 
 def expected_outputs(schedule: Schedule, inputs: list[torch.Tensor], reduction="sum") -> list[torch.Tensor | None]:
-    """What each rank's output must be, None where it may be anything."""
+    """Compute each rank's right output, None where it may be anything."""
     ranks = schedule.collective.ranks
     reduced = inputs[0]
     for tensor in inputs[1:]:

@@ -30,7 +30,7 @@ OPERATIONS = {
 
 
 def run_in_torch(schedule, given, reduction, group):
-    """What torch.distributed makes of this rank's input; None where the output may be anything."""
+    """Run torch.distributed's collective on this rank's input; None where the output may be anything."""
     carried = given.to(torch.int64) if given.dtype is torch.int16 else given.clone()  # gloo has no int16
     rank, size, operation = dist.get_rank(group), dist.get_world_size(group), OPERATIONS[reduction]
     root = dist.get_global_rank(group or dist.group.WORLD, schedule.collective.root)
@@ -143,7 +143,7 @@ def disagree():
 
 
 def refuse():
-    """What cannot run is refused on the spot, without the other ranks."""
+    """A call that cannot run is refused on the spot, without the other ranks."""
     given, outside = torch.zeros(4), exchange_of(1)
     inside = programs.compile_collective(programs.ring_all_gather, AllGather(2, 2))
     group = dist.new_group([0])

@@ -341,6 +341,7 @@ def miss_a_peer(collective: str, algorithm: str) -> tuple[str, str]:
     return str(missed.value), str(again.value)
 
 
+@pytest.mark.long
 def test_a_missing_peer_is_named_with_phase_and_step(ranks):
     found = ranks(6).run(miss_a_peer, "all_gather", "recursive")
     where = "rank 3 of 6 (node 1, place 1), all_gather (recursive), phase between nodes, step 1 of 2"
@@ -350,12 +351,14 @@ def test_a_missing_peer_is_named_with_phase_and_step(ranks):
     assert all("this two-level group is of no more use: rank" in again for _, again in found[:5])
 
 
+@pytest.mark.long
 def test_a_reduction_names_the_rank_that_is_missing_inside_a_node(ranks):
     found = ranks(6).run(miss_a_peer, "all_reduce", "ring")
     assert "rank 4 of 6 (node 2, place 0), all_reduce (ring), phase inside the node" in found[4][0]
     assert "with rank 5" in found[4][0]
 
 
+@pytest.mark.long
 def test_the_limit_holds_on_the_groups_own_connections_too(ranks):
     found = ranks(6).run(miss_a_peer, "all_gather", "flat")  # the pool's group has a limit of half an hour
     assert "the library's collective, step 1 of 1, with rank 0, 2, 3, 4, 5: not done within 5 s" in found[1][0]

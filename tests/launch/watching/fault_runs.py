@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in the tests of stalls: they train, and one of them gets a fault. Imported by name."""
+"""Ranks' functions in the tests of stalls: they train, and one of them gets a fault. Imported by name."""
 
 import ctypes
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who lost whom, by the kernel's tables of TCP."""
+"""Lost peers are found by the kernel's tables of TCP."""
 
 import os
 import socket

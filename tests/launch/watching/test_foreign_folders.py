@@ -24,7 +24,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def prefix_of(memory: Path) -> str:
-    """How the names of this user's folders begin."""
+    """Return the beginning of the names of this user's folders."""
     folder = joining.private_folder("any")
     folder.rmdir()
     return folder.name.removesuffix("any")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks that torchrun has started join their watcher: their folder, and errors that wait for a verdict."""
+"""Ranks that torchrun has started join their watcher: their folder, and errors that wait for a verdict."""
 
 import os
 import subprocess

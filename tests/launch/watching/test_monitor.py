@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is the culprit, from the states of all ranks and by a clock that the test moves."""
+"""The culprit is found from the states of all ranks and by a clock that the test moves."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank is slow, by windows of steps and by entries of torch's flight recorder that the tests make up."""
+"""A slow rank is found by windows of steps and by entries of torch's flight recorder that the tests make up."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -183,7 +183,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Training:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What NCCL's flight recorder has; torch for CPUs has none."""
+    """Entries of NCCL's flight recorder; torch for CPUs has none."""
     entries: list[dict[str, Any]] = []
     monkeypatch.setattr(device_waits, "nccl_entries", lambda: entries)
     return entries

@@ -103,7 +103,7 @@ def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def eventually(look: Callable[[], Found]) -> Found:
-    """What `look` returns, once that is something."""
+    """Wait until `look` returns something, and return it."""
     deadline = time.monotonic() + 60
     while not (found := look()):
         assert time.monotonic() < deadline

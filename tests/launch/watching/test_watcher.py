@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What watchers of several machines exchange through the store, and what they make of values that are not theirs."""
+"""Watchers of several machines talk through the store, and refuse values in it that are not theirs."""
 
 import io
 import json
@@ -173,6 +173,7 @@ def _damage(text: bytes, chance: random.Random) -> bytes:
             return text[:at] + chance.randbytes(chance.randrange(64)) + text[end:]
 
 
+@pytest.mark.long
 def test_no_value_of_the_store_ends_a_watcher_or_makes_it_touch_anything(
     store: dist.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

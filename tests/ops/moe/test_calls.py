@@ -75,12 +75,12 @@ def count_collectives(function):
 
         return call
 
-    from stretto.ops import unfused
+    from stretto.ops import operator
 
     with (
         mock.patch.object(dist, "all_to_all_single", counting(dist.all_to_all_single)),
-        mock.patch.object(unfused, "gather_rows", counting(unfused.gather_rows)),
-        mock.patch.object(unfused, "scatter_sum", counting(unfused.scatter_sum)),
+        mock.patch.object(operator, "gather_rows", counting(operator.gather_rows)),
+        mock.patch.object(operator, "scatter_sum", counting(operator.scatter_sum)),
     ):
         return function(), count
 

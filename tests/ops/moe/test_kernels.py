@@ -15,7 +15,7 @@ from torch.autograd import gradcheck
 from torch.nn.functional import silu
 
 from stretto.ops import moe
-from stretto.ops.moe import activation, copies_kernels, permutation
+from stretto.ops.moe import activation, permutation
 
 SEED = 120
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -33,9 +33,9 @@ def by_kernels():
     """CPU tensors take the kernels, too; gradients of gradients do not."""
 
     def suits(*tensors):
-        return not copies_kernels.needs_gradients(*tensors)
+        return not permutation.needs_gradients(*tensors)
 
-    return mock.patch.multiple(copies_kernels, suits_kernels=suits), mock.patch.object(
+    return mock.patch.multiple(permutation, suits_kernels=suits), mock.patch.object(
         activation, "suits_kernel", lambda x: x.dim() == 2
     )
 
@@ -172,9 +172,9 @@ def test_gated_silu_and_its_gradient_are_rounded_once(interpret):
 def exchange_by_kernels(max_rows):
     """`find_differences` of an exchange, and how often each operator was called."""
     names = ("sum_on_gpu", "weigh_on_gpu", "multiply_on_gpu", "weigh_and_multiply_on_gpu")
-    spies = {name: mock.Mock(wraps=getattr(copies_kernels, name)) for name in names}
+    spies = {name: mock.Mock(wraps=getattr(permutation, name)) for name in names}
     case = test_exchange.CASES["as many tokens each"]
-    with by_kernels()[0], by_kernels()[1], mock.patch.multiple(copies_kernels, **spies):
+    with by_kernels()[0], by_kernels()[1], mock.patch.multiple(permutation, **spies):
         differences = test_exchange.find_differences(case, max_rows)
     return differences, [spies[name].call_count for name in names]
 
@@ -190,7 +190,7 @@ def test_kernels_take_cuda_tensors_but_no_gradients_of_gradients():
     with FakeTensorMode():  # which needs no GPU for its CUDA tensors
         x, rows, weights = (torch.empty(size, 4, device="cuda") for size in (3, 12, 3))
         positions = torch.empty(3, 4, dtype=torch.int64, device="cuda")
-        suits = copies_kernels.suits_kernels
+        suits = permutation.suits_kernels
         assert suits(rows, None, weights)
         assert not suits(rows.cpu(), weights)
         assert not suits(rows.to(torch.complex64))
@@ -282,7 +282,7 @@ def test_torch_finds_nothing_wrong_with_the_operators(interpret):
 
 @pytest.mark.parametrize("columns", [1, 63, 256, 257, 768, 1408, 2880, 4096, 14336])
 def test_blocks_leave_few_lanes_without_work(columns):
-    block, warps = copies_kernels.choose_block(columns)
+    block, warps = permutation.choose_block(columns)
     assert block == 256 * warps
     assert -columns % block < max(columns / 8, 256)
 
@@ -297,14 +297,14 @@ def launches(dtype, columns, k=8):
         found.append((kernel, arguments, options))
 
     with (
-        mock.patch.object(copies_kernels, "launch_cached", record),
+        mock.patch.object(permutation, "launch_cached", record),
         mock.patch.object(activation, "launch_cached", record),
     ):
-        copies_kernels._run_sum(rows, positions, wide, is_valid)
-        copies_kernels._run_sum(rows, positions, None, None)
-        copies_kernels._run_weigh(rows, wide, positions.view(-1))
-        copies_kernels._run_multiply(rows, rows, positions, is_valid)
-        copies_kernels._run_both(rows, rows, positions, wide)
+        permutation._run_sum(rows, positions, wide, is_valid)
+        permutation._run_sum(rows, positions, None, None)
+        permutation._run_weigh(rows, wide, positions.view(-1))
+        permutation._run_multiply(rows, rows, positions, is_valid)
+        permutation._run_both(rows, rows, positions, wide)
         activation._run(rows.repeat(1, 2))
         activation._run_gradient(rows.repeat(1, 2), rows)
     return found
@@ -320,6 +320,6 @@ def test_kernels_spill_nothing_and_move_16_bytes_at_once(dtype, columns, tmp_pat
         lines = compile_to_ptx(kernel, arguments, **named, **rest)
         assert find_spills(lines, tmp_path) == 0
         assert columns % 16 or any("ld.global.v4" in line for line in lines)
-        is_rounded = kernel.__module__ == copies_kernels.__name__
+        is_rounded = kernel.__module__ == permutation.__name__
         assert not (is_rounded and any("fma.rn.f32" in line for line in lines))
         assert not any("atom" in line or "red.global" in line for line in lines)

@@ -30,7 +30,7 @@ def with_gradient(model: nn.Module) -> list[str]:
 
 
 def asked_for_less(sizes: Sizes, shards_sequence: bool) -> dict[str, object]:
-    """What has a gradient where autograd was asked for that of an activation, of a norm, and of two weights."""
+    """Return what has a gradient where autograd was asked for that of an activation, of a norm, and of two weights."""
     grid = on_grid(sizes)
     plain, model = gpt(), parallelize(gpt(), grid, shard_sequence=shards_sequence)
     tokens = torch.arange(16).view(2, 8) % 23
@@ -97,7 +97,7 @@ def keep_products(context: object, operator: object, *args: object, **options: o
 
 
 def selectively_checkpointed(sizes: Sizes, shards_sequence: bool) -> float:
-    """How far gradients are from those without checkpointing, where blocks keep their products only."""
+    """Return how far gradients are from those without checkpointing, where blocks keep their products only."""
     grid = on_grid(sizes)
     tokens = torch.arange(16).view(2, 8) % 23
     gradients = []

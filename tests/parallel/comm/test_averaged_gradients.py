@@ -77,7 +77,7 @@ def batch(grid: Grid | None) -> tuple[Tensor, Tensor]:
 
 
 def distances(kind: str, sizes: dict[str, Any], options: dict[str, Any], micro_batches: int) -> dict[str, float]:
-    """How far the loss and the gradients of a loss and a penalty are from those of one process."""
+    """Return how far the loss and the gradients of a loss and a penalty are from those of one process."""
     grid, plain = Grid(**sizes), build(kind)
     expected = loss_of(plain, *batch(None), ROWS * SEQ_LEN)
     (expected + penalty(plain)).backward()
@@ -137,7 +137,9 @@ def test_a_term_over_parameters_outside_of_forward_has_the_gradient_of_one_proce
 
 
 def distances_of_own_rows(sizes: dict[str, int]) -> dict[str, float]:
-    """How far gradients are from one process's, of weights that multiply a rank's own rows outside of forward."""
+    """Return how far gradients are from one process's, of weights that multiply a rank's own rows outside of
+    forward.
+    """
     grid, plain, model = Grid(**sizes), build("blocks"), parallelize(build("blocks"), Grid(**sizes))
 
     def term(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -157,7 +159,7 @@ def test_a_rank_may_multiply_its_rows_with_whole_weights_outside_of_forward(rank
 
 
 def stored(kind: str, sizes: dict[str, Any]) -> dict[str, float]:
-    """How far weights are from plain training's after two steps of a StoredOptimizer, with the penalty."""
+    """Return how far weights are from plain training's after two steps of a StoredOptimizer, with the penalty."""
     grid, plain, model = Grid(**sizes), build(kind).float(), parallelize(build(kind).float(), Grid(**sizes))
     optimizer = StoredOptimizer(model, grid, sgd_update(), name="sgd", dtype=torch.float32)
     for _ in range(2):

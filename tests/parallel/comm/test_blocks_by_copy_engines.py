@@ -113,7 +113,9 @@ def test_training_has_the_same_bits_and_only_small_parameters_go_through_the_gro
 
 
 def count_places() -> tuple[int, bool]:
-    """How many parameters have a place, and whether autograd has marked one of these, which later passes share."""
+    """Return how many parameters have a place, and whether autograd has marked one of these,
+    which later passes share.
+    """
     _, model, x = setup(2, by_copies=True)
     created = []
     real = CopyEngineAllGather._prepare

@@ -35,7 +35,7 @@ class MarkedCalls(TorchDispatchMode):
 
 
 def train(sizes: Sizes, shards_sequence: bool) -> tuple[set[tuple[str, str | None]], set[str]]:
-    """What two steps send, with its marks; and the marks in a trace of the second."""
+    """Return what two steps send, with its marks; and the marks in a trace of the second."""
     data, x, y, z = sizes
     grid = Grid(data=data, x=x, y=y, z=z)
     torch.manual_seed(3)

@@ -158,7 +158,7 @@ def test_two_passes_may_be_alive_at_once(interpret):
 
 
 def change_before_backward() -> str:
-    """What the backward pass says if the weights it needs were written over."""
+    """Return what the backward pass says if the weights it needs were written over."""
     setup = Setup(1, 2, is_pushed=True)
     early = setup.loss()
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_weights_that_were_written_over_before_the_backward_pass_are_named(inter
 
 
 def keep_a_graph_of_a_part() -> list[bool]:
-    """Whether a submodule's own graph, made outside of a pass, has its gradients after passes with other weights."""
+    """True if a submodule's own graph, made outside of a pass, has its gradients after passes with other weights."""
     setup = Setup(1, 2, is_pushed=True)
     hidden = torch.ones(1, SEQ_LEN, CONFIG.hidden, requires_grad=True)
     setup.loss().backward()
@@ -295,7 +295,7 @@ def test_blocks_are_gathered_once_too(interpret):
 
 
 def change_in_a_step() -> list[bool]:
-    """Whether passes see weights that changed inside all the same, as their versions say so; and after it."""
+    """True if passes see weights that changed inside all the same, as their versions say so; and after it."""
     losses = []
     for is_pushed, once in ((True, True), (False, False)):
         setup = Setup(1, 2, is_pushed=is_pushed)
@@ -449,7 +449,7 @@ def test_a_slot_is_released_when_all_programs_have_summed():
 
 
 def look_only() -> int:
-    """How many weights have a place after passes without gradients."""
+    """Return how many weights have a place after passes without gradients."""
     setup = Setup(1, 2, is_pushed=True)
     with torch.no_grad():
         setup.loss()
@@ -461,7 +461,7 @@ def test_passes_without_gradients_alone_keep_no_weights(interpret):
 
 
 def take_at_once() -> list[bool]:
-    """Whether each weight is whole when it is taken, though a rank pushes late."""
+    """True if each weight is whole when it is taken, though a rank pushes late."""
     setup = Setup(1, 3, is_pushed=True)
     pushed, rank = setup.pushed, setup.grid.coordinate("z")
     assert pushed is not None
@@ -492,7 +492,9 @@ def test_a_weight_is_taken_when_all_of_it_has_come(interpret):
 
 
 def take_on_streams() -> list[int]:
-    """How many waits there have been when a weight is taken on a stream, on another one, on both again, and anew."""
+    """Return how many waits there have been when a weight is taken on a stream, on another one, on both again,
+    and anew.
+    """
     setup = Setup(1, 2, is_pushed=True)
     pushed = setup.pushed
     assert pushed is not None

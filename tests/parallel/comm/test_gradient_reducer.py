@@ -44,7 +44,7 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def clipped_alone(sizes: Sizes) -> list[float]:
-    """How far one parameter's gradient, clipped by itself, and its norm are from what they should be."""
+    """Return how far one parameter's gradient, clipped by itself, and its norm are from what they should be."""
     grid = on_grid(sizes)
     model = parallelize(MLP().double(), grid, roles=ROLES)
     model(torch.ones(1, 8 // grid.size("y"), dtype=torch.float64)).square().sum().backward()
@@ -162,7 +162,8 @@ PASSES = {
 
 
 def accumulate_branches() -> tuple[dict[str, float], float, str]:
-    """How far each step's gradients are from the sums of its passes'; the same of a step after one that was dropped;
+    """Return how far each step's gradients are from the sums of its passes';
+    the same of a step after one that was dropped;
     the refusal of gradients that were written to."""
     grid = Grid(data=2, z=2)
     model = parallelize(MLP().double(), grid, roles=ROLES)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, layout_of, no_sync, parallelize
+from stretto.parallel.layout import has_layout
 from tests.parallel.training import distance, my_rows
 
 ROLES = {"0": "colwise", "1": "inner_norm", "2": "rowwise"}
@@ -36,7 +37,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {
-        name: gather(parameter.grad, layout_of(parameter)) if hasattr(parameter, "stretto_layout") else parameter.grad
+        name: gather(parameter.grad, layout_of(parameter)) if has_layout(parameter) else parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -180,7 +181,9 @@ def test_what_cannot_be_as_in_plain_pytorch_is_refused_and_leaves_gradients_alon
 
 
 def calls_in_micro_batches() -> list[int]:
-    """How often hooks of each parameter are called in a step of three micro-batches, of ranks that reduce no bias."""
+    """Return how often hooks of each parameter are called in a step of three micro-batches,
+    of ranks that reduce no bias.
+    """
     model = parallelize(GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=13, max_seq_len=8)), Grid(x=2))
     calls = dict.fromkeys(dict(model.named_parameters()), 0)
     for name, parameter in model.named_parameters():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What overlap hides, it hides under computation; and whatever it does, results keep their bits."""
+"""Tests that what overlap hides, it hides under computation; and whatever it does, results keep their bits."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stretto.execution import ReshardPolicy
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Overlap, checkpoint_activations, no_sync, parallelize
-from stretto.parallel.comm import gradient_reducer
+from stretto.parallel.comm import gradient_buckets
 from stretto.parallel.comm.collectives import Pending
 from stretto.parallel.layers import linear
 from tests.parallel.training import Sizes, my_rows
@@ -28,7 +28,7 @@ SWITCHES = [field.name for field in fields(Overlap)]
 
 @dataclass(frozen=True)
 class How:
-    """How a model is run."""
+    """Options with which a model is run."""
 
     reshard: ReshardPolicy = "after_backward"
     checkpoints: bool = False
@@ -40,7 +40,7 @@ class How:
 def small_limits(how: How) -> ExitStack:
     """Buckets and halves at the sizes of a small model."""
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(gradient_reducer, "BUCKET_BYTES", how.bucket_bytes))
+    stack.enter_context(mock.patch.object(gradient_buckets, "BUCKET_BYTES", how.bucket_bytes))
     if how.halves:
         stack.enter_context(mock.patch.object(linear, "HALVED_BYTES", 0))
         stack.enter_context(mock.patch.object(linear, "HALVED_INPUTS", 17))
@@ -81,7 +81,7 @@ def weights_after_steps(sizes: Sizes, overlap: Overlap, how: How) -> list[torch.
 
 
 def compare_with_nothing_hidden(sizes: Sizes, how: How) -> dict[str, bool]:
-    """Whether each way to hide gives the bits of hiding nothing."""
+    """True if each way to hide gives the bits of hiding nothing."""
     expected = weights_after_steps(sizes, Overlap.parse(False), how)
     ways = {"all": Overlap()} | {f"all but {name}": replace(Overlap(), **{name: False}) for name in SWITCHES}
     return {
@@ -115,7 +115,7 @@ def test_switching_any_overlap_off_changes_no_bit_in_fp32(ranks, sizes, how):
 
 
 class Log(TorchDispatchMode):
-    """What happened in which order: products, collectives as they are issued, and waits for them."""
+    """Record of what happened in which order: products, collectives as they are issued, and waits for them."""
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def test_the_learned_order_is_verified_in_each_pass(ranks, disturb):
 
 
 def accumulated(sizes: Sizes) -> list[float]:
-    """How far gradients of two passes without zeroing are from twice those of one."""
+    """Return how far gradients of two passes without zeroing are from twice those of one."""
     _, model, text = make_model(sizes, Overlap(), How())
     backward(model, text, 1)
     once = [parameter.grad.to_local().clone() for parameter in model.parameters()]
@@ -309,7 +309,7 @@ def test_gradients_that_were_not_zeroed_are_added_to(ranks):
 
 
 def given_up(sizes: Sizes) -> bool:
-    """Whether a step after one that was given up between micro-batches has the gradients of a step of its own."""
+    """True if a step after one that was given up between micro-batches has the gradients of a step of its own."""
     found = []
     for gives_up in (False, True):
         _, model, text = make_model(sizes, Overlap(), How())
@@ -328,7 +328,7 @@ def test_a_step_that_was_given_up_between_micro_batches_leaves_nothing_behind(ra
 
 
 def compiled_like_eager(sizes: Sizes) -> bool:
-    """Whether a compiled model's gradients are those of the model itself (traced only: no compiler is needed)."""
+    """True if a compiled model's gradients are those of the model itself (traced only: no compiler is needed)."""
     _, model, text = make_model(sizes, Overlap(), How())
     backward(model, text, 1)
     expected = [parameter.grad.to_local().clone() for parameter in model.parameters()]

@@ -50,7 +50,9 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def errors_over_data(sizes: dict[str, int], how: str) -> dict[str, float]:
-    """How far each step's gradients are from those of one rank with all rows; infinite where only one has any."""
+    """Return how far each step's gradients are from those of one rank with all rows;
+    infinite where only one has any.
+    """
     grid = Grid(**sizes)
     roles = None if how == "blocks" else dict.fromkeys(ROLES, "replicated") if sizes.get("z", 1) == 1 else ROLES
     model = parallelize(Towers().double(), grid, roles=roles)
@@ -83,7 +85,7 @@ def test_ranks_of_data_may_run_other_submodules_in_each_step(ranks):
 
 
 def differences_of_an_optimizer_in_backward() -> list[str]:
-    """What hooks train otherwise than plain PyTorch, where ranks run other modules."""
+    """Return what hooks train otherwise than plain PyTorch, where ranks run other modules."""
     grid = Grid(data=torch.distributed.get_world_size())
     model, plain = parallelize(Towers().double(), grid), Towers().double()
     inputs = torch.randn(grid.size("data"), 2, WIDTH, generator=torch.Generator().manual_seed(1)).double()
@@ -113,7 +115,7 @@ def test_hooks_are_called_on_all_ranks_for_a_module_that_some_of_them_run(ranks,
 
 
 def refusal_of_stored_optimizer(second: tuple[str, str]) -> str:
-    """What is said where ranks of data run different modules, in the first step or in the second."""
+    """Return what is said where ranks of data run different modules, in the first step or in the second."""
     grid = Grid(data=2)
     model = parallelize(Towers(), grid)
     optimizer = StoredOptimizer(model, grid, sgd_update(), name="sgd", dtype=torch.float32)
@@ -134,7 +136,9 @@ def test_a_stored_optimizer_refuses_modules_that_some_ranks_alone_have_run(ranks
 
 
 def refusal_of_frozen(frozen: tuple[str, str]) -> str:
-    """What is said where ranks freeze different parameters in the second step, and the first ones are the same."""
+    """Return what is said where ranks freeze different parameters in the second step,
+    and the first ones are the same.
+    """
     grid = Grid(data=2)
     model = parallelize(Towers(), grid)
     model(torch.ones(2, WIDTH)).square().mean().backward()
@@ -208,7 +212,7 @@ def test_ranks_of_z_that_run_other_submodules_raise_an_error_that_names_them(ran
 
 
 def reset_in_place() -> tuple[list[bool], str, str]:
-    """Whether weights that are reset by blocks are those of one rank; the refusal with roles; a difference that is
+    """True if weights that are reset by blocks are those of one rank; the refusal with roles; a difference that is
     found in a loop of one's own."""
     equal = []
     for sizes in ({"z": 2}, {"data": 2}):

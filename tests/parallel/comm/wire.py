@@ -64,7 +64,7 @@ class WireCounter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def bytes_by_axis(self) -> dict[str, int]:
-        """What this rank sends by ring algorithms, in bytes."""
+        """Return what this rank sends by ring algorithms, in bytes."""
         return bytes_by_axis(self.messages, {name: group.size() for name, group in self._groups.items()})
 
     def _sequence_numbers(self) -> dict[str, int]:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a block of attention and experts sends: with dropped duplicates, and with communication-aware recomputation."""
+"""Tests of what a block of attention and experts sends: with dropped duplicates,
+and with communication-aware recomputation.
+"""
 
 from collections import Counter
 from typing import Any
@@ -40,7 +42,7 @@ def send(grid: Grid, layers: int, options: dict[str, Any]) -> tuple[Counts, Coun
 
 
 def sent_by_a_block(sizes: dict[str, int], options: dict[str, Any]) -> tuple[Counts, Counts]:
-    """What the second of two blocks has sent; the first is the same."""
+    """Return what the second of two blocks has sent; the first is the same."""
     grid = Grid(**sizes)
     (calls, sent), (calls_of_one, sent_of_one) = (send(grid, layers, options) for layers in (2, 1))
     calls.subtract(calls_of_one)

@@ -48,7 +48,9 @@ def routings(tokens: int) -> dict[str, Tensor]:
 
 
 def distances(sizes: dict[str, Any], counts: list[int], options: dict[str, Any]) -> dict[str, float]:
-    """How far loss and gradients are from one rank's, for each routing; counts: the rows of each rank of the batch."""
+    """Return how far loss and gradients are from one rank's, for each routing; counts:
+    the rows of each rank of the batch.
+    """
     grid, place = Grid(**sizes), 0
     place = grid.coordinate("batch")
     tokens, targets = next(batches(CASE))

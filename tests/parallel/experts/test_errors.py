@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused of experts and routers, with what would do."""
+"""Tests of what is refused of experts and routers, with what would do."""
 
 from typing import Any
 from unittest import mock

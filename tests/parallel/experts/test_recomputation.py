@@ -52,7 +52,9 @@ def test_recomputation_gives_bitwise_equal_gradients_and_counts(ranks):
 
 
 def count_models_in_memory(sizes: dict[str, Any]) -> int:
-    """How many trained models are there after one was dropped, whose routers' sums began within computed blocks."""
+    """Return how many trained models are there after one was dropped,
+    whose routers' sums began within computed blocks.
+    """
     train(sizes, "full", {})
     for _ in range(3):  # what one collection frees may hold, in C++, what the next one finds
         gc.collect()

@@ -126,7 +126,7 @@ def test_a_forward_pass_does_not_wait_for_other_ranks_choices(ranks, tmp_path):
 
 
 def count_waits(overlap: bool) -> int:
-    """How often a forward pass waits for a router's choices."""
+    """Return how often a forward pass waits for a router's choices."""
     grid = Grid(data=2)
     model = parallelize(build(SWITCH_ALONE, EXACT), grid, overlap=overlap)
     with mock.patch.object(Pending, "wait", autospec=True, side_effect=Pending.wait) as wait:
@@ -186,7 +186,9 @@ def test_a_forward_pass_is_counted_once_whatever_becomes_of_it(ranks):
 
 
 def train_by_messages(expected: dict[str, Tensor]) -> list[float]:
-    """How far gradients are from the expected ones where gradients reach the ranks of data at different times."""
+    """Return how far gradients are from the expected ones where gradients reach the ranks of data at different
+    times.
+    """
     grid = Grid(data=2, pipe=2, expert=2)
     model = parallelize(build(ALONE, EXACT), grid)
     if grid.coordinate("pipe") == 0 and grid.coordinate("data") == 1:

@@ -108,7 +108,7 @@ def train(run: Run, case: Case, precision: Precision) -> Trace:
 
 
 def disagreements(run: Run, case: Case, expected: Trace) -> dict[str, float]:
-    """What this rank sees otherwise than the reference: norm(difference) / norm(reference), by name."""
+    """Return what this rank sees otherwise than the reference: norm(difference) / norm(reference), by name."""
     seen = train(run, case, EXACT)
     steps = range(len(expected.losses))
     found = {f"loss of step {step}": distance(seen.losses[step], expected.losses[step]) for step in steps}
@@ -119,7 +119,7 @@ def disagreements(run: Run, case: Case, expected: Trace) -> dict[str, float]:
 
 
 def gradient_distances(run: Run, case: Case) -> dict[str, float]:
-    """How far the loss and each gradient of the first batch are from those of one rank."""
+    """Return how far the loss and each gradient of the first batch are from those of one rank."""
     tokens, targets = next(batches(case))
     plain = build(case, EXACT)
     loss = plain_loss(case, plain, tokens, targets)

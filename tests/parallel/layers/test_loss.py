@@ -118,7 +118,7 @@ def test_a_mean_over_one_ranks_rows_is_refused_where_ranks_have_parts_of_the_bat
 
 
 def sums_over_x(sizes: Sizes) -> list[int]:
-    """How many sums over x a loss takes while gradients are recorded, and while they are not."""
+    """Return how many sums over x a loss takes while gradients are recorded, and while they are not."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     model = parallelize(tagger(nn.CrossEntropyLoss()), grid, roles={**ROLES, "loss": "loss"})
     found = []

@@ -183,7 +183,7 @@ def train(model: nn.Module, grid: Grid | None) -> list[float]:
 
 
 def trained(sizes: Sizes, make: type[nn.Module], roles: dict[str, Any], **options: Any) -> dict[str, float]:
-    """How far training on a grid is from plain training, and what a state dict of the plain model puts back."""
+    """Return how far training on a grid is from plain training, and what a state dict of the plain model puts back."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     plain, model = make().double(), parallelize(make().double(), grid, roles=roles, **options)
     expected, found = train(plain, None), train(model, grid)
@@ -223,7 +223,7 @@ def test_experts_and_attention_with_sinks_train_as_on_one_rank(ranks, sizes, opt
 
 
 def shapes_here(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """What this rank has of the parameters of a block that no module of Stretto holds."""
+    """Return what this rank has of the parameters of a block that no module of Stretto holds."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
     model = parallelize(MixtureOfExperts(), grid, roles=EXPERT_ROLES)
     block = dict(model.blocks[0].named_parameters())
@@ -297,7 +297,7 @@ def test_a_gathered_module_of_other_than_hidden_features_is_refused_where_y_spli
 
 
 def tied_distance(sizes: Sizes) -> float:
-    """How far the gradient of a weight that two replicated linears share is from plain training's."""
+    """Return how far the gradient of a weight that two replicated linears share is from plain training's."""
     grid = Grid(**dict(zip(("data", "x", "y", "z"), sizes, strict=True)))
 
     def tied() -> nn.Module:
@@ -456,7 +456,7 @@ class Pictures(nn.Module):
 
 
 def gradients_of_single_rows() -> list[float]:
-    """How far gradients over two micro-batches of a row are from those of one of both."""
+    """Return how far gradients over two micro-batches of a row are from those of one of both."""
     torch.manual_seed(0)
     plain = Pictures().double()
     model = parallelize(copy.deepcopy(plain), Grid(), blocks=["layers.*"])

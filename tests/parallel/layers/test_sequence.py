@@ -46,7 +46,9 @@ def test_five_steps_equal_those_of_one_rank(ranks, sizes, precision):
 
 
 def logits_distance(case: Case, precision: Precision, expected: torch.Tensor) -> float:
-    """How far whole logits are from the reference's: of the whole batch, and then of a batch of another shape."""
+    """Return how far whole logits are from the reference's: of the whole batch,
+    and then of a batch of another shape.
+    """
     model = parallelize(build(case, precision), Grid(x=4), shard_sequence=True)
     tokens, _ = next(batches(case))
     with torch.no_grad():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline's step sends, keeps in memory and computes when, counted."""
+"""Tests of what a pipeline's step sends, keeps in memory and computes when, counted."""
 
 import time
 from collections import Counter
@@ -203,7 +203,7 @@ def storages_kept(schedule: str, recompute: str) -> list[str]:
 
 
 def _expire(ref: StorageWeakRef, seconds: float = LIMIT) -> bool:
-    """Whether memory is freed. A transport's thread may need a moment to drop what it has sent."""
+    """True if memory is freed. A transport's thread may need a moment to drop what it has sent."""
     deadline = time.monotonic() + seconds
     while not ref.expired():
         if time.monotonic() > deadline:
@@ -281,7 +281,9 @@ def test_a_weights_gradient_is_computed_when_the_schedule_requests_it(ranks, sch
 
 
 def count_casts() -> list[int]:
-    """How often weights are cast to bf16 in steps of 4 micro-batches in 2 stages of one rank, and how many weights."""
+    """Return how often weights are cast to bf16 in steps of 4 micro-batches in 2 stages of one rank,
+    and how many weights.
+    """
     model = gpt(layers=2)
     parallelize(model, grid := Grid(), dtype=torch.bfloat16, stages=StageOptions(virtual_stages=2))
     counts = []

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline stage is told of earlier modules' outputs is plain data, and no peer chooses a class to import."""
+"""Tests that what a pipeline stage is told of earlier modules' outputs is plain data,
+and no peer chooses a class to import.
+"""
 
 import collections
 import pickle
@@ -44,7 +46,7 @@ OUTPUTS: list[Any] = [
 
 
 def stand_in_for(output: Any) -> Any:
-    """What a later stage is given in the place of a module's output."""
+    """Return what a later stage is given in the place of a module's output."""
     layouts = OutputLayouts()
     layouts.note("module", output)
     return StandIns(OutputLayouts.unpacked(layouts.packed()), torch.device("cpu")).make("module")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pipelines refuse is refused in one line that says what would do, on all ranks, and nobody waits for ever."""
+"""Tests that what pipelines refuse is refused in one line that says what would do, on all ranks,
+and nobody waits for ever.
+"""
 
 import re
 from collections.abc import Callable
@@ -69,7 +71,7 @@ class SharedInside(nn.Module):
 
 
 def refusals() -> dict[str, str]:
-    """What each misuse is answered with."""
+    """Return what each misuse is answered with."""
     grid = Grid(pipe=2)
     blocks = ["layers.*"]
 
@@ -291,7 +293,7 @@ def test_ranks_with_different_numbers_of_rows_raise(ranks, axis, schedule):
 
 
 def refusals_of_one_rank() -> dict[str, str]:
-    """What each rank is told where one of them refuses: the model, the pipeline, a step."""
+    """Return what each rank is told where one of them refuses: the model, the pipeline, a step."""
     grid = Grid(pipe=2, timeout=LIMIT)
     is_other = grid.coordinate("pipe") == 1
     other = Classifier(4)

@@ -142,7 +142,7 @@ def test_the_rank_at_which_a_failure_began_is_named_by_all_others(kind, fault, w
 
 
 def fail_otherwise(kind, how):
-    """What is wrong in a program, rather than with a rank: every rank raises, and says what."""
+    """Return what is wrong in a program, rather than with a rank: every rank raises, and says what."""
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=LONG))
     transport = TRANSPORTS[kind](group)

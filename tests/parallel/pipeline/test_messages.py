@@ -310,7 +310,7 @@ def test_invalid_arguments_raise_before_anything_is_sent(ranks):
 
 
 def choose(on_one_machine):
-    """What is chosen; each rank on a machine of its own unless on_one_machine."""
+    """Return what is chosen; each rank on a machine of its own unless on_one_machine."""
     rank = dist.get_rank()
     name = socket.gethostname() if on_one_machine else f"node-{rank}"
     with pytest.MonkeyPatch.context() as patch:

@@ -90,7 +90,7 @@ def examples(rows: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is put on a grid and stepped."""
+    """Description of how a model is put on a grid and stepped."""
 
     grid: dict[str, int]
     schedule: str = "1f1b"
@@ -114,7 +114,7 @@ def of_rank(batch: dict[str, Tensor], grid: Grid) -> dict[str, Tensor]:
 def far_from_plain(
     model: nn.Module, loss: Tensor, plain: nn.Module, expected: Tensor, *, tolerance: float = 1e-12
 ) -> dict[str, float]:
-    """What of the loss and of this rank's gradients differs from that of plain training, and by how much."""
+    """Return what of the loss and of this rank's gradients differs from that of plain training, and by how much."""
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
     found = {"loss": distance(loss, expected.detach().double())}
     for name, parameter in model.named_parameters():

@@ -90,7 +90,7 @@ def arguments(case: Case, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What plain training showed, and the loss of its last batch after it."""
+    """Results of plain training, and the loss of its last batch after it."""
 
     trace: Trace
     evaluated: float
@@ -106,7 +106,7 @@ def expect(case: Case, precision: Precision) -> Expected:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank saw otherwise than the reference, as norm(difference) / norm(reference), and the names it has."""
+    """Differences that a rank saw from the reference, as norm(difference) / norm(reference), and the names it has."""
 
     far: dict[str, float | str]
     names: tuple[str, ...]
@@ -140,7 +140,7 @@ def compare_all(runs: Sequence[tuple[Run, Case, Precision, Expected]]) -> list[F
 
 
 def complaints(founds: Sequence[Found], expected: Expected) -> Iterator[str]:
-    """What is wrong in what all ranks saw: differences, and parameters that no rank has."""
+    """Return what is wrong in what all ranks saw: differences, and parameters that no rank has."""
     for rank, found in enumerate(founds):
         if found.far or not found.names:
             yield f"rank {rank}: {found.far or 'no parameters'}"

@@ -212,7 +212,7 @@ def test_a_load_balancing_loss_counts_the_tokens_of_all_ranks_and_masks(ranks, s
 
 
 def said_of_own_loss() -> list[str]:
-    """What is said of a model whose own code computes the loss, as no known function does."""
+    """Return what is said of a model whose own code computes the loss, as no known function does."""
     model = balanced("qwen3_moe")
     kind = type(model)
 

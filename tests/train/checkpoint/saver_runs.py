@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in the tests of saves: functions of a module, so that a pool can import them."""
+"""Functions that ranks run in the tests of saves: in a module, so that a pool can import them."""
 
 import os
 import resource

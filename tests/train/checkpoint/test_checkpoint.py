@@ -58,7 +58,7 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 
 
 def check_grids(ranks: MakeRanks, tmp_path: Path, make: Any, *grids: dict[str, int]) -> None:
-    """What four ranks save, these grids read and write again."""
+    """Assert that what four ranks save, these grids read and write again."""
     weights = ranks(4).run(runs.save_trained, make, {"x": 2, "z": 2}, tmp_path / "first")[0]
     first = checkpoint_path(tmp_path / "first", 2)
     entries = read_metadata(first).tensors

@@ -5,9 +5,8 @@ import multiprocessing
 import random
 
 import pytest
-
-from lab.saves import kills
-from lab.saves.kills import kill_runs
+from tests.faults import kills
+from tests.faults.kills import kill_runs
 
 
 def check(count: int, hidden: int, steps: int) -> None:

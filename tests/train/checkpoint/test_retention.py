@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are kept, by the rule alone; and that the others are deleted, whatever is in the way."""
+"""Tests of which checkpoints are kept, by the rule alone; and that the others are deleted, whatever is in the way."""
 
 import errno
 import os

@@ -27,7 +27,7 @@ MakeRanks = Callable[[int], Ranks]
 
 
 def names(out: Path) -> list[str]:
-    """What lies beside the checkpoints of a run, with hidden folders."""
+    """Return what lies beside the checkpoints of a run, with hidden folders."""
     folder = out / "checkpoints"
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 

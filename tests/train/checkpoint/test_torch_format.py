@@ -165,7 +165,7 @@ def test_state_by_numbers_and_of_other_optimizers_is_refused(tmp_path: Path) -> 
 
 
 class Opened:
-    """What runs `Path.touch` when it is unpickled."""
+    """Object that runs `Path.touch` when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -15,11 +15,11 @@ from tests.train.data.test_clicks import ONE, ROWS, line
 from tests.train.data.test_token_files import write_megatron, write_nanogpt
 from tests.train.data.test_tokenizer import TEXT
 
+from stretto.recommendation.data import CriteoClicks
+from stretto.recommendation.data import criteo as criteo_module
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, open_dataset
 from stretto.train.data import text as text_module
-from stretto.train.data.clicks import CriteoClicks
-from stretto.train.data.clicks import criteo as criteo_module
 from stretto.train.data.token_files import MEGATRON_HEADER
 
 Read = Callable[[], Any]

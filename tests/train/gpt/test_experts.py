@@ -221,6 +221,7 @@ def test_a_checkpoint_resumes_with_other_coefficients_and_not_with_another_route
         run(ranks, tmp_path / "other", *SWITCH, resume, "train.steps=2", "model.experts_per_token=1")
 
 
+@pytest.mark.long
 def test_the_loss_scale_multiplies_the_routers_losses_too(ranks: MakeRanks, tmp_path: Path) -> None:
     options = ["train.dtype=fp16", "train.optimizer_state=device", "train.optimizer=adamw", "train.steps=1"]
     options += [*SWITCH, "model.balance_loss=5.0", "train.micro_batch=4", "train.clip=none"]

@@ -96,6 +96,7 @@ def check_state_apart(
     same(resumed, whole[2:], 1e-5)
 
 
+@pytest.mark.long
 def test_separate_optimizer_state_is_stepped_and_resumed_on_two_stages(ranks: MakeRanks, tmp_path: Path) -> None:
     check_state_apart(ranks, tmp_path, {"pipe": 2}, "1f1b", "device", tied=True)
 

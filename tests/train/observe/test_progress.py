@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows on the screen."""
+"""Tests of what a run shows on the screen."""
 
 import io
 import os

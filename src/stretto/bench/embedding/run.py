@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stretto import ops
 from stretto.bench.embedding.peers import Batched, Chunked, EmbeddingBags, LookupBatch, draw_lookups, exchange_alone
-from stretto.bench.embedding.settings import MLPERF_POOLINGS, MLPERF_ROWS, EmbeddingSetting, LookupShape, LookupShapes
+from stretto.bench.embedding.settings import EmbeddingSetting, LookupShape, LookupShapes
 from stretto.bench.harness import Column, print_table, run_ranks, time_steps, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.ops.embedding.forward import count_trace, find_launch_config, look_up_and_send
@@ -22,8 +22,8 @@ from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.placement import find_placement
 from stretto.ops.embedding.table_set import find_tables
 from stretto.parallel import Grid
+from stretto.recommendation.model_config import MLPERF_POOLING, MLPERF_ROWS
 
-# Rows and indices a sample of MLPerf DLRM-v2's tables (Criteo 1TB, multi-hot), of dim 128.
 HBM, NVLINK = 4.16e12, 351e9  # bytes/s that one H200 of four reads or writes, and stores to its peers
 SHOWN_PROGRAMS = 32
 
@@ -91,7 +91,7 @@ def make_batch(case: LookupShape, setting: LookupShapes, device: torch.device) -
     if case.tables:
         owned = [[(setting.rows, case.pooling)] * case.tables] * world
     else:
-        owned = place_tables([min(count, setting.rows) for count in MLPERF_ROWS], MLPERF_POOLINGS, world)
+        owned = place_tables([min(count, setting.rows) for count in MLPERF_ROWS], MLPERF_POOLING, world)
     dtype = getattr(torch, setting.dtype)
     rows, poolings = [rows for rows, _ in owned[rank]], [pooling for _, pooling in owned[rank]]
     tables = [torch.empty(count, case.dim, dtype=dtype, device=device).uniform_(-1, 1) for count in rows]

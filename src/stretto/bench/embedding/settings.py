@@ -6,12 +6,6 @@ from typing import Annotated
 
 from stretto.bench.settings import Option, Rounds, Tuning, require_known, require_least
 
-# Rows, and indices a sample, of the tables of MLPerf DLRM-v2 (Criteo 1TB, multi-hot), whose dim is 128.
-MLPERF_ROWS = (
-    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
-    155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
-)  # fmt: skip
-MLPERF_POOLINGS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 MLPERF = "mlperf"
 STUDIES = ("peers", "orders", "slices", "occupancy", "timeline")
 PEERS = ("bags", "batched", "chunked")

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops import unfused
-from stretto.ops.gemm.tile import Scales
+from stretto.ops.gemm import Scales
+from stretto.ops.scaled import multiply_scaled
 from stretto.ops.tuning import RotatingOperands
 
 Runs = dict[str, Callable[[], Tensor]]
@@ -69,7 +69,7 @@ def _scaled_peers(operands: RotatingOperands, m: int, x_scale: Tensor, weight_sc
     scales = Scales(x_scale.repeat(world) if is_gather else x_scale, weight_scale)
 
     def gemm() -> Tensor:
-        return unfused.multiply_scaled(whole, operands.next_weight(), scales, dtype)
+        return multiply_scaled(whole, operands.next_weight(), scales, dtype)
 
     match operands.operator:
         case "all_gather_matmul":

@@ -9,7 +9,7 @@ from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.cli.simulate import Bandwidth, ClusterName, Gpus, Latency, NetworkOptions, Packets, Topology, read_packets
 
 if TYPE_CHECKING:
-    from stretto.simulator.dlrm import SimulatedRecommendation
+    from stretto.recommendation.simulation import SimulatedRecommendation
 
 TORUS, TORUS_BANDWIDTH, TORUS_LATENCY = "torus:16x8", "200Gb/s", "700ns"  # Punniyamurthy et al., table 2
 
@@ -50,7 +50,12 @@ def dlrm(
     - stretto simulate dlrm --topology switch:64 --bandwidth 50GB/s --latency 2us --batch 1024
     """
     with refusing_bad_input(as_json=as_json):
-        from stretto.simulator.dlrm import FIDELITIES, RecommendationStep, find_kernels, simulate_recommendation
+        from stretto.recommendation.simulation import (
+            FIDELITIES,
+            RecommendationStep,
+            find_kernels,
+            simulate_recommendation,
+        )
 
         if topology is None and cluster is None:
             topology, bandwidth, latency = TORUS, bandwidth or TORUS_BANDWIDTH, latency or TORUS_LATENCY

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users call: `install`, `uninstall`, `monitored_barrier` and `call_counts`."""
+"""Functions for users: `install`, `uninstall`, `monitored_barrier` and `call_counts`."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace

@@ -211,7 +211,7 @@ RunCollective = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def runs_in_place(schedule: Schedule) -> bool:
-    """Whether to run in place, which saves a copy. All other collectives must keep their input."""
+    """Check whether a schedule runs in place, which saves a copy. All other collectives must keep their input."""
     if schedule.in_place and schedule.out_of_place:
         return schedule.collective.name in ("allreduce", "allgather", "broadcast")
     return schedule.in_place

@@ -324,7 +324,7 @@ def _own_output(kernel: FusedScheduleKernel | InterpretedSchedule, rank: int, wh
 
 
 def _is_one_run(call: BackendCall, in_place: bool, rank: int) -> bool:
-    """Whether `run_staged` runs an installed schedule's kernel on the call's own tensors, without copies.
+    """Check whether `run_staged` runs an installed schedule's kernel on the call's own tensors, without copies.
 
     in_place: how the kernel takes input and output.
     """

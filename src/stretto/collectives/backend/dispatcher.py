@@ -113,7 +113,7 @@ class Dispatcher:
 
     @property
     def _is_bypassed(self) -> bool:
-        """Whether this thread is in `bypassed`; other threads may make calls concurrently."""
+        """True if this thread is in `bypassed`; other threads may make calls concurrently."""
         return threading.get_ident() in self._bypassing
 
     @property

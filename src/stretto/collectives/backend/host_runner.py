@@ -246,7 +246,7 @@ class HostRunner:
 
 
 def _scales_inputs(call: BackendCall) -> bool:
-    """Whether an average divides each rank's input, as NCCL's does: 16 bits may hold the average and not the sum."""
+    """Check whether an average divides each rank's input, as NCCL's: 16 bits may hold the average and not the sum."""
     return call.reduction == "avg" and call.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -285,7 +285,7 @@ class Worker:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any job has been submitted."""
+        """True if any job has been submitted."""
         return self._thread is not None
 
     def submit(self, job: Job) -> None:

@@ -10,7 +10,7 @@ from stretto.collectives.schedule import StepType
 
 
 class Instruction(NamedTuple):
-    """What one rank does for an operation.
+    """One rank's part of an operation.
 
     source, destination: its own chunks, as in a schedule's step; receives, sends: its messages, by the number of the
     operation that they belong to; part: the instance that it belongs to (see `Operation`); thread_block: the number
@@ -35,7 +35,7 @@ class Instruction(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether it has no message."""
+        """True if it has no message."""
         return self.receives is None and self.sends is None
 
     @property
@@ -140,7 +140,7 @@ def fuse(dag: InstructionDag, unfused: frozenset[int] = frozenset()) -> Instruct
 
 
 def _is_only_sent(dag: ChunkDag, operation: int) -> bool:
-    """Whether the send that is fused with this operation is the only reader of its result."""
+    """Check whether the send that is fused with this operation is the only reader of its result."""
     return dag.read_by_others[operation] == 1 and not dag.survives[operation]
 
 

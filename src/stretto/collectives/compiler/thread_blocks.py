@@ -179,7 +179,7 @@ class _Clocks:
         self._at: list[list[list[dict[int, int]]]] = [[[] for _ in blocks] for blocks in ranks]
 
     def wait(self, rank: int, block: int, others: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """Which of these (thread block, position) pairs must be waited for, given what is known already."""
+        """Find the (thread block, position) pairs that must be waited for, given what is known already."""
         known = self._known[rank][block]
         needed = [(other, at) for other, at in others if other != block and known.get(other, -1) < at]
         if not needed:

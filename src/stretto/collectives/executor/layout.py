@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tensors are divided into chunks, whatever their number of elements.
+"""Divides tensors into chunks, whatever their number of elements.
 
 A buffer is a row of blocks, and a block a row of chunks: an all-gather's output, a reduce-scatter's input and both
 buffers of an all-to-all are one block a rank, as torch.distributed lays them out; other buffers are one block. All
@@ -48,7 +48,7 @@ class BlockLayout:
 
     @property
     def is_even(self) -> bool:
-        """Whether all chunks are full."""
+        """True if all chunks are full."""
         return self.block_elements == self.block_chunks * self.chunk_elements
 
     def chunk_length(self, index: int) -> int:
@@ -166,7 +166,7 @@ def find_sizes(collective: Collective, input: Tensor, output: Tensor | None) -> 
 
 
 def depends_on_chunk_length(collective: Collective, block_chunks: int) -> bool:
-    """Whether outputs depend on where chunks begin, so that chunks cannot be made longer for aligned accesses.
+    """Check whether outputs depend on where chunks begin, so that chunks cannot be made longer for aligned accesses.
 
     They do if a chunk goes to another place of a block, or if the collective promises only a part of a block: the rest,
     which may hold anything, would be another part of it.
@@ -182,7 +182,7 @@ def depends_on_chunk_length(collective: Collective, block_chunks: int) -> bool:
 
 
 def writes_input(program: RankProgram) -> bool:
-    """Whether a rank's steps write to its input buffer."""
+    """Check whether a rank's steps write to its input buffer."""
     return any(
         step.type.writes_destination and step.destination_buffer is Buffer.IN
         for block in program.thread_blocks

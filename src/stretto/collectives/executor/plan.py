@@ -82,7 +82,7 @@ class ExecutionPlan:
 
     @property
     def tiles(self) -> int:
-        """How many tiles a full chunk has."""
+        """Number of tiles of a full chunk."""
         return -(-self.layout.chunk_elements // self.tile_elements)
 
     @property

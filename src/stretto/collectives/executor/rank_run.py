@@ -41,7 +41,7 @@ class FifoSender(_FifoEnd):
     """The sending end of a FIFO: fills slot k % slots with message k, then counts up `sent`."""
 
     def is_ready(self) -> bool:
-        """Whether there is a free slot."""
+        """Check whether there is a free slot."""
         target = self.passed + 1 - len(self._slots)
         return self._memory.has_reached(self.connection.receiver, self.connection.freed, target)
 
@@ -55,7 +55,7 @@ class FifoReceiver(_FifoEnd):
     """The receiving end of a FIFO: reads message k once `sent` has reached k + 1, then counts up `freed`."""
 
     def is_ready(self) -> bool:
-        """Whether a message has arrived."""
+        """Check whether a message has arrived."""
         return self._memory.has_reached(self.connection.sender, self.connection.sent, self.passed + 1)
 
     def free(self) -> None:
@@ -65,7 +65,7 @@ class FifoReceiver(_FifoEnd):
 
 
 class Awaited(Enum):
-    """What a thread block waits for before its next step."""
+    """A thread block's wait before its next step."""
 
     STEP = "a step of another thread block"
     MESSAGE = "a message"

@@ -42,7 +42,7 @@ class Coroutine:
 
 
 class Idle(Protocol):
-    """What to do while none of the coroutines can continue."""
+    """Called while none of the coroutines can continue."""
 
     def wait(self, waiting: Sequence[Coroutine]) -> None:
         """Wait a little, or raise."""

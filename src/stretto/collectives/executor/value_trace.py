@@ -17,7 +17,7 @@ Sum = frozenset[tuple[int, int]]
 
 
 class ValueTrace(NamedTuple):
-    """What a schedule's steps make.
+    """Values that a schedule's steps make.
 
     steps: each step's values, one for each of its chunks. operands: of each step that adds, the pairs that it adds:
     what it received or its destination held, and its source. writes: all writes to input and output buffers, as (rank,

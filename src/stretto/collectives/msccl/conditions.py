@@ -25,7 +25,7 @@ class MscclCollective:
         raise NotImplementedError(f"{type(self).__name__} gives no init_buffers()")
 
     def check(self, prog: Any) -> bool | None:
-        """Whether `prog.buffers` satisfies the postcondition."""
+        """Check whether `prog.buffers` satisfies the postcondition."""
         return None
 
     def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:
@@ -33,7 +33,7 @@ class MscclCollective:
         return buffer, index
 
     def _is_as_expected(self, prog: Any, expected: dict[tuple[int, int], Any]) -> bool:
-        """Whether each (rank, output index) holds that chunk or sum; prints the ones that do not."""
+        """Check whether each (rank, output index) holds that chunk or sum; prints the ones that do not."""
         correct = True
         for (rank, index), wanted in expected.items():
             buffer, at = self.get_buffer_index(rank, MscclBuffer.output, index)

@@ -92,7 +92,7 @@ def lower(
 
 
 def is_index_wise(collective: ours.Collective) -> bool:
-    """Whether every output chunk is the sum of the input chunks of its own index, on the same ranks for all indices."""
+    """Check that every output chunk sums the input chunks of its own index, on the same ranks for all indices."""
     if collective.input_chunks != collective.output_chunks:
         return False
     for rank in range(collective.ranks):

@@ -131,7 +131,7 @@ def _module(name: str, names: dict[str, Any]) -> ModuleType:
     def refuse(attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        raise AttributeError(f"{name}.{attribute} is not supported (see docs/porting-msccl.md)")
+        raise AttributeError(f"{name}.{attribute} is not supported (see docs/collectives.md#msccl-programs)")
 
     module = ModuleType(name, "A stand-in, for the length of one run.")
     module.__dict__.update(names, __getattr__=refuse, __all__=list(names))

@@ -168,7 +168,7 @@ def _alone(script: Path, args: Sequence[str]) -> Iterator[tuple[ModuleType, io.S
 
 
 def _is_of_run(module: object, script: Path) -> bool:
-    """Whether a module that was first imported during a run must not outlive it.
+    """Check whether a module that was first imported during a run must not outlive it.
 
     Modules beside the script belong to this run, and so do those that hold objects of this package. Others stay: a
     library's extension modules cannot be loaded twice.

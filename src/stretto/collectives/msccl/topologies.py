@@ -27,7 +27,7 @@ class Topology:
                 raise ValueError(f"a switch's bandwidth is positive, not {bandwidth} (switch {switch})")
 
     def num_nodes(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.links)
 
     def nodes(self) -> range:

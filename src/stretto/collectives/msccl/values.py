@@ -43,7 +43,7 @@ class MscclBuffer(Enum):
 
 
 class ThreadblockPolicy(Enum):
-    """Whether the compiler chooses thread blocks, or the program by `sendtb` and `recvtb`."""
+    """Thread blocks are chosen by the compiler, or by the program's `sendtb` and `recvtb`."""
 
     auto = "auto"
     manual = "manual"
@@ -111,5 +111,5 @@ class ScratchBuffer(list[Any]):
         super().__setitem__(index, value)
 
     def instance_size(self) -> int:
-        """How many chunks it has."""
+        """Number of its chunks."""
         return len(self)

@@ -96,7 +96,7 @@ def library_op(name: Reduction) -> dist.ReduceOp.RedOpType:
 
 
 def library_reduces(dtype: torch.dtype) -> bool:
-    """Whether both gloo and NCCL reduce this dtype."""
+    """Check whether both gloo and NCCL reduce this dtype."""
     return dtype in _LIBRARY_DTYPES
 
 

@@ -46,7 +46,7 @@ RequestedAlgorithm = Literal["auto", "ring", "recursive", "flat"]
 
 
 class TwoLevelCall(NamedTuple):
-    """What a call ran as: the key of `TwoLevelGroup.calls`."""
+    """The implementation and shape of a call: the key of `TwoLevelGroup.calls`."""
 
     collective: Collective
     algorithm: Algorithm

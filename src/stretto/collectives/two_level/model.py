@@ -24,7 +24,7 @@ ALGORITHMS: tuple[Algorithm, ...] = ("recursive", "ring", "flat")
 
 @dataclass(frozen=True)
 class Links:
-    """What a message costs: latencies in seconds, bandwidths in bytes/s in one direction.
+    """Costs of a message: latencies in seconds, bandwidths in bytes/s in one direction.
 
     in_node_bandwidth: what one rank sends to others of its node while all of them do. node_bandwidth: what one node
     sends to others, all its network interfaces together. leaf_nodes: how many nodes, in rank order, are attached to one
@@ -64,7 +64,7 @@ class Links:
         )
 
     def slowdown(self, distance: int, nodes: int) -> float:
-        """How much longer a message takes while every node sends to the one `distance` before it.
+        """Factor by which a message takes longer while every node sends to the one `distance` before it.
 
         The first `distance` nodes of a switch then send to other switches, over links that carry what leaf_nodes /
         oversubscription of them can send.

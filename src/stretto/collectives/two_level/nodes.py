@@ -69,7 +69,7 @@ class Nodes:
 
     @cached_property
     def is_consecutive(self) -> bool:
-        """Whether rank = node x size + place, so that the shuffle is one transposition."""
+        """True if rank = node x size + place, so that the shuffle is one transposition."""
         return [rank for node in self.ranks for rank in node] == list(range(self.world))
 
     def place_of(self, rank: int) -> tuple[int, int]:

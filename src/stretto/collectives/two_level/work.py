@@ -34,7 +34,7 @@ class Work(Protocol):
         ...
 
     def is_completed(self) -> bool:
-        """Whether the collective has ended, with or without an error."""
+        """Check whether the collective has ended, with or without an error."""
         ...
 
 

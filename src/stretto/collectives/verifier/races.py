@@ -143,7 +143,7 @@ class _Search:
         self._races[before, after] = Race(kind, rank, buffer, index, *names)
 
     def _reaches(self, before: int, after: int) -> bool:
-        """Whether a path leads from one step to the other, perhaps over other ranks; the later one remembers it."""
+        """Search a path from one step to the other, perhaps over other ranks; the later one remembers it."""
         graph = self._graph
         target = graph.places[before][:2]
         since = self._time[before]

@@ -93,7 +93,7 @@ class Values:
 
 @dataclass(frozen=True)
 class SymbolicOutcome:
-    """What the outputs hold. right: whether the postcondition holds; consistent: whether all ranks added in one order
+    """Outcome of a run. right: whether the postcondition holds; consistent: whether all ranks added in one order
     wherever the collective asks for it; roundings: the most additions, one upon another, in an output."""
 
     right: bool
@@ -217,7 +217,7 @@ def _compare(
 
 
 class _Wanted:
-    """What an output chunk must hold, and a cache of which values match it."""
+    """The required value of an output chunk, and a cache of the values that match it."""
 
     def __init__(self, expected: Expected, values: Values) -> None:
         self.expected = expected
@@ -225,7 +225,7 @@ class _Wanted:
         self._found: dict[int, bool] = {}
 
     def is_in(self, value: int) -> bool:
-        """Whether a value is that sum, or that chunk."""
+        """Check whether a value is that sum, or that chunk."""
         if len(self.expected) == 1:
             return value < EMPTY and self._values.name(value) == self.expected[0]
         found = self._found.get(value)

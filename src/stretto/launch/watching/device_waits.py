@@ -33,7 +33,7 @@ StepStart = tuple[int, int]
 
 
 def is_due(window: int, windows_before: int, seconds: float) -> bool:
-    """Whether to read the recorder at the end of this window of steps, which took so many seconds.
+    """Decide whether to read the recorder at the end of this window of steps, which took so many seconds.
 
     All ranks must read in the same windows. Their seconds are almost the same, but not quite: a rank reads in all
     windows that powers of two divide, so that ranks which disagree have half of their windows in common.

@@ -32,6 +32,7 @@ TOKEN = "STRETTO_JOB_TOKEN"
 MEMORY = Path("/dev/shm")
 ROOM = 16 << 20  # free bytes that it must have
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+MEMORY_SCORE = 200  # more than the launcher has of the machine's memory, or its control group's, in thousandths
 VERDICT_LIMIT = 5.0  # seconds, and four looks: a stall is found, and its stacks are collected
 
 _watcher: "subprocess.Popen[bytes] | None" = None
@@ -43,6 +44,17 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def precede_launcher_out_of_memory() -> None:
+    """Have the kernel end this rank, not the launcher that reports it, when memory runs out. Linux.
+
+    The kernel ends the process with the highest score: memory, in thousandths of all, plus this. A child inherits its
+    parent's, and may raise it.
+    """
+    score = Path("/proc/self/oom_score_adj")
+    with suppress(OSError):
+        score.write_text(str(min(1000, int(score.read_text()) + MEMORY_SCORE)))
 
 
 def join_watched(folder: Path, rank: int) -> None:
@@ -174,7 +186,7 @@ def private_folder(job: str) -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether a path is a folder, and no link to one, which this user alone may enter."""
+    """Check whether a path is a folder, and no link to one, which this user alone may enter."""
     found = os.lstat(folder)
     return found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
 

@@ -147,7 +147,7 @@ class Monitor:
         return self.states[rank].idle if rank in self.states else self._clock() - self._started
 
     def state_of(self, rank: int) -> str | None:
-        """What the kernel says of a rank's process, if that does not only run."""
+        """The kernel's state of a rank's process, if that does not only run."""
         if rank in self.states:
             return self.states[rank].state
         return process_state(self.pids[rank]) if rank in self.pids else None
@@ -240,11 +240,11 @@ class Monitor:
         return Stall("stalled", culprits, waiting, seconds, self._describe_stall(parts, culprits, waiting, seconds))
 
     def _may_import(self, rank: int) -> bool:
-        """Whether a rank still imports, and has time for it."""
+        """Check whether a rank still imports, and has time for it."""
         return self.states[rank].phase == "import" and self.idle(rank) < self._allowed(rank)
 
     def _may_compute(self, rank: int) -> bool:
-        """Whether a rank without progress uses a CPU, before the end of training."""
+        """Check whether a rank without progress uses a CPU, before the end of training."""
         state = self.states[rank]
         return state.cpu > COMPUTES * state.idle and state.phase != "exit"
 
@@ -270,7 +270,7 @@ class Monitor:
         return {each for each in wait.ranks if each != rank and self._entered(each, wait) < wait.number}
 
     def _entered(self, rank: int, wait: Wait) -> int:
-        """How many of the collectives of a wait's group a rank has entered."""
+        """Count the collectives of a wait's group that a rank has entered."""
         return self.states[rank].entered.get(wait.group_name, 0) if rank in self.states else 0
 
     def _name(self, rank: int) -> str:

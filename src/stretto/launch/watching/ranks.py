@@ -177,7 +177,7 @@ def _has_any(parts: Sequence[str], path: str) -> bool:
 
 
 def is_saving(states: Iterable[RankState], limit: float) -> bool:
-    """Whether a rank writes a checkpoint, and has written some of it in so many seconds."""
+    """Check whether a rank writes a checkpoint, and has written some of it in so many seconds."""
     return any(state.phase == "save" and min(state.idle, state.save_idle or limit) < limit for state in states)
 
 

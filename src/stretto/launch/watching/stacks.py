@@ -149,7 +149,7 @@ def _stack_file(pid: int) -> Path | None:
 
 
 def process_state(pid: int) -> str | None:
-    """What the kernel says of a process of this machine, one of STATES or GONE; None if it only runs or sleeps."""
+    """Read the kernel's state of a process of this machine, one of STATES or GONE; None if it only runs or sleeps."""
     if sys.platform != "linux":
         return None if is_there(pid) else GONE
     found = _status(pid)
@@ -157,7 +157,7 @@ def process_state(pid: int) -> str | None:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process with this number exists on this machine."""
+    """Check whether a process with this number exists on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -177,7 +177,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for the signal: otherwise the signal would end it."""
+    """Check whether a process has a handler for the signal: otherwise the signal would end it."""
     found = _status(pid)
     return found is not None and bool(int(found.get("SigCgt", "0"), 16) >> (number - 1) & 1)
 

@@ -176,7 +176,7 @@ class RankWatcher:
             write_json(self._folder / SLOW_RANK_FILE, asdict(slow))
 
     def _have_lost_parent(self) -> bool:
-        """Whether a rank's process has another parent than it had: torchrun was killed."""
+        """Check whether a rank's process has another parent than it had: torchrun was killed."""
         for counters in self._local.counters.values():
             parent = _parent_of(counters) if counters.is_torchrun and counters.is_running else 0
             if parent and self._parents.setdefault(counters.pid, parent) != parent:

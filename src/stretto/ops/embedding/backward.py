@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory import failures
+from stretto.memory.gpus import bound_blocks
 from stretto.ops.embedding.backward_kernel import (
     QUANTUM,
     LookupKeys,
@@ -50,8 +51,7 @@ from stretto.ops.embedding.output_ring import find_capture, limit_channels, roun
 from stretto.ops.embedding.placement import AGREED, GRADIENTS, EmbeddingPlacement, common_multiple, find_permit
 from stretto.ops.embedding.pooling_kernel import Bags, KernelTables
 from stretto.ops.embedding.table_set import TableSet
-from stretto.ops.gemm.config import bound_programs
-from stretto.ops.workspace import find_group, find_kept, is_kept
+from stretto.ops.operator import find_group, find_kept, is_kept
 
 _CHANNELS = 8  # the most signals for each rank's rows of the gradient
 _launches: defaultdict[torch.device, tiles.Launches] = defaultdict(tiles.Launches)
@@ -147,7 +147,7 @@ def choose_backward_config(block_bytes: int, device: torch.device) -> BackwardCo
     num_warps = min(max(block_bytes // 1024, 1), 8)
     chunks = 1 if block_bytes > 512 else 2 if block_bytes > 128 else 4
     processors = count_multiprocessors(device)
-    return BackwardConfig(1024, chunks, 2, num_warps, 32 // num_warps, min(bound_programs(processors), 32), 1024)
+    return BackwardConfig(1024, chunks, 2, num_warps, 32 // num_warps, min(bound_blocks(processors), 32), 1024)
 
 
 def stage_gradients(

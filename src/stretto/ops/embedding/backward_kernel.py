@@ -128,7 +128,7 @@ def push_gradients(  # type: ignore[no-untyped-def]
     Signals: after the stores of ROWS rows, their channel at the columns' owner ("p2p").
     Waits: at the end, each program for its share of (source, channel) pairs, so staging is complete when the kernel has
     ended. Programs claim rows, so none waits before running programs hold all rows; and the launch leaves room for
-    another group's kernels (`bound_programs`).
+    another group's kernels (`bound_blocks`).
     Reuse: staging is written only once all ranks have begun this call, and so have ended the previous one.
     """
     groups = tl.where((tl.load(permit) & need) == need, tl.cdiv(batch, ROWS), 0)

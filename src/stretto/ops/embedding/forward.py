@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory import PeerError
+from stretto.memory.gpus import limit_waiting
 from stretto.ops.embedding.autotune import find_tuned_config
 from stretto.ops.embedding.forward_kernel import UNIT, RingPointers, begin_pooling, pool_alone, pool_and_send
 from stretto.ops.embedding.index_errors import IndexErrors
@@ -33,8 +34,7 @@ from stretto.ops.embedding.output_ring import CHANNELS, OutputRing, find_capture
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_permit
 from stretto.ops.embedding.pooling_kernel import Bags
 from stretto.ops.embedding.table_set import TableSet, find_tables
-from stretto.ops.gemm.config import limit_waiting
-from stretto.ops.workspace import find_kept
+from stretto.ops.operator import find_kept
 from stretto.tiles.launches import launch_kernel
 
 

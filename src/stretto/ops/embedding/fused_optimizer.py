@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops.checks import find_name
-from stretto.ops.dispatch import is_traced
 from stretto.ops.embedding.backward import LookupInput, update_tables
 from stretto.ops.embedding.operator import agree_on_placement, embedding_all_to_all, find_placement_again
 from stretto.ops.embedding.placement import require_input
 from stretto.ops.embedding.table_set import accept_tables, find_tables
+from stretto.ops.operator import find_name, is_traced
 
 OPTIMIZERS = ("sgd", "adagrad")
 

@@ -17,12 +17,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from stretto.memory import group_timeout, store_all_gather
-from stretto.ops.checks import find_name
 from stretto.ops.embedding.fused_optimizer import OPTIMIZERS, TableUpdate, embedding_all_to_all_updating
 from stretto.ops.embedding.operator import embedding_all_to_all
 from stretto.ops.embedding.placement import require_mode
 from stretto.ops.embedding.table_set import require_shape
-from stretto.ops.workspace import find_group, find_kept
+from stretto.ops.operator import find_group, find_kept, find_name
 
 
 class NamedTables(nn.Module):

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto.ops.checks import find_name
-from stretto.ops.dispatch import is_differentiated, is_traced
 from stretto.ops.embedding.autotune import measure_launch_configs
 from stretto.ops.embedding.backward import LookupInput, find_gradients
 from stretto.ops.embedding.forward import find_shape, look_up_and_send
@@ -31,7 +29,7 @@ from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_placement, require_input
 from stretto.ops.embedding.put.operator import find_put_slots
 from stretto.ops.embedding.table_set import TableSet, accept_tables, find_tables
-from stretto.ops.workspace import find_group
+from stretto.ops.operator import find_group, find_name, is_differentiated, is_traced
 
 
 def embedding_all_to_all(

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from stretto.memory import MAX_SIGNALS
 from stretto.ops.embedding.index_errors import IndexErrors
-from stretto.ops.workspace import find_group, find_kept, list_kept
+from stretto.ops.operator import find_group, find_kept, list_kept
 from stretto.tiles import BlockChannel
 
 OUTPUTS = 2

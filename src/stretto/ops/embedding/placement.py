@@ -13,9 +13,8 @@ from torch import Tensor
 
 from stretto.memory import exchange
 from stretto.memory.plain_data import all_gather_data
-from stretto.ops.checks import DTYPES
 from stretto.ops.embedding.table_set import name_dtypes
-from stretto.ops.workspace import find_group, find_known
+from stretto.ops.operator import DTYPES, find_group, find_known
 
 MODES = ("sum", "mean")
 AGREED, GRADIENTS = 1, 2

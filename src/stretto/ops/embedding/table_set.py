@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stretto.ops.checks import DTYPES
+from stretto.ops.operator import DTYPES
 
 MAX_DIM = 2048
 _MAX_KEPT = 256

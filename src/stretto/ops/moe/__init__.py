@@ -3,13 +3,13 @@
 
 from stretto.ops.moe.activation import gated_activation
 from stretto.ops.moe.exchange import Dispatched, DispatchHandle, combine, dispatch
+from stretto.ops.moe.fixed_rows import check_rows
 from stretto.ops.moe.grouped_matmul import (
     experts_mlp,
     grouped_matmul,
     grouped_weight_gradient,
 )
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
-from stretto.ops.moe.row_limit import check_rows
 
 __all__ = [
     "DispatchHandle",

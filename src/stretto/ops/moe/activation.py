@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stretto.ops.dispatch import Autograd, define_operator, needs_gradients
 from stretto.ops.mlp import ACTIVATIONS
-from stretto.ops.moe.copies_kernels import DTYPES, choose_block, find_block
+from stretto.ops.moe.permutation import DTYPES, choose_block, find_block
+from stretto.ops.operator import Autograd, define_operator, needs_gradients
 from stretto.tiles.launches import launch_cached
 
 Activation = str | Callable[[Tensor], Tensor]
@@ -35,8 +35,7 @@ def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
         raise ValueError(f"gated_activation takes x [n, 2 * F], not {list(x.shape)}: gate columns first, then up")
     function = find_activation(activation)
     if suits_kernel(x) and is_silu(function):
-        result: Tensor = gate_on_gpu(x)
-        return result
+        return gate_on_gpu(x)
     gate, up = x.chunk(2, -1)
     return function(gate) * up
 
@@ -155,11 +154,6 @@ def _fake_gradient(x: Tensor, grad: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _count_flops(*_: object, **__: object) -> int:
-    """None, as torch counts those of products of matrices alone."""
-    return 0
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -167,21 +161,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
     (x,) = ctx.saved_tensors
     if not needs_gradients(x, grad):
-        result: Tensor = gate_gradient_on_gpu(x, grad)
-        return result
+        return gate_gradient_on_gpu(x, grad)
     gate, up = x.chunk(2, 1)  # for gradients of gradients, by torch's operators
     share = gate.sigmoid()
     return torch.cat((grad * up * (share * (1 + gate * (1 - share))), grad * (gate * share)), 1)
 
 
-gate_gradient_on_gpu = define_operator(
-    "gated_silu_gradient", _run_gradient, fake=_fake_gradient, count_flops=_count_flops, tensors=slice(2)
-)
+gate_gradient_on_gpu = define_operator("gated_silu_gradient", _run_gradient, fake=_fake_gradient, tensors=slice(2))
 gate_on_gpu = define_operator(
-    "gated_silu",
-    _run,
-    fake=_fake,
-    count_flops=_count_flops,
-    autograd=Autograd(_save, _differentiate),
-    tensors=slice(1),
+    "gated_silu", _run, fake=_fake, autograd=Autograd(_save, _differentiate), tensors=slice(1)
 )

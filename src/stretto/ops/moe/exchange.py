@@ -13,8 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto.ops.checks import find_name, require_agreement
-from stretto.ops.moe.fixed_rows import FixedCombine, FixedDispatch, FixedRoute, find_fixed_route
+from stretto.ops.moe.fixed_rows import (
+    FixedCombine,
+    FixedDispatch,
+    FixedRoute,
+    find_fixed_route,
+    look_for_errors,
+    record_rows,
+)
 from stretto.ops.moe.permutation import (
     CopyOrder,
     copy_tokens,
@@ -28,7 +34,7 @@ from stretto.ops.moe.permutation import (
     weigh_tokens,
 )
 from stretto.ops.moe.routes import CollectiveWrapper, Route, call, find_route
-from stretto.ops.moe.row_limit import look_for_errors, record_rows
+from stretto.ops.operator import find_name, require_agreement
 
 _IMPLEMENTATIONS = ("auto", "library")
 

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.dispatch import Autograd, define_operator
 from stretto.ops.moe.activation import Activation, find_activation, gated_activation
-from stretto.ops.moe.copies_kernels import DTYPES
+from stretto.ops.moe.permutation import DTYPES
+from stretto.ops.operator import Autograd, define_operator
 from stretto.tiles.launches import launch_cached
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -41,8 +41,7 @@ def grouped_matmul(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     the host reads the offsets in each call. ValueError for other shapes and dtypes.
     """
     _require(rows, weight, offsets)
-    result: Tensor = _multiply(rows, weight, offsets)
-    return result
+    return _multiply(rows, weight, offsets)
 
 
 def grouped_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -59,8 +58,7 @@ def grouped_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tens
     _require_alike("grouped_weight_gradient", ("grad", grad), ("rows", rows), offsets)
     if offsets.dim() != 1:
         raise ValueError(f"grouped_weight_gradient: offsets is [experts + 1], not {list(offsets.shape)}")
-    result: Tensor = _weight_gradient(grad, rows, offsets)
-    return result
+    return _weight_gradient(grad, rows, offsets)
 
 
 def experts_mlp(

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops import unfused
-from stretto.ops.checks import find_name
+from stretto.ops import operator
+from stretto.ops.operator import find_name
 
 T = TypeVar("T")
 
@@ -148,12 +148,12 @@ def _sort_by_expert(counts: Tensor, longest: int, total: int) -> tuple[Tensor, T
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather rows [n, h], of one shape on all ranks: [ranks * n, h]."""
-    return unfused.gather_rows(rows.contiguous(), find_name(group))
+    return operator.gather_rows(rows.contiguous(), find_name(group))
 
 
 def scatter_sum(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter rows [ranks * n, h] to [n, h]: on CPUs added in fp32 in rank order, on GPUs by NCCL."""
-    scatter = unfused.scatter_sum if rows.device.type == "cpu" else unfused.reduce_scatter
+    scatter = operator.scatter_sum if rows.device.type == "cpu" else operator.reduce_scatter
     return scatter(rows.contiguous(), find_name(group))
 
 

@@ -139,7 +139,7 @@ class _HostArrays(StateResidence):
         self._places = {bucket.index: place for place, bucket in enumerate(order)}
 
     def number_of(self, bucket: Bucket) -> int:
-        """Which set of buffers a bucket has."""
+        """Number of the set of buffers that a bucket has."""
         return self._places[bucket.index] % self.buffer_sets
 
     def next_to_fetch(self) -> tuple[Bucket, int, bool] | None:

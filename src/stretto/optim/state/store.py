@@ -36,7 +36,7 @@ class Reduction(Protocol):
 
 
 class Communicator(Protocol):
-    """What the store asks of the ranks. `key` is that of a parameter (`StoredParameter`)."""
+    """Exchanges between ranks that the store needs. `key` is that of a parameter (`StoredParameter`)."""
 
     def start_sum(self, key: Any, gradients: Tensor) -> Reduction:
         """Begin to sum a chunk's gradients, in place, over the ranks that have seen other tokens."""

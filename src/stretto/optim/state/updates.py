@@ -26,7 +26,7 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 @dataclass
 class History:
-    """What parameters share that have taken equally many steps: state that is not kept for every number.
+    """State that parameters share which have taken equally many steps, and that is not kept for every number.
 
     scalars: by name; "step" of AdamW. has_state: False before the first step.
     """
@@ -45,7 +45,7 @@ def _copied(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What all ranges of a step share.
+    """Settings that all ranges of a step share.
 
     lr: a number, or a 0-dim tensor on the device. scale: fp32, 0-dim, what gradients are multiplied by. skip: int32
     [1], not 0 if the step must change nothing.

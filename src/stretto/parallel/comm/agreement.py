@@ -3,6 +3,7 @@
 
 import itertools
 import weakref
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -44,13 +45,15 @@ class JointRefusal:
                 raise ValueError(f"pipe rank {rank} (global rank {dist.get_global_rank(group, rank)}) refuses {text}")
 
 
-def check_ranks_agree(model: nn.Module, grid: Grid, group: dist.ProcessGroup, *, drops: bool) -> None:
+def check_ranks_agree(
+    parameters: Mapping[str, nn.Parameter], grid: Grid, group: dist.ProcessGroup, *, drops: bool
+) -> None:
     """Raise ValueError unless a group's ranks have the same weights, and, with dropout (`drops`), the same seed.
 
     ValueError for complex parameters, too.
     """
-    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
-    for name, parameter in model.named_parameters():
+    named = [(name, p) for name, p in parameters.items() if not p.is_meta]
+    for name, parameter in parameters.items():
         if parameter.is_complex():
             raise ValueError(
                 f"{name} is {parameter.dtype}, but parameters must be real: make it of real numbers, "

@@ -22,7 +22,7 @@ REFUSED_GRAD = (
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass, also in a forward pass that is recomputed for it."""
+    """True if this thread is inside a backward pass, also in a forward pass that is recomputed for it."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -61,7 +61,7 @@ class _CalledOrDropped:
 
 
 def is_asked_for(ctx: Any, place: int) -> bool:
-    """Whether the running backward pass asks for the gradient of a Function's tensor input number `place`.
+    """True if the running backward pass asks for the gradient of a Function's tensor input number `place`.
 
     For weights, whose gradients autograd does not see: its own flags say only that they are trainable, but
     `torch.autograd.grad(loss, activation)` and `backward(inputs=...)` ask for no weight's. Raises RuntimeError where

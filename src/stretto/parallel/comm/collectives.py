@@ -123,7 +123,7 @@ class _Waiter:
         self._waits = None
 
     def wait_for(self, work: dist.Work) -> threading.Event:
-        """What is set once the work has ended or failed."""
+        """The event that is set once the work has ended or failed."""
         if self._waits is None:
             self._waits = queue.SimpleQueue()
             threading.Thread(target=_wait_for_each, args=(self._waits,), name="stretto-waits", daemon=True).start()

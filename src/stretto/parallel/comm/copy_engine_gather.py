@@ -164,7 +164,7 @@ class CopyEngineAllGather:
         return place.version if place is not None and place.whole is whole else None
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:
-        """Whether a later pass has overwritten a weight of this version, as `version` gave it, with other numbers."""
+        """True if a later pass has overwritten a weight of this version, as `version` gave it, with other numbers."""
         place = self._places.get(key)
         return version is not None and place is not None and place.version != version
 
@@ -270,7 +270,7 @@ class CopyEngineGatherer(WeightGatherer):
         self.copies.stop()
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:
-        """Whether rows of `GatheredWeight.version` have been overwritten with other numbers since."""
+        """True if rows of `GatheredWeight.version` have been overwritten with other numbers since."""
         return self.copies.was_overwritten(key, version)
 
 

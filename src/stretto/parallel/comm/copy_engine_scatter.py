@@ -103,7 +103,7 @@ class CopyEngineReduceScatter:
         self._task = -1
 
     def takes(self, gradient: Tensor) -> bool:
-        """Whether `start` takes this gradient: it fits, a slot is free, and no other backward pass uses the ring."""
+        """True if `start` takes this gradient: it fits, a slot is free, and no other backward pass uses the ring."""
         world = self.group.size()
         part = -(-gradient.shape[0] // world) * gradient[:1].numel() * gradient.element_size()
         is_alone = not self._outstanding or self._task == torch._C._current_graph_task_id()

@@ -108,7 +108,7 @@ class _Counter(SelectiveMode):
 
 
 def axes_of_groups(grid: Grid) -> dict[str, str]:
-    """Which axis a process group is ("batch", "stage" and "world" too), by the group's name.
+    """The axis that a process group is ("batch", "stage" and "world" too), by the group's name.
 
     Groups of one rank send nothing, so their names need not be distinguished.
     """

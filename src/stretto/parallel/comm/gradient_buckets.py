@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where gradients are before they are in `.grad`: buckets, of which a message sums one, and other states; sinks."""
+"""Buckets of gradients, of which a message sums one over the ranks that share parameters; gradients that ranks lack."""
 
 import math
+import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,8 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stretto.execution import BUCKET_BYTES
 from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
+from stretto.parallel.comm.rank_order import RULE, RankOrder
 from stretto.parallel.layout import local
+from stretto.parallel.precision import Precision
 
 
 class GradientSink(Protocol):
@@ -101,7 +105,7 @@ class GradientBucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Which gradients each message of a pass sums, and in which order messages start: the same on all ranks.
+    """The gradients that each message of a pass sums, and the order in which messages start: the same on all ranks.
 
     buckets: groups and parameters of each. place: the bucket of a parameter.
     """
@@ -131,6 +135,156 @@ class BucketPlan:
         buckets += [(of, tuple(parameters)) for (of, _), parameters in open_ones.items()]
         place = {parameter: number for number, (_, held) in enumerate(buckets) for parameter in held}
         return cls(tuple(buckets), place)
+
+
+@dataclass
+class BucketsOfPass:
+    """The buckets of one backward pass.
+
+    totals: gradients whose buckets lack others; late: those whose buckets have started. plan: of the buckets, from the
+    first gradient that goes into one; closed: those that have started. left: how many gradients each bucket lacks.
+    """
+
+    totals: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    late: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    plan: BucketPlan | None = None
+    left: list[int] = field(default_factory=list)
+    started: int = 0
+    closed: deque[GradientBucket] = field(default_factory=deque)
+
+
+class BucketedSums:
+    """Sums gradients over the ranks that share their parameters, also where some ranks have none of a parameter.
+
+    The first pass shows in which order gradients come (`agree_on_order`). Buckets are filled in that order, so they are
+    the same whatever is overlapped, and so are the bits of their sums. Each pass sums the gradients of all trained
+    parameters, with zeros for those that this rank has none of: ranks of data may run different submodules (`RankOrder`
+    compares what must be the same). What no rank has a gradient of keeps its `.grad`.
+
+    groups: over which a parameter's gradient is summed; all parameters, in one order on all ranks. group: all ranks of
+    these. averages: sums are divided by their ranks. overlaps: buckets start while the backward pass runs.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[nn.Parameter, tuple[dist.ProcessGroup, ...]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        precision: Precision,
+        *,
+        averages: bool,
+        overlaps: bool,
+    ) -> None:
+        self.ranks = RankOrder(group, "gradients over data")
+        self._groups = groups
+        self._group = group
+        self._device = device
+        self._precision = precision
+        self._averages = averages
+        self._overlaps = overlaps
+        self._order: list[nn.Parameter] | None = None  # in which gradients came in the first pass, on the first rank
+        self._plans: dict[tuple[int, ...], BucketPlan] = {}  # by what is frozen
+        self._absent: set[nn.Parameter] = set()  # no rank had a gradient of them in the last pass
+
+    @property
+    def has_order(self) -> bool:
+        """True if ranks have agreed on the order of gradients, in a pass before."""
+        return self._order is not None
+
+    def agree_on_order(self, arrived: Iterable[nn.Parameter]) -> None:
+        """Have gradients be summed in the order in which they came on the group's first rank; the others come last.
+
+        RuntimeError where ranks train different parameters. Called once, in the first pass.
+        """
+        order = [*dict.fromkeys([*arrived, *(parameter for parameter, groups in self._groups.items() if groups)])]
+        if self._group.size() == 1 or not order:
+            self._order = order
+            return
+        frozen = [self.ranks.place(parameter) for parameter in order if not parameter.requires_grad]
+        digest = zlib.crc32(repr(sorted(frozen)).encode())
+        places = [self.ranks.place(parameter) if self._group.rank() == 0 else -1 for parameter in order]
+        mine = torch.tensor([digest, -digest, *places], device=self._device)
+        highest, lowest, *places = all_reduce(mine, self._group, dist.ReduceOp.MAX).tolist()
+        if highest != -lowest:
+            raise RuntimeError(
+                f"ranks train different parameters: rank {dist.get_rank()} has frozen "
+                f"{', '.join(self.ranks.names[place] for place in frozen) or 'none'}, and another rank others: {RULE}"
+            )
+        parameters = list(self._groups)
+        self._order = [parameters[place] for place in places]
+
+    def put(self, current: BucketsOfPass, parameter: nn.Parameter, total: Tensor) -> None:
+        """Put a gradient into its bucket; start the buckets that are full, in the plan's order."""
+        plan, total = self._plan_of(current), total.to(self._wire(parameter))
+        place = plan.place.get(parameter)
+        if place is None or place < current.started:
+            current.late[parameter] = total if parameter not in current.late else current.late[parameter] + total
+        elif parameter in current.totals:
+            current.totals[parameter] = current.totals[parameter] + total
+        else:
+            current.totals[parameter] = total
+            current.left[place] -= 1
+            while current.started < len(plan.buckets) and not current.left[current.started]:
+                self._start(current, *plan.buckets[current.started])
+
+    def finish(self, current: BucketsOfPass, *, is_first: bool) -> Iterator[nn.Parameter]:
+        """Send the last buckets, and add all sums to `.grad`; yields parameters of which other ranks alone had some."""
+        if self._order:
+            self._start_rest(current)
+            self.ranks.end(compares=not is_first)  # `agree_on_order` has compared the first
+        if not self._overlaps:
+            for bucket in current.closed:
+                bucket.start()
+        while current.closed:  # each bucket is freed before the next one's gradients are made
+            yield from current.closed.popleft().add_to_grad(self._absent)
+
+    def _plan_of(self, current: BucketsOfPass) -> BucketPlan:
+        """The buckets of this pass: the gradients of all trained parameters, which all ranks reduce."""
+        if current.plan is None:
+            assert self._order is not None
+            frozen = tuple(self.ranks.place(each) for each in self._order if not each.requires_grad)
+            self.ranks.begin_backward()
+            self.ranks.follow(("a pass in which these are frozen:", *frozen))
+            if frozen not in self._plans:
+                trained = [parameter for parameter in self._order if parameter.requires_grad]
+                self._plans[frozen] = BucketPlan.of(trained, self._groups, self._wire, BUCKET_BYTES)
+            current.plan = self._plans[frozen]
+            current.left = [len(held) for _, held in current.plan.buckets]
+        return current.plan
+
+    def _start(
+        self, current: BucketsOfPass, groups: tuple[dist.ProcessGroup, ...], held: Sequence[nn.Parameter]
+    ) -> None:
+        """Send a bucket, with zeros for what this rank has no gradient of."""
+        current.started += 1
+        bucket = GradientBucket(groups, averages=self._averages)
+        for parameter in held:
+            total = current.totals.pop(parameter, None)
+            if total is None:
+                zeros = torch.zeros_like(local(parameter), dtype=self._wire(parameter), requires_grad=False)
+                bucket.add(parameter, zeros, is_missing=True)
+            else:
+                bucket.add(parameter, total)
+        bucket.pack()
+        current.closed.append(bucket)
+        if self._overlaps:
+            bucket.start()
+
+    def _start_rest(self, current: BucketsOfPass) -> None:
+        """Start the buckets that this rank lacks gradients of, and those of gradients whose buckets had started."""
+        plan = self._plan_of(current)
+        while current.started < len(plan.buckets):
+            self._start(current, *plan.buckets[current.started])
+        if current.late:  # a module ran more often than before, or its parameters were frozen since its forward pass
+            assert self._order is not None
+            late = [parameter for parameter in self._order if parameter in current.late]
+            self.ranks.follow(("further gradients, from a module that runs again, of", *map(self.ranks.place, late)))
+            current.totals = current.late
+            for groups, held in BucketPlan.of(late, self._groups, self._wire, BUCKET_BYTES).buckets:
+                self._start(current, groups, held)
+
+    def _wire(self, parameter: nn.Parameter) -> torch.dtype:
+        return self._precision.reduce or self._precision.compute or parameter.dtype
 
 
 def accumulate(parameter: nn.Parameter, mine: Tensor, *, is_shared: bool = False) -> None:
@@ -165,49 +319,20 @@ def local_gradient(parameter: Tensor) -> Tensor:
     return gradient.to_local()
 
 
-@dataclass(frozen=True)
-class UnshardedGradient:
-    """A weight's whole gradient over several micro-batches, before the reduce-scatter over z.
-
-    total: in the parameter's dtype, or a wider one in which gradients are reduced. dtype: in which it is sent. start:
-    begins the reduce-scatter. shown, versions: see `note_state`.
-    """
-
-    total: Tensor
-    dtype: torch.dtype
-    start: Callable[[Tensor], Pending]
-    shown: Tensor
-    versions: tuple[int, int]
-
-
 StartedScatter = tuple[nn.Parameter, Pending, float]
 """A weight, its started reduce-scatter over z, and the factor of what comes of that."""
 
 
 @dataclass
 class BackwardPass:
-    """The gradients of one backward pass that are not in `.grad` yet, by state (see the diagram above).
+    """The gradients of one backward pass that are not in `.grad` yet, by state (see the diagram of `gradient_reducer`).
 
     scatters: started reduce-scatters, each of one weight or of a block's parameters. held: what `.grad` held before.
-    counts: how many parts each gradient had. totals: gradients whose buckets lack others; late: those whose buckets
-    have started. plan: of its buckets, from the first gradient that goes into one; closed: those that have started.
-    left: how many gradients each bucket lacks.
+    arrived: the parts that have come of gradients that lack others. counts: how many parts each gradient had.
     """
 
     scatters: deque[list[StartedScatter]] = field(default_factory=deque)
     held: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
     arrived: dict[nn.Parameter, list[Tensor]] = field(default_factory=dict)
     counts: dict[nn.Parameter, int] = field(default_factory=dict)
-    totals: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    late: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    plan: BucketPlan | None = None
-    left: list[int] = field(default_factory=list)
-    started: int = 0
-    closed: deque[GradientBucket] = field(default_factory=deque)
-
-
-def note_state(parameter: nn.Parameter) -> tuple[Tensor, tuple[int, int]]:
-    """`.grad`, and numbers that change when it is written to: as a DTensor, and as this rank's shard."""
-    gradient = parameter.grad
-    assert gradient is not None
-    return gradient, (gradient._version, local_gradient(parameter)._version)
+    buckets: BucketsOfPass = field(default_factory=BucketsOfPass)

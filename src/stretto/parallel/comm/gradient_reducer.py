@@ -21,9 +21,9 @@ The states of one gradient, from where the backward pass makes it to `.grad`:
     ARRIVED  until all of its parts have come (a tied weight has two): `_arrive`, `_put`
         |
     BUCKETED  until all gradients of its bucket have come, or until the pass ends, with zeros for those that this rank
-        |     has none of: `_fill`, `_start_bucket`. Buckets, and the order of their starts, are the plan's
+        |     has none of: `BucketedSums`. Buckets, and the order of their starts, are its plan's
         | starts an all-reduce over data, or over all that saw other tokens   [S]
-    REDUCING  until the end of the backward pass: `_finish`
+    REDUCING  until the end of the backward pass: `BucketedSums.finish`
         |
     added to .grad: DONE
 
@@ -35,7 +35,6 @@ a copy engine on a side stream.
 """
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -48,23 +47,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from stretto.axes import LOSS, STAGE
-from stretto.execution import BUCKET_BYTES, SCATTERS_IN_FLIGHT, Overlap
+from stretto.execution import SCATTERS_IN_FLIGHT, Overlap
 from stretto.parallel.comm.autograd import REFUSED_GRAD, at_end_of_backward
-from stretto.parallel.comm.collectives import Pending, all_reduce
+from stretto.parallel.comm.collectives import Pending
 from stretto.parallel.comm.gradient_buckets import (
     BackwardPass,
-    BucketPlan,
-    GradientBucket,
+    BucketedSums,
     GradientSink,
     StartedScatter,
     accumulate,
     local_gradient,
 )
-from stretto.parallel.comm.rank_order import RULE, RankOrder
+from stretto.parallel.comm.rank_order import RankOrder
 from stretto.parallel.comm.unsharded_gradients import UnshardedGradients
 from stretto.parallel.comm.users_hooks import UsersHooks, alive
 from stretto.parallel.grid import Grid
-from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
 from stretto.parallel.state import require_state
 
@@ -81,10 +78,8 @@ class GradientReducer:
     that each rank keeps its shard alone; while `keeps_unsharded` is True, they are kept whole until a pass that syncs.
     accumulates_unsharded: the default of `no_sync`'s `unsharded`, which sets `keeps_unsharded`.
 
-    The first backward pass shows in which order gradients come, and how many parts each has (a tied weight: two).
-    Buckets are filled in that order, so they are the same whatever is overlapped, and so are the bits of their sums.
-    Each later pass reduces the gradients of all trained parameters, with zeros for those that this rank has none of:
-    ranks of data may run different submodules (`stretto.parallel.comm.rank_order` compares what must be the same).
+    The first backward pass shows how many parts each gradient has (a tied weight: two). `BucketedSums` sums gradients
+    over the axes other than z, also those that some ranks lack.
 
     `at_end` is called at the end of each backward pass; `at_failure` before the next forward pass or state dict, for
     one that has raised on another thread, as on GPUs. `ring` reduce-scatters by copy engines, if they are used. `sink`
@@ -97,15 +92,22 @@ class GradientReducer:
     """
 
     def __init__(
-        self, grid: Grid, precision: Precision, overlap: Overlap, order: RankOrder, *, at_end: Callable[[], None]
+        self,
+        grid: Grid,
+        precision: Precision,
+        overlap: Overlap,
+        order: RankOrder,
+        *,
+        averages: bool,
+        at_end: Callable[[], None],
     ) -> None:
         self.grid = grid
         self.precision = precision
         self.overlap = overlap
+        self.averages = averages
         self.at_end = at_end
         self.ring: ScatterRing | None = None
         self.sink: GradientSink | None = None
-        self.averages = True
         self.loss_covers_own_rows = False
         self.deferred: list[Callable[[], None]] | None = None
         self.is_syncing = True
@@ -122,11 +124,10 @@ class GradientReducer:
         self.at_failure: list[Callable[[], None]] = []
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
         self.order = order  # over z
-        self._reductions = RankOrder(grid.communicator(STAGE), "gradients over data")
-        self._order: list[nn.Parameter] | None = None  # in which gradients came in the first pass, on the first rank
-        self._plans: dict[tuple[int, ...], BucketPlan] = {}  # by what is frozen
+        stage = grid.communicator(STAGE)
+        self._sums = BucketedSums(self._groups, stage, grid.device, precision, averages=averages, overlaps=overlap.data)
+        self._reductions = self._sums.ranks
         self._given: set[int] = set()  # to the sink, in this step
-        self._absent: set[nn.Parameter] = set()  # no rank had a gradient of them in the last pass
 
     def watch(
         self,
@@ -175,7 +176,7 @@ class GradientReducer:
         return self._groups[parameter]
 
     def is_summed(self, parameter: nn.Parameter) -> bool:
-        """Whether ranks along data, or along another axis than z, hold parts of this parameter's gradient."""
+        """True if ranks along data, or along another axis than z, hold parts of this parameter's gradient."""
         return bool(self._groups[parameter])
 
     def forward_scale(self, parameter: nn.Parameter) -> float:
@@ -401,7 +402,7 @@ class GradientReducer:
         earlier = self._take_unsummed(parameter)
         if earlier is not None:
             total = total.to(parameter.dtype) + earlier
-        self._fill(current, parameter, total)
+        self._sums.put(current.buckets, parameter, total)
 
     def _take_unsummed(self, parameter: nn.Parameter) -> Tensor | None:
         """Take what earlier micro-batches left in `.grad`; None if nothing, or if `.grad` was dropped since."""
@@ -411,92 +412,6 @@ class GradientReducer:
         earlier = None if parameter.grad is None else local_gradient(parameter)
         parameter.grad = None
         return earlier
-
-    def _wire(self, parameter: nn.Parameter) -> torch.dtype:
-        return self.precision.reduce or self.precision.compute or parameter.dtype
-
-    def _fill(self, current: BackwardPass, parameter: nn.Parameter, total: Tensor) -> None:
-        """Put a gradient into its bucket; start the buckets that are full, in the plan's order."""
-        plan, total = self._plan_of(current), total.to(self._wire(parameter))
-        place = plan.place.get(parameter)
-        if place is None or place < current.started:
-            current.late[parameter] = total if parameter not in current.late else current.late[parameter] + total
-        elif parameter in current.totals:
-            current.totals[parameter] = current.totals[parameter] + total
-        else:
-            current.totals[parameter] = total
-            current.left[place] -= 1
-            while current.started < len(plan.buckets) and not current.left[current.started]:
-                self._start_bucket(current, *plan.buckets[current.started])
-
-    def _plan_of(self, current: BackwardPass) -> BucketPlan:
-        """The buckets of this pass: the gradients of all trained parameters, which all ranks reduce."""
-        if current.plan is None:
-            assert self._order is not None
-            frozen = tuple(self._reductions.place(each) for each in self._order if not each.requires_grad)
-            self._reductions.begin_backward()
-            self._reductions.follow(("a pass in which these are frozen:", *frozen))
-            if frozen not in self._plans:
-                trained = [parameter for parameter in self._order if parameter.requires_grad]
-                self._plans[frozen] = BucketPlan.of(trained, self._groups, self._wire, BUCKET_BYTES)
-            current.plan = self._plans[frozen]
-            current.left = [len(held) for _, held in current.plan.buckets]
-        return current.plan
-
-    def _start_bucket(
-        self, current: BackwardPass, groups: tuple[dist.ProcessGroup, ...], held: Sequence[nn.Parameter]
-    ) -> None:
-        """Send a bucket, with zeros for what this rank has no gradient of."""
-        current.started += 1
-        bucket = GradientBucket(groups, averages=self.averages)
-        for parameter in held:
-            total = current.totals.pop(parameter, None)
-            if total is None:
-                zeros = torch.zeros_like(local(parameter), dtype=self._wire(parameter), requires_grad=False)
-                bucket.add(parameter, zeros, is_missing=True)
-            else:
-                bucket.add(parameter, total)
-        bucket.pack()
-        current.closed.append(bucket)
-        if self.overlap.data:
-            bucket.start()
-
-    def _send_rest(self, current: BackwardPass) -> None:
-        """Start the buckets that this rank lacks gradients of, and those of gradients whose buckets had started."""
-        plan = self._plan_of(current)
-        while current.started < len(plan.buckets):
-            self._start_bucket(current, *plan.buckets[current.started])
-        if current.late:  # a module ran more often than before, or its parameters were frozen since its forward pass
-            assert self._order is not None
-            late = [parameter for parameter in self._order if parameter in current.late]
-            places = map(self._reductions.place, late)
-            self._reductions.follow(("further gradients, from a module that runs again, of", *places))
-            current.totals = current.late
-            for groups, held in BucketPlan.of(late, self._groups, self._wire, BUCKET_BYTES).buckets:
-                self._start_bucket(current, groups, held)
-
-    def _agree_on_order(self, arrived: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """All parameters whose gradients are summed, as they came on the group's first rank; the others come last.
-
-        RuntimeError where ranks train different parameters. Called once, in the first pass.
-        """
-        order = [*dict.fromkeys([*arrived, *(parameter for parameter, groups in self._groups.items() if groups)])]
-        group = self.grid.communicator(STAGE)
-        if group.size() == 1 or not order:
-            return order
-        frozen = [self._reductions.place(parameter) for parameter in order if not parameter.requires_grad]
-        digest = zlib.crc32(repr(sorted(frozen)).encode())
-        places = [self._reductions.place(parameter) if group.rank() == 0 else -1 for parameter in order]
-        mine = torch.tensor([digest, -digest, *places], device=self.grid.device)
-        highest, lowest, *places = all_reduce(mine, group, dist.ReduceOp.MAX).tolist()
-        if highest != -lowest:
-            raise RuntimeError(
-                f"ranks train different parameters: rank {dist.get_rank()} has frozen "
-                f"{', '.join(self._reductions.names[place] for place in frozen) or 'none'}, and another rank others: "
-                f"{RULE}"
-            )
-        parameters = list(self._groups)
-        return [parameters[place] for place in places]
 
     def _finish(self, task: int) -> None:
         """End a backward pass: wait for the reduce-scatters, send the last buckets, and add all sums to `.grad`."""
@@ -533,25 +448,17 @@ class GradientReducer:
 
     def _reduce(self, current: BackwardPass) -> None:
         """Put all gradients that this rank has into buckets, send these, and add all sums to `.grad`."""
-        is_first = self._order is None
-        if self._order is None:
-            self._order = self._agree_on_order([*current.arrived, *self._unsummed])
+        if is_first := not self._sums.has_order:
+            self._sums.agree_on_order([*current.arrived, *self._unsummed])
         for parameter in list(current.arrived):
             self._put(current, parameter)
         self._scatter_unsharded(current)
         for parameter in list(self._unsummed):  # the last micro-batch has no gradient of it
             earlier = self._take_unsummed(parameter)
             if earlier is not None:
-                self._fill(current, parameter, earlier)
-        if self._order:
-            self._send_rest(current)
-            self._reductions.end(compares=not is_first)  # `_agree_on_order` has compared the first
-        if not self.overlap.data:
-            for bucket in current.closed:
-                bucket.start()
-        while current.closed:  # each bucket is freed before the next one's gradients are made
-            for parameter in current.closed.popleft().add_to_grad(self._absent):
-                self._users_hooks.note(parameter)  # else an optimizer in backward would train it on some ranks alone
+                self._sums.put(current.buckets, parameter, earlier)
+        for parameter in self._sums.finish(current.buckets, is_first=is_first):
+            self._users_hooks.note(parameter)  # else an optimizer in backward would train it on some ranks alone
 
     def _scatter_unsharded(self, current: BackwardPass) -> None:
         """Reduce the whole gradients of weights that the last micro-batch has no gradient of."""
@@ -563,7 +470,7 @@ class GradientReducer:
             scale, total = self._scale_first(parameter, kept.total.to(kept.dtype))
             mine = kept.start(total).wait() * scale
             if self._groups[parameter]:
-                self._fill(current, parameter, mine)
+                self._sums.put(current.buckets, parameter, mine)
             else:
                 accumulate(parameter, mine)
 

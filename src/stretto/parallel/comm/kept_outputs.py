@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class _Output(NamedTuple):
-    """What was kept: its name, leaves and structure, and of each tensor its version and whether it needs a gradient.
+    """A kept output: its name, leaves and structure, and of each tensor its version and whether it needs a gradient.
 
     versions: None where there are inference tensors, which have none. These are not kept: nothing would show that code
     has overwritten them.
@@ -71,7 +71,7 @@ class _Output(NamedTuple):
 
     @property
     def was_overwritten(self) -> bool:
-        """Whether code has written to a tensor since it was kept, or may have."""
+        """True if code has written to a tensor since it was kept, or may have."""
         if self.versions is None:
             return True
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
@@ -190,12 +190,12 @@ def recomputation_contexts(mode: str) -> tuple[AbstractContextManager[Any], Abst
 
 
 def is_recomputed() -> bool:
-    """Whether a block's forward pass runs that will be, or is, computed again."""
+    """True while a block's forward pass runs that will be, or is, computed again."""
     return _running.current is not None
 
 
 def is_given_back(name: str) -> bool:
-    """Whether a block is being computed again in a mode that keeps outputs of this name."""
+    """True while a block is being computed again in a mode that keeps outputs of this name."""
     running = _running.current
     return running is not None and running.is_again and running.mode.kind in KEPT_IN[name]
 

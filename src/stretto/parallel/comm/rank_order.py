@@ -60,7 +60,7 @@ class _Passes:
     is_compared: bool = False
 
     def expects(self, event: Event) -> bool:
-        """Whether the sequence goes on with this event."""
+        """True if the sequence goes on with this event."""
         if self.current < 0:
             return False
         sequence = self.sequences[self.current]

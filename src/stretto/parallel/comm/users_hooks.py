@@ -88,7 +88,7 @@ class _DeferredHook:
 
 
 def alive(kept: "ref[Kept]") -> Kept:
-    """What a weak reference refers to. RuntimeError once it is gone, with the model that has held it."""
+    """The object that a weak reference refers to. RuntimeError once it is gone, with the model that has held it."""
     found = kept()
     if found is None:
         raise RuntimeError("this parameter's model is gone: keep what stretto.parallelize has returned")

@@ -30,14 +30,14 @@ PREFETCH_DEPTH = 1
 
 
 class GatherSource(Protocol):
-    """What one all-gather sends: a weight, or all parameters of a block.
+    """Input of one all-gather: a weight, or all parameters of a block.
 
     current: the registered parameter, or what has replaced it (for a block, the tuple of its parameters).
     """
 
     @property
     def parameter(self) -> Any:
-        """What is registered."""
+        """The registered parameters."""
 
     def start(self, current: Any, group: dist.ProcessGroup) -> Pending:
         """Begin to all-gather."""
@@ -118,7 +118,7 @@ class WeightGatherer(ABC):
         """Stop keeping whole rows between passes, and free those that are kept."""
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:
-        """Whether rows of `GatheredWeight.version` have been overwritten with other numbers since."""
+        """True if rows of `GatheredWeight.version` have been overwritten with other numbers since."""
         return False
 
 
@@ -248,7 +248,7 @@ class StepGatherer(WeightGatherer):
 
     @property
     def is_keeping(self) -> bool:
-        """Whether a step has begun and not ended."""
+        """True if a step has begun and not ended."""
         return self._held is not None
 
     def register(self, key: object, weight: GatherSource, *, may_keep: bool) -> None:
@@ -306,7 +306,7 @@ class StepGatherer(WeightGatherer):
         self.inner.stop_keeping()
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:
-        """Whether rows have been overwritten with other numbers since."""
+        """True if rows have been overwritten with other numbers since."""
         return self.inner.was_overwritten(key, version)
 
 

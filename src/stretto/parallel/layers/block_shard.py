@@ -452,7 +452,7 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _are_saved_tensors_packed() -> bool:
-    """Whether something packs what autograd saves: activation checkpointing, whose place hooks of our own would take.
+    """True if something packs what autograd saves: activation checkpointing, whose place our own hooks would take.
 
     It keeps nothing of the block, which is gathered again when it is recomputed.
     """

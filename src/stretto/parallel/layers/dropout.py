@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dropout whose mask depends on an element's global place: the same on any grid."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from weakref import ref
 
@@ -93,21 +93,21 @@ class AgreedRandomState:
 
     They compute the same for their rows: masks that differed would give them other gradients of replicated parameters,
     which nothing brings together. A rank may have drawn more numbers before, for augmentation or an assertion.
-    always: also where no module of `model` is a dropout (a model's own code may draw). A forward pre-hook of the model.
-    Costs a broadcast of 5 kB a pass, between hosts.
+    modules: of the model. always: also where none of them is a dropout (a model's own code may draw). A forward
+    pre-hook of the model. Costs a broadcast of 5 kB a pass, between hosts.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, *, always: bool) -> None:
+    def __init__(self, modules: Iterable[nn.Module], grid: Grid, *, always: bool) -> None:
         self._groups = [grid.group(axis) for axis in ("y", "x") if grid.size(axis) > 1]
         self._device = grid.device
-        found = [module for module in model.modules() if isinstance(module, (ParallelDropout, _DropoutNd))]
+        found = (module for module in modules if isinstance(module, (ParallelDropout, _DropoutNd)))
         self._dropouts = [ref(module) for module in found if module.p > 0]
         self._always = always
         self._agreed: dict[bytes, tuple[Tensor, ...]] = {}
 
     @property
     def is_needed(self) -> bool:
-        """Whether ranks could draw different numbers for the same."""
+        """True if ranks could draw different numbers for the same."""
         return bool(self._groups) and (self._always or bool(self._dropouts))
 
     def __call__(self, model: nn.Module, args: object) -> None:

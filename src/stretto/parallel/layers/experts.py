@@ -114,7 +114,7 @@ class _Multiply(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TokenFlow:
-    """What becomes of the tokens that all ranks of x have. Groups are None where they would have one rank.
+    """Paths of the tokens that all ranks of x have. Groups are None where they would have one rank.
 
     cut_over: the ranks of x, each of which takes its part of the tokens. gather_over: over them rows are gathered after
     the all-to-all, and scattered before the one back. sum_rows_over, sum_tokens_over: they sum products, before or

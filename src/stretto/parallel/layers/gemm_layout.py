@@ -23,7 +23,7 @@ MARGIN = 0.98
 
 @dataclass(frozen=True)
 class GemmLayout:
-    """How to compute a @ b. `layout`: what a and b are copied into ("": neither is); N row-major, T column-major."""
+    """A way to compute a @ b. `layout`: what a and b are copied into ("": neither is); N row-major, T column-major."""
 
     layout: str
     is_swapped: bool

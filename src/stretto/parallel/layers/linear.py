@@ -365,7 +365,7 @@ class ParallelLinear(ShardedModule):
         return y if self.plan.output_axis is None else note_features(y, self.plan.output_axis)
 
     def local_bias(self) -> Tensor:
-        """What this rank has of the bias."""
+        """This rank's part of the bias."""
         assert self.bias is not None
         return scale_gradient(local(self.bias), self._bias_scale)
 
@@ -380,7 +380,7 @@ class ParallelLinear(ShardedModule):
         return tokens.whole(_Linear3D.apply(rows, self.weight, bias, self.plan, tokens.gathered_input(x), None))
 
     def _save_first(self, x: Tensor) -> Tensor | None:
-        """What `_SaveFirst` returns in a pass that is recomputed; None in others, which would gain nothing by it."""
+        """The output of `_SaveFirst` in a pass that is recomputed; None in others, which would gain nothing by it."""
         is_recorded = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         return _SaveFirst.apply(x, self.weight, self.plan) if is_recorded and is_recomputed() else None
 

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from stretto.axes import LOSS
-from stretto.execution import LOGITS_ROW_MULTIPLE, LOGITS_SLICE
-from stretto.huggingface.formulas import IGNORED_TARGET
+from stretto.execution import IGNORED_TARGET, LOGITS_ROW_MULTIPLE, LOGITS_SLICE
 from stretto.ops import cross_entropy
 from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.comm.collectives import all_reduce
@@ -219,7 +218,7 @@ def _mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid, *, is_avera
 
 
 def is_mean_over_batch(loss: Tensor) -> bool:
-    """Whether `mean_over_batch` has computed the loss, or a term of it."""
+    """True if `mean_over_batch` has computed the loss, or a term of it."""
     seen, waiting = set(), [loss.grad_fn]
     for node in waiting:  # breadth first: it is among the last things that were done
         if node is None or node in seen:

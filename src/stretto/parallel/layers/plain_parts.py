@@ -6,16 +6,13 @@ it, and every rank computes it whole) and "inner_parameter" (attention sinks: x 
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.huggingface.family_roles import wildcard
 from stretto.parallel.comm.autograd import scale_gradient, with_gradient_of_its_own
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
@@ -28,45 +25,12 @@ from stretto.parallel.layers.sharded_module import (
     note_features,
     whole_as_shards,
 )
-from stretto.parallel.layout import layout_of, local
+from stretto.parallel.layout import has_layout, layout_of, local
 from stretto.parallel.precision import Precision
-from stretto.parallel.roles.plan import PlainPart, ShardingPlan
+from stretto.parallel.roles.plan import PlainPart
 from stretto.parallel.segment_planner import refuse_default_planners
 from stretto.parallel.sharded_parameter import note_layout
 from stretto.parallel.state import ParallelState
-
-_MUCH = 0.05  # part of a model's parameters above which a warning says that all ranks compute them
-
-
-def warn_of_whole_parts(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
-    """Warn where the roles of a family have every rank of x and y compute much of the model, and say what that costs.
-
-    Rank 0 alone warns.
-    """
-    copies = grid.size("x") * grid.size("y")
-    own = [part for part in plan.replicated if part.whose in plan.of_own_plan]
-    count = sum(model.get_parameter(name).numel() for part in own for name in part.parameters)
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    if copies > 1 and count > _MUCH * whole and dist.get_rank() == 0:
-        names = ", ".join(dict.fromkeys(wildcard(part.whose) for part in own))
-        warnings.warn(
-            f"{count / whole:.0%} of the parameters of {type(model).__name__} are split neither over x nor over y "
-            f"({names}): each of the x * y = {copies} ranks that share a batch computes all of them, {copies} times "
-            "the work of a grid with x = y = 1",
-            stacklevel=4,
-        )
-
-
-def warn_of_copies(plan: ShardingPlan, grid: Grid) -> None:
-    """Say once, on rank 0, that several ranks of x hold the same KV heads."""
-    if plan.copied and dist.get_rank() == 0:
-        role = next(iter(plan.copied.values()))
-        units = grid.size("x") // role.copies
-        warnings.warn(
-            f"x={grid.size('x')} is more than the {units} {role.unit_name}: {role.copies} ranks hold each of them, and "
-            "sum its gradients",
-            stacklevel=4,
-        )
 
 
 def place_plain(
@@ -194,7 +158,7 @@ def tensors_in(
     copies = []
     for (owner, key), scale in zip(places, scales, strict=True):
         parameter = owner._parameters[key]
-        if not hasattr(parameter, "stretto_layout"):  # inside another call of it
+        if parameter is None or not has_layout(parameter):  # inside another call of it
             continue
         mine = scale_gradient(with_gradient_of_its_own(local(parameter)), scale)
         if (tensor := precision.cast(mine)) is not mine:

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of the modules that `parallelize` puts in: state dicts, conversions, refused copies and wrappers."""
 
-import functools
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NoReturn, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -21,9 +18,6 @@ from stretto.parallel.layout import layout_of, shard_like
 from stretto.parallel.low_precision_weights import copy_of
 from stretto.parallel.segment_planner import refuse_default_planners
 from stretto.parallel.sharded_parameter import note_layout
-
-# They would reduce gradients a second time.
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
 
 class ShardedModule(nn.Module):
@@ -43,7 +37,7 @@ class ShardedModule(nn.Module):
         self.is_traceable = False
 
     def is_being_traced(self) -> bool:
-        """Whether torch.compile is tracing this module, and may trace a plain module's operations."""
+        """True if torch.compile is tracing this module, and may trace a plain module's operations."""
         if not torch.compiler.is_compiling() or not self.is_traceable:
             return False
         return self.gradients is None or (self.gradients.sink is None and self.gradients.deferred is None)
@@ -89,7 +83,7 @@ class ShardedModule(nn.Module):
         )
 
     def __getstate__(self) -> Any:
-        _refuse_copy()
+        refuse_copy()
 
 
 def whole_as_shards(
@@ -131,61 +125,15 @@ def _describe_mesh(tensor: DTensor) -> str:
 
 
 def _is_whole(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
-    """Whether this is a whole tensor, as a state dict of the unparallelized model has."""
+    """True for a whole tensor, as a state dict of the unparallelized model has."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
 
 
-def refuse_copies(model: nn.Module) -> None:
-    """Have copying or pickling the model raise ValueError: pickle would fail at its hooks, with another message."""
-    model.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
-
-
-def _refuse_copy(_protocol: object = None) -> NoReturn:
+def refuse_copy(_protocol: object = None) -> NoReturn:
+    """Raise ValueError: a parallelized model is neither copied nor pickled."""
     raise ValueError(
         "a parallelized model can be neither copied nor pickled (it holds process groups): "
         "parallelize a second model, and load_state_dict the first one's state_dict into it"
-    )
-
-
-class _Applied(OrderedDict[str, Any]):
-    """The names of the composable APIs that a module has, among which torch looks before it applies one."""
-
-    def __contains__(self, name: object) -> bool:
-        if name == "fully_shard":
-            raise ValueError(_refusal("fully_shard or replicate"))
-        return super().__contains__(name)
-
-
-def refuse_wrapping(model: nn.Module) -> None:
-    """Have DDP, FSDP, DataParallel, fully_shard and replicate raise ValueError for the model.
-
-    Also for a part of it, and (but for fully_shard, which fails in torch then) for a module that contains it.
-    """
-    _watch_registrations()
-    for module in model.modules():
-        vars(module).setdefault(REGISTRY_KEY, _Applied())
-
-
-@functools.cache
-def _watch_registrations() -> None:
-    """Look at every module that becomes part of another, as a wrapped one does first. Once in a process."""
-    register_module_module_registration_hook(_refuse_in_wrapper)
-
-
-def _refuse_in_wrapper(owner: nn.Module, name: str, module: nn.Module | None) -> None:
-    wrapper = next((base.__name__ for base in type(owner).__mro__ if base.__name__ in _WRAPPERS), None)
-    if wrapper is None or module is None:
-        return
-    if any(isinstance(vars(each).get(REGISTRY_KEY), _Applied) for each in module.modules()):
-        raise ValueError(_refusal(wrapper))
-
-
-def _refusal(wrapper: str) -> str:
-    return (
-        f"{wrapper} around a model that stretto.parallelize has returned, or around a part of it: its gradients are "
-        "reduced over all ranks already when backward() returns. Leave the wrapper out. Accelerate: prepare(optimizer, "
-        "loader), not the model; Lightning: ModelParallelStrategy in place of 'ddp'; transformers' Trainer: "
-        "stretto.huggingface.trainer_plugin"
     )
 
 
@@ -213,10 +161,14 @@ def place_shared(owner: nn.Module, key: str, parameter: nn.Parameter) -> None:
     owner.register_load_state_dict_pre_hook(load)
 
 
+# The axis over which the features of modules' outputs are split, for as long as these live.
+_FEATURE_AXES: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+
+
 def note_features(y: Tensor, axis: str) -> Tensor:
-    """Note on an output over which axis its features are split, for `check_features` of the next module."""
+    """Note over which axis an output's features are split, for `check_features` of the next module."""
     if not torch.compiler.is_compiling():
-        y.stretto_features = axis  # type: ignore[attr-defined]
+        _FEATURE_AXES[y] = axis
     return y
 
 
@@ -228,7 +180,7 @@ def check_features(x: Tensor, axis: str, name: str) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    found = getattr(x, "stretto_features", axis)
+    found = _FEATURE_AXES.get(x, axis)
     if found != axis:
         raise ValueError(
             f"{name} takes features that are split over {axis}, but its input's are split over {found}: check its role "

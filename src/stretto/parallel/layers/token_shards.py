@@ -28,7 +28,7 @@ class GatheredInput:
 
 
 class TokenShards:
-    """How the tokens of the batch that a model was given last are divided among the ranks of x.
+    """Divides the tokens of the batch that a model was given last among the ranks of x.
 
     The embedding notes the batch's shape, and the modules after it use it.
     """

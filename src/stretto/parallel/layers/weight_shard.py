@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class WeightShard:
-    """How a weight's shard becomes the block that one rank multiplies with, and how a gradient gets back to the shard.
+    """Gathers a weight's shards to the block that one rank multiplies with, and scatters its gradient back to them.
 
     The shard is gathered over `group` (z; of experts, what expert leaves of z) along `dim`, in the compute dtype
     (Algorithm 3, line 2); gradients are scattered over it in the reduction dtype (line 14), through `ring` if copy
@@ -60,7 +60,7 @@ class WeightShard:
         return make()
 
     def was_overwritten(self, version: Version | None) -> bool:
-        """Whether rows of `GatheredWeight.version` have been overwritten with other numbers since."""
+        """True if rows of `GatheredWeight.version` have been overwritten with other numbers since."""
         return self.gatherer.was_overwritten(self, version)
 
     def watch(self, parameter: nn.Parameter, *, may_keep: bool) -> None:
@@ -92,5 +92,5 @@ class WeightShard:
         return self.precision.reduce if self.is_sent(parameter) else parameter.dtype
 
     def is_sent(self, parameter: nn.Parameter) -> bool:
-        """Whether other ranks have parts of the gradient."""
+        """True if other ranks have parts of the gradient."""
         return self.group.size() > 1 or self.gradients.is_summed(parameter)

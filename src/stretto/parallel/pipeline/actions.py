@@ -65,7 +65,7 @@ class _InFlight:
 
 
 class PipelineStep:
-    """What a step is made of: the arguments of each micro-batch, and the parts of its loss.
+    """Input of a step: the arguments of each micro-batch, and the parts of its loss.
 
     targets: of each micro-batch. has_divisor: the caller has given the divisor of losses. weights: the factor of
     each micro-batch's loss in that of the batch.
@@ -97,7 +97,7 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class StageRank:
-    """What the actions of a rank work on. gatherer: keeps weights for a step; None where they are not kept."""
+    """Everything that a rank's actions work on. gatherer: keeps weights for a step; None where they are not kept."""
 
     model: nn.Module
     stages: ModelStages

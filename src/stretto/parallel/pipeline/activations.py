@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one pipeline stage sends to the next: activations, and the layouts of what modules before have returned.
+"""Messages from one pipeline stage to the next: activations, and the layouts of earlier modules' outputs.
 
 A stage runs the model's whole code, and modules that earlier stages have return stand-ins there: tensors of NaN (or
 of zeros, of integers) of the shapes and dtypes that the modules have returned on their own stages. The model's code
@@ -34,7 +34,7 @@ class _StandInLayout:
 
 @dataclass
 class OutputLayouts:
-    """What modules have returned in one micro-batch, with layouts in the place of tensors.
+    """Outputs of modules in one micro-batch, with layouts in the place of tensors.
 
     calls: by module, in the order of its calls.
     """
@@ -170,7 +170,7 @@ class StandIns:
     _calls: dict[int | str, int] = field(default_factory=dict)
 
     def make(self, module: int | str) -> Any:
-        """What the module's next call returns. KeyError if it was not called on its own stage."""
+        """The output of the module's next call. KeyError if it was not called on its own stage."""
         calls = self.layouts.calls[module]
         number = self._calls.get(module, 0)
         self._calls[module] = number + 1
@@ -194,7 +194,7 @@ class StandIns:
 
 @dataclass
 class Activations:
-    """What one stage sends to the next: tensors, and which arguments of the next block they are.
+    """Message from one stage to the next: tensors, and which arguments of the next block they are.
 
     places: of each tensor, the number of the block's parameter. layouts: of what modules before have returned.
     micro_batches: of the sender's step; others have as many. batch_shape: with sequence sharding, batch and seq of the
@@ -268,7 +268,7 @@ class _Enter(torch.autograd.Function):
 
 
 def depend_on(outputs: Iterable[Tensor], leaves: Sequence[Tensor]) -> bool:
-    """Whether autograd's graph of the outputs has any of the leaves."""
+    """True if autograd's graph of the outputs has any of the leaves."""
     wanted = set(map(id, leaves))
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set()

@@ -7,19 +7,19 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stretto.execution import ExecutionOptions, StageOptions
+from stretto.execution import StageOptions
 from stretto.huggingface.pretrained_model import order_of_pipeline_plan
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.builder import TiedParameter
 from stretto.parallel.comm.agreement import JointRefusal, check_ranks_agree
 from stretto.parallel.grid import Grid
-from stretto.parallel.meta import MetaInitializer, copy_to_meta
+from stretto.parallel.meta import copy_to_meta
 from stretto.parallel.pipeline.stages import ModelPart, ModelStages, PassedOver, make_tie_group
 from stretto.parallel.roles.plan import ShardingPlan
 from stretto.schedules import partition
@@ -44,15 +44,12 @@ class Cut:
     refusal: JointRefusal
 
 
-def cut_into_stages(
-    model: nn.Module, grid: Grid, options: ExecutionOptions, initializer: MetaInitializer
-) -> Cut | None:
-    """Leave this rank's pipeline stages in the model; None where there is one stage."""
-    if grid.size("pipe") * options.stages.virtual_stages == 1:
-        return None
-    stages = find_stages(model, grid, options.stages)
+def cut_into_stages(model: nn.Module, grid: Grid, options: StageOptions) -> Cut:
+    """Leave this rank's pipeline stages, of several, in the model."""
+    stages = find_stages(model, grid, options)
     shared = tied_parameters(model, stages)
-    check_ranks_agree(model, grid, grid.group("world"), drops=stages.needs_random_state)
+    parameters = dict(model.named_parameters())
+    check_ranks_agree(parameters, grid, grid.group("world"), drops=stages.needs_random_state)
     ends = make_tie_group(stages, grid) if shared else None
     tied = {}
     for name, parameter in shared.items():
@@ -60,12 +57,11 @@ def cut_into_stages(
         tied[id(parameter)] = TiedParameter(ends, owner_name, model.get_submodule(owner_name), key)
     stages.is_tied = ends is not None
     stages.skeleton = copy_to_meta(model)
-    initializer.remember(stages.skeleton)
     return Cut(stages, tied, cut_model(model, stages, grid.device), JointRefusal(grid, "the model"))
 
 
 class _Described:
-    """What the model's code can read of a module within one that another stage has: attributes, dtypes, the device."""
+    """Stands for a module within one that another stage has; code can read its attributes, dtypes and device."""
 
     def __init__(self, original: nn.Module, device: torch.device) -> None:
         vars(self).update(_describe(original, device), _kind=type(original))
@@ -140,7 +136,7 @@ class PassedBy(nn.Module):
         return self._call(args, kwargs)
 
     def extra_repr(self) -> str:
-        """What a print of the model shows."""
+        """Shown where the model is printed."""
         return "of another pipeline stage"
 
 
@@ -212,7 +208,7 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
 
 
 def _is_called_before(owner: nn.Module, key: str, around: Sequence[str]) -> bool | None:
-    """Whether a module's code calls its child `key` before those that have the blocks; None if it names them not."""
+    """True if a module's code calls its child `key` before those that have the blocks; None if it names them not."""
     code = _CallOrder(type(owner))
     code.follow("forward")
     blocks = [code.read.index(other) for other in around if other in code.read]
@@ -265,7 +261,7 @@ class _CallOrder(ast.NodeVisitor):
         self._note(node, is_called=False)
 
     def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> None:
-        """What a comprehension goes through comes before what it does with it."""
+        """A comprehension's iterables are evaluated before its element."""
         for part in (*node.generators, node.elt):
             self.visit(part)
 
@@ -284,7 +280,7 @@ class _CallOrder(ast.NodeVisitor):
 
 
 def _is_named_before(name: str, module: nn.Module, otherwise: bool) -> bool:
-    """Whether a module comes before the blocks, by its name and kind; `otherwise` where these do not decide."""
+    """True if a module comes before the blocks, by its name and kind; `otherwise` where these do not decide."""
     if _NAMES_AFTER.search(name):
         return False
     return otherwise or "embed" in name or isinstance(module, nn.Embedding)
@@ -464,9 +460,11 @@ def restrict_plan(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     def is_here(name: str) -> bool:
         return name in modules and not any(f"{name}.".startswith(f"{other}.") for other in away)
 
-    return ShardingPlan(
-        {name: role for name, role in plan.roles.items() if is_here(name)},
-        {name: axis for name, axis in plan.local_attributes.items() if is_here(name.rpartition(".")[0])},
-        tuple(part for part in plan.plain if is_here(part.whose)),
-        plan.of_own_plan,
+    return replace(
+        plan,
+        roles={name: role for name, role in plan.roles.items() if is_here(name)},
+        local_attributes={
+            name: axis for name, axis in plan.local_attributes.items() if is_here(name.rpartition(".")[0])
+        },
+        plain=tuple(part for part in plan.plain if is_here(part.whose)),
     )

@@ -27,7 +27,7 @@ _PERIOD = 0.02
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of its failure.
+    """A rank's report of its failure.
 
     blamed: the ranks that it was noticed at (none where this rank itself is the cause). waits_for: the ranks that it
     was waiting for at that moment (none: it was computing). awaited: the message, and for how long; or for how long it
@@ -64,7 +64,7 @@ class FailureReports:
         _within(GRACE, write)
 
     def has_any(self) -> bool:
-        """Whether a rank has written a report. False where the store does not answer."""
+        """True if a rank has written a report. False where the store does not answer."""
         found: list[str | None] = []
         _within(GRACE, lambda: found.append(self._text("order 1", 0.0)))
         return bool(found and found[0])
@@ -121,7 +121,7 @@ class FailureReports:
         return None if text is None else Report(**json.loads(text))
 
     def _text(self, key: str, seconds: float) -> str | None:
-        """What the store has under a key, once it is there; None if it is not within so many seconds."""
+        """The store's value under a key, once it is there; None if it is not within so many seconds."""
         deadline = time.monotonic() + seconds
         while not self._store.check([f"{self._topic} {key}"]):
             if time.monotonic() > deadline:
@@ -182,7 +182,7 @@ class StepFailures:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Whether torch.distributed has raised this error for a collective."""
+    """True if torch.distributed has raised this error for a collective."""
     words = ("gloo", "Timed out waiting", "pair closure", "closed by peer")
     is_of_gloo = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     return is_of_gloo or isinstance(error, dist.DistError)

@@ -56,7 +56,7 @@ _OPERATIONS = ("F", "B")
 
 
 class MessageKey(NamedTuple):
-    """What a message is.
+    """Identity of a message between stages.
 
     operation: "F" for an activation that the forward pass of `stage` needs, "B" for a gradient that its backward pass
     needs. stage: the virtual stage that will consume it.
@@ -73,7 +73,7 @@ class MessageKey(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """What a tensor is. is_on_gpu: the sender's was, so it goes to the receiver's device."""
+    """Shape and dtype of a tensor in a message. is_on_gpu: the sender's was, so it goes to the receiver's device."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -76,7 +76,7 @@ class MessageTransport(ABC):
     """
 
     name: str
-    """What the transport is called in settings and errors."""
+    """The transport's name in settings and errors."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> None:
         self.rank, self.size = find_own_rank(group)
@@ -251,7 +251,7 @@ class MessageTransport(ABC):
 
     @property
     def has_failed(self) -> bool:
-        """Whether a failure has been noticed, which the next call raises."""
+        """True if a failure has been noticed, which the next call raises."""
         return self._failure is not None
 
     def __enter__(self) -> "MessageTransport":

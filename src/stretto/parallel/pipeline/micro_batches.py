@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from stretto.axes import LOSS
+from stretto.execution import IGNORED_TARGET
 from stretto.huggingface.loss import calls_loss_function, compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.grid import Grid
-from stretto.parallel.layers.loss import IGNORED_TARGET
 from stretto.parallel.pipeline.actions import PipelineStep
 from stretto.parallel.pipeline.activations import tensors_of
 

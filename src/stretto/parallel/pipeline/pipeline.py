@@ -135,7 +135,7 @@ class Pipeline:
 
     @property
     def is_message_driven(self) -> bool:
-        """Whether messages decide what is computed next."""
+        """True if messages decide what is computed next."""
         return self._schedule == MESSAGE_DRIVEN
 
     def step(
@@ -380,7 +380,7 @@ class Pipeline:
         return total
 
     def _expected(self, micro_batches: int, trains: bool) -> dict[int, int]:
-        """How many messages come from each rank of pipe."""
+        """The number of messages from each rank of pipe."""
         ranks, expected = self.stages.stage_ranks, dict[int, int]()
         if self.stages.rank != ranks[-1]:
             expected[ranks[-1]] = 1  # the loss
@@ -397,6 +397,6 @@ class Pipeline:
 
 
 def _find_gatherer(model: nn.Module, stages: int) -> StepGatherer | None:
-    """What keeps the weights that a stage has gathered for a step; None where nothing does."""
+    """The gatherer that keeps a stage's weights for a step; None where they are not kept."""
     gatherer = require_state(model, "Pipeline").weight_gatherer
     return gatherer if stages > 1 and isinstance(gatherer, StepGatherer) else None

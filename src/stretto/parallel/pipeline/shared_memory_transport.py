@@ -60,7 +60,7 @@ class SharedMemoryTransport(MessageTransport):
 
     name = "shared memory"
     signals = 3
-    """How many each pair of ranks has."""
+    """The number of signals of each pair of ranks."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class SharedMemoryTransport(MessageTransport):
         return any(moved)
 
     def _is_in_slots(self, layout: TensorLayout) -> bool:
-        """Whether a tensor's bytes go through the slots."""
+        """True if a tensor's bytes go through the slots."""
         return True
 
     def _finish_push(self, peer: int, message: "SlicedMessage", finished: "Finished") -> None:
@@ -237,7 +237,7 @@ class SharedMemoryTransport(MessageTransport):
             self._is_waiting = False
 
     def _move_until_end(self) -> None:
-        """What the transport's own thread does in a step."""
+        """Work of the transport's own thread in a step."""
         backoff = Backoff()
         while not self._ends.is_set():
             if self._is_waiting:
@@ -275,7 +275,7 @@ class SharedMemoryTransport(MessageTransport):
 
 
 class Finished(NamedTuple):
-    """What a round of moving has finished: keys by destination, and messages by source with the event of a GPU."""
+    """Result of a round of moving: finished keys by destination, and messages by source with the event of a GPU."""
 
     sent: list[tuple[int, MessageKey]]
     received: list[tuple[int, "SlicedMessage", Any]]
@@ -338,7 +338,7 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 @dataclass
 class _Outgoing:
-    """What is being sent to a peer. filled: slots so far; messages: the first of them is being copied."""
+    """Messages under way to a peer. filled: slots so far; messages: the first of them is being copied."""
 
     ring: list[Tensor]
     filled: int = 0
@@ -347,7 +347,7 @@ class _Outgoing:
 
 @dataclass
 class _Incoming:
-    """What is being received from a peer. taken: slots so far; left: messages that this step still expects."""
+    """Messages under way from a peer. taken: slots so far; left: messages that this step still expects."""
 
     ring: list[Tensor]
     taken: int = 0

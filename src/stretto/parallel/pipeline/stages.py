@@ -34,7 +34,7 @@ from stretto.parallel.state import state_of
 
 
 class PassedOver(NamedTuple):
-    """What a module returns in the place of its forward, which another rank has."""
+    """Output that a module returns in place of its forward, which another rank has."""
 
     output: Any
 
@@ -129,11 +129,11 @@ class ModelStages:
         return len(self.mine)
 
     def must_learn(self, stage: int) -> bool:
-        """Whether a forward pass must record gradients to find the stage's outputs, or skips of the previous cut."""
+        """True if a forward pass must record gradients to find the stage's outputs, or skips of the previous cut."""
         return (stage < self.count - 1 and stage not in self.unsent) or (stage > 0 and stage not in self.checked)
 
     def has_block(self, index: int) -> bool:
-        """Whether one of this rank's stages has this block."""
+        """True if one of this rank's stages has this block."""
         return any(self.cuts[stage] <= index < self.cuts[stage + 1] for stage in self.mine)
 
     def local_runs(self) -> list[tuple[int, ...]]:

@@ -42,7 +42,7 @@ _DATA_FILLED, _DATA_FREED = 3, 4
 
 
 class Copies(Protocol):
-    """How slices are copied: on streams of a GPU, one for each channel."""
+    """Copies slices on streams of a GPU, one for each channel."""
 
     def ready(self) -> Any:
         """An event after all work so far of the caller's current stream."""
@@ -115,7 +115,7 @@ class SymmetricMemoryTransport(SharedMemoryTransport):
         return not self._is_data(layout)
 
     def _is_data(self, layout: TensorLayout) -> bool:
-        """Whether a tensor's bytes go from GPU to GPU."""
+        """True if a tensor's bytes go from GPU to GPU."""
         return layout.is_on_gpu
 
     def _send(self, destination: int, header: MessageHeader, tensors: list[Tensor | None]) -> None:
@@ -213,7 +213,7 @@ class SymmetricMemoryTransport(SharedMemoryTransport):
 
 @dataclass
 class _DataOutgoing:
-    """What is being copied to a peer's GPU. copying: slices, with the events of their ends."""
+    """Copies under way to a peer's GPU. copying: slices, with the events of their ends."""
 
     ring: list[Tensor]
     filled: int = 0
@@ -223,7 +223,7 @@ class _DataOutgoing:
 
 @dataclass
 class _DataIncoming:
-    """What is being copied from this rank's ring. messages: the part of the host's slots, and that of the GPU's."""
+    """Copies under way from this rank's ring. messages: the part of the host's slots, and that of the GPU's."""
 
     ring: list[Tensor]
     taken: int = 0

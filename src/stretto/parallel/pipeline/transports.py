@@ -70,7 +70,7 @@ def choose_transport(group: dist.ProcessGroup | None, device: torch.device | str
 
 
 def _share_memory(group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks are processes of one user on one machine that see each other in /proc."""
+    """True if all ranks are processes of one user on one machine that see each other in /proc."""
     if not _BOOT_ID.exists() or not _NAMESPACE.exists():
         return False
     here = (socket.gethostname(), _BOOT_ID.read_text().strip(), _NAMESPACE.stat().st_ino, os.getuid())

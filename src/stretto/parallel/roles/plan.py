@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roles of a model's submodules: read from the model's plan or the user's patterns, never guessed.
+"""Roles of a model's submodules, a plan of them (`parallel.resolve` finds it), and how each role shards its
+parameters (`sharding_of`)."""
 
-`sharding_of` says how each role shards its parameters.
-"""
-
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, LOSS, REPLICAS, axes_of, group_sizes, layout_sizes
-from stretto.huggingface.family_roles import wildcard
-from stretto.huggingface.formulas import UnknownRolesError
-from stretto.huggingface.pretrained_model import is_conv1d
-from stretto.huggingface.roles import norms_next_to_linears, plan_of
+from stretto.huggingface.formulas import NormKind
 from stretto.parallel.layout import Split
-from stretto.suggestions import did_you_mean, name_known
+from stretto.suggestions import name_known
 
 KINDS = {
     "colwise": "linear, input over y and output over x (column-parallel)",
@@ -96,7 +90,7 @@ class Role:
 
     @property
     def units(self) -> str:
-        """What messages call units of several features."""
+        """The name of units of several features in messages."""
         is_named = self.unit == 1 or self.unit_name != Role.unit_name
         return self.unit_name if is_named else f"units of {self.unit} output features"
 
@@ -128,22 +122,30 @@ class PlainPart:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return (self.whose or "the model") if self.is_module else self.parameters[0]
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How a model is sharded: its submodules' roles, and the integer attributes that count a rank's share.
+    """A model's submodules' roles, and the integer attributes that count a rank's share.
 
     `local_attributes`: the axis that divides each, by name; None for one that all ranks keep as it is. `plain`: what is
     not replaced. `of_own_plan`: the submodules whose roles come with the model, whose code works on a rank's part.
+    `is_pretrained`: it is a transformers model. `linears`: its submodules that compute a linear without being
+    nn.Linear; `transposed`: those whose weight is [in, out]. `norms` and `scales`: the formulas of norms, and what
+    embeddings multiply their rows by, by name.
     """
 
     roles: dict[str, Role]
     local_attributes: dict[str, str | None]
     plain: tuple[PlainPart, ...] = ()
     of_own_plan: frozenset[str] = frozenset()
+    is_pretrained: bool = False
+    linears: frozenset[str] = frozenset()
+    transposed: frozenset[str] = frozenset()
+    norms: Mapping[str, NormKind] = field(default_factory=dict)
+    scales: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def copied(self) -> dict[str, Role]:
@@ -159,156 +161,9 @@ class ShardingPlan:
         return [name for name, role in self.roles.items() if role.role in kinds]
 
 
-def read_plan(
-    model: nn.Module,
-    roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
-    local_attributes: Mapping[str, str | None] | None,
-    sizes: Mapping[str, int],
-) -> ShardingPlan:
-    """Find each submodule's role by matching patterns with its name: the user's patterns first, then the model's.
-
-    In a pattern `*` stands for one part of a dotted name. Raises ValueError for patterns that match nothing, and for
-    submodules with parameters (or dropout) that have no role.
-    """
-    for argument, patterns in (("roles", roles), ("local_attributes", local_attributes)):
-        if not isinstance(patterns or {}, Mapping) or not all(isinstance(pattern, str) for pattern in patterns or {}):
-            raise ValueError(f"{argument} is {patterns!r}, but must be a mapping from patterns of names")
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, Role] = {}
-    own_parameters = dict(model.named_parameters(remove_duplicate=False))
-    for pattern, value in (roles or {}).items():
-        role = Role.parse(value)
-        names = _with_role(role, pattern, modules, own_parameters)
-        if not names:
-            kind, known = ("parameter", own_parameters) if role.role == "inner_parameter" else ("submodule", modules)
-            raise ValueError(f"no {kind} is named {pattern!r}{did_you_mean(pattern, known)}")
-        found.update(dict.fromkeys(names, role))
-    own, own_attributes = _own_plan(model, found, sizes)
-    of_own_plan: set[str] = set()
-    for pattern, value in own.items():
-        role = Role.parse(value)
-        for name in _with_role(role, pattern, modules, own_parameters):
-            if name not in found:
-                found[name] = role
-                of_own_plan.add(name)
-    for name, kind in norms_next_to_linears(model, found).items():
-        found.setdefault(name, Role(kind))
-    attributes: dict[str, str | None] = {}
-    for pattern, axis in {**own_attributes, **(local_attributes or {})}.items():
-        owner, _, attribute = pattern.rpartition(".")
-        names = [
-            f"{name}.{attribute}".removeprefix(".")
-            for name in _matching(owner, modules)
-            if hasattr(modules[name], attribute)
-        ]
-        if not names and pattern in (local_attributes or {}):
-            raise ValueError(f"no submodule has the attribute {pattern!r}")
-        attributes.update(dict.fromkeys(names, axis))
-    plain = {name: role for name, role in found.items() if role.role in PLAIN}
-    found = {name: role for name, role in found.items() if name not in plain}
-    parts = _plain_parts(plain, modules, own_parameters, found)
-    _refuse_unknown(model, found, plain)
-    placed = {name: _copied(found[name], module, sizes["x"]) for name, module in modules.items() if name in found}
-    return ShardingPlan(placed, attributes, parts, frozenset(of_own_plan))
-
-
-def _copied(role: Role, module: nn.Module, x: int) -> Role:
-    """The role, with copies of the units of a module whose weight says how many there are."""
-    weight = getattr(module, "weight", None)
-    if not role.shared or not isinstance(weight, Tensor):
-        return role
-    return role.on(weight.shape[1 if is_conv1d(module) else 0], x)
-
-
-def _with_role(
-    role: Role, pattern: str, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]
-) -> list[str]:
-    """The submodules whose names match the pattern; parameters, where the role is for these."""
-    if role.role == "inner_parameter":
-        return _matching(pattern, parameters)
-    return _matching(pattern, modules) or (_matching(pattern, parameters) if role.role == "replicated" else [])
-
-
-def _plain_parts(
-    plain: Mapping[str, Role],
-    modules: Mapping[str, nn.Module],
-    parameters: Mapping[str, nn.Parameter],
-    found: Mapping[str, Role],
-) -> tuple[PlainPart, ...]:
-    """The parameters of modules that are not sharded, except submodules with their own roles, and those that have
-    such a role themselves."""
-    parts: dict[tuple[str, bool, Role], list[str]] = {}
-    for name in parameters:
-        owner = name.rpartition(".")[0]
-        whose = next((part for part in _from_inside(owner) if part in plain and part in modules), None)
-        if name in plain and plain[name].role == "inner_parameter" and whose is not None:
-            raise ValueError(
-                f"{name} has the role 'inner_parameter', but it is within {whose}, of which every rank of x has all: "
-                "leave out one of the two roles"
-            )
-        if owner not in found and whose is not None:
-            parts.setdefault((whose, True, plain[whose]), []).append(name)
-        elif name in plain:
-            parts.setdefault((owner, False, plain[name]), []).append(name)
-    return tuple(PlainPart(whose, tuple(names), is_module, role) for (whose, is_module, role), names in parts.items())
-
-
-def _from_inside(name: str) -> list[str]:
-    """A dotted name and those of its parents: a.b.c, a.b, a, and the model's, which is empty."""
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
-
-
-def _own_plan(
-    model: nn.Module, known: Mapping[str, Role], sizes: Mapping[str, int]
-) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    own = getattr(model, "parallel_plan", None)
-    if callable(own):
-        return own(), {}
-    return plan_of(model, {name: role.role for name, role in known.items()}, sizes)
-
-
-def _matching(pattern: str, names: Iterable[str]) -> list[str]:
-    expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    return [name for name in names if expression.fullmatch(name)]
-
-
-def _refuse_unknown(model: nn.Module, found: Mapping[str, Role], plain: Collection[str]) -> None:
-    unknown, names_unknown = [], []
-    of_roles = {id(parameter) for name in found for parameter in model.get_submodule(name).parameters(recurse=False)}
-    for name, module in model.named_modules(remove_duplicate=False):
-        is_whole = any(part in plain for part in _from_inside(name))
-        names = [  # a parameter that is another module's too, which has a role, is sharded as it is there
-            f"{name}.{key}".removeprefix(".")
-            for key, parameter in module.named_parameters(recurse=False)
-            if name in found or id(parameter) not in of_roles
-        ]
-        owns = not is_whole and any(own not in plain for own in names)
-        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        looks_like_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
-        normalizes = looks_like_norm and not is_whole and not names
-        if (owns or drops or normalizes) and name not in found:
-            names_unknown.append(name)
-            unknown.append(f"{name or 'the model itself'} ({type(module).__name__})")
-    if unknown:
-        routers = {wildcard(name): "router" for name in names_unknown if _is_next_to_experts(name, found)}
-        shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-        raise UnknownRolesError(
-            f"these submodules have no role: {shown}. Stretto does not guess roles: pass "
-            f"roles={{'name or pattern': role}}, each role one of {', '.join(KINDS)}"
-            + (f"; if it chooses experts, roles={routers}" if routers else "")
-        )
-
-
-def _is_next_to_experts(name: str, found: Mapping[str, Role]) -> bool:
-    """Whether a submodule is in the module that holds some experts, as routers are."""
-    around = f"{name.rpartition('.')[0]}."
-    return any(role.role == "experts" and other.startswith(around) for other, role in found.items())
-
-
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How one parameter is split, and over which axes its gradients are summed.
+    """The splits of one parameter, and the axes over which its gradients are summed.
 
     is_weight: it is gathered over z before use, and z is one of its splits.
     """
@@ -338,7 +193,7 @@ LINEARS = {
 
 
 def gathered_sharding(parameter: nn.Parameter, sizes: Mapping[str, int]) -> ParameterSharding:
-    """How a parameter is sharded whose module gathers it over z: by its dim 0, where it has one and z several ranks."""
+    """Shards a parameter whose module gathers it over z: by its dim 0, where it has one and z several ranks."""
     if parameter.dim() > 0 and parameter.numel() > 0 and sizes["z"] > 1:
         return ParameterSharding((Split(0, "z"),), (REPLICAS,), is_weight=True)
     return ParameterSharding((), (LOSS,))
@@ -349,7 +204,7 @@ EXPERTS_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def experts_sharding(part: str, shape: Sequence[int], sizes: Mapping[str, Any]) -> ParameterSharding:
-    """How a module with the role "experts" shards one of EXPERTS_PARAMETERS, whose whole shape this is.
+    """Shards one of EXPERTS_PARAMETERS, whose whole shape this is, of a module with the role "experts".
 
     Weights are gathered over the last split's axis, along its dim: by experts if that divides those of a rank, else by
     their rows, if it divides these. Without expert, the axes are those of all weights.
@@ -368,7 +223,7 @@ def experts_sharding(part: str, shape: Sequence[int], sizes: Mapping[str, Any]) 
 
 
 def sharding_of(role: Role, part: str, *, is_transposed: bool = False) -> ParameterSharding:
-    """How a module of this role shards its `part`, "weight" or "bias". `is_transposed`: it is stored [in, out]."""
+    """Shards the `part`, "weight" or "bias", of a module of this role. `is_transposed`: it is stored [in, out]."""
     match role.role:
         case kind if kind in LINEARS:
             output_axis, input_axis = LINEARS[kind]

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from stretto.huggingface.family_roles import wildcard
-from stretto.huggingface.pretrained_model import is_conv1d
 from stretto.parallel.roles.plan import Role, ShardingPlan
 
 _COUNTS_HEADS = re.compile(r"heads?$", re.IGNORECASE)  # num_heads, n_head, num_key_value_heads
@@ -94,7 +93,7 @@ def _linears_around(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> dic
             continue
         module, is_nearest = modules[name], True
         shape: Any = module.weight.shape
-        linear = _Linear(name, plan.roles[name], shape[1 if is_conv1d(module) else 0])
+        linear = _Linear(name, plan.roles[name], shape[1 if name in plan.transposed else 0])
         for owner in _parents(name):
             if not type(modules[owner]).__module__.startswith("torch."):  # nn.Sequential reads no numbers
                 found.setdefault(owner, []).append((linear, is_nearest))
@@ -116,7 +115,7 @@ def _integer(module: nn.Module, attribute: str) -> int | None:
 
 
 def _count(attribute: str, module: nn.Module, linears: list[tuple[_Linear, bool]]) -> str | None:
-    """Which linear's units an integer seems to count, in words; None if it counts none."""
+    """The linear, in words, whose units an integer seems to count; None if it counts none."""
     value = _integer(module, attribute)
     counts_heads = _COUNTS_HEADS.search(attribute) is not None
     for linear, is_nearest in linears:
@@ -133,7 +132,7 @@ def _count(attribute: str, module: nn.Module, linears: list[tuple[_Linear, bool]
 
 
 def _features(attribute: str, module: nn.Module, linears: list[tuple[_Linear, bool]]) -> str | None:
-    """Which linear's output features an integer seems to count, in words; None if it counts none."""
+    """The linear, in words, whose output features an integer seems to count; None if it counts none."""
     value = _integer(module, attribute)
     for linear, is_nearest in linears:
         if is_nearest and value is not None and value in (linear.outputs, linear.segment):

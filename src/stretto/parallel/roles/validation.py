@@ -2,6 +2,7 @@
 """Checks that a grid can hold a model, before anything is allocated or sent."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -9,7 +10,6 @@ from torch import nn
 
 from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes
 from stretto.huggingface.formulas import UnknownRolesError, check_experts, check_loss, embedding_scale, norm_kind
-from stretto.huggingface.pretrained_model import is_conv1d, is_linear, is_pretrained_model
 from stretto.huggingface.roles import refuse_alibi, roles_tried
 from stretto.parallel.roles.plan import (
     EXPERTS_PARAMETERS,
@@ -42,10 +42,13 @@ def check_divides(count: int, size: int, axis: str, where: str, what: str, *, is
         )
 
 
-def validate_plan(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError unless a grid of these sizes can hold the model; for a known family, with the roles tried."""
+def validate_plan(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) -> ShardingPlan:
+    """Check that a grid of these sizes can hold the model; return the plan with the formulas of norms and embeddings.
+
+    Raises ValueError if it cannot; for a known family, with the roles tried.
+    """
     try:
-        _validate(model, plan, sizes)
+        return _validate(model, plan, sizes)
     except ValueError as error:
         roles = {name: role.role for name, role in plan.roles.items()}
         roles |= {part.whose if part.is_module else part.parameters[0]: part.role.role for part in plan.plain}
@@ -54,9 +57,10 @@ def validate_plan(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]
         raise
 
 
-def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) -> None:
+def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) -> ShardingPlan:
     sizes = check_sizes(sizes)
     modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     hidden = _hidden(modules, plan)
     if hidden is not None:
         check_divides(hidden, sizes["y"], "y", type(model).__name__, "hidden size")
@@ -67,21 +71,19 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
         if role.role == "experts":
             _check_experts(name, modules[name], sizes)
         else:
-            _check_module(name, modules[name], role, sizes, hidden)
+            _check_module(name, modules[name], plan, sizes, hidden)
+    plan = _find_formulas(modules, plan)
     if sizes.expert > 1 and not plan.named("experts"):
         raise ValueError(
             f"expert is {sizes.expert}, but no submodule of {type(model).__name__} has the role 'experts': give one "
             "that role, or choose expert=1"
         )
     _check_shared(modules, plan, sizes)
-    _check_plain(model, modules, plan, sizes)
+    _check_plain(modules, parameters, plan, sizes)
     _check_loss(modules, plan)
     _refuse_functional_dropout(modules)
-    if is_pretrained_model(model) and sizes["x"] > 1:
+    if plan.is_pretrained and sizes["x"] > 1:
         refuse_alibi(model, plan.named("colwise", "expand"))
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(f"{name} has a hook, which its shard would never call: remove it before parallelize")
     for name, axis in plan.local_attributes.items():
         owner, _, attribute = name.rpartition(".")
         value = getattr(modules[owner], attribute)
@@ -98,6 +100,23 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
         check_divides(value, sizes[axis], axis, owner, attribute, is_shared=axis == "x" and is_copied)
     _check_sharers(modules, plan, sizes["x"])
     refuse_unnamed_counts(modules, plan, sizes)
+    return plan
+
+
+def _find_formulas(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> ShardingPlan:
+    """The plan with what its norms and embeddings compute; what others compute is checked."""
+    norms, scales = {}, {}
+    for name, role in plan.roles.items():
+        module = modules[name]
+        match role.role:
+            case "norm" | "head_norm" | "inner_norm":
+                norms[name] = norm_kind(module, name)
+            case "embedding":
+                assert isinstance(module, nn.Embedding)
+                scales[name] = embedding_scale(module, name)
+            case "experts":
+                check_experts(module, name)
+    return replace(plan, norms=norms, scales=scales)
 
 
 def _check_sharers(modules: Mapping[str, nn.Module], plan: ShardingPlan, x: int) -> None:
@@ -140,7 +159,10 @@ def _hidden(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> int | None:
     return None
 
 
-def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, int], hidden: int | None) -> None:
+def _check_module(
+    name: str, module: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int], hidden: int | None
+) -> None:
+    role = plan.roles[name]
     if role.role != "loss":
         parts = {part for part, _ in module.named_parameters(recurse=False)}
         if parts - {"weight", "bias"} or (isinstance(module, nn.Linear) and "weight" not in parts):
@@ -150,11 +172,9 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
             )
     match role.role:
         case kind if kind in LINEARS:
-            _check_linear(name, module, role, sizes, hidden)
+            _check_linear(name, module, plan, sizes, hidden)
         case "embedding" | "positions":
-            if role.role == "embedding" and isinstance(module, nn.Embedding):
-                embedding_scale(module, name)
-            else:
+            if role.role == "positions" or not isinstance(module, nn.Embedding):  # a subclass's rows may be scaled
                 _expect(name, module, role, nn.Embedding)
             for option in ("max_norm", "scale_grad_by_freq", "sparse"):
                 if getattr(module, option):
@@ -166,10 +186,9 @@ def _check_module(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
                     "added to hidden features (a bias by head, say) cannot be split over y; choose y=1"
                 )
         case "norm" | "head_norm" | "inner_norm":
-            norm_kind(module, name)
             features: Any = getattr(module, "weight", None)
             axis = "x" if role.role == "inner_norm" else "y"
-            if role.role != "head_norm" and features is not None and role.copies == 1:
+            if role.role != "head_norm" and role.copies == 1 and features is not None and features.dim() == 1:
                 check_divides(features.shape[0], sizes[axis], axis, name, "features")
         case "dropout" | "inner_dropout":
             _expect(name, module, role, nn.Dropout)
@@ -194,7 +213,6 @@ def _check_experts(name: str, module: nn.Module, sizes: GridSizes) -> None:
         )
     if not callable(getattr(module, "act_fn", None)):
         raise UnknownRolesError(f"{name} has the role 'experts', but no act_fn, a function of a tensor")
-    check_experts(module, name)
     check_divides(experts, sizes.expert, "expert", name, "experts")
     check_divides(inner, sizes.expert_x, "x", name, "inner features of an expert")
     check_divides(hidden, sizes["y"], "y", name, "hidden size")
@@ -216,7 +234,10 @@ def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _check_plain(
-    model: nn.Module, modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: Mapping[str, int]
+    modules: Mapping[str, nn.Module],
+    parameters: Mapping[str, nn.Parameter],
+    plan: ShardingPlan,
+    sizes: Mapping[str, int],
 ) -> None:
     """Raise ValueError for modules that are not sharded on a grid that splits their inputs, and for ties."""
     held: dict[int, tuple[str, str]] = {}
@@ -227,7 +248,7 @@ def _check_plain(
     for part in plan.plain:
         kind = part.role.role
         for name in part.parameters:
-            other, other_kind = held.setdefault(id(model.get_parameter(name)), (name, kind))
+            other, other_kind = held.setdefault(id(parameters[name]), (name, kind))
             if other_kind != kind:
                 raise ValueError(
                     f"{name} and {other} are one parameter, and only the first is {kind}"
@@ -236,7 +257,7 @@ def _check_plain(
                 )
         match kind:
             case "inner_parameter":
-                _check_inner_parameters(model, part, sizes)
+                _check_inner_parameters(parameters, part, sizes)
             case "gathered":
                 _check_gathered(modules, part, plan, sizes)
             case "router":
@@ -255,14 +276,14 @@ def _check_plain(
             )
 
 
-def _check_inner_parameters(model: nn.Module, part: PlainPart, sizes: Mapping[str, int]) -> None:
+def _check_inner_parameters(parameters: Mapping[str, nn.Parameter], part: PlainPart, sizes: Mapping[str, int]) -> None:
     """Raise ValueError for parameters whose dim 0 is not units that x divides."""
     role = part.role
     for name in part.parameters:
-        rows = model.get_parameter(name).shape[:1]
+        rows = parameters[name].shape[:1]
         if not rows or rows[0] % (role.segments * role.unit):
             raise ValueError(
-                f"{name}: a parameter of shape {list(model.get_parameter(name).shape)} is not {role.segments} segments "
+                f"{name}: a parameter of shape {list(parameters[name].shape)} is not {role.segments} segments "
                 f"of whole units of {role.unit} along its dim 0"
             )
         check_divides(rows[0] // role.segments // role.unit, sizes["x"], "x", name, role.units)
@@ -295,7 +316,7 @@ def _check_loss(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
                 "logits. Give that role too, or compute the loss with stretto.parallel.mean_over_batch"
             )
         head: Any = modules[heads[0]]
-        check_loss(modules[name], name, head.weight.shape[1 if is_conv1d(head) else 0])
+        check_loss(modules[name], name, head.weight.shape[1 if heads[0] in plan.transposed else 0])
 
 
 def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: GridSizes) -> None:
@@ -316,7 +337,7 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: G
             if role.role == "experts":
                 cut = experts_sharding(part, parameter.shape, sizes.sizes()).on(sizes.sizes())
             else:
-                cut = sharding_of(role, part, is_transposed=is_conv1d(module)).on(sizes.sizes())
+                cut = sharding_of(role, part, is_transposed=name in plan.transposed).on(sizes.sizes())
             first, first_cut = of_parameter.setdefault(id(parameter), (f"{name}.{part}", cut))
             if cut != first_cut:
                 raise ValueError(
@@ -325,11 +346,14 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: G
                 )
 
 
-def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, int], hidden: int | None) -> None:
-    if not is_linear(module):
+def _check_linear(
+    name: str, module: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int], hidden: int | None
+) -> None:
+    role, is_transposed = plan.roles[name], name in plan.transposed
+    if name not in plan.linears:
         _expect(name, module, role, nn.Linear)
     shape: Any = module.weight.shape
-    outputs, inputs = (shape[1], shape[0]) if is_conv1d(module) else (shape[0], shape[1])
+    outputs, inputs = (shape[1], shape[0]) if is_transposed else (shape[0], shape[1])
     output_axis, input_axis = LINEARS[role.role]
 
     def named(count: int, what: str) -> str:
@@ -349,9 +373,8 @@ def _check_linear(name: str, module: nn.Module, role: Role, sizes: Mapping[str, 
     if output_axis is not None:
         check_divides(units, sizes[output_axis], output_axis, name, what, is_shared=role.shared > 0)
     # z cuts dim 0 of the weight further: the output features as nn.Linear stores them, Conv1D's input features.
-    is_by_input = is_conv1d(module)
-    axis = input_axis if is_by_input else output_axis
-    rows = (inputs if is_by_input else outputs) // (1 if axis is None else sizes[axis] // role.copies)
+    axis = input_axis if is_transposed else output_axis
+    rows = (inputs if is_transposed else outputs) // (1 if axis is None else sizes[axis] // role.copies)
     of_rank = "" if axis is None else f" (its rows, of which each {axis} rank has {rows})"
     check_divides(rows, sizes["z"], "z", f"{name}{of_rank}", "weight rows")
 

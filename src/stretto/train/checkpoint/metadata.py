@@ -38,7 +38,7 @@ _Checksum = Annotated[str, Field(pattern=PATTERN)]
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder's name is that of a checkpoint of a run."""
+    """True if a folder's name is that of a checkpoint of a run."""
     return _FOLDER_NAME.fullmatch(name) is not None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints a run keeps: the newest, one every so many steps, and the best by evaluation loss. No torch."""
+"""Choice of the checkpoints to keep: the newest, one every so many steps, the best by evaluation loss. No torch."""
 
 import logging
 from collections.abc import Mapping

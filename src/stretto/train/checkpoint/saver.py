@@ -90,7 +90,7 @@ class Saver:
 
     @property
     def is_async(self) -> bool:
-        """Whether checkpoints are written asynchronously."""
+        """True if checkpoints are written asynchronously."""
         return self._is_async
 
     def prepare(self, state: Mapping[str, ShardedState]) -> None:
@@ -161,7 +161,7 @@ class Saver:
         self.staging.wait_on_device()
 
     def has_failed(self) -> bool:
-        """Whether the write that runs has failed, as far as this rank knows: all ranks are then to call `wait`."""
+        """True if the write that runs has failed, as far as this rank knows: all ranks are then to call `wait`."""
         return self._error is not None
 
     def wait(self) -> None:

@@ -35,7 +35,7 @@ A stream takes about a thousand copies ahead, and then the host waits: with piec
 
 
 class Key(NamedTuple):
-    """Which box of a training state: the tensor's name, and the box's offsets in it."""
+    """A box of a training state: the tensor's name, and the box's offsets in it."""
 
     name: str
     offsets: tuple[int, ...]
@@ -56,7 +56,7 @@ def digest_of(sizes: Mapping[Key, int]) -> str:
 
 
 class Ownership:
-    """Which rank writes each box: of those that hold it the one with the fewest bytes so far, the largest box first.
+    """The rank that writes each box: of those that hold it the one with the fewest bytes so far, the largest box first.
 
     held: bytes of each box, of every rank, in rank order. All ranks that make it of the same lists agree.
     """
@@ -74,7 +74,7 @@ class Ownership:
             self.bytes_of_ranks[owner] += held[owner][key]
 
     def part_of(self, rank: int, state: Mapping[str, ShardedState]) -> dict[str, ShardedState]:
-        """What a rank writes of its state."""
+        """Find what a rank writes of its state."""
         parts = {}
         for name, whole in state.items():
             boxes = tuple(box for box in whole.boxes if self.owners[Key(name, box.offsets)] == rank)
@@ -172,7 +172,7 @@ class Staging:
             self._copied.synchronize()
 
     def copy_seconds(self) -> float | None:
-        """How long the last copy took on the device, when it has ended; None on a CPU."""
+        """Seconds that the last copy took on the device, when it has ended; None on a CPU."""
         if self._began is None or self._copied is None:
             return None
         self._copied.synchronize()

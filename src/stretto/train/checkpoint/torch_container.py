@@ -30,7 +30,7 @@ _NO_CONTAINER = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeEr
 
 
 class Checked(Enum):
-    """How much of a container could be checked."""
+    """The parts of a container that could be checked."""
 
     ALL = "each bit"
     RECORDS = "the records' CRCs"
@@ -74,7 +74,7 @@ def check_container(content: memoryview, threads: int | None = None) -> tuple[Ch
 
 
 def _is_of_torch(content: memoryview) -> bool:
-    """Whether two of four places that torch alone writes so are as it does: one may be damaged, or the end cut off."""
+    """True if two of four places that torch alone writes so are as it does: one may be damaged, or the end cut off."""
     head = content[: len(_HEAD)] == _HEAD
     name_end = 30 + int.from_bytes(content[26:28], "little")
     padding = content[name_end : name_end + 2] == b"FB"

@@ -70,7 +70,7 @@ def read_index(path: Path) -> CheckpointMetadata:
 
 
 def is_torch_checkpoint(path: Path) -> bool:
-    """Whether a folder has torch's index but not Stretto's, and is not an incomplete checkpoint of Stretto."""
+    """True if a folder has torch's index but not Stretto's, and is not an incomplete checkpoint of Stretto."""
     is_there = (path / INDEX_FILE).is_file() and not (path / METADATA_FILE).exists()
     real = path.resolve()  # "." and links may lead to a checkpoint of Stretto's
     return is_there and not (is_checkpoint_name(real.name) and real.parent.name == "checkpoints")
@@ -133,7 +133,7 @@ def read_pieces(path: Path) -> list[StoredPiece]:
 
 @dataclass(frozen=True)
 class _Names:
-    """What the names of a folder's tensors mean: those of weights, and of the optimizer's state, to Stretto's names."""
+    """Translation of the names of a folder's tensors, weights and optimizer state, to Stretto's names."""
 
     stored: Mapping[str, str]
     optimizer: str
@@ -195,7 +195,7 @@ def _read_names(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> _Names:
 
 
 def _has_prefix(prefix: str, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether all arrays that are not of an optimizer stand under a prefix."""
+    """True if all arrays that are not of an optimizer stand under a prefix."""
     arrays = [name for name in names if shapes[name] and not name.startswith(("lr_scheduler.", "dataloader."))]
     return bool(arrays) and all(name.startswith(prefix) for name in arrays)
 
@@ -215,7 +215,7 @@ def _entry(path: Path, name: str, entry: Any, places: Mapping[tuple[str, tuple[i
 
 
 def _read_step(path: Path, metadata: CheckpointMetadata) -> int:
-    """How many steps the optimizer has taken; 0 without its state, and for SGD, which does not count."""
+    """Read the number of steps that the optimizer has taken; 0 without its state, and for SGD, which does not count."""
     from stretto.train.checkpoint.storage import read_tensor
 
     for name, entry in metadata.tensors.items():

@@ -83,6 +83,7 @@ def untie_as_in(model: "nn.Module", file: Path) -> None:
     """
     from torch import nn
 
+    from stretto.parallel.layout import has_layout
     from stretto.parallel.pipeline.stages import whole_model
 
     whole = whole_model(model)
@@ -96,7 +97,7 @@ def untie_as_in(model: "nn.Module", file: Path) -> None:
             tied.setdefault(first[name], {})[name] = tensors[own[name]]
         for parameter_name, by_name in tied.items():
             kept, *others = _group_equal(by_name)
-            if others and any(hasattr(parameter, "stretto_layout") for parameter in model.parameters()):
+            if others and any(map(has_layout, model.parameters())):
                 raise ValueError(
                     f"{file} has {kept[0]} and {others[0][0]} with different values, but they are one parameter of the "
                     "model that parallelize has returned: load the file before parallelize, or build the model with "

@@ -59,7 +59,7 @@ def free_bytes(out: Path) -> int:
 
 
 def bytes_on_disk(tensor_bytes: int, boxes: int) -> int:
-    """What a checkpoint of so many bytes, in so many boxes, takes on a disk, at most."""
+    """Bound the bytes on disk of a checkpoint of so many bytes, in so many boxes."""
     return round(tensor_bytes * (1 + OVERHEAD)) + boxes * BYTES_OF_BOX
 
 

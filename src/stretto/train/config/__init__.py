@@ -5,7 +5,6 @@ config = load_config("run.toml", ["grid.x=2", "out=runs/mine"])
 config = make_config({"out": "runs/mine", "model": {...}, "data": {...}, "train": {...}})
 """
 
-from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import DataConfig, RunConfig, TrainConfig
 from stretto.train.config.loading import (
     ConfigError,
@@ -21,7 +20,6 @@ from stretto.train.config.options import GridConfig, JobConfig
 
 __all__ = [
     "ConfigError",
-    "DLRMTrainConfig",
     "DataConfig",
     "GridConfig",
     "JobConfig",

@@ -31,7 +31,7 @@ from stretto.train.config.options import (
 
 
 class DataConfig(Section):
-    """What to train on."""
+    """The data to train on."""
 
     path: str | list[str] = option(
         ..., "a file or folder, or a list of them; `python-docs` is the documentation in Python's standard library"
@@ -66,7 +66,7 @@ def _check_recompute(mode: str) -> str:
 
 
 class RunConfig(RunOptions):
-    """How to train."""
+    """Options of training."""
 
     batch: int = option(
         ..., "global batch size; must be a multiple of data x z (x micro_batch)", unit="sequences", ge=1, lt=1 << 31
@@ -148,7 +148,7 @@ class RunConfig(RunOptions):
 
 
 class PipelineConfig(Section):
-    """How a step of a model in pipeline stages (`grid.pipe` > 1) executes."""
+    """Options by which a step of a model in pipeline stages (`grid.pipe` > 1) executes."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "message-driven"] = option(
         "1f1b", "the order of forward and backward passes; `message-driven` computes whichever message arrives first "
@@ -175,7 +175,7 @@ class PipelineConfig(Section):
 
     @property
     def stages(self) -> StageOptions:
-        """How the model is cut."""
+        """The cut of the model into stages."""
         placement: StagePlacement = "v" if self.schedule in ("zb-v", "dualpipe-v") else "loops"
         usual = 1 if self.schedule in ("gpipe", "1f1b", "zb-h1", "message-driven") else 2
         cuts = None if self.cuts is None else tuple(self.cuts)
@@ -183,7 +183,7 @@ class PipelineConfig(Section):
 
 
 class OverlapConfig(Section):
-    """Which collectives overlap with computation. None of these options changes a result."""
+    """Choice of the collectives that overlap with computation. None of these options changes a result."""
 
     all_reduce: bool = option(
         True, "all-reduce input gradients over x and y while the weight gradient is computed (OAR)"
@@ -208,6 +208,7 @@ def _ranks_of_grid(value: Any, info: ValidationInfo) -> Any:
 class TrainConfig(JobConfig):
     """A training run of a GPT."""
 
+    kind = "gpt"
     grid: GridConfig = GridConfig()
     ranks: Annotated[int, BeforeValidator(_ranks_of_grid)] = option(
         None, "number of processes; must be the grid's product", unit="ranks", unset="the grid's product",
@@ -225,7 +226,7 @@ class TrainConfig(JobConfig):
 
     @property
     def execution(self) -> ExecutionOptions:
-        """How a step executes, as the planner predicts it and `parallelize` takes it."""
+        """Options of a step's execution, as the planner predicts it and `parallelize` takes it."""
         names = (each.name for each in fields(ExecutionOptions))
         return ExecutionOptions(
             overlap=Overlap(**dict(self.overlap)),
@@ -235,7 +236,7 @@ class TrainConfig(JobConfig):
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether the model is cut into pipeline stages."""
+        """True if the model is cut into pipeline stages."""
         return self.grid.pipe * self.pipeline.stages.virtual_stages > 1
 
     @property
@@ -245,7 +246,7 @@ class TrainConfig(JobConfig):
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:
-        """What rates and progress count."""
+        """The unit that rates and progress count."""
         return "tokens"
 
     @model_validator(mode="after")

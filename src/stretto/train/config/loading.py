@@ -13,12 +13,11 @@ from pydantic.fields import FieldInfo
 
 from stretto.cluster import check_depth, read_bounded
 from stretto.suggestions import did_you_mean, did_you_mean_file
-from stretto.train.config.dlrm import DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.messages import describe_problems
 from stretto.train.config.options import AnyConfig, GridConfig, JobConfig, Section
+from stretto.train.kinds import KINDS, config_type
 
-KINDS: dict[str, type[JobConfig]] = {"gpt": TrainConfig, "dlrm": DLRMTrainConfig}  # by `model.kind`
 MAX_FILE_BYTES = 1 << 20
 MAX_LINE = 8192  # bytes; tomllib's time grows with the square of the number of parts of a dotted key
 
@@ -76,7 +75,7 @@ def make_config(
 ) -> JobConfig:
     """Check a configuration given as a nested mapping, as a TOML file holds it. Raises ConfigError naming `source`.
 
-    Returns the class that `KINDS` has for the mapping's `model.kind`: TrainConfig (a GPT) by default.
+    Returns the class of the mapping's `model.kind` (`stretto.train.kinds`): TrainConfig (a GPT) by default.
     """
     merged: dict[str, Any] = {}
     for origin, given in [(source, values), *((f"--set {each}", _parse_override(each)) for each in overrides)]:
@@ -104,25 +103,20 @@ def _kind_of(values: dict[str, Any], source: str) -> type[JobConfig]:
         )
     if name == "gpt" and isinstance(model, dict):
         model.pop("kind", None)
-    return KINDS[name]
+    return config_type(name)
 
 
 def job_from_json(text: str) -> JobConfig:
     """Read the configuration that `model_dump_json` wrote."""
     values = json.loads(text)
-    return KINDS[values["model"].get("kind", "gpt")].model_validate_json(text)
+    return config_type(values["model"].get("kind", "gpt")).model_validate_json(text)
 
 
 def on_grid(config: AnyConfig, grid: GridConfig) -> AnyConfig:
     """The same run on another grid, and on as many ranks. Raises ValueError for options that contradict that grid."""
-    values = config.model_dump(mode="json")
-    if isinstance(config, DLRMTrainConfig):
-        if grid != GridConfig(data=grid.ranks):
-            raise ValueError(f"a DLRM has only the axis data; data={grid.ranks} would do")
-    else:
-        values["grid"] = grid.model_dump()
+    values = config.model_dump(mode="json") | config.grid_options(grid)
     try:
-        return type(config).model_validate_json(json.dumps(values | {"ranks": grid.ranks}))
+        return type(config).model_validate_json(json.dumps(values))
     except ValidationError as error:
         raise ValueError("; ".join(describe_problems(error, options_by_key(type(config))))) from None
 
@@ -168,7 +162,7 @@ def _parse_override(text: str) -> dict[str, Any]:
             value = parsed["value"]
     except (ValueError, RecursionError):
         pass
-    fields = [field for kind in KINDS.values() if (field := options_by_key(kind).get(key)) is not None]
+    fields = [field for name in KINDS if (field := options_by_key(config_type(name)).get(key)) is not None]
     if not isinstance(value, str | list) and any(_takes_text(field.annotation) for field in fields):
         value = raw  # `--set out=2024` names a folder
     for part in reversed(key.split(".")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that every kind of training run has, as typed sections; `config.gpt` and `config.dlrm` add a model's own.
+"""Options that every kind of training run has, as typed sections; the kinds' configurations add a model's own.
 
 Sections and names are those of the TOML file: `train.lr` is `JobConfig.train.lr`. Nothing here imports torch, so a
 mistake in a file is reported immediately. `train.preflight` runs the checks that need the data, the model or the
@@ -9,7 +9,7 @@ machine.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
@@ -267,7 +267,7 @@ class RunOptions(Section):
 
     @property
     def skips_nonfinite(self) -> bool:
-        """Whether a step whose loss or gradient norm is not finite leaves weights and optimizer state as they are.
+        """True if a step whose loss or gradient norm is not finite leaves weights and optimizer state as they are.
 
         With `verify_steps` also in a run that ends with it: an update by NaN would destroy the weights that the ranks
         compare.
@@ -276,8 +276,10 @@ class RunOptions(Section):
 
 
 class JobConfig(Section):
-    """What every run has, whatever it trains: its folder and its device. Immutable; change it by `model_copy`."""
+    """Options of every run, whatever it trains: its folder and its device. Immutable; change it by `model_copy`."""
 
+    kind: ClassVar[str]  # of model, in `stretto.train.kinds`
+    reference: ClassVar[str]  # the head of its options in docs/configuration.md, where they come after a GPT's
     out: Annotated[Path, BeforeValidator(_folder_of_text), Field(strict=False)] = option(..., "the run's folder")
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "`cuda` communicates by NCCL, `cpu` by gloo; `auto` uses cuda if there is a GPU for each rank"
@@ -292,11 +294,17 @@ class JobConfig(Section):
         @property
         def model(self) -> Section: ...
         @property
+        def data(self) -> Section: ...
+        @property
         def train(self) -> RunOptions: ...
         @property
         def unit(self) -> Literal["tokens", "samples"]: ...
         @property
         def items_a_step(self) -> int: ...
+
+    def grid_options(self, grid: GridConfig) -> dict[str, Any]:
+        """The options that put this run on another grid. Raises ValueError for axes that its kind does not have."""
+        return {"grid": grid.model_dump(), "ranks": grid.ranks}
 
 
 AnyConfig = TypeVar("AnyConfig", bound=JobConfig)

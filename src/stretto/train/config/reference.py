@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from stretto.atomic_files import write_atomically
-from stretto.train.config.dlrm import DLRMRunConfig, DLRMTrainConfig
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig, RunOptions, Section
+from stretto.train.kinds import KINDS, config_type
 
 HEAD = """\
 # Configuration
@@ -38,23 +38,20 @@ stores the whole configuration in `config.toml`, which is again a file for `stre
 [dlrm](../src/stretto/configs/dlrm.toml). The options of GPTs and of
 [Hugging Face models](fine-tuning.md) come first, then [those of DLRMs](#a-dlrms-options).
 """
-DLRM_HEAD = """\
-# A DLRM's options
-
-With `model.kind = "dlrm"`, a file describes the training of a recommendation model ([dlrm.md](dlrm.md)). It has no
-`[grid]` and no `[overlap]`. `out` and `device` are the same as above, and so are these options of `[train]`:
-"""
 
 
 def reference() -> str:
     """Write the text of docs/configuration.md: a table of options for each section of each kind of model."""
-    shared = [name for name in RunOptions.model_fields if _is_shared(name)]
-    also = ", ".join(f"`{name}`" for name in shared) + ".\n"
-    return "\n".join([HEAD, *_tables(TrainConfig), DLRM_HEAD + also, *_tables(DLRMTrainConfig)])
+    pieces = [HEAD, *_tables(TrainConfig)]
+    for kind in map(config_type, KINDS):
+        if kind is not TrainConfig:
+            also = ", ".join(f"`{name}`" for name in RunOptions.model_fields if _is_shared(name, kind))
+            pieces += [f"{kind.reference}{also}.\n", *_tables(kind)]
+    return "\n".join(pieces)
 
 
 def _tables(kind: type[JobConfig]) -> Iterator[str]:
-    """Write a table for each section, without the options that a DLRM shares with a GPT."""
+    """Write a table for each section, without the options that a kind shares with a GPT."""
     is_first = kind is TrainConfig
     top = {
         name: field
@@ -65,14 +62,18 @@ def _tables(kind: type[JobConfig]) -> Iterator[str]:
     for name, field in kind.model_fields.items():
         if (section := _section(field)) is not None:
             fields = {
-                key: f for key, f in section.model_fields.items() if is_first or name != "train" or not _is_shared(key)
+                key: f
+                for key, f in section.model_fields.items()
+                if is_first or name != "train" or not _is_shared(key, kind)
             }
             yield _table(f"`[{name}]`", (section.__doc__ or "").strip(), f"{name}.", fields)
 
 
-def _is_shared(name: str) -> bool:
+def _is_shared(name: str, kind: type[JobConfig]) -> bool:
     """Check whether an option of `[train]` is the same for every kind of model."""
-    return repr(RunOptions.model_fields.get(name)) == repr(DLRMRunConfig.model_fields[name])
+    options = _section(kind.model_fields["train"])
+    assert options is not None
+    return repr(RunOptions.model_fields.get(name)) == repr(options.model_fields[name])
 
 
 def _section(field: FieldInfo) -> type[Section] | None:

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from stretto.train.data.stream import TokenStream
 
-IGNORED_TARGET = -100  # as torch's cross-entropy has it
-
 
 class SequenceDataset(ABC):
     """Sequences of `seq_len` inputs with as many targets. Every id is below `vocab_size`.

@@ -50,7 +50,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
-        """What a checkpoint's index says of the model. Resuming compares it."""
+        """The model's description in a checkpoint's index. Resuming compares it."""
 
     @abstractmethod
     def build(self) -> "nn.Module":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a language model's run is made of, checked before any process starts: data, model, memory, checkpoint.
+"""The parts of a language model's run, checked before any process starts: data, model, memory, checkpoint.
 
 Checks that need no torch run first, so that mistakes are reported immediately.
 """
@@ -225,7 +225,7 @@ def predict_run(config: TrainConfig, source: ModelSource) -> dict[str, Any] | No
 
 
 def plan_of_run(config: TrainConfig, source: ModelSource, cluster: Cluster) -> GridPlan:
-    """What the planner predicts of a run on a cluster. Raises ValueError as `predict_run`."""
+    """Predict a run on a cluster with the planner. Raises ValueError as `predict_run`."""
     run = config.train
     architecture = source.architecture(run.seq_len)
     if architecture is None:
@@ -254,7 +254,7 @@ def plan_of_run(config: TrainConfig, source: ModelSource, cluster: Cluster) -> G
 
 
 def _schedule_of(config: TrainConfig) -> PredictKeywords:
-    """How a pipeline's steps run, as `predict` takes it."""
+    """Describe how a pipeline's steps run, as `predict` takes it."""
     pipeline = config.pipeline
     if config.grid.pipe == 1:
         return {}

@@ -16,6 +16,7 @@ from torch import Tensor
 from stretto.axes import BATCH
 from stretto.cluster import Cluster
 from stretto.counters import advance, note
+from stretto.execution import IGNORED_TARGET
 from stretto.models.moe import routers, update_biases
 from stretto.parallel import Grid, Pipeline, clip_scale, gradient_norm, parallelize
 from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
@@ -25,7 +26,6 @@ from stretto.train.checkpoint.storage import ShardedState
 from stretto.train.checkpoint.torch_format import read_index
 from stretto.train.config import TrainConfig
 from stretto.train.data import Sampler, SequenceDataset, rank_rows
-from stretto.train.data.dataset import IGNORED_TARGET
 from stretto.train.gpt.preflight import (
     build_source,
     check_state_fits,
@@ -274,7 +274,7 @@ class GPTTask(TrainTask):
         return grad_norm
 
     def _skip(self, grad_norm: Tensor, loss: Tensor) -> Tensor | None:
-        """Whether the step changes nothing, bool, 0-dim, on the device; the same on all ranks, as its arguments are."""
+        """True if the step changes nothing, bool, 0-dim, on the device; the same on all ranks, as its arguments are."""
         if not self.config.train.skips_nonfinite:
             return None
         return ~(grad_norm.isfinite() & loss.isfinite())

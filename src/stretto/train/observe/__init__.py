@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows and records of itself: progress, metrics, summaries, traces and timelines."""
+"""Output of a run while it trains: progress, metrics, summaries, traces and timelines."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the routers of a mixture of experts did in a step, as numbers for the log and the screen."""
+"""The routers of a mixture of experts in a step, as numbers for the log and the screen."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -44,7 +44,7 @@ class SentMessage:
 
 
 def read_kernel(about: Mapping[str, Any]) -> SentMessage | None:
-    """What a kernel of NCCL sends, by the arguments of its record; None where they do not say it."""
+    """Read what a kernel of NCCL sends from the arguments of its record; None where they do not say it."""
     name = _name(str(about.get("Collective name", "")))
     count = about.get("In msg nelems")
     if name is None or type(count) is not int:

@@ -104,7 +104,7 @@ class StepRecorder:
             self._record(self._waiting.pop(0))
 
     def has_lost_folder(self) -> bool:
-        """Whether the run's folder was removed while the run trained, as far as this rank's log shows."""
+        """True if the run's folder was removed while the run trained, as far as this rank's log shows."""
         return self._log is not None and self._log.has_lost_folder
 
     def flush(self) -> None:
@@ -163,7 +163,7 @@ class StepRecorder:
         )
 
     def _judge(self, step: int, loss: float, grad_norm: float) -> bool:
-        """Whether the step has changed nothing. Raises DivergenceError if the run ends with it."""
+        """True if the step has changed nothing. Raises DivergenceError if the run ends with it."""
         bad = [(name, value) for name, value in (("loss", loss), ("gradient's norm", grad_norm))]
         bad = [(name, value) for name, value in bad if not math.isfinite(value)]
         if not bad:

@@ -121,6 +121,7 @@ def test_collectives_without_sums_send_whole_messages_except_for_the_last_and_in
         workspace.check()
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @needs_compiler
 @pytest.mark.parametrize("in_place", [False, True])
@@ -264,6 +265,7 @@ def test_a_missing_peer_is_named(folder, small_pieces):
         kernels[0](torch.zeros(200, dtype=torch.int32))
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_rank_that_has_given_up_does_not_signal_its_sums(folder):
     workspaces = make_workspaces(3, folder, limit=3.0)

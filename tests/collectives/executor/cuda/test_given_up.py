@@ -68,6 +68,7 @@ def test_results_of_a_thread_block_that_has_given_up_are_not_sent(protocol, fold
         workspaces[2].check()
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -249,7 +249,7 @@ def test_fused_kernels_and_copy_engines_run_random_schedules_as_the_host_does(ki
 
 
 def test_copy_engines_send_nothing_from_a_place_that_may_be_too_short_for_it(workspaces):
-    """What rank 1 passes on lies in an output of its that may hold anything, and is shorter for uneven sizes."""
+    """Rank 1 passes on chunks in an output of its that may hold anything, and is shorter for uneven sizes."""
     bare = Collective("custom", 3, 2, 2, lambda rank, index: None)
     with trace(bare) as traced:
         chunk(0, "in", 0).copy(1, "out", 1).copy(2, "out", 0)

@@ -93,7 +93,7 @@ def test_groups_that_cross_in_any_order_end(folder):
 @pytest.mark.long
 @needs_compiler
 def test_without_the_bound_they_lock_each_other_out(folder):
-    """What the bound is for: else the test above would show nothing."""
+    """Without this, the test above would show nothing."""
     crossing = Crossing(folder, PLACES, limit=2.0)
     crossing.run([(0, 1, 2), (0, 1, 2)])
     for workspaces in crossing.groups:

@@ -24,15 +24,15 @@ Kernel = FusedScheduleKernel | CopyEngineExecutor
 
 
 def machine_name(has_nvlink: bool) -> str:
-    """What a table is valid for: the GPU, its links, and the versions of torch and NCCL; without the machine's name."""
+    """Key of the machines that a table is valid for: the GPU, its links, and the versions of torch and NCCL."""
     nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
     links = "NVLink" if has_nvlink else "no NVLink"
     return machine_key(torch.device("cuda", torch.cuda.current_device()), links=links, versions=(f"NCCL {nccl}",))
 
 
 class ResolvedCall(NamedTuple):
-    """How calls of one kind run: a kernel, called with (input, output), and its choice's name, or None for both if the
-    library runs them; why: the reason, for logs.
+    """Implementation of calls of one kind: a kernel, called with (input, output), and its choice's name, or None for
+    both if the library runs them; why: the reason, for logs.
     """
 
     kernel: Kernel | None
@@ -112,7 +112,7 @@ class CudaCommunicator:
         return ResolvedCall(None, None, "its tensors are not contiguous")
 
     def _find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> ResolvedCall | None:
-        """How such calls run, or None if that is not settled: its kernel cannot be compiled now."""
+        """Find how such calls run, or None if that is not settled: its kernel cannot be compiled now."""
         larger = input if output is None or input.numel() >= output.numel() else output
         dtype = _name(larger.dtype)
         if dtype not in ELEMENTS:

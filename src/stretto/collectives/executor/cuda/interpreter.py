@@ -95,7 +95,7 @@ class _PaddedCopies(NamedTuple):
 
 
 class _SizedCall(NamedTuple):
-    """What calls of one size launch with.
+    """Launch arguments of calls of one size.
 
     parameters: of the kernel; tables: the memory that these point to; scratch_bytes: the scratch memory that a call
     needs; initial_copies: of `find_initial_copies`; input_copy, output_copy: of `_copy_tensors`.
@@ -226,7 +226,7 @@ class InterpretedSchedule:
         return f"{awaited} (step {level}, {step.type.value}, channel {waiting.channel})"
 
     def _find_sized(self, sizes: tuple[int | None, int | None]) -> _SizedCall:
-        """What calls of these sizes launch with: made once and kept, as is the largest scratch memory so far."""
+        """Find the launch arguments of these sizes: made once and kept, as is the largest scratch memory so far."""
         sized = self._sized.get(sizes)
         if sized is not None:
             return sized

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CUDA kernels of collectives are compiled for: dtype, reduction and protocol, as macros before their sources."""
+"""Variants of collectives' CUDA kernels: dtype, reduction and protocol, as macros before their sources."""
 
 from dataclasses import dataclass
 from importlib.resources import files
@@ -36,7 +36,7 @@ class Variant:
 
     @property
     def is_16_bit_float(self) -> bool:
-        """Whether sums are made in fp32 and rounded to 16 bits."""
+        """True if sums are made in fp32 and rounded to 16 bits."""
         return self.dtype in ("float16", "bfloat16")
 
 

@@ -87,7 +87,7 @@ class EndOfCall(Protocol):
         """Make the current stream wait for it."""
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Check whether it has come."""
 
     def synchronize(self) -> None:
         """Make the host wait for it."""
@@ -211,7 +211,7 @@ class CollectiveWorkspace:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured in a CUDA graph."""
+        """True if the current stream is being captured in a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def load(self, source: str, names: list[str], entry: str = "run") -> Launchable:

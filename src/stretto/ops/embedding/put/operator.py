@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.memory import failures, group_timeout, shared_gpus
-from stretto.ops.checks import find_name
 from stretto.ops.embedding.forward import count_programs, find_launch_config
 from stretto.ops.embedding.index_errors import IndexErrors
 from stretto.ops.embedding.launch_config import LaunchConfig, cache_on_device, describe_pooling, describe_tables
@@ -22,7 +21,7 @@ from stretto.ops.embedding.output_ring import CHANNELS, round_size
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_placement, require_input
 from stretto.ops.embedding.pooling_kernel import Bags
 from stretto.ops.embedding.table_set import TableSet, find_tables
-from stretto.ops.workspace import find_group, find_kept, list_kept
+from stretto.ops.operator import find_group, find_kept, find_name, list_kept
 from stretto.tiles import INTERPRETED, Channel
 from stretto.tiles.call_state import WaitLimit, make_state
 from stretto.tiles.launches import launch_kernel

@@ -50,7 +50,7 @@ class _ReceiveKernel(NamedTuple):
 
 
 def is_single_hop(all_levels: list[tuple[CopyLevel, ...]]) -> bool:
-    """Whether no rank forwards data or overwrites what it sends: then all copies can be queued at the beginning."""
+    """Check that no rank forwards data or overwrites what it sends: all copies can then be queued at the beginning."""
     return not any(
         any(send.needs_kernel for level in levels for send in level.sends) or find_overwriting(levels)
         for levels in all_levels

@@ -168,7 +168,7 @@ def _lower_kernel(places: _ValuePlaces, number: int, level: Level, *, has_awaits
 
 
 def _is_exact(value: int, program: FusedRankProgram) -> bool:
-    """Whether memory holds a stored value exactly: a sum that is not rounded is wider in registers."""
+    """Check whether memory holds a stored value exactly: a sum that is not rounded is wider in registers."""
     is_sum = any(reduce.value == value for level in program.levels for reduce in level.reduces)
     return not is_sum or value in program.rounded
 

@@ -111,7 +111,7 @@ class PeerCopy(NamedTuple):
 
 
 class CopyStep(NamedTuple):
-    """What is issued together, in the order of the fields. Events order the streams; their names identify them.
+    """Copies that are issued together, in the fields' order. Events order the streams; their names identify them.
 
     wait_for_peers: launched on the wait stream, and recorded as the event `peers_ready`, which the copies wait for.
     kernel: runs on the caller's stream, after the event `overwrites` where it writes over chunks that are being sent;
@@ -214,7 +214,7 @@ class CopyPlanner(ABC):
 
     @abstractmethod
     def _count_mailbox_sets(self) -> int:
-        """How many mailbox sets there are."""
+        """Count the mailbox sets."""
 
     @abstractmethod
     def _load_kernels(self) -> None:

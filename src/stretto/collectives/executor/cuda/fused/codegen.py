@@ -67,7 +67,7 @@ def max_threads(fused: FusedProgram, variant: Variant) -> int:
 
 
 def divides_inputs(fused: FusedProgram, variant: Variant) -> bool:
-    """Whether an average divides each rank's input before it is added, and not each sum once it is whole.
+    """Check whether an average divides each rank's input before it is added, and not each sum once it is whole.
 
     It does where a rank rounds sums of some ranks' inputs to 16 bits, which may hold the average and not the sum.
     """

@@ -24,7 +24,7 @@ BLOCKS_OF_LARGE = 48
 
 
 class _Launches(NamedTuple):
-    """What calls of one size launch: parameters, threads of a block, and (begin, vectors, blocks) of every piece.
+    """Launches of calls of one size: parameters, threads of a block, and (begin, vectors, blocks) of every piece.
 
     The parameters are those of the first piece.
     """

@@ -100,7 +100,7 @@ class SendChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Level:
-    """What a thread does once the messages before it have arrived, in this order."""
+    """A thread's work once the messages before it have arrived, in this order."""
 
     receives: tuple[ReceiveChunk, ...]
     loads: tuple[LoadChunk, ...]
@@ -116,7 +116,7 @@ class Level:
 
 @dataclass(frozen=True)
 class FusedRankProgram:
-    """What one rank's threads execute.
+    """The program of one rank's threads.
 
     mailboxes: the number of messages that it receives; rounded: the sums that are rounded to the dtype before they are
     used again, either those that are sent or all; the others are kept in fp32 until they are stored.
@@ -185,7 +185,7 @@ class _Operation(NamedTuple):
 
 
 class _Trace(NamedTuple):
-    """What a schedule does, as values.
+    """A schedule's operations, as values.
 
     operations: of all ranks, in an order in which they can be executed; a value is made once, before its uses. senders:
     the value that each (rank, message) brings. names: for each loaded value, its input chunk, or its place where that
@@ -225,7 +225,7 @@ def _trace(schedule: Schedule, collective: Collective) -> _Trace:
 
 
 class _Tracer:
-    """What the ranks hold while a schedule is traced, and the operations so far."""
+    """The ranks' buffers while a schedule is traced, and the operations so far."""
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
@@ -340,7 +340,7 @@ def _find_levels(trace: _Trace) -> dict[Value, int]:
 
 
 def _has_implicit_barrier(trace: _Trace, levels: Mapping[Value, int], ranks: int) -> bool:
-    """Whether each rank knows at its end, from the messages that it has received, that all ranks have begun.
+    """Check whether each rank knows at its end, from the messages that it has received, that all ranks have begun.
 
     A message shows that its sender has begun, and all ranks of which the sender knew it by the level of the send. A
     send of a level is not held up by messages of later levels, even where the schedule's step was.
@@ -373,7 +373,7 @@ def _find_sent_sums(trace: _Trace) -> frozenset[Value]:
 
 
 def _replicas_agree(trace: _Trace, sent_sums: frozenset[Value]) -> bool:
-    """Whether all ranks' outputs are the same sums of the same sums, rounded at the same places."""
+    """Check whether all ranks' outputs are the same sums of the same sums, rounded at the same places."""
     numbers: dict[object, int] = {}
     found: dict[Value, int] = {}  # the expression of each value as it is used on its rank
     for operation in trace.operations:
@@ -484,6 +484,6 @@ def _find_first_reads(
 
 
 def _is_complete(inputs: frozenset[tuple[int, int]], ranks: int) -> bool:
-    """Whether a value is the sum of the same chunk of all ranks' inputs."""
+    """Check whether a value is the sum of the same chunk of all ranks' inputs."""
     givers, indices = {rank for rank, _ in inputs}, {index for _, index in inputs}
     return len(givers) == len(inputs) == ranks and len(indices) == 1

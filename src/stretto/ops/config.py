@@ -1,0 +1,605 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a call: what there is to choose, the choice for each call, and defaults.
+
+`KernelConfig` holds every choice that can be made for a call, each independent of the others (TileLink, section 3.1):
+tile sizes, and how rows and partial sums are transferred. `encode` and `decode` turn it into text and back, for
+operators' schemas and for tuning files.
+
+A call finds its configuration by `recall_config` for an equal earlier call, else by `choose_config`: the caller's, the
+fastest measured, or a default. All ranks of a group make the same choice: their calls are equal, and everything else on
+which choices depend (measured times, whether GPUs can access each other's memory) is exchanged once, at the group's
+first call. The tables of defaults at the end are meant to be edited after measuring.
+"""
+
+import json
+import logging
+import math
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import triton
+from torch import Tensor
+
+from stretto.memory import failures, is_debugging
+from stretto.memory.gpus import bound_blocks, count_processors, find_capability, find_obstacle
+from stretto.memory.plain_data import all_gather_data
+from stretto.ops.gemm import Blocks, count_waves, divide_up, has_power_of_two_columns, takes_tma
+from stretto.ops.operator import find_group, require_agreement, require_no_capture
+from stretto.tiles import INTERPRETED
+from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
+
+logger = logging.getLogger("stretto.ops")
+
+IMPLEMENTATIONS = ("auto", "kernel", "library")
+TRANSFERS = ("copies", "programs")
+DIRECTIONS = ("push", "pull")
+EXCHANGES = ("tiles", "packets")
+
+_NEAR = 1.5  # a measurement counts for up to so many times as many rows, or as few
+_MAX_CHOICES = 4096
+
+
+class GemmProblem(NamedTuple):
+    """A call as far as a configuration's speed depends on it. m: rows of all ranks; n, k: of a rank's weight."""
+
+    operator: str
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    transposed: bool
+    world: int
+
+    @property
+    def name(self) -> str:
+        """The problem as text, for tables, logs and the keys of the tuning store."""
+        order = " transposed" if self.transposed else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.operator} m={self.m} n={self.n} k={self.k}{order} {dtype} {self.world} ranks"
+
+
+class Machine(NamedTuple):
+    """A machine as far as defaults depend on it.
+
+    processors: multiprocessors; 0: kernels are interpreted. by_tma: whether TMA takes the operands.
+    """
+
+    processors: int
+    by_tma: bool
+    is_hopper: bool
+
+
+class KernelConfig(NamedTuple):
+    """The kernel configuration of a call; an operator ignores the fields that do not apply to it.
+
+    implementation: "kernel" or "library" (which ignores all other fields). blocks: the GEMM's tiles, whose columns are
+    a multiple of 16; kernels that exchange tiles, or whose rows copy engines move, round them down to a power of two.
+    transfer: how gathered rows are transferred: by copy engines ("copies"), or by the first `movers` programs of the
+    kernel before they multiply ("programs"), which push or pull them (direction); and how tiles of partial sums are
+    transferred: by copy engines, or by the program that has computed them. piece_bytes: bytes transferred per signal.
+    exchange: partial sums are sent as "tiles", or, for few rows, as "packets". shots: of an all-reduce: 1, all ranks
+    send to all ranks; 2, an owner reduces and broadcasts. is_shifted: each rank begins with another rank's tiles (Flux,
+    section 4.1); if not, all begin with rank 0's. Tuning files contain these names: renaming a field makes earlier
+    measurements unreadable.
+    """
+
+    implementation: str = "kernel"
+    blocks: Blocks | None = None
+    transfer: str = "copies"
+    direction: str = "push"
+    movers: int = 16
+    piece_bytes: int = 8 << 20
+    exchange: str = "tiles"
+    shots: int = 1
+    is_shifted: bool = True
+
+    def with_power_of_two_tiles(self) -> "KernelConfig":
+        """The configuration for kernels whose tiles have a power of two of columns: rounded down to one."""
+        if self.blocks is None or has_power_of_two_columns(self.blocks):
+            return self
+        return self._replace(blocks=self.blocks._replace(n=1 << (self.blocks.n.bit_length() - 1)))
+
+    def encode(self) -> str:
+        """The configuration as text, which `decode` reads: for operators' schemas and the tuning store."""
+        return _encode(self)
+
+
+LIBRARY = KernelConfig(implementation="library")
+
+
+def encode_implementation(implementation: str | KernelConfig) -> str:
+    """The user's `implementation` as an operator's schema takes it. ValueError for anything else."""
+    if isinstance(implementation, KernelConfig):
+        return _encode_constant(implementation)
+    if isinstance(implementation, str) and (implementation in IMPLEMENTATIONS or implementation.startswith("{")):
+        return implementation  # the latter is an encoded configuration, which `decode` reads
+    raise ValueError(f'implementation is "auto", "kernel", "library" or a KernelConfig, not {implementation!r}')
+
+
+@lru_cache(maxsize=4096)
+def _encode(config: KernelConfig) -> str:
+    if config == LIBRARY:
+        return "library"
+    return json.dumps(dict(config._asdict(), blocks=None if config.blocks is None else list(config.blocks)))
+
+
+@torch.compiler.assume_constant_result  # torch.compile does not trace into json
+def _encode_constant(config: KernelConfig) -> str:
+    return _encode(config)
+
+
+@lru_cache(maxsize=4096)
+def decode(text: str) -> KernelConfig:
+    """The configuration that `KernelConfig.encode` wrote as this text. ValueError for other text."""
+    if text == "library":
+        return LIBRARY
+    try:
+        fields = json.loads(text)
+        if fields["blocks"] is not None:
+            fields["blocks"] = Blocks(*fields["blocks"])
+        config = KernelConfig(**fields)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{text[:80]!r} is no configuration of a kernel: {error}") from error
+    require_config(config)
+    return config
+
+
+def require_config(config: KernelConfig) -> None:
+    """ValueError for a configuration whose fields have unknown or impossible values."""
+    options = (
+        ("implementation", config.implementation, IMPLEMENTATIONS[1:]),
+        ("transfer", config.transfer, TRANSFERS),
+        ("direction", config.direction, DIRECTIONS),
+        ("exchange", config.exchange, EXCHANGES),
+        ("shots", config.shots, (1, 2)),
+        ("is_shifted", config.is_shifted, (False, True)),
+    )
+    for what, given, known in options:
+        if given not in known:
+            raise ValueError(f"a configuration's {what} is one of {', '.join(map(str, known))}, not {given!r}")
+    if config.transfer == "copies" and config.direction == "pull":
+        raise ValueError('copy engines push: "pull" goes with transfer="programs"')
+    for what, number in (("movers", config.movers), ("piece_bytes", config.piece_bytes)):
+        if not isinstance(number, int) or not 1 <= number <= 1 << 30:
+            raise ValueError(f"a configuration's {what} is a whole number, 1 or more, not {number!r}")
+    if config.blocks is not None:
+        _require_blocks(config.blocks)
+
+
+def _require_blocks(blocks: Blocks) -> None:
+    for name, value in blocks._asdict().items():
+        if not isinstance(value, int) or not 1 <= value <= 4096:
+            raise ValueError(f"{name} of blocks is a whole number from 1 to 4096, not {value!r}")
+    if blocks.n % 16:
+        raise ValueError(f"n of blocks is a multiple of 16, not {blocks.n}")
+    for name, value in (("m", blocks.m), ("k", blocks.k), ("num_warps", blocks.num_warps)):
+        if value & (value - 1) or value < (1 if name == "num_warps" else 16):
+            raise ValueError(f"{name} of blocks is a power of two (tiles: 16 or more), not {value}")
+
+
+def pin_backward(implementation: str) -> str:
+    """The `implementation` of the backward pass's operator: a configuration fits one operator and its shapes alone."""
+    if implementation in IMPLEMENTATIONS:
+        return implementation
+    return decode(implementation).implementation
+
+
+class CallKey(NamedTuple):
+    """The key of a call in the cache of choices: all that its checks and its configuration depend on.
+
+    x, weight, bias: what counts of the tensors. options: of the call, which all ranks give alike.
+    """
+
+    operator: str
+    x: object
+    weight: object
+    bias: object
+    gpu: int | None
+    options: tuple[object, ...]
+
+
+@dataclass
+class _GroupChoices:
+    """Agreed timings, cached configurations and call counts of a group.
+
+    obstacle: why no kernel can run, or "". times: seconds by problem and encoded configuration. choices: a
+    configuration and the reason for it. recalled: configurations of calls that were checked before.
+    """
+
+    group: "weakref.ref[dist.ProcessGroup]"
+    obstacle: str = ""
+    times: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    choices: dict[tuple[GemmProblem, Machine, str], tuple[KernelConfig, str]] = field(default_factory=dict)
+    recalled: dict[CallKey, KernelConfig] = field(default_factory=dict)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+_groups: dict[str, _GroupChoices] = {}
+
+
+def counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:
+    """Count this rank's calls in a group (None: all ranks) by (operator, "kernel" or "library")."""
+    world = dist.group.WORLD if group is None else group
+    known = _groups.get("" if world is None else world.group_name)
+    return dict(known.counts) if known is not None and known.group() is world else {}
+
+
+def make_call_key(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, *options: object) -> CallKey:
+    """A call's key."""
+    current = torch.cuda.current_device() if x.is_cuda else None
+    of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
+    of_x = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+    of_weight = weight.shape, weight.stride(), weight.dtype, weight.device, weight.data_ptr() % 16
+    return CallKey(operator, of_x, of_weight, of_bias, current, options)
+
+
+def recall_config(group: str, key: CallKey) -> KernelConfig | None:
+    """Look up the configuration of an equal earlier call, and count this one; None for a new kind of call."""
+    known = _groups.get(group)
+    if known is None or known.group() is not find_group(group) or is_debugging():
+        return None
+    config = known.recalled.get(key)
+    if config is not None:
+        known.counts[key.operator, config.implementation] += 1
+    return config
+
+
+def choose_config(
+    problem: GemmProblem, x: Tensor, weight: Tensor, group: str, implementation: str, key: CallKey | None = None
+) -> KernelConfig:
+    """Choose the configuration of a call: the caller's, else the fastest measured, else a default. Counts the call.
+
+    implementation: "auto", "kernel", "library" or an encoded configuration. key: under which `recall_config` finds the
+    choice from now on. Logs each new choice at debug level. ValueError for another implementation, where a kernel was
+    asked for and none can run, and where ranks call different things. Collective at the group's first call, and at the
+    first of its kind.
+    """
+    known = _find(group, x.device)
+    of_bias, options = (key.bias, key.options) if key else (None, (implementation,))
+    description = f"{problem.name}{'' if of_bias is None else ' with a bias'} {options}"
+    machine = find_machine(x, weight)
+    machine = machine._replace(by_tma=require_agreement(description, machine.by_tma, group, x.device))
+    asked = problem, machine, implementation
+    if asked not in known.choices:
+        if len(known.choices) == _MAX_CHOICES:
+            known.choices.clear()
+        known.choices[asked] = config, why = _choose(known, *asked)
+        logger.debug("group %s: %s runs as %s: %s", group, problem.name, config.encode(), why)
+    config, _ = known.choices[asked]
+    if key is not None:
+        if len(known.recalled) == _MAX_CHOICES:
+            known.recalled.clear()
+        known.recalled[key] = config
+    known.counts[problem.operator, config.implementation] += 1
+    return config
+
+
+def describe_problem(operator: str, m: int, x: Tensor, weight: Tensor, group: str) -> GemmProblem:
+    """The problem that a call computes; m: rows of the whole."""
+    transposed = not weight.is_contiguous()
+    return GemmProblem(operator, m, weight.shape[0], weight.shape[1], x.dtype, transposed, find_group(group).size())
+
+
+def find_machine(x: Tensor, weight: Tensor) -> Machine:
+    """The machine, as far as the defaults for these operands depend on it."""
+    by_tma = takes_tma(x) and takes_tma(weight if weight.is_contiguous() else weight.t())
+    device = x.device
+    if device.type == "cpu":
+        return Machine(0, by_tma, False)
+    return Machine(count_processors(device.index), by_tma, find_capability(device.index) == (9, 0))
+
+
+def _choose(
+    known: _GroupChoices, problem: GemmProblem, machine: Machine, implementation: str
+) -> tuple[KernelConfig, str]:
+    config = None if implementation in IMPLEMENTATIONS else decode(implementation)
+    if 0 in (problem.m, problem.n, problem.k):
+        return LIBRARY, "there is nothing to multiply"
+    if config is not None:
+        if config.implementation == "kernel":
+            _require_kernel(known, problem)
+        if config.blocks is None and config != LIBRARY:
+            config = config._replace(blocks=default_blocks(problem, machine, config.transfer))
+        return config, "it was asked for"
+    if implementation == "library":
+        return LIBRARY, "it was asked for"
+    measured = _find_fastest(known, problem, needs_kernel=implementation == "kernel")
+    if implementation == "kernel":
+        _require_kernel(known, problem)
+        if measured is not None:
+            return measured
+        config, _ = default_config(problem, machine)
+        if config == LIBRARY:
+            config = KernelConfig(blocks=default_blocks(problem, machine, KernelConfig().transfer))
+        return config, "a kernel was asked for"
+    if known.obstacle:
+        return LIBRARY, known.obstacle
+    return measured or default_config(problem, machine)
+
+
+def _require_kernel(known: _GroupChoices, problem: GemmProblem) -> None:
+    if known.obstacle:
+        raise ValueError(f'{problem.operator}: no kernel can run: {known.obstacle}; implementation="library" can')
+
+
+def _find_fastest(known: _GroupChoices, problem: GemmProblem, *, needs_kernel: bool) -> tuple[KernelConfig, str] | None:
+    """The fastest configuration measured at the nearest number of rows, if that is near enough."""
+    rows = _measured_rows(known, problem)
+    if not rows:
+        return None
+    nearest = min(rows, key=lambda m: abs(math.log(m / problem.m)))
+    times = known.times[problem._replace(m=nearest).name]
+    configs = ((decode(text), seconds) for text, seconds in times.items())
+    timed = [(seconds, config) for config, seconds in configs if not (needs_kernel and config == LIBRARY)]
+    if not timed or not 1 / _NEAR <= nearest / problem.m <= _NEAR:
+        return None
+    seconds, config = min(timed, key=lambda pair: pair[0])
+    return config, f"it was the fastest at m={nearest}, {seconds * 1e6:.1f} us"
+
+
+def _measured_rows(known: _GroupChoices, problem: GemmProblem) -> list[int]:
+    """The values of m at which the problem was measured."""
+    before, after = problem._replace(m=0).name.split("m=0")
+    found = []
+    for name in known.times:
+        if name.startswith(f"{before}m=") and name.endswith(after):
+            digits = name[len(before) + 2 : len(name) - len(after)]
+            if digits.isdecimal() and int(digits) > 0:
+                found.append(int(digits))
+    return found
+
+
+def _find(name: str, device: torch.device) -> _GroupChoices:
+    group = find_group(name)
+    known = _groups.get(name)
+    if known is None or known.group() is not group:
+        require_no_capture(device)
+        failures.check()  # before this rank waits for ranks that may never come
+        for gone in [other for other, old in _groups.items() if old.group() is None]:
+            del _groups[gone]
+        known = _groups[name] = _agree(group, device)
+        if known.obstacle:
+            logger.warning("group %s: operators run by the library, unfused: %s", name, known.obstacle)
+    return known
+
+
+def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
+    """Exchange what choices depend on: rank 0's measured times, and whether kernels can run. Collective."""
+    read = autotuner(device).read() if dist.get_rank(group) == 0 else {}
+    times = {
+        problem: {config.encode(): second for config, second in seconds.items()} for problem, seconds in read.items()
+    }
+    everyone = all_gather_data((socket.gethostname(), times), group, tuple[str, dict[str, dict[str, float]]])
+    hosts = {host for host, _ in everyone}
+    obstacle = ""
+    if len(hosts) > 1:
+        obstacle = f"its ranks are on {len(hosts)} machines, and kernels reach the memory of one"
+    elif device.type == "cpu" and not INTERPRETED.value:
+        obstacle = "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
+    elif device.type == "cuda":
+        obstacle = find_obstacle(group, device) or ""
+    return _GroupChoices(weakref.ref(group), obstacle, everyone[0][1])
+
+
+def autotuner(device: torch.device, store: TuningStore | None = None) -> Autotuner[str, KernelConfig]:
+    """The measured times of configurations on this machine, by the problem's name."""
+    return Autotuner(machine_key(device), TimeKeys(name_time, _parse_time_key), store)
+
+
+def name_time(problem: str, config: KernelConfig) -> str:
+    """The key in the tuning store of the seconds that a configuration takes for a problem of this name."""
+    return f"ops {problem} by {config.encode()}"
+
+
+def _parse_time_key(key: str) -> tuple[str, KernelConfig]:
+    """The problem's name and the configuration; ValueError for a key that this version cannot read."""
+    kind, _, rest = key.partition(" ")
+    if kind != "ops":
+        raise ValueError(f"{key!r} names no times of an operator")
+    problem, _, text = rest.partition(" by ")
+    return problem, decode(text)
+
+
+def clear_choices() -> None:
+    """Make every group agree again at its next call, which is then collective: new times have been measured."""
+    _groups.clear()
+
+
+SMALL_M_ROWS = 64
+"""Up to so many rows a product takes as long as its weight takes to stream from memory."""
+
+MOSTLY_BUSY = 0.7
+"""If so large a part of the programs have one tile each, tiles are not split over k: memory bandwidth is the limit, and
+a fix-up takes longer than the idle programs cost."""
+
+# (rows of the whole up to, what moves them, programs that move): the first row that holds counts.
+GATHER_TRANSFERS = ((512, "programs", 132), (1 << 62, "copies", 1))
+SCATTER_COPIED_ROWS = 1024
+"""From so many rows on, copy engines push a reduce-scatter's tiles. With fewer, where one wave of tiles is most of the
+product, the kernel stores the tiles to their owners."""
+
+SCATTER_PIECE_BYTES = 6 << 20
+COOL_ROWS = 4096
+"""Above, a gather is faster in tiles of 128 columns, by two programs on a multiprocessor: power is the limit."""
+
+MAX_GATHERED_ROWS = 4
+"""The most `group_rows` where copy engines bring the rows. fp8 has no such limit, since it reads the L2 cache at twice
+the rate."""
+
+NARROW_SPEED = 0.85
+"""Speed of tiles of 128 columns relative to 256: they are taken where 256 would leave too many programs idle."""
+
+ONE_SHOT_BYTES = 900_000
+"""What one shot may send more than two shots do, which wait for each other: as much as travels in that time."""
+
+_MIN_STAGES = 3  # of loads in flight, where memory bandwidth is the limit
+_PAYING_BYTES = 164 << 10  # of shared memory on a multiprocessor: with more, products of 64 rows take 1% longer
+_MAX_BYTES = 200 << 10
+
+
+def default_config(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig, str]:
+    """The configuration where nothing was measured, and the reason for it.
+
+    Kernels on Hopper for types of up to 16 bits that TMA takes: there Triton's GEMM is as fast as the library's. An
+    all-reduce only for few rows: with many, each program would wait for all. Interpreted, always kernels.
+    """
+    blocks = default_blocks(problem, machine)
+    config = KernelConfig(blocks=blocks)
+    if not machine.processors:
+        few = problem.m <= 16
+        return config._replace(exchange="packets" if few else "tiles", transfer="programs" if few else "copies"), (
+            "kernels are interpreted"
+        )
+    if not machine.is_hopper or problem.dtype.itemsize > 2 or not machine.by_tma:
+        return LIBRARY, "kernels are for operands of up to 16 bits that TMA takes, on sm_90"
+    weight_bytes = problem.n * problem.k * problem.dtype.itemsize
+    match problem.operator:
+        case "matmul_all_reduce":
+            if problem.m > SMALL_M_ROWS:
+                return LIBRARY, f"it has more than {SMALL_M_ROWS} rows"
+            sums = problem.m * problem.n * max(2, problem.dtype.itemsize)
+            more = (problem.world - 1) * sums - 2 * (problem.world - 1) * sums // problem.world
+            config = config._replace(exchange="packets", shots=1 if more <= ONE_SHOT_BYTES else 2)
+        case "matmul_reduce_scatter":
+            copies = problem.m >= SCATTER_COPIED_ROWS and problem.world > 1
+            config = config._replace(
+                exchange="packets" if problem.m <= SMALL_M_ROWS else "tiles",
+                transfer="copies" if copies else "programs",
+                piece_bytes=SCATTER_PIECE_BYTES,
+            )
+        case _:
+            transfer, movers = find_gather_transfer(problem.m)
+            config = config._replace(transfer=transfer, movers=min(movers, count_usable(problem, machine)))
+    return config, f"nothing was measured for {weight_bytes} bytes of weight, and it is the default"
+
+
+def default_blocks(problem: GemmProblem, machine: Machine, transfer: str | None = None) -> Blocks:
+    """Tile sizes where nothing was measured. transfer: what moves a gather's rows (None: the default for its rows)."""
+    if not machine.processors:  # interpreted programs run in turns: a few, with small tiles
+        return Blocks(16 if problem.m <= 16 else 32, 32, 32, 2, 4, 2, 3)
+    itemsize = problem.dtype.itemsize
+    is_gather = problem.operator == "all_gather_matmul"
+    shards = problem.world if problem.operator == "matmul_reduce_scatter" else 1
+    processors = count_usable(problem, machine, transfer)
+    m = problem.m // shards
+    if problem.m <= SMALL_M_ROWS:
+        blocks = small_m_blocks(problem.m, problem.n, itemsize, machine.by_tma, processors)
+    else:
+        wide, narrow = (look_up_blocks(m, itemsize, machine.by_tma, is_wide, processors) for is_wide in (True, False))
+        narrow_takes = _estimate(problem, shards, narrow) / NARROW_SPEED
+        blocks = wide if _estimate(problem, shards, wide) <= narrow_takes else narrow
+        if is_gather and problem.m > COOL_ROWS and machine.by_tma and itemsize == 2:
+            blocks = Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * machine.processors)
+        most = MAX_GATHERED_ROWS if is_gather and itemsize > 1 else blocks.group_rows
+        most = min(blocks.group_rows, most, count_grouped_rows(problem, transfer) // blocks.m)
+        blocks = blocks._replace(group_rows=max(1, most))
+    return blocks if machine.is_hopper else blocks._replace(num_stages=min(blocks.num_stages, 3))
+
+
+def look_up_blocks(m: int, itemsize: int, by_tma: bool, fills_gpu: bool, processors: int) -> Blocks:
+    """Tile sizes for GPUs, one persistent program a multiprocessor: a table, not a measurement.
+
+    Tiles are as wide as fp32 accumulators fit into registers (128 x 256 with 8 warps) if such tiles fill the GPU, else
+    narrower; they have as few rows as tensor cores take where m is small; and they are smaller where pointers (no TMA)
+    or products without tensor cores (fp32) take registers, since larger tiles would spill. itemsize: bytes of an
+    operand's element.
+    """
+    few = max(16, triton.next_power_of_2(min(m, 64)))
+    match itemsize == 4, by_tma, m <= 64, fills_gpu:
+        case True, _, _, _:
+            blocks = Blocks(few, 64, 32, 8, 4 if few == 16 else 8, 3, processors)
+        case _, False, True, _:
+            blocks = Blocks(few, 128, 64, 8, 4, 3, processors)
+        case _, False, _, _:
+            blocks = Blocks(128, 128, 32, 8, 8, 3, processors)
+        case _, _, True, _:
+            blocks = Blocks(few, 128, 128, 8, 4, 4, processors)
+        case _, _, _, True:
+            blocks = Blocks(128, 256, 64, 8, 8, 4, processors)
+        case _:
+            blocks = Blocks(128, 128, 128, 8, 8, 3, processors)
+    return deepen_for_fp8(blocks, itemsize)
+
+
+def deepen_for_fp8(blocks: Blocks, itemsize: int) -> Blocks:
+    """Blocks whose steps over k have as many bytes in fp8 as those for 16 bits have."""
+    return blocks._replace(k=2 * blocks.k) if itemsize == 1 else blocks
+
+
+def count_usable(problem: GemmProblem, machine: Machine, transfer: str | None = None) -> int:
+    """The multiprocessors for a default's programs: fewer where programs occupy one while they wait for other ranks."""
+    waits = problem.m <= SMALL_M_ROWS or _is_moved_by_programs(problem, transfer)
+    return bound_blocks(machine.processors) if waits else machine.processors
+
+
+def find_gather_transfer(m: int) -> tuple[str, int]:
+    """What moves the rows of a gather of m rows where nothing was measured, and how many programs do."""
+    return next(row[1:] for row in GATHER_TRANSFERS if m <= row[0])
+
+
+def _is_moved_by_programs(problem: GemmProblem, transfer: str | None) -> bool:
+    transfer = transfer or find_gather_transfer(problem.m)[0]
+    return problem.operator == "all_gather_matmul" and transfer == "programs"
+
+
+def count_grouped_rows(problem: GemmProblem, transfer: str | None = None) -> int:
+    """Rows whose tiles may be visited together: as a rule one rank's, or the first tile would wait for all ranks.
+
+    Rows that programs push arrive from all ranks at about one time, and the weight is read once where tiles of all
+    ranks are visited together.
+    """
+    return problem.m if _is_moved_by_programs(problem, transfer) else problem.m // problem.world
+
+
+def _estimate(problem: GemmProblem, shards: int, blocks: Blocks) -> float:
+    """How long the problem's tiles take, in elements of one wave of tiles."""
+    count = shards * divide_up(problem.m // shards, blocks.m) * divide_up(problem.n, blocks.n)
+    return count_waves(count, problem.k, blocks) * blocks.m * blocks.n
+
+
+def small_m_blocks(m: int, n: int, itemsize: int, any_width: bool, processors: int) -> Blocks:
+    """Tiles for few rows: columns so that all multiprocessors have a tile, and as many loads in flight as fit.
+
+    any_width: whether columns may be other than a power of two.
+    """
+    rows = max(16, triton.next_power_of_2(m))
+    if itemsize == 4:
+        return Blocks(rows, 32, 64, 1, 4, 3, processors)
+    columns = 64 if n >= 64 * processors * 0.9 else 32
+    # Fewer rows of fp8 than 64 are converted for tensor cores: all columns of a tile at once, as a power of two.
+    is_converted = itemsize == 1 and rows < 64
+    if any_width and not is_converted:
+        columns = find_width(rows, n, processors) or columns
+    blocks = fit_blocks(rows, columns, 256, processors)
+    if not is_converted and (rows > 32 or columns < 96 or blocks.k < 256):
+        blocks = fit_blocks(rows, columns, 128, processors)
+    return deepen_for_fp8(blocks, itemsize)
+
+
+def find_width(rows: int, n: int, processors: int) -> int:
+    """A tile's columns if every program has whole tiles; 0 where that leaves many programs without a tile.
+
+    With few rows memory bandwidth is the limit, and a GPU with some programs less is as fast. Two things cost time: a
+    wave in which most programs have no tile, and A, which each tile loads from the L2 cache.
+    """
+    if divide_up(n, 32) < MOSTLY_BUSY * processors:
+        return 0
+    return min(
+        range(32, 257, 32), key=lambda columns: divide_up(divide_up(n, columns), processors) * (columns + rows // 4)
+    )
+
+
+def fit_blocks(rows: int, columns: int, depth: int, processors: int) -> Blocks:
+    """Blocks with as many stages as pay; where these are too few, of half the depth."""
+    stage = (rows + columns) * depth * 2
+    stages = min(6, max(_PAYING_BYTES // stage, min(_MIN_STAGES, _MAX_BYTES // stage)))
+    if stages < _MIN_STAGES:
+        return fit_blocks(rows, columns, depth // 2, processors)
+    return Blocks(rows, columns, depth, 1, 4, stages, processors)

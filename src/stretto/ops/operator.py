@@ -1,0 +1,605 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host's side that all operators share: registration with torch, checks of calls, workspaces, and collectives.
+
+`define_operator` registers a function with torch, and has it called past torch's dispatch where torch need not see it.
+Checks come before anything is allocated or launched; `require_agreement` compares the ranks' calls. `find_workspace`
+and `find_kept` keep symmetric memory between calls, for each group. Collectives of rows are the group's own backend's:
+operators have them around a library's GEMM where no kernel runs.
+"""
+
+import functools
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.flop_counter import register_flop_formula
+
+from stretto.execution import MIN_WORKSPACE_BYTES, TWO_SLOTS_BYTES
+from stretto.memory import failures, find_own_rank, group_timeout, is_debugging, store_all_gather
+from stretto.memory.copy_engine import find_current
+from stretto.tiles import BlockChannel
+
+FP8 = torch.float8_e4m3fn
+"""The dtype of 8 bits that products take: 4 of exponent, 3 of mantissa, up to 448."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+CHANNELS = 32
+"""Channels of each rank: the most pieces of its shard that are signalled separately."""
+
+PEER_TILES = 256
+"""Pieces that a rank may offer for other ranks to pull."""
+
+_ARRIVALS = 1024
+_MAX_KNOWN = 4096
+_BY_TMA = ", by TMA"
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Autograd(NamedTuple):
+    """An operator's backward pass, as `torch.library.register_autograd` takes it.
+
+    save(ctx, inputs, output) saves what the backward pass needs; differentiate(ctx, *gradients) computes them.
+    """
+
+    save: Callable[[Any, tuple[Any, ...], Any], None]
+    differentiate: Callable[..., Any]
+
+
+_definitions: dict[str, object] = {}  # torch itself holds operators weakly
+
+
+def define_operator(
+    name: str,
+    run: Callable[_P, _R],
+    *,
+    fake: Callable[..., Any],
+    count_flops: Callable[..., int] = lambda *_, **__: 0,
+    autograd: Autograd | None = None,
+    tensors: slice = slice(3),
+) -> Callable[_P, _R]:
+    """Register `run` with torch as the operator `stretto::name`; returns what to call in its place, of its type.
+
+    That calls torch's operator where torch must see the call (`is_traced`), and elsewhere `run` itself: torch.library's
+    dispatch costs the host 10 to 30 us.
+
+    run: its annotations make the schema, without a last argument `out`: a tensor to write the result, or the first of
+    them, to, or None. Autocast is off inside of it, since an operator's dtype is its operands'. fake: checks the
+    arguments and returns empty outputs. count_flops: takes the arguments, tensors as their shapes; by default it counts
+    none, as torch does for what is no product of matrices. autograd: None for an operator without gradients. tensors:
+    which of the arguments are tensors (x, weight and bias by default).
+    """
+    compute: Callable[..., Any] = without_autocast(run)
+
+    def compute_new(*inputs: Any) -> Any:
+        return compute(*inputs)
+
+    signature = inspect.signature(run)
+    inputs_of_schema = [one for one in signature.parameters.values() if one.name != "out"]
+    compute_new.__signature__ = signature.replace(parameters=inputs_of_schema)  # type: ignore[attr-defined]
+    definition = torch.library.custom_op(f"stretto::{name}", compute_new, mutates_args=())
+    _definitions[name] = definition
+    definition.register_fake(fake)
+    operator = getattr(torch.ops.stretto, name)
+    register_flop_formula(operator)(count_flops)
+    function = None
+    if autograd is not None:
+        autograd = Autograd(autograd.save, without_autocast(autograd.differentiate))
+        definition.register_autograd(autograd.differentiate, setup_context=autograd.save)
+        function = _make_function(name, compute, autograd)
+
+    def call(*inputs: Any, out: Tensor | None = None) -> Any:
+        operands = inputs[tensors]
+        if out is not None:
+            require_no_tangents(*operands)
+            if is_traced(out, *operands):
+                return _copy_first(operator(*inputs), out)
+            results = compute(*inputs, out=out)
+            if not out.is_inference():  # autograd is told of the write, which torch does not see
+                torch.autograd.graph.increment_version(out)
+            return results
+        if is_traced(*operands):
+            require_no_tangents(*operands)
+            return operator(*inputs)
+        if function is None:
+            require_no_tangents(*operands)
+        elif is_differentiated(*operands):
+            return function.apply(*inputs)
+        return compute(*inputs)
+
+    return call  # type: ignore[return-value]  # it takes what run takes
+
+
+def _make_function(name: str, run: Callable[..., Any], autograd: Autograd) -> Any:
+    """An autograd function for calls past torch.library."""
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = run(*inputs)
+        # Here, since with a setup_context torch would inspect forward's signature at each call.
+        autograd.save(ctx, inputs, output)
+        return output
+
+    class_name = name.title().replace("_", "")  # in profiles
+    members = {"forward": staticmethod(forward), "backward": staticmethod(autograd.differentiate)}
+    return type(class_name, (torch.autograd.Function,), members)
+
+
+def _copy_first(results: Any, out: Tensor) -> Any:
+    """An operator's results, the first of them in `out`."""
+    return out.copy_(results) if isinstance(results, Tensor) else (out.copy_(results[0]), *results[1:])
+
+
+def copy_to(out: Tensor | None, result: Tensor) -> Tensor:
+    """The result, in `out` if there is one."""
+    return result if out is None else out.copy_(result)
+
+
+def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, with autocast off inside of it."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch._C._is_any_autocast_enabled():
+            return function(*args, **kwargs)
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def is_traced(*tensors: Tensor | None) -> bool:
+    """Whether torch must see a call: it traces, transforms or records it, or has subclasses among the tensors."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None  # by torch.jit.trace
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def is_differentiated(*tensors: Tensor | None) -> bool:
+    """Whether autograd must see a call: some of its tensors need gradients, or may have forward-mode tangents.
+
+    No operator here has forward-mode derivatives, and autograd raises where one is asked for.
+    """
+    return forward_ad._current_level >= 0 or needs_gradients(*tensors)
+
+
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    """Whether some of a call's tensors need gradients."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def require_no_tangents(*tensors: Tensor | None) -> None:
+    """NotImplementedError for forward-mode derivatives, which torch.library would silently make zeros of."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                "stretto's operators have no forward-mode derivatives (jvp): differentiate them backward"
+            )
+
+
+def save_operands(ctx: Any, rows: Tensor, weight: Tensor) -> None:
+    """Save the weight for x's gradient and the rows for the weight's, so that a frozen weight keeps no activations."""
+    needs_x, needs_weight, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(rows if needs_weight else None, weight if needs_x else None)
+
+
+def find_name(group: dist.ProcessGroup | None) -> str:
+    """The group's name (None: all ranks), as operators' schemas take it. ValueError for a rank outside of it."""
+    if not (group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):
+        raise ValueError(
+            f"group is a torch.distributed.ProcessGroup, or None for all ranks, not {group!r}: of a mesh's axis, give "
+            "mesh.get_group(axis)"
+        )
+    if not isinstance(group, dist.ProcessGroup):  # of a group, only its ranks have an object
+        find_own_rank(group)
+        group = dist.group.WORLD
+        assert group is not None
+    return group.group_name
+
+
+def require_operands(
+    operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str = "auto"
+) -> None:
+    """ValueError unless x [., k], weight [n, k] and bias [n] have one dtype and device, and a supported layout.
+
+    weight may also be the transpose of a contiguous tensor. fp64 is for implementation="library" alone.
+    """
+    require_matrices(operator, x, weight)
+    if x.dtype == FP8:
+        raise ValueError(
+            f"{operator} does not support fp8; use the operators with scales: all_gather_scaled_matmul, "
+            "scaled_matmul_reduce_scatter and scaled_matmul_all_reduce"
+        )
+    if x.dtype not in DTYPES and not (x.dtype == torch.float64 and implementation == "library"):
+        names = ", ".join(str(dtype) for dtype in DTYPES)
+        rest = ', or give implementation="library"' if x.dtype == torch.float64 else ""
+        raise ValueError(f"{operator} takes {names}, not {x.dtype}: convert x, weight and bias{rest}")
+    require_weight(operator, x, weight, bias)
+    require_place(operator, x)
+
+
+def require_weight(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """ValueError unless weight [n, k] and bias [n] have x's dtype and device, and a supported layout."""
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{operator}: a bias for weight {show_shape(weight)} is [{weight.shape[0]}], not {show_shape(bias)}"
+        )
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is None:
+            continue
+        if other.dtype != x.dtype:
+            raise ValueError(f"{operator}: x is {x.dtype} and {name} {other.dtype}: convert one of them")
+        if other.device != x.device:
+            raise ValueError(f"{operator}: x is on {x.device} and {name} on {other.device}: move one of them")
+    if bias is not None and not bias.is_contiguous():
+        raise ValueError(f"{operator} takes a contiguous bias, not strides {bias.stride()}: call contiguous() on it")
+    if not (weight.is_contiguous() or weight.t().is_contiguous()):
+        raise ValueError(
+            f"{operator} takes a contiguous weight, or the transpose of one, not strides {weight.stride()}: call "
+            "contiguous() on it"
+        )
+
+
+def require_out(operator: str, out: object, shape: tuple[int, ...], dtype: torch.dtype, *others: Tensor | None) -> None:
+    """ValueError unless a call can write its output to `out`.
+
+    others: the call's operands and other outputs, whose first determines the device; none may share memory with it.
+    """
+    if not isinstance(out, Tensor):
+        raise ValueError(f"{operator}: out is a tensor, not {out!r}")
+    device = next(one.device for one in others if one is not None)
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
+        raise ValueError(
+            f"{operator}: out is {list(shape)} of {dtype} on {device}, not {show_shape(out)} of {out.dtype} on "
+            f"{out.device}"
+        )
+    if not out.is_contiguous():
+        raise ValueError(f"{operator} writes to a contiguous out, not to strides {out.stride()}")
+    if out.requires_grad or (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in others)):
+        raise ValueError(
+            f"{operator} with out= has no gradients, as torch's functions have none: call it under torch.no_grad() "
+            "with an out that requires none, or without out="
+        )
+    if not torch.compiler.is_compiling() and any(one is not None and _share_memory(out, one) for one in others):
+        raise ValueError(f"{operator}: out shares memory with an operand or another out: give it memory of its own")
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory of two tensors overlaps, each of which has no gaps."""
+    if type(one) is not Tensor or type(other) not in (Tensor, torch.nn.Parameter):
+        return False  # subclasses, fake tensors among them, may have no address
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
+def require_matrices(operator: str, x: Tensor, weight: Tensor) -> None:
+    if x.dim() != 2 or weight.dim() != 2:
+        raise ValueError(
+            f"{operator} takes x [..., k] and weight [n, k], which has two dims, not {show_shape(x)} and "
+            f"{show_shape(weight)}"
+        )
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"{operator}: x {show_shape(x)} and weight {show_shape(weight)} differ in k, their last dim")
+
+
+def _require_contiguous(operator: str, x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise ValueError(f"{operator} takes a contiguous x, not strides {x.stride()}: call contiguous() on it")
+
+
+def require_place(operator: str, x: Tensor) -> None:
+    _require_contiguous(operator, x)
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{operator} takes tensors on devices of type cpu or cuda, not {x.device}")
+    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"{operator}: x is on {x.device}, and this rank's current GPU is {torch.cuda.current_device()}: call "
+            "torch.cuda.set_device first"
+        )
+
+
+def flatten_rows(operator: str, x: Tensor) -> Tensor:
+    """A view of x [..., k] as rows [rows, k]. ValueError for fewer than two dims, and where x is not contiguous."""
+    if x.dim() == 2:
+        return x
+    if x.dim() < 2:
+        raise ValueError(f"{operator} takes x [..., k], of two dims or more, not {show_shape(x)}")
+    _require_contiguous(operator, x)
+    return x.flatten(0, -2)
+
+
+def restore_dims(rows: Tensor, x: Tensor, first: int) -> Tensor:
+    """A view of a product's rows [., n] as [first, ..., n], with x's dims between the first and the last."""
+    return rows if x.dim() == 2 else rows.view(first, *x.shape[1:-1], rows.shape[-1])
+
+
+def show_shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+@dataclass
+class _ComparedCalls:
+    """A group's comparisons: their number, and the calls that agreed, with whether TMA takes all ranks' operands."""
+
+    count: int = 0
+    known: dict[str, bool] = field(default_factory=dict)
+
+
+def require_agreement(call: str, by_tma: bool, group: str, device: torch.device) -> bool:
+    """Compare a description of this rank's call with the other ranks', through the group's store.
+
+    Ranks compare a call that is new to the group; with STRETTO_DEBUG=1, every call. Kernels that wait for each other
+    could not find out that their ranks disagree. by_tma: whether TMA takes this rank's operands, whose addresses may
+    differ from other ranks'; returns whether it took all ranks', at the first call of this kind. ValueError where
+    another rank makes a different call, PeerError if one makes none within the group's time limit.
+    """
+    compared = find_known(group, device, "calls", _ComparedCalls)
+    if call in compared.known and not is_debugging():
+        return compared.known[call]
+    failures.check()  # before this rank waits for ranks that may never come
+    members = find_group(group)
+    sent = call + _BY_TMA if by_tma else call
+    prefix = f"stretto ops {device.type}"
+    received = store_all_gather(sent, members, prefix, compared.count + 1, group_timeout(members))
+    compared.count += 1
+    rank = dist.get_rank(members)
+    for peer, other in enumerate(received):
+        if other.removesuffix(_BY_TMA) != call:
+            raise ValueError(
+                f"ranks of a group make the same calls, with the same shapes and in the same order: rank {rank} calls "
+                f"{sent}; rank {peer} calls {other}"
+            )
+    if len(compared.known) >= _MAX_KNOWN:
+        compared.known.clear()
+    compared.known[call] = all(other.endswith(_BY_TMA) for other in received)
+    return compared.known[call]
+
+
+def gather_rows(x: Tensor, group: str) -> Tensor:
+    """All-gather x [rows, k] to [world * rows, k], by the group's own backend."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_gather_into_tensor(x, find_group(group).size(), group))
+
+
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """All-reduce x, by the group's own backend."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce(x, "sum", group))
+
+
+def scatter_sum(x: Tensor, group: str) -> Tensor:
+    """Reduce-scatter x [m, k] to this rank's rows, added in fp32 in rank order, by an all-to-all."""
+    world = find_group(group).size()
+    sizes = [x.shape[0] // world] * world
+    functional = torch.ops._c10d_functional
+    parts = functional.wait_tensor(functional.all_to_all_single(x, sizes, sizes, group)).view(world, -1, x.shape[1])
+    total = parts[0] if x.dtype == torch.float64 else parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(x.dtype)
+
+
+def reduce_scatter(x: Tensor, group: str) -> Tensor:
+    """Reduce-scatter x [m, k] to this rank's rows, by the group's own backend."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", find_group(group).size(), group))
+
+
+@dataclass(frozen=True)
+class OperatorWorkspace:
+    """A channel whose buffer on each rank has `slots` slots of `slot_bytes`.
+
+    arrivals: int32 counters, 0 between calls. slot_cycle: the slot of each call whose slot the host chooses.
+    """
+
+    channel: BlockChannel
+    slot_bytes: int
+    slots: int
+    arrivals: Tensor
+    slot_cycle: Iterator[int]
+
+    def words(self, slots: int, dtype: torch.dtype) -> int:
+        """The number of elements of a dtype in so many slots."""
+        return slots * self.slot_bytes // dtype.itemsize
+
+
+class _Cache:
+    """The workspaces of one group; they are freed with the group, or when another group has its name."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = weakref.ref(group, _drop_caches)
+        self.workspaces: dict[tuple[str, int, torch.device], OperatorWorkspace] = {}
+        self.kept: dict[Any, Any] = {}
+        self.abandoned: list[Any] = []
+        self.stream: torch.cuda.Stream | None = None
+
+
+_caches: dict[str, _Cache] = {}
+
+
+def _drop_caches(_: object) -> None:
+    """Free the workspaces of groups that no longer exist, abandoned ones too."""
+    for name, cache in list(_caches.items()):
+        if cache.group() is None:
+            _caches.pop(name, None)
+
+
+def find_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name. ValueError if there is none, or if this process is not in it."""
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]  # a GroupName, which is a str
+    except RuntimeError as error:
+        raise ValueError(f"there is no process group {name!r} that this process is in: {error}") from error
+
+
+def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> OperatorWorkspace:
+    """Find or allocate a workspace of the group with slots of `size` bytes or more, for one call.
+
+    purpose: "barrier", for calls that `BlockChannel.begin`: two slots in turn or, above `TWO_SLOTS_BYTES`, one;
+    "copy_engine", the same for calls whose signals go to some ranks only, as those that follow copies do;
+    "double_buffered", two slots for calls that `enter`; "packets", two slots that hold only packets.
+    Purposes do not disturb each other.
+
+    All ranks call it with the same arguments. Sizes are rounded up to powers of two, so that allocation, a collective,
+    is rare. Nothing but `close_workspaces` frees it while the group lives, since CUDA graphs may hold its address.
+    Calls of one group run one after another: a call on another stream waits for earlier calls. ValueError if it would
+    allocate while a CUDA graph is captured.
+    """
+    cache = _find_cache(name)
+    slots = 1 if purpose in ("barrier", "copy_engine") and size > TWO_SLOTS_BYTES else 2
+    key = purpose, max(1 << (size - 1).bit_length(), MIN_WORKSPACE_BYTES), device
+    if key not in cache.workspaces:
+        require_no_capture(device)
+        group = find_group(name)
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written to in training
+            channel = BlockChannel.allocate(
+                group,
+                channels=1 if purpose == "packets" else CHANNELS * group.size(),
+                peer_tiles=PEER_TILES if purpose == "double_buffered" else 0,
+                data_bytes=slots * key[1],
+                backend="cuda" if device.type == "cuda" else "host",
+            )
+            arrivals = torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)
+        cache.workspaces[key] = OperatorWorkspace(channel, key[1], slots, arrivals, itertools.cycle(range(slots)))
+    _follow_calls(cache, device)
+    return cache.workspaces[key]
+
+
+def find_kept(name: str, device: torch.device, key: Any, make: Callable[[], Any]) -> Any:
+    """Find or make what an operator keeps for its calls in the group; streams follow as in `find_workspace`.
+
+    All ranks call it with the same keys, so `make` may be a collective.
+    """
+    cache = _find_cache(name)
+    kept = _find_in(cache, device, key, make)
+    _follow_calls(cache, device)
+    return kept
+
+
+def find_known(name: str, device: torch.device, key: Any, make: Callable[[], Any]) -> Any:
+    """`find_kept` for values of the host, which no kernel uses: no stream waits for another."""
+    return _find_in(_find_cache(name), device, key, make)
+
+
+def is_kept(name: str, device: torch.device, key: Any) -> bool:
+    """Whether `find_kept` or `find_known` has made this, so that it would not be a collective."""
+    return (device, key) in _find_cache(name).kept
+
+
+def abandon(name: str, channel: BlockChannel) -> None:
+    """Retire a channel after an error of the host in the middle of a call: no later call uses it.
+
+    Counters of the channel may be behind its peers'. The next call of each rank that abandoned it allocates a new one,
+    which is a collective: after an error on all ranks, such as a kernel that cannot be compiled, calls go on. After an
+    error on one rank the others wait for it, and raise PeerError. The memory is kept while the group lives, since
+    copies and kernels of peers may still store to it.
+    """
+    cache = _find_cache(name)
+    if failures.has_failed():  # the group can no longer be used, and its failure is kept
+        return
+    for table in (cache.workspaces, cache.kept):
+        for key, value in list(table.items()):
+            if channel is _find_channel(value):
+                cache.abandoned.append(table.pop(key))
+
+
+def list_channels(name: str) -> list[tuple[str, BlockChannel]]:
+    """(purpose, channel) of all workspaces of the group, those that `find_kept` keeps and abandoned ones among them."""
+    cache = _find_cache(name)
+    found = [(purpose, workspace.channel) for (purpose, _, _), workspace in cache.workspaces.items()]
+    kept = [(key, _find_channel(value)) for key, value in cache.kept.items()]
+    kept += [((None, ("abandoned",)), _find_channel(value)) for value in cache.abandoned]
+    for (_, key), channel in kept:
+        if channel is not None and all(channel is not other for _, other in found):  # some keep one together
+            found.append((str(key[0]), channel))
+    return found
+
+
+def list_groups() -> list[str]:
+    """The names of the groups that have workspaces."""
+    return [name for name, cache in list(_caches.items()) if cache.group() is not None]
+
+
+def close_workspaces(name: str) -> None:
+    """Free the group's workspaces, abandoned ones too. No rank's kernels or copies may use them any more."""
+    channels = [channel for _, channel in list_channels(name)]
+    cache = _find_cache(name)
+    cache.workspaces.clear()
+    cache.abandoned.clear()
+    for key in [key for key, value in cache.kept.items() if _find_channel(value) is not None]:
+        del cache.kept[key]
+    for channel in channels:
+        channel.close()
+
+
+def _find_channel(value: Any) -> BlockChannel | None:
+    """The channel that a kept value is, or uses."""
+    ring = getattr(value, "ring", value)
+    channel = ring if isinstance(ring, BlockChannel) else getattr(ring, "channel", None)
+    return channel if isinstance(channel, BlockChannel) else None
+
+
+def list_kept(name: str) -> list[Any]:
+    """All values that `find_kept` keeps for the group."""
+    return list(_find_cache(name).kept.values())
+
+
+def _find_in(cache: _Cache, device: torch.device, key: Any, make: Callable[[], Any]) -> Any:
+    found = cache.kept.get((device, key))
+    if found is None:
+        require_no_capture(device)
+        with torch.inference_mode(False):
+            found = cache.kept[device, key] = make()
+    return found
+
+
+def _find_cache(name: str) -> _Cache:
+    cache = _caches.get(name)
+    if cache is not None and cache.group() is find_group(name):
+        return cache
+    for known, old in list(_caches.items()):
+        if known == name or old.group() is None:
+            del _caches[known]
+    return _caches.setdefault(name, _Cache(find_group(name)))
+
+
+def _follow_calls(cache: _Cache, device: torch.device) -> None:
+    """Make the current stream wait for the group's last call, if that was on another stream."""
+    if device.type != "cuda":
+        return
+    stream = find_current(device)
+    if stream is not cache.stream and not torch.cuda.is_current_stream_capturing():
+        if cache.stream is not None and cache.stream != stream:
+            stream.wait_stream(cache.stream)
+        cache.stream = stream
+
+
+def require_no_capture(device: torch.device) -> None:
+    """ValueError while a CUDA graph is captured, where a first call would allocate or exchange something."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "the first call of a size allocates memory that all ranks share, which a CUDA graph cannot hold: call "
+            "the operator once with these shapes before the graph is captured"
+        )
+
+
+def count_bytes(*shape: int, dtype: torch.dtype) -> int:
+    """The bytes of a tensor of this shape and dtype."""
+    return torch.Size(shape).numel() * dtype.itemsize

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recommendation models: DLRM, whose embedding tables are distributed over ranks.
+
+`DLRM` and `DLRMConfig` are the model in plain PyTorch. `distribute_tables` places whole tables on ranks by
+`place_tables`, and replicates the MLPs. data: click logs. training: what `stretto train` runs for
+`model.kind = "dlrm"`. simulation: a step on any network, without a GPU.
+
+Names are imported on first use: configurations and `simulation` also work on a machine without torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from stretto.lazy import attach
+
+if TYPE_CHECKING:
+    from stretto.recommendation.model import DLRM
+    from stretto.recommendation.model_config import DLRMConfig
+    from stretto.recommendation.placement import TablePlacement, TableSize, place_tables
+    from stretto.recommendation.tables import ShardedTables, distribute_tables
+
+__all__ = [
+    "DLRM",
+    "DLRMConfig",
+    "ShardedTables",
+    "TablePlacement",
+    "TableSize",
+    "distribute_tables",
+    "place_tables",
+]
+
+_HOMES = {
+    "DLRM": "model",
+    "DLRMConfig": "model_config",
+    "ShardedTables": "tables",
+    "TablePlacement": "placement",
+    "TableSize": "placement",
+    "distribute_tables": "tables",
+    "place_tables": "placement",
+}
+__getattr__, __dir__ = attach(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges look-up indices: the first all-to-all of a distributed DLRM, from a rank's samples to tables' owners."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.parallel.comm.collectives import all_to_all
+from stretto.recommendation.placement import TablePlacement
+from stretto.recommendation.pooled_exchange import TableLookups
+
+_REFUSED = -1  # sent in place of the number of samples by a rank that refuses its batch
+
+
+def exchange_indices(
+    indices: Tensor,
+    offsets: Tensor,
+    placement: TablePlacement,
+    group: dist.ProcessGroup,
+    *,
+    host_group: dist.ProcessGroup | None = None,
+) -> TableLookups:
+    """Exchange bags of this rank's samples for all tables for those of all samples for this rank's tables. Collective.
+
+    indices [total] and offsets [tables x local batch + 1] are feature-major; offsets may be on the CPU, which saves
+    waiting for a GPU. The local batch is as large on all ranks. Sends how large it is and how many indices there are
+    for each table (over `host_group`, if the indices are on a GPU, so that the host knows without waiting for it), then
+    the bags' lengths, then the indices.
+
+    Raises ValueError on all ranks: for offsets that are not such (of another count, falling, or not those of
+    `indices`), for an index on a CPU that is outside of its table (on a GPU the look-up refuses it), with table, sample
+    and rank; and where the ranks' batches differ in size.
+    """
+    world, mine = group.size(), placement.owned[group.rank()]
+    if world == 1:
+        batch, ends = _check(indices, offsets, placement, rank=0)
+        offsets = offsets.to(indices.device, non_blocking=True)
+        return TableLookups(indices, offsets.to(indices.dtype), tuple(ends), batch)
+    refused = None
+    try:
+        batch, ends = _check(indices, offsets, placement, group.rank())
+        lengths = offsets.diff().to(indices.device, indices.dtype, non_blocking=True).view(-1, batch)
+    except ValueError as error:  # the others are notified in the exchange in which they wait for this rank
+        refused, batch, ends = error, _REFUSED, [0] * (1 + len(placement.tables))
+    sizes = [stop - start for start, stop in pairwise(ends)]
+
+    owned = [len(of_rank) for of_rank in placement.owned]
+    there = torch.tensor([number for tables in placement.owned for number in (batch, *(sizes[one] for one in tables))])
+    here = there.new_empty(world * (1 + len(mine)))
+    all_to_all(here, there, [1 + len(mine)] * world, [1 + count for count in owned], host_group or group)
+    batches, *by_table = here.view(world, 1 + len(mine)).T.tolist()
+    if refused:
+        raise refused
+    if _REFUSED in batches:
+        raise ValueError(f"rank {batches.index(_REFUSED)} has rejected its own batch: see its error")
+    if len(set(batches)) > 1:  # before anything is split by them: backends abort, or wait forever
+        raise ValueError(
+            f"the ranks' batches have {', '.join(map(str, batches))} samples, but must all have as many: share the "
+            "global batch out equally, and leave out or fill up a last one that the ranks do not divide"
+        )
+    counts = [[of_table[rank] for of_table in by_table] for rank in range(world)]
+
+    leaving = torch.cat([lengths[table] for table in placement.order])
+    arrived = leaving.new_empty(world * len(mine) * batch)
+    all_to_all(arrived, leaving, [len(mine) * batch] * world, [count * batch for count in owned], group)
+    by_source = arrived.view(world, len(mine), batch)
+
+    leaving = torch.cat([indices[ends[table] : ends[table + 1]] for table in placement.order])
+    arrived = leaving.new_empty(sum(map(sum, counts)))
+    sent = [sum(sizes[table] for table in of_rank) for of_rank in placement.owned]
+    all_to_all(arrived, leaving, [sum(of_source) for of_source in counts], sent, group)
+    return _feature_major(arrived, by_source, counts)
+
+
+def check_offsets(indices: Tensor, offsets: Tensor, tables: int, *, least: int = 1) -> int:
+    """The number of samples. ValueError unless offsets divide indices into bags for each of them and each table.
+
+    least: how many samples there have to be.
+    """
+    bags = len(offsets) - 1 if offsets.dim() == 1 else -1
+    if bags < least * tables or bags % tables:
+        raise ValueError(
+            f"offsets have shape {list(offsets.shape)}, but need tables x batch + 1 numbers, and there are {tables} "
+            "tables"
+        )
+    if offsets.device.type == "cpu":  # elsewhere this would wait for the device
+        if int(offsets[0]) != 0 or int(offsets[-1]) != len(indices):
+            raise ValueError(
+                f"offsets go from {int(offsets[0])} to {int(offsets[-1])}, but must go from 0 to the number of "
+                f"indices, {len(indices)}"
+            )
+        if bool((falls := offsets.diff() < 0).any()):
+            place = int(falls.nonzero()[0])
+            raise ValueError(
+                f"offsets fall from {int(offsets[place])} to {int(offsets[place + 1])} at position {place + 1}: a bag "
+                "cannot end before it begins"
+            )
+    return bags // tables
+
+
+def _check(indices: Tensor, offsets: Tensor, placement: TablePlacement, rank: int) -> tuple[int, list[int]]:
+    """The number of samples, and where each table's indices begin and the last one's end. ValueError if bad."""
+    batch = check_offsets(indices, offsets, len(placement.tables))
+    ends = offsets[::batch].tolist()
+    if indices.device.type == "cpu":
+        _check_indices(indices, offsets, ends, placement, rank)
+    return batch, ends
+
+
+def _check_indices(indices: Tensor, offsets: Tensor, ends: Sequence[int], placement: TablePlacement, rank: int) -> None:
+    sizes = torch.tensor(ends).diff()
+    limits = torch.tensor([table.rows for table in placement.tables]).repeat_interleave(sizes)
+    bad = (indices < 0) | (indices >= limits)
+    if not bool(bad.any()):
+        return
+    place = int(bad.nonzero()[0])
+    bag = int(torch.searchsorted(offsets, place, right=True)) - 1
+    table, sample = divmod(bag, (len(offsets) - 1) // len(placement.tables))
+    raise ValueError(
+        f"index {int(indices[place])} at position {place} (table {table}, sample {sample} of rank {rank}) is outside "
+        f"of the table, which has rows 0 to {placement.tables[table].rows - 1}"
+    )
+
+
+def _feature_major(arrived: Tensor, lengths: Tensor, counts: Sequence[Sequence[int]]) -> TableLookups:
+    """Reorder received indices from rank-major (then by table) to table-major (then by rank).
+
+    lengths: of the bags, [ranks, tables, local batch]. counts[rank][table]: how many indices were received.
+    """
+    world, tables, batch = lengths.shape
+    offsets = lengths.new_zeros(tables * world * batch + 1)
+    torch.cumsum(lengths.transpose(0, 1).reshape(-1), dim=0, out=offsets[1:])
+    starts, position = {}, 0
+    for rank in range(world):
+        for table in range(tables):
+            starts[rank, table] = position
+            position += counts[rank][table]
+    parts, ends = [], [0]
+    for table in range(tables):
+        parts += [arrived[(at := starts[rank, table]) : at + counts[rank][table]] for rank in range(world)]
+        ends.append(ends[-1] + sum(counts[rank][table] for rank in range(world)))
+    return TableLookups(torch.cat(parts) if parts else arrived, offsets, tuple(ends), world * batch)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A DLRM's training step with look-up and all-to-all separate or fused, on any network."""
+
+from stretto.recommendation.simulation.exchange import EXCHANGES
+from stretto.recommendation.simulation.kernels import (
+    H200,
+    KERNELS,
+    MI210,
+    KernelRates,
+    RecommendationStep,
+    find_kernels,
+)
+from stretto.recommendation.simulation.step import (
+    FIDELITIES,
+    FUSIONS,
+    SimulatedRecommendation,
+    recommendation_graph,
+    simulate_recommendation,
+)
+
+__all__ = [
+    "EXCHANGES",
+    "FIDELITIES",
+    "FUSIONS",
+    "H200",
+    "KERNELS",
+    "MI210",
+    "KernelRates",
+    "RecommendationStep",
+    "SimulatedRecommendation",
+    "find_kernels",
+    "recommendation_graph",
+    "simulate_recommendation",
+]

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributes a model with embedding tables: each table is whole on one rank, everything else on every rank."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.memory import group_timeout
+from stretto.memory.shared_groups import SharedGroups
+from stretto.parallel.comm.autograd import at_end_of_backward
+from stretto.parallel.comm.collectives import Pending, start_all_reduce
+from stretto.parallel.grid import Grid
+from stretto.parallel.meta import MetaInitializer
+from stretto.recommendation.index_exchange import exchange_indices
+from stretto.recommendation.placement import TablePlacement, TableSize, place_tables
+from stretto.recommendation.pooled_exchange import (
+    FusedUpdate,
+    Implementation,
+    TableLookups,
+    choose_operators,
+    pool_and_exchange,
+)
+
+
+class ShardedTables(nn.ModuleDict):
+    """This rank's tables of a model, under their numbers, so that parameters keep their names.
+
+    `tables(indices, offsets)` takes the bags of this rank's samples for all tables, feature-major, and returns
+    [local batch, sum of all tables' dims], in the order of `placement.order`. Collective, forward and backward;
+    ValueError on all ranks where one refuses its batch, or local batches differ in size.
+    `exchange` is its first half, `pool` its second. Where `is_fused`, the operator of stretto.ops runs, and
+    `fuse_update` has its backward pass update the tables.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[int, nn.EmbeddingBag],
+        placement: TablePlacement,
+        group: dist.ProcessGroup,
+        implementation: Implementation,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__({str(number): table for number, table in tables.items()})
+        self.placement, self.group, self.dtype = placement, group, dtype
+        self._operators = choose_operators(implementation, dtype, device, [table.dim for table in placement.tables])
+        self.fused_update: FusedUpdate | None = None
+        self.replicated_gradients: ReplicatedGradients | None = None  # of the model's other parameters
+        # What is the same on all ranks, and another for other tables.
+        self.name = hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
+        self.dims = tuple(sum(placement.tables[table].dim for table in of_rank) for of_rank in placement.owned)
+        needs_host = device.type == "cuda" and group.size() > 1
+        self._host_group: dist.ProcessGroup | None = None
+        if needs_host:
+            members = dist.get_process_group_ranks(group)
+            limit = timedelta(seconds=group_timeout(group))
+            self._host_group = SharedGroups().get([members], "table indices", backend="gloo", timeout=limit)
+
+    def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        return self.pool(self.exchange(indices, offsets))
+
+    def exchange(self, indices: Tensor, offsets: Tensor) -> TableLookups:
+        """All samples' bags for this rank's tables, from this rank's samples' for all tables."""
+        return exchange_indices(indices, offsets, self.placement, self.group, host_group=self._host_group)
+
+    def pool(self, lookups: TableLookups) -> Tensor:
+        """This rank's samples' vectors from all tables."""
+        weights = [table.get_parameter("weight") for table in self.values()]
+        return pool_and_exchange(
+            lookups,
+            weights,
+            self.dims,
+            self.group,
+            dtype=self.dtype,
+            operators=self._operators,
+            name=self.name,
+            update=self.fused_update,
+        )
+
+    @property
+    def is_fused(self) -> bool:
+        """True if the operator of stretto.ops runs."""
+        return self._operators is not None
+
+    def fuse_update(self, update: FusedUpdate) -> None:
+        """From now on backward passes change the tables, which get no gradients. ValueError unless `is_fused`."""
+        if not self.is_fused:
+            raise ValueError("only the fused operator updates tables: implementation must be 'kernel'")
+        self.fused_update = update
+        self.requires_grad_(False)
+
+
+def distribute_tables(
+    model: nn.Module,
+    grid: Grid,
+    *,
+    placement: TablePlacement | None = None,
+    pooling: Sequence[float] | None = None,
+    implementation: Implementation = "auto",
+    seed: int = 0,
+) -> TablePlacement:
+    """Distribute a model's embedding tables over all ranks, in place, and replicate its other modules.
+
+    model: a model on the meta device such as `DLRM`, with the attribute `tables`, an nn.ModuleList of nn.EmbeddingBag,
+    and a method `reorder(order)`, which sets the order of the tables' vectors. Each module is
+    initialized from `seed` and its name, with the same weights on every grid; a rank allocates only its own tables.
+    grid: a grid with only the axis `data`. placement: by default `place_tables` for `pooling`, the mean number of rows
+    in a bag of each table.
+
+    Each rank then calls the model with its own samples, equally many on every rank, and divides their summed loss by
+    the global batch size. When `backward()` returns, gradients are fully reduced: each table's sparse gradient is on
+    its owner, and all other gradients are all-reduced.
+
+    Raises ValueError for another model or grid, a placement of other tables, or an implementation that is not there.
+    """
+    tables = _check_model(model)
+    ranks = grid.size("data")
+    if grid.size("world") != ranks:
+        raise ValueError(
+            f"{grid} has other axes than data, but tables are distributed only over data: use Grid(data=...)"
+        )
+    if pooling is not None and len(pooling) != len(tables):
+        raise ValueError(f"pooling has {len(pooling)} numbers, but there are {len(tables)} tables: give one for each")
+    sizes = tuple(
+        TableSize(table.num_embeddings, table.embedding_dim, rate)
+        for table, rate in zip(tables, pooling or [1.0] * len(tables), strict=True)
+    )
+    placement = placement or place_tables(sizes, ranks)
+    if len(placement.owned) != ranks or sorted(placement.order) != list(range(len(tables))):
+        raise ValueError(
+            f"the placement puts tables {sorted(placement.order)} on {len(placement.owned)} ranks, but there are "
+            f"{len(tables)} tables and {ranks} ranks"
+        )
+    dtype = tables[0].weight.dtype
+    choose_operators(implementation, dtype, grid.device, [size.dim for size in sizes])  # before anything is allocated
+
+    initializer = MetaInitializer(model, grid.device, seed)
+    mine = placement.owned[grid.coordinate("data")]
+    for name, module in model.named_modules():
+        owner, _, number = name.partition(".")
+        if owner != "tables" or (number and int(number) in mine):
+            _materialize(module, initializer.real(name, module))
+    sharded = ShardedTables(
+        {table: tables[table] for table in mine}, placement, grid.group("data"), implementation, grid.device, dtype
+    )
+    grid.gradients.add("sum")
+    model.tables = sharded
+    model.reorder(placement.order)  # type: ignore[operator]
+    # The last MLP's gradients are there first: one bucket a module, each on its way while the next is computed.
+    replicated = [list(child.parameters()) for name, child in model.named_children() if name != "tables"]
+    sharded.replicated_gradients = ReplicatedGradients([bucket for bucket in replicated if bucket], grid.group("data"))
+    return placement
+
+
+def _check_model(model: nn.Module) -> list[nn.EmbeddingBag]:
+    tables = getattr(model, "tables", None)
+    if not isinstance(tables, nn.ModuleList) or not callable(getattr(model, "reorder", None)):
+        raise ValueError(
+            f"{type(model).__name__} has no `tables`, an nn.ModuleList of nn.EmbeddingBag, and `reorder`, as "
+            "stretto.recommendation.DLRM has"
+        )
+    bags = [table for table in tables if isinstance(table, nn.EmbeddingBag)]
+    if len(bags) != len(tables) or any(bag.mode != "sum" or not bag.include_last_offset for bag in bags):
+        raise ValueError("tables must be nn.EmbeddingBag with mode='sum' and include_last_offset=True")
+    if any(not parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("build the model under torch.device('meta'): each rank then allocates its own tables only")
+    return bags
+
+
+def _materialize(module: nn.Module, real: Any) -> None:
+    if real is module:
+        return
+    for name in module._parameters:
+        module._parameters[name] = getattr(real, name)
+    for name in module._buffers:
+        module._buffers[name] = getattr(real, name)
+
+
+class ReplicatedGradients:
+    """Sums gradients over `group`, bucket by bucket: a bucket is sent once the last of its gradients is there.
+
+    When `backward()` returns, the sum of all ranks' is added to each `.grad`, the same bits on each. Every parameter
+    must get a gradient. Ranks must make them in the same order.
+    """
+
+    def __init__(self, buckets: Iterable[Sequence[nn.Parameter]], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._buckets = [tuple(bucket) for bucket in buckets]
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._pending: list[tuple[int, Pending]] = []
+        self._earlier: dict[nn.Parameter, Tensor] = {}  # of earlier passes, summed already
+        self._task = -1  # autograd's number of the pass that is running: one that has failed is not taken up again
+        if group.size() == 1:
+            return
+        # Python's garbage collector does not see the references of such a hook: a cycle would never be freed.
+        this = ref(self)
+        for number, bucket in enumerate(self._buckets):
+            for parameter in bucket:
+                parameter.register_hook(lambda _, parameter=parameter: _alive(this)._set_aside(parameter))
+                parameter.register_post_accumulate_grad_hook(lambda _, number=number: _alive(this)._arrive(number))
+
+    def _set_aside(self, parameter: nn.Parameter) -> None:
+        """Take what `.grad` holds, so that autograd does not add to it before the sum over ranks."""
+        self._begin()
+        if parameter.grad is not None:
+            self._earlier[parameter], parameter.grad = parameter.grad, None
+
+    def _begin(self) -> None:
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
+            self._missing, self._pending = [len(bucket) for bucket in self._buckets], []
+            self._earlier = {}
+            at_end_of_backward(self._finish)
+
+    def _arrive(self, number: int) -> None:
+        self._missing[number] -= 1
+        if not self._missing[number]:
+            flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in self._buckets[number]])
+            self._pending.append((number, start_all_reduce(flat, self._group)))
+
+    def _finish(self) -> None:
+        self._task = -1
+        if any(self._missing):
+            raise RuntimeError(f"{sum(self._missing)} parameters had no gradient in this backward pass: each needs one")
+        for number, pending in self._pending:
+            sums = pending.wait().split([parameter.numel() for parameter in self._buckets[number]])
+            for parameter, total in zip(self._buckets[number], sums, strict=True):
+                earlier = self._earlier.get(parameter)
+                parameter.grad = total.view_as(parameter) if earlier is None else earlier + total.view_as(parameter)
+        self._earlier = {}
+
+
+def _alive(this: "ref[ReplicatedGradients]") -> ReplicatedGradients:
+    alive = this()
+    if alive is None:
+        raise RuntimeError("these parameters' model is gone: keep the model that distribute_tables was given")
+    return alive
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
