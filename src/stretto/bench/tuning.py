@@ -33,6 +33,7 @@ from stretto.collectives.selection import (
     time_key,
 )
 from stretto.parallel import Grid
+from stretto.parallel.layers.gemm_layout import GEMM_LAYOUTS
 from stretto.tuning import TuningStore, machine_key
 
 Row = dict[str, Any]
@@ -58,9 +59,15 @@ def _row(problem: str, times: dict[str, float]) -> Row:
 
 
 def _tune_collectives(ranks: int, setting: CollectivesTuning) -> list[Row]:
-    """Time the library and every algorithm and protocol in CUDA graphs."""
     device = Grid(data=ranks).device
     communicator = CudaCommunicator(table=Table())
+    rows = measure_collectives(communicator, setting, device)
+    communicator.close()
+    return rows
+
+
+def measure_collectives(communicator: Any, setting: CollectivesTuning, device: torch.device) -> list[Row]:
+    """Time the library and every algorithm and protocol in CUDA graphs, and keep the seconds."""
     has_nvlink = communicator.workspace.has_nvlink
     rows: list[Row] = []
     measured: dict[str, list[float]] = {}
@@ -80,7 +87,7 @@ def _tune_collectives(ranks: int, setting: CollectivesTuning) -> list[Row]:
                 found = time_interleaved(runs, size, is_graph=True)
                 for choice in choices:
                     if choice.name in found:
-                        key = time_key(collective, name, ranks, size, choice)
+                        key = time_key(collective, name, communicator.world_size, size, choice)
                         measured[key] = [found[choice.name].seconds]
                 communicator.workspace.check()  # raises if a wait timed out: that time must not be stored
                 times = {name: timed.seconds for name, timed in found.items()}
@@ -88,7 +95,6 @@ def _tune_collectives(ranks: int, setting: CollectivesTuning) -> list[Row]:
     if dist.get_rank() == 0:
         TuningStore(setting.table).add(machine_name(has_nvlink), measured)
     dist.barrier()
-    communicator.close()
     return rows
 
 
@@ -137,12 +143,13 @@ def _tune_products(ranks: int, setting: ProductsTuning) -> list[Row]:
             continue
         found = {key: times for key, times in TuningStore().read(machine).items() if known.get(key) != times}
         for key, times in found.items():
-            rows.append(_row(key, {f"layout {number}": seconds for number, seconds in enumerate(times)}))
+            rows.append(_row(key, dict(zip(_LAYOUTS, times, strict=True))))
         if not found:
             rows.append({"problem": problem, "fastest": "measured before", "choices": None, "seconds": None})
     return rows
 
 
+_LAYOUTS = [layout.layout or ("swapped" if layout.is_swapped else "as they are") for layout in GEMM_LAYOUTS]
 _JOBS: dict[type[Any], Callable[[int, Any], list[Row]]] = {
     CollectivesTuning: _tune_collectives,
     OperatorsTuning: _tune_operators,

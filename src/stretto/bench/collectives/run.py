@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.bench.collectives.peers import CollectiveBuffers, TorchPeers, handwritten_runs, nccl_run
+from stretto.bench.collectives.peers import CollectiveBuffers, TorchPeers, nccl_run
 from stretto.bench.collectives.settings import CollectivesSetting
 from stretto.bench.harness import TORCH_DTYPES, Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
@@ -24,7 +24,6 @@ COLUMNS = (
     Column("size", "size"),
     Column("nccl", "NCCL (us)", "{:.1f}"),
     Column("torch", "torch's best (us)", "{:.1f}"),
-    Column("handwritten", "hand-written (us)", "{:.1f}"),
     Column("stretto", "Stretto (us)", "{:.1f}"),
     Column("symmetric", "into symmetric tensors (us)", "{:.1f}"),
     Column("way", "ran as"),
@@ -82,8 +81,6 @@ def _measure(
         symmetric_input.copy_(buffers.input)
         communicator.run(collective, symmetric_input, symmetric_output)
         runs["symmetric"] = partial(communicator.run, collective, symmetric_input, symmetric_output)
-    if collective == "allreduce" and dtype == "bf16" and size <= 4 << 20:
-        runs |= handwritten_runs(communicator.workspace, buffers)
     found = time_interleaved(runs, size, is_graph=mode == "graph")
     seconds = {name: one.seconds * 1e6 for name, one in found.items()}
     stretto = seconds.get("stretto", seconds["nccl"])
@@ -98,7 +95,6 @@ def _measure(
         "size": name_size(size),
         "nccl": seconds["nccl"],
         "torch": min((value for name, value in seconds.items() if name.startswith("torch")), default=None),
-        "handwritten": min((value for name, value in seconds.items() if name.startswith("hand")), default=None),
         "stretto": stretto,
         "symmetric": seconds.get("symmetric"),
         "way": choice or "NCCL",

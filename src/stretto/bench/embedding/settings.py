@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of `stretto bench embedding` and `stretto tune embedding`: shapes of tables, studies, peers."""
+"""Settings of `stretto bench embedding` and `stretto tune embedding`: shapes of tables, peers."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -7,7 +7,6 @@ from typing import Annotated
 from stretto.bench.settings import Option, Rounds, Tuning, require_known, require_least
 
 MLPERF = "mlperf"
-STUDIES = ("peers", "orders", "slices", "occupancy", "timeline")
 PEERS = ("bags", "batched", "chunked")
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -82,9 +81,8 @@ class EmbeddingTuning(Tuning, LookupShapes):
 
 @dataclass(frozen=True)
 class EmbeddingSetting(LookupShapes):
-    """What `stretto bench embedding` measures: look-ups, studies, peers."""
+    """What `stretto bench embedding` measures: look-ups and peers."""
 
-    studies: Annotated[tuple[str, ...], Option("peers, orders, slices, occupancy, timeline, with commas.")] = ("peers",)
     is_graph: Annotated[bool, Option("Time CUDA graphs, not eager calls.", "--graph/--no-graph")] = False
     has_backward: Annotated[bool, Option("Measure the backward pass too.", "--backward/--no-backward")] = True
     skip: Annotated[tuple[str, ...], Option("Peers to leave out: bags, batched, chunked, with commas.")] = ()
@@ -93,6 +91,5 @@ class EmbeddingSetting(LookupShapes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_known("study", self.studies, STUDIES)
         require_known("peer", self.skip, PEERS)
         require_least(1, rounds=self.rounds, replays=self.replays)
