@@ -348,10 +348,7 @@ def _time_overlapped(
 
 
 def _write(
-    setting: SavesSetting,
-    staging: Staging,
-    state: dict[str, ShardedState],
-    add: Callable[[str, float, float], None],
+    setting: SavesSetting, staging: Staging, state: dict[str, ShardedState], add: Callable[[str, float, float], None]
 ) -> None:
     """Write a part of the state's copy with several numbers of writer threads, in turns; each file is synced."""
     wanted = min(setting.write_gigabytes * 1e9, 0.4 * free_bytes(Path(tempfile.gettempdir())))

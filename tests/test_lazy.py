@@ -14,6 +14,7 @@ from stretto.lazy import attach
 
 LAZY = (
     "stretto",
+    "stretto.collectives",
     "stretto.huggingface",
     "stretto.models",
     "stretto.parallel",

@@ -19,7 +19,7 @@ from stretto.execution import ExecutionOptions, StateOptions
 from stretto.models import GPTConfig
 from stretto.planner import GridPlan, predict, read_architecture
 from stretto.planner.capacity import max_allocated, peak
-from stretto.planner.experts.ted import list_memory, min_memory
+from stretto.planner.experts.ted import list_memory
 from stretto.planner.memory import step_memory, whole_logits
 from stretto.planner.workload import StepConfig, StepWorkload
 
@@ -160,6 +160,11 @@ def ted_bytes(base: str, experts: int, gpus: int, tensor: int, *, is_tiled: bool
     loss = in_step["activations"] + whole_logits(workload, SEQ_LEN) / tensor
     passes = max(loss, in_step["activations"] + in_step["logits"] + in_step["temporary"])
     return peak(states) + max(passes, min(gradients, TILE_BYTES) if is_tiled else gradients)
+
+
+def min_memory(base: float, experts: int, gpus: int, tensor: int) -> float:
+    """Equation 7.5: bytes of a GPU at least, with `tensor` ranks of x, for a base model of so many parameters."""
+    return 4 * base * (1 / tensor + (experts + 2) / gpus)
 
 
 def _largest_by_equation(gpus: int, most_tensor: int) -> float:

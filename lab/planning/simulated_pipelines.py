@@ -32,9 +32,9 @@ from stretto.axes import GridSizes
 from stretto.cluster import Cluster
 from stretto.planner import GridPlan
 from stretto.planner.architecture_loader import read_architecture
+from stretto.planner.step import COMPUTE
 from stretto.planner.workload import StepWorkload
 from stretto.simulator.training import StepSimulation, simulate_step, step_of_plan
-from stretto.simulator.training.program import COMPUTE
 from stretto.simulator.training.simulation import Fidelity
 
 

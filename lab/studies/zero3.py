@@ -22,7 +22,9 @@ from stretto.bench.settings import Option, require_known, require_least
 from stretto.collectives.two_level.model import Collective
 from stretto.models import GPTConfig
 from stretto.planner import read_architecture
-from stretto.planner.compute import Device, compute
+from stretto.planner.communication import bandwidths
+from stretto.planner.compute import Device
+from stretto.planner.cost import full_cost
 from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.simulator import ClosedFormNetwork, Execution, GraphBuilder, execute, parse_topology
 
@@ -157,7 +159,10 @@ def list_pieces(config: GPTConfig, machine: StudiedMachine, ranks: int, batch: i
     """
     architecture = read_architecture(config, SEQ_LEN)
     workload = StepWorkload(architecture, batch, SEQ_LEN)
-    work = compute(workload, StepConfig(GridSizes(z=ranks), batch // ranks), Device(machine.cluster, "bf16"))
+    grid, cluster = GridSizes(z=ranks), machine.cluster
+    config = StepConfig(grid, batch // ranks)
+    work = full_cost(workload, config, Device(cluster, "bf16"), bandwidths(cluster, grid)).compute
+    assert work is not None
     linears = architecture.linears
     weights = sum(linear.weights for linear in linears)
     of_block = [

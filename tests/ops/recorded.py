@@ -23,7 +23,7 @@ from stretto.ops.embedding import backward, forward, output_ring, placement
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.embedding.table_set import find_tables
-from stretto.ops.gemm import Product, Scales
+from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.moe import activation, permutation
 from stretto.ops.operator import FP8, OperatorWorkspace
 
@@ -299,7 +299,7 @@ def run_call(call: Any) -> None:
     name, plan, x, weight, bias, dtype, scales = call
     n = weight.shape[0]
     out = torch.zeros(x.shape[0] * WORLD if name == "gather" else x.shape[0] // WORLD, n, dtype=dtype)
-    product = Product(x, weight, bias, out, "", scales)
+    product = GroupProduct(x, weight, bias, out, "", scales)
     match name:
         case "gather":
             gather_module.launch_gather(plan, product)

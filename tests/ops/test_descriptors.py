@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stretto.tiles.descriptors import knows_launcher, remember_descriptors
+from stretto.tiles.launches import knows_launcher, remember_descriptors
 
 BEFORE = getattr(driver, "_BASE_ARGS_FORMAT_LEN", None)
 SIGNATURE = {0: "*fp32", 1: "tensordesc<fp32[32, 32]>", 2: "i32", 3: "tensordesc<fp32[32, 32]>", 4: "constexpr"}

@@ -3,6 +3,7 @@
 
 import os
 import sys
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -192,6 +193,31 @@ def list_modules_of_a_launch(plan):
     with mock.patch.object(gather_module, name, Noting()):
         ops.all_gather_matmul(x, weight, implementation=find_plan(plan))
     return found
+
+
+def list_modules_of_a_call(plan):
+    """The modules of stretto.ops that a first call of its kind runs, its kernel among it."""
+    found = set()
+
+    def note(frame, _event, _argument):
+        found.add(frame.f_globals.get("__name__", ""))
+
+    x, weight = random_of(dist.get_rank(), 24, 16), random_of(10, 24, 16)
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        ops.all_gather_matmul(x, weight, implementation=find_plan(plan))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return {module.removeprefix("stretto.ops.") for module in found if module.startswith("stretto.ops")}
+
+
+@pytest.mark.parametrize("plan", ["auto", "pushes"])
+def test_four_modules_have_all_of_a_call(interpret, plan):
+    """Checks, choice, workspace, launch and kernel: what a reader opens."""
+    for found in interpret(2, list_modules_of_a_call, plan):
+        assert found == {"all_gather_matmul", "config", "gemm", "operator"}
 
 
 @pytest.mark.parametrize("plan", ["copies", "pushes"])

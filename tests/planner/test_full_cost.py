@@ -15,7 +15,7 @@ from stretto.cli import app
 from stretto.cluster import GPU, Cluster, FlopRates, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
 from stretto.models import GPTConfig
 from stretto.parallel.layers import linear
-from stretto.planner import compute, cost, predict, read_architecture
+from stretto.planner import compute, predict, read_architecture, step_recorder
 
 CONFIG = GPTConfig(layers=10, hidden=1024, heads=8, vocab=1024, bias=False, norm="rmsnorm", positions="rotary")
 
@@ -71,7 +71,7 @@ def test_recomputation_costs_a_forward_pass_and_freed_weights_a_gathering():
 
 
 def test_half_of_a_large_output_is_summed_under_the_product_of_the_other_half():
-    assert (cost.HALVED_BYTES, cost.HALVED_INPUTS) == (linear.HALVED_BYTES, linear.HALVED_INPUTS)
+    assert (step_recorder.HALVED_BYTES, step_recorder.HALVED_INPUTS) == (linear.HALVED_BYTES, linear.HALVED_INPUTS)
     # On x=2 a block sums over x in the forward pass the outputs of `out` (512 inputs a rank) and `down` (2048).
     sequences = 16  # of 1024 tokens with 1024 numbers of 2 bytes: 32 MiB an output
     plain, hidden = (step(cluster(), {"x": 2}, batch=sequences, overlaps=overlaps) for overlaps in (False, True))

@@ -8,8 +8,8 @@ import pytest
 from tests.train import runs
 
 from stretto.recommendation.training.config import DLRMTrainConfig
-from stretto.train import smaller_grids
 from stretto.train.config import ConfigError, TrainConfig, config_to_toml, load_config, make_config
+from stretto.train.gpt import kind
 from stretto.train.preflight import preflight
 from stretto.train.smaller_grids import choose_grid, choose_grid_of
 
@@ -134,14 +134,14 @@ def test_a_grid_that_cannot_hold_the_model_is_not_counted_among_those_that_can(
     before = choose_grid(config, 2)
     assert before is not None
     assert before.why == "the most parts of the batch of 4 that can hold the model"
-    check = smaller_grids.check_built
+    check = kind.check_built
 
     def refuse_one(other: TrainConfig, *built: Any) -> None:
         if other.grid == before.config.grid:
             raise ValueError("the model does not fit")
         check(other, *built)
 
-    monkeypatch.setattr(smaller_grids, "check_built", refuse_one)
+    monkeypatch.setattr(kind, "check_built", refuse_one)
     after = choose_grid(config, 2)
     assert after is not None
     assert after.config.grid != before.config.grid

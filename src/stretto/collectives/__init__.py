@@ -14,7 +14,6 @@ schedule = ring.compile(ranks=4, instances=2)
 assert verify(schedule).ok
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from stretto.collectives.algorithm import Algorithm, algorithm
@@ -34,6 +33,7 @@ from stretto.collectives.language import Program, ProgramError, Reference, chunk
 from stretto.collectives.schedule import PROTOCOLS, RankProgram, Schedule, Step, StepType, ThreadBlock
 from stretto.collectives.verifier import Race, Verification, verify
 from stretto.collectives.xml import ScheduleFileError, from_xml, read_schedule, to_xml, write_schedule
+from stretto.lazy import attach
 
 if TYPE_CHECKING:
     from stretto.collectives.backend import (
@@ -87,15 +87,6 @@ __all__ = [
     "write_schedule",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name in (
-        "call_counts",
-        "install",
-        "install_folder",
-        "monitored_barrier",
-        "run_collective",
-        "uninstall",
-    ):  # they need torch, and the rest here does not
-        return getattr(import_module("stretto.collectives.backend"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# These need torch, and the rest here does not.
+_LAZY = ("call_counts", "install", "install_folder", "monitored_barrier", "run_collective", "uninstall")
+__getattr__, __dir__ = attach(__name__, dict.fromkeys(_LAZY, "stretto.collectives.backend"))

@@ -27,7 +27,7 @@ TIME_LIMIT = (
 )  # fmt: skip
 
 Kind = Literal["raised", "killed", "exited", "silent", "stalled", "lost connection", "diverged", "corrupted", "invalid"]
-"""How a rank failed.
+"""Kind of a rank's failure.
 
 raised: an exception. killed: a signal that it did not handle. exited: a status other than 0, without an exception.
 silent: nothing comes from its host any more. stalled: it makes no progress. lost connection: ranks lost a connection

@@ -18,7 +18,7 @@ from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, SymmetricMemory
 _memories = WeakTensorKeyDictionary()
 """The `_Allocation` of each tensor that is alive."""
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How many tensors each group has made; by group, since a later group may get the name of a destroyed one."""
+"""Number of tensors that each group has made; by group, since a later group may get the name of a destroyed one."""
 
 
 def allocate(

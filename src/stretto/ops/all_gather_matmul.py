@@ -23,15 +23,12 @@ from stretto.memory.gpus import leave_room_for_copies, limit_waiting
 from stretto.ops.config import (
     LIBRARY,
     KernelConfig,
-    choose_config,
-    describe_problem,
     encode_implementation,
-    make_call_key,
+    find_config,
     pin_backward,
-    recall_config,
 )
 from stretto.ops.gemm import (
-    Product,
+    GroupProduct,
     Scales,
     count_steps,
     count_units,
@@ -200,7 +197,8 @@ def _multiply_several(
         if out is not None:
             require_out(operator, out, shape, x.dtype, x, *weights, *biases, *outs[:place])
     products: list[Any] = [None if out is None else out.flatten(0, -2) for out in outs]
-    widest = max(range(len(weights)), key=lambda place: weights[place].shape[0])
+    columns = [weight.shape[0] for weight in weights]
+    widest = columns.index(max(columns))
     first = rows, weights[widest], biases[widest], find_name(group), how
     products[widest], gathered = _gathered(*first, out=products[widest])
     with torch.autocast(gathered.device.type, enabled=False):  # as in the first product
@@ -229,12 +227,10 @@ def _run(
     returns_gathered: bool,
 ) -> tuple[Tensor, Tensor]:
     """(product, in `out` if there is one; gathered x, or x itself where that is not returned)."""
-    key = make_call_key("all_gather_matmul", x, weight, bias, implementation, "gathered" if returns_gathered else "")
-    config = recall_config(group, key)
-    if config is None:
-        require_operands("all_gather_matmul", x, weight, bias, implementation)
-        problem = describe_problem("all_gather_matmul", x.shape[0] * find_group(group).size(), x, weight, group)
-        config = choose_config(problem, x, weight, group, implementation, key)
+    config = find_config(
+        "all_gather_matmul", x, weight, bias, group, implementation, "gathered" if returns_gathered else "",
+        check=lambda: require_operands("all_gather_matmul", x, weight, bias, implementation),
+    )  # fmt: skip
     (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         product, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)
@@ -248,7 +244,7 @@ def _run(
         config = config._replace(transfer="copies", direction="push")
     out = x.new_empty(rows * world, n) if out is None else out
     returned = x.new_empty(rows * world, k) if returns_gathered else None
-    launch_gather(config, Product(x, weight, bias, out, group), returned)
+    launch_gather(config, GroupProduct(x, weight, bias, out, group), returned)
     return out, x if returned is None else returned
 
 
@@ -541,7 +537,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         tl.store(destination + offsets, value, mask=offsets < size)
 
 
-def launch_gather(config: KernelConfig, product: Product, returned: Tensor | None = None) -> None:
+def launch_gather(config: KernelConfig, product: GroupProduct, returned: Tensor | None = None) -> None:
     """Launch the call: out = gather(x) @ weight.T + bias, by the configuration's kernel.
 
     Scales of own rows of an fp8 x are sent with them. returned: gets the gathered x, which copy engines alone can give.
@@ -553,7 +549,7 @@ def launch_gather(config: KernelConfig, product: Product, returned: Tensor | Non
         _launch_by_copies(config.with_power_of_two_tiles(), product, returned)
 
 
-def _launch_by_copies(config: KernelConfig, product: Product, returned: Tensor | None) -> None:
+def _launch_by_copies(config: KernelConfig, product: GroupProduct, returned: Tensor | None) -> None:
     """Begin the call, have copy engines push this rank's rows on a side stream, and launch the GEMM."""
     x, weight, bias, out, group, scales = product
     blocks, (rows, k) = config.blocks, x.shape
@@ -611,7 +607,7 @@ def _launch_by_copies(config: KernelConfig, product: Product, returned: Tensor |
         tiles.join_copies(block_channel)
 
 
-def _launch_by_programs(config: KernelConfig, product: Product) -> None:
+def _launch_by_programs(config: KernelConfig, product: GroupProduct) -> None:
     """Launch the call's only kernel, whose first programs move rows before they multiply."""
     x, weight, bias, out, group, scales = product
     blocks, (rows, k) = config.blocks, x.shape

@@ -5,8 +5,8 @@
 tile sizes, and how rows and partial sums are transferred. `encode` and `decode` turn it into text and back, for
 operators' schemas and for tuning files.
 
-A call finds its configuration by `recall_config` for an equal earlier call, else by `choose_config`: the caller's, the
-fastest measured, or a default. All ranks of a group make the same choice: their calls are equal, and everything else on
+`find_config` finds the configuration of a call: that of an equal earlier call, else the caller's, the fastest measured,
+or a default. All ranks of a group make the same choice: their calls are equal, and everything else on
 which choices depend (measured times, whether GPUs can access each other's memory) is exchanged once, at the group's
 first call. The tables of defaults at the end are meant to be edited after measuring.
 """
@@ -17,7 +17,7 @@ import math
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -191,20 +191,6 @@ def pin_backward(implementation: str) -> str:
     return decode(implementation).implementation
 
 
-class CallKey(NamedTuple):
-    """The key of a call in the cache of choices: all that its checks and its configuration depend on.
-
-    x, weight, bias: what counts of the tensors. options: of the call, which all ranks give alike.
-    """
-
-    operator: str
-    x: object
-    weight: object
-    bias: object
-    gpu: int | None
-    options: tuple[object, ...]
-
-
 @dataclass
 class _GroupChoices:
     """Agreed timings, cached configurations and call counts of a group.
@@ -217,7 +203,7 @@ class _GroupChoices:
     obstacle: str = ""
     times: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     choices: dict[tuple[GemmProblem, Machine, str], tuple[KernelConfig, str]] = field(default_factory=dict)
-    recalled: dict[CallKey, KernelConfig] = field(default_factory=dict)
+    recalled: dict[tuple[object, ...], KernelConfig] = field(default_factory=dict)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
@@ -231,39 +217,67 @@ def counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], i
     return dict(known.counts) if known is not None and known.group() is world else {}
 
 
-def make_call_key(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, *options: object) -> CallKey:
-    """A call's key."""
-    current = torch.cuda.current_device() if x.is_cuda else None
+def find_config(
+    operator: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    implementation: str,
+    *options: object,
+    check: Callable[[], object],
+) -> KernelConfig:
+    """The configuration of a call: that of an equal earlier one, else the choice for it, after `check`.
+
+    Counts the call. Calls are equal in all that their checks and choices depend on. options: others that all ranks give
+    alike. check: raises a ValueError for arguments that the operator does not take.
+    """
     of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
     of_x = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
     of_weight = weight.shape, weight.stride(), weight.dtype, weight.device, weight.data_ptr() % 16
-    return CallKey(operator, of_x, of_weight, of_bias, current, options)
-
-
-def recall_config(group: str, key: CallKey) -> KernelConfig | None:
-    """Look up the configuration of an equal earlier call, and count this one; None for a new kind of call."""
+    key = (
+        operator,
+        of_x,
+        of_weight,
+        of_bias,
+        torch.cuda.current_device() if x.is_cuda else None,
+        implementation,
+        options,
+    )
     known = _groups.get(group)
-    if known is None or known.group() is not find_group(group) or is_debugging():
-        return None
-    config = known.recalled.get(key)
-    if config is not None:
-        known.counts[key.operator, config.implementation] += 1
+    if known is not None and known.group() is find_group(group) and not is_debugging():
+        config = known.recalled.get(key)
+        if config is not None:
+            known.counts[operator, config.implementation] += 1
+            return config
+    check()
+    m = x.shape[0] * (find_group(group).size() if operator == "all_gather_matmul" else 1)
+    problem = describe_problem(operator, m, x, weight, group)
+    config = choose_config(problem, x, weight, group, implementation, *options, has_bias=bias is not None)
+    recalled = _groups[group].recalled
+    if len(recalled) == _MAX_CHOICES:
+        recalled.clear()
+    recalled[key] = config
     return config
 
 
 def choose_config(
-    problem: GemmProblem, x: Tensor, weight: Tensor, group: str, implementation: str, key: CallKey | None = None
+    problem: GemmProblem,
+    x: Tensor,
+    weight: Tensor,
+    group: str,
+    implementation: str,
+    *options: object,
+    has_bias: bool = False,
 ) -> KernelConfig:
     """Choose the configuration of a call: the caller's, else the fastest measured, else a default. Counts the call.
 
-    implementation: "auto", "kernel", "library" or an encoded configuration. key: under which `recall_config` finds the
-    choice from now on. Logs each new choice at debug level. ValueError for another implementation, where a kernel was
-    asked for and none can run, and where ranks call different things. Collective at the group's first call, and at the
-    first of its kind.
+    implementation: "auto", "kernel", "library" or an encoded configuration. Logs each new choice at debug level.
+    ValueError for another implementation, where a kernel was asked for and none can run, and where ranks call different
+    things. Collective at the group's first call, and at the first of its kind.
     """
     known = _find(group, x.device)
-    of_bias, options = (key.bias, key.options) if key else (None, (implementation,))
-    description = f"{problem.name}{'' if of_bias is None else ' with a bias'} {options}"
+    description = f"{problem.name}{' with a bias' if has_bias else ''} {(implementation, *options)}"
     machine = find_machine(x, weight)
     machine = machine._replace(by_tma=require_agreement(description, machine.by_tma, group, x.device))
     asked = problem, machine, implementation
@@ -273,10 +287,6 @@ def choose_config(
         known.choices[asked] = config, why = _choose(known, *asked)
         logger.debug("group %s: %s runs as %s: %s", group, problem.name, config.encode(), why)
     config, _ = known.choices[asked]
-    if key is not None:
-        if len(known.recalled) == _MAX_CHOICES:
-            known.recalled.clear()
-        known.recalled[key] = config
     known.counts[problem.operator, config.implementation] += 1
     return config
 
@@ -437,7 +447,7 @@ NARROW_SPEED = 0.85
 """Speed of tiles of 128 columns relative to 256: they are taken where 256 would leave too many programs idle."""
 
 ONE_SHOT_BYTES = 900_000
-"""What one shot may send more than two shots do, which wait for each other: as much as travels in that time."""
+"""Bytes that one shot may send more than two shots do, which wait for each other: as many as travel in that time."""
 
 _MIN_STAGES = 3  # of loads in flight, where memory bandwidth is the limit
 _PAYING_BYTES = 164 << 10  # of shared memory on a multiprocessor: with more, products of 64 rows take 1% longer
@@ -540,7 +550,7 @@ def count_usable(problem: GemmProblem, machine: Machine, transfer: str | None = 
 
 
 def find_gather_transfer(m: int) -> tuple[str, int]:
-    """What moves the rows of a gather of m rows where nothing was measured, and how many programs do."""
+    """The movers of a gather's m rows where nothing was measured: copies or programs, and how many programs."""
     return next(row[1:] for row in GATHER_TRANSFERS if m <= row[0])
 
 

@@ -72,7 +72,7 @@ class Scales(NamedTuple):
     columns: Tensor
 
 
-class Product(NamedTuple):
+class GroupProduct(NamedTuple):
     """The product that a launch computes, and its place: out = x @ weight.T, times scales, + bias, of a group's ranks.
 
     x: own rows of it for a gather, else all of them. out: this rank's part of the result. scales: of fp8 operands.

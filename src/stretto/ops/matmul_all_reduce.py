@@ -12,13 +12,10 @@ from stretto.ops import small_m
 from stretto.ops.config import (
     LIBRARY,
     KernelConfig,
-    choose_config,
-    describe_problem,
     encode_implementation,
-    make_call_key,
-    recall_config,
+    find_config,
 )
-from stretto.ops.gemm import Product, Scales
+from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.matmul_reduce_scatter import launch_scatter
 from stretto.ops.operator import (
     Autograd,
@@ -97,15 +94,12 @@ def _run(
     out: Tensor | None = None,
 ) -> Tensor:
     """The output, in `out` if there is one."""
-    # The convention is part of the key since ranks compare it: their backward passes would wait for each other.
-    key = make_call_key("matmul_all_reduce", x, weight, bias, implementation, grad_convention)
-    config = recall_config(group, key)
-    if config is None:
-        require_operands("matmul_all_reduce", x, weight, bias, implementation)
+    # The convention is among the options since ranks compare them: their backward passes would wait for each other.
+    config = find_config(
+        "matmul_all_reduce", x, weight, bias, group, implementation, grad_convention,
+        check=lambda: require_operands("matmul_all_reduce", x, weight, bias, implementation),
+    )  # fmt: skip
     (m, k), n = x.shape, weight.shape[0]
-    if config is None:
-        problem = describe_problem("matmul_all_reduce", m, x, weight, group)
-        config = choose_config(problem, x, weight, group, implementation, key)
     if m == 0 or n == 0 or k == 0:  # nothing to wait for
         return copy_to(out, x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias)
     if config == LIBRARY:
@@ -128,11 +122,11 @@ def launch_all_reduce(
     m, n, world = x.shape[0], weight.shape[0], find_group(group).size()
     if config.exchange == "tiles" and m % world == 0:  # of many rows each rank adds up its own
         own = x.new_empty(m // world, n, dtype=dtype)
-        launch_scatter(config, Product(x, weight, bias, own, group, scales), dtype)
+        launch_scatter(config, GroupProduct(x, weight, bias, own, group, scales), dtype)
         return copy_to(out, gather_rows(own, group))
     out = x.new_empty(m, n, dtype=dtype) if out is None else out
     form = "one-shot" if config.shots == 1 else "two-shot"
-    small_m.launch("matmul_all_reduce", form, config, Product(x, weight, bias, out, group, scales), world)
+    small_m.launch("matmul_all_reduce", form, config, GroupProduct(x, weight, bias, out, group, scales), world)
     return out
 
 

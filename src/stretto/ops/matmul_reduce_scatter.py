@@ -24,17 +24,14 @@ from stretto.ops import small_m
 from stretto.ops.config import (
     LIBRARY,
     KernelConfig,
-    choose_config,
-    describe_problem,
     encode_implementation,
-    make_call_key,
+    find_config,
     pin_backward,
-    recall_config,
 )
 from stretto.ops.gemm import (
     Blocks,
     Gemm,
-    Product,
+    GroupProduct,
     StreamK,
     count_steps,
     count_units,
@@ -138,12 +135,10 @@ def _run(
     out: Tensor | None = None,
 ) -> Tensor:
     """The output, in `out` if there is one."""
-    key = make_call_key("matmul_reduce_scatter", x, weight, bias, implementation, reduce_dtype)
-    config = recall_config(group, key)
-    if config is None:
-        _require(x, weight, bias, group, reduce_dtype, implementation)
-        problem = describe_problem("matmul_reduce_scatter", x.shape[0], x, weight, group)
-        config = choose_config(problem, x, weight, group, implementation, key)
+    config = find_config(
+        "matmul_reduce_scatter", x, weight, bias, group, implementation, reduce_dtype,
+        check=lambda: _require(x, weight, bias, group, reduce_dtype, implementation),
+    )  # fmt: skip
     rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         return copy_to(out, x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias)
@@ -151,7 +146,7 @@ def _run(
     if config == LIBRARY:
         return copy_to(out, _run_library(x, weight, bias, group, dtype))
     out = x.new_empty(rows, n) if out is None else out
-    launch_scatter(config, Product(x, weight, bias, out, group), dtype)
+    launch_scatter(config, GroupProduct(x, weight, bias, out, group), dtype)
     return out
 
 
@@ -184,7 +179,7 @@ class StagedSums(NamedTuple):
 
 
 class OwnedRows(NamedTuple):
-    """What a rank owns of the output. rows: its number of rows. reducers: programs that add up its tiles.
+    """A rank's part of the output. rows: its number of rows. reducers: programs that add up its tiles.
 
     is_shifted, compiled in: tiles are multiplied beginning with the next rank's, else with rank 0's.
     """
@@ -319,7 +314,7 @@ def _add_partials(channel, gemm, stream_k, owned, buffer, bias, out, count, redu
         store_rows(gemm, out, bias, total, row, column, owned.rows)
 
 
-def launch_scatter(config: KernelConfig, product: Product, dtype: torch.dtype) -> None:
+def launch_scatter(config: KernelConfig, product: GroupProduct, dtype: torch.dtype) -> None:
     """Launch the call by packets, by copy engines, or by the kernel here; partial sums are sent in `dtype`.
 
     The kernel here is all of the call or, if the call needs more than two slots hold, its second launch.
@@ -352,7 +347,7 @@ def _launch(
     config: KernelConfig,
     stream_k: StreamK,
     units: int,
-    product: Product,
+    product: GroupProduct,
     dtype: torch.dtype,
 ) -> None:
     """Begin the call and launch the kernel, on no more programs than there are work units."""

@@ -39,7 +39,7 @@ from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
     TMA_BYTES,
     Blocks,
-    Product,
+    GroupProduct,
     describe_gemm,
     describe_matrix,
     divide_up,
@@ -61,7 +61,7 @@ _ADDING_PROGRAMS = 2  # on a multiprocessor, beside one that multiplies
 _ADDING = 1  # the index of the side stream of sums
 
 
-def launch_scatter_by_copies(config: KernelConfig, product: Product, dtype: torch.dtype, world: int) -> None:
+def launch_scatter_by_copies(config: KernelConfig, product: GroupProduct, dtype: torch.dtype, world: int) -> None:
     """Multiply, push each piece as it is stored, and add up each piece of own tiles; partial sums are of `dtype`."""
     call = _CopyEngineScatter(config, product, dtype, world)
     channel, added = call.channel, 0
@@ -107,7 +107,7 @@ class _CopyEngineScatter:
 
     begun: tiles.Channel
 
-    def __init__(self, config: KernelConfig, product: Product, dtype: torch.dtype, world: int) -> None:
+    def __init__(self, config: KernelConfig, product: GroupProduct, dtype: torch.dtype, world: int) -> None:
         x, weight, bias, out, group, scales = product
         assert config.blocks is not None
         self.config, self.blocks, self.world = config, config.blocks, world

@@ -100,6 +100,7 @@ def define_operator(
         definition.register_autograd(autograd.differentiate, setup_context=autograd.save)
         function = _make_function(name, compute, autograd)
 
+    @functools.wraps(run)
     def call(*inputs: Any, out: Tensor | None = None) -> Any:
         operands = inputs[tensors]
         if out is not None:

@@ -16,13 +16,10 @@ from stretto.ops.all_gather_matmul import launch_gather
 from stretto.ops.config import (
     LIBRARY,
     KernelConfig,
-    choose_config,
-    describe_problem,
     encode_implementation,
-    make_call_key,
-    recall_config,
+    find_config,
 )
-from stretto.ops.gemm import Product, Scales
+from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.matmul_all_reduce import launch_all_reduce
 from stretto.ops.matmul_reduce_scatter import divide_first_dim, launch_scatter, require_rows
 from stretto.ops.operator import (
@@ -194,15 +191,11 @@ def _run(
     out: Tensor | None = None,
 ) -> Tensor:
     """The output, in `out` if there is one; operator: by the name of its form for other dtypes."""
-    key = make_call_key(operator, x, weight, bias, implementation, out_dtype, reduce_dtype)
-    config = recall_config(group, key)
-    if config is None:
-        _require(operator, x, weight, bias, group, out_dtype, reduce_dtype)
+    config = find_config(
+        operator, x, weight, bias, group, implementation, out_dtype, reduce_dtype,
+        check=lambda: _require(operator, x, weight, x_scale, weight_scale, bias, group, out_dtype, reduce_dtype),
+    )  # fmt: skip
     scales = find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
-    if config is None:
-        m = x.shape[0] * (find_group(group).size() if operator == "all_gather_matmul" else 1)
-        problem = describe_problem(operator, m, x, weight, group)
-        config = choose_config(problem, x, weight, group, implementation, key)
     if config.blocks is not None and config.blocks.k < _MIN_DEPTH:
         raise ValueError(f"k of blocks for fp8 is {_MIN_DEPTH} or more, not {config.blocks.k}")
     rows, n = _count_rows(operator, x, group), weight.shape[0]
@@ -215,7 +208,7 @@ def _run(
     if operator == "matmul_all_reduce":
         return launch_all_reduce(config, x, weight, bias, out_dtype, group, scales, out)
     out = x.new_empty(rows, n, dtype=out_dtype) if out is None else out
-    product = Product(x, weight, bias, out, group, scales)
+    product = GroupProduct(x, weight, bias, out, group, scales)
     if operator == "all_gather_matmul":
         launch_gather(config, product)
     else:
@@ -284,6 +277,8 @@ def _require(
     operator: str,
     x: Tensor,
     weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
     bias: Tensor | None,
     group: str,
     out_dtype: torch.dtype,
@@ -292,6 +287,7 @@ def _require(
     require_scaled(_NAMES[operator], x, weight, bias, out_dtype)
     if operator == "matmul_reduce_scatter":
         require_rows(_NAMES[operator], x, out_dtype, reduce_dtype, group)
+    find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
 
 
 def require_scaled(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -359,8 +355,7 @@ def _fake(
     reduce_dtype: torch.dtype | None,
     implementation: str,
 ) -> Tensor:
-    _require(operator, x, weight, bias, group, out_dtype, reduce_dtype)
-    find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
+    _require(operator, x, weight, x_scale, weight_scale, bias, group, out_dtype, reduce_dtype)
     return x.new_empty(_count_rows(operator, x, group), weight.shape[0], dtype=out_dtype)
 
 

@@ -18,7 +18,7 @@ from stretto.memory.gpus import limit_waiting
 from stretto.ops.config import MOSTLY_BUSY, KernelConfig
 from stretto.ops.gemm import (
     Blocks,
-    Product,
+    GroupProduct,
     StreamK,
     count_column_parts,
     describe_gemm,
@@ -91,7 +91,7 @@ def _limit_blocks(blocks: Blocks, device: torch.device, most: int) -> Blocks:
     return blocks._replace(programs=min(limit_waiting(blocks.programs, device), most))
 
 
-def launch(operator: str, form: str, config: KernelConfig, product: Product, world: int) -> None:
+def launch(operator: str, form: str, config: KernelConfig, product: GroupProduct, world: int) -> None:
     """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n]."""
     x, weight, bias, out, group, scales = product
     (m, k), n = x.shape, weight.shape[0]

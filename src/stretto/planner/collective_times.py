@@ -4,35 +4,14 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from stretto.axes import REPLICAS, GridSizes, axes_of
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, GridSizes, axes_of
 from stretto.cluster import Cluster, MeasuredCollective
 from stretto.planner.communication import Rates, group_bandwidth, slowest_rate
-from stretto.planner.experts.cost import RankGroup, group_of_replicas, local_expert_parameters
-from stretto.planner.optimizer_state import number_bytes
-from stretto.planner.workload import StepConfig, StepWorkload
+from stretto.planner.experts.cost import all_to_all_seconds, group_of_replicas, group_of_shards, ranks_in_node
 
 # Seconds that a hop of a ring takes to start, where the cluster does not say.
 IN_NODE_LATENCY = 3e-6
 BETWEEN_NODES_LATENCY = 6e-6
-
-
-def chunked_sums(
-    workload: StepWorkload, config: StepConfig, cluster: Cluster, rates: Rates, parameters: float, reductions: int
-) -> float:
-    """Seconds of a rank's all-reduces of gradients over data, in this many chunks, with separate optimizer state."""
-    grid, gradient = config.grid, number_bytes(workload, config.state).gradient
-    of_experts = local_expert_parameters(workload.model, grid)
-
-    def each(kept: float, replicas: int) -> float:
-        return 2 * (replicas - 1) / replicas * kept / reductions * gradient
-
-    time = collective_seconds(
-        "all_reduce", REPLICAS, each(parameters - of_experts, grid.replicas), cluster, grid, rates
-    )
-    if of_experts:
-        sent = each(of_experts, grid.expert_data)
-        time += group_seconds("all_reduce", group_of_replicas(grid), sent, cluster)
-    return reductions * time
 
 
 def collective_seconds(
@@ -40,26 +19,27 @@ def collective_seconds(
 ) -> float:
     """Seconds of one collective that sends so many bytes from a rank: measured, or by latency and bandwidth.
 
-    group: an axis, or a group of ranks over several axes.
+    group: an axis, one of experts' (`stretto.axes`), or a group of ranks over several axes.
     """
-    over = axes_of(group)
-    ranks = RankGroup(grid.preceding(over[-1]), grid.over(over))
-    return group_seconds(kind, ranks, num_bytes, cluster, slowest_rate(rates, grid, group))
-
-
-def group_seconds(kind: str, group: RankGroup, num_bytes: float, cluster: Cluster, rate: float | None = None) -> float:
-    """The same of any group. rate: bytes/s where they are known already."""
-    preceding, size = group
+    if group == EXPERT:
+        leaves = grid.expert > ranks_in_node(grid, cluster.gpus_per_node)
+        return all_to_all_seconds(num_bytes, grid, cluster, message_latency(cluster, leaves=leaves))
+    rate = None
+    if group == EXPERT_Z:
+        preceding, size = group_of_shards(grid)
+    elif group == EXPERT_DATA:
+        preceding, size = group_of_replicas(grid)
+    else:
+        over = axes_of(group)
+        preceding, size, rate = grid.preceding(over[-1]), grid.over(over), slowest_rate(rates, grid, group)
     if size == 1:
         return 0.0
-    if preceding * size > cluster.gpus_per_node:
-        latency = message_latency(cluster, leaves=True)
-    elif measured := cluster.measured_transfers(kind, preceding, size):
+    leaves = preceding * size > cluster.gpus_per_node
+    if not leaves and (measured := cluster.measured_transfers(kind, preceding, size)):
         return _interpolate(measured, num_bytes)
-    else:
-        latency = message_latency(cluster, leaves=False)
     trips = 2 if kind == "all_reduce" else 1  # around the ring
-    return trips * (size - 1) * latency + num_bytes / (rate or group_bandwidth(cluster, preceding, size))
+    start_up = trips * (size - 1) * message_latency(cluster, leaves=leaves)
+    return start_up + num_bytes / (rate or group_bandwidth(cluster, preceding, size))
 
 
 def message_latency(cluster: Cluster, *, leaves: bool) -> float:

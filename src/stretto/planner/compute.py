@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from stretto.axes import GridSizes
 from stretto.cluster import Cluster
@@ -33,21 +34,12 @@ ELEMENT_WISE_EFFICIENCY = 0.7
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds that a rank computes in a step, without waits: all micro-batches and all blocks together.
-
-    `outputs`, `input_gradients` and `weight_gradients` have one entry for each linear of a block of each kind, and are
-    part of `forward` and `backward`: they are the products that collectives overlap with. other_weight_gradients: of
-    experts' grouped products.
-    """
+    """Seconds that a rank computes in a step, without waits: all micro-batches and all blocks together."""
 
     forward: float
     backward: float
-    outputs: tuple[float, ...]
-    input_gradients: tuple[float, ...]
-    weight_gradients: tuple[float, ...]
     head: float
     optimizer: float
-    other_weight_gradients: float = 0.0
 
     @property
     def total(self) -> float:
@@ -136,88 +128,84 @@ class Device:
         return num_bytes / self.memory_bandwidth
 
 
-def compute(workload: StepWorkload, config: StepConfig, device: Device) -> Compute:
-    """A step's computation on one rank, by the parts that communication can hide under."""
-    model = workload.model
-    grid = model.splitting_sizes(config.grid)
-    micro_batches = config.micro_batches(workload)
-    tokens = config.micro_batch * workload.seq_len
-    outputs, input_gradients, gradients = [], [], []
-    forward = backward = others = 0.0
-    for count, kind in model.kinds:
-        of_kind = _block_times(workload, kind, config, device)
-        calls = count * micro_batches
-        forward, backward = forward + calls * of_kind.forward, backward + calls * of_kind.backward
-        outputs += [calls * each for each in of_kind.outputs]
-        input_gradients += [calls * each for each in of_kind.input_gradients]
-        gradients += [calls * each for each in of_kind.weight_gradients]
-        others += calls * of_kind.grouped_weight_gradients
-    casts, casts_back = _casts(workload, config, grid)
-    copies, copies_back = _copies(workload, config, device.cluster)
-    state, cluster = config.state, device.cluster
-    # With separate optimizer state, a rank's actual shards count; with fp32 parameters, an equal part of all.
-    parameters = local_parameters(model, grid) if state.is_separate else _parameters(workload, grid)
-    return Compute(
-        forward=forward + device.traffic((casts + copies) * (1 if config.gathers_once else micro_batches)),
-        backward=backward + device.traffic((casts_back + copies_back) * micro_batches),
-        outputs=tuple(outputs),
-        input_gradients=tuple(input_gradients),
-        weight_gradients=tuple(gradients),
-        other_weight_gradients=others,
-        head=micro_batches * head_seconds(workload, grid, tokens, device),
-        optimizer=optimizer_seconds(workload, state, cluster, parameters, device.traffic),
-    )
+class BlockSeconds(NamedTuple):
+    """Seconds of one block for one micro-batch, without casts.
+
+    linears: of each linear's output, its input's gradient and its weight's. kept: which outputs recomputation keeps.
+    experts: of experts' grouped products in the forward pass; the gradients by inputs, and those by weights, take as
+    long each. other_forward, other_backward: of all else. recomputed: of what is computed again, in the mean of the
+    blocks that are recomputed together; in the last of them, leaves_out_last says, the last linear is not.
+    """
+
+    linears: tuple[tuple[float, float, float], ...]
+    kept: tuple[bool, ...]
+    experts: float
+    other_forward: float
+    other_backward: float
+    recomputed: float
+    leaves_out_last: bool
+
+    @property
+    def forward(self) -> float:
+        """The forward pass."""
+        return self.other_forward + self.experts + sum(output for output, _, _ in self.linears)
+
+    @property
+    def backward(self) -> float:
+        """The backward pass, with recomputation."""
+        own = sum(by_input + by_weight for _, by_input, by_weight in self.linears)
+        return self.other_backward + 2 * self.experts + own + self.recomputed
 
 
-@dataclass(frozen=True)
-class _BlockTimes:
-    """Seconds of one block for one micro-batch, as `Compute` has them of a step.
-
-    grouped_weight_gradients: of experts' products."""
-
-    forward: float
-    backward: float
-    outputs: tuple[float, ...]
-    input_gradients: tuple[float, ...]
-    weight_gradients: tuple[float, ...]
-    grouped_weight_gradients: float
-
-
-def _block_times(workload: StepWorkload, model: Architecture, config: StepConfig, device: Device) -> _BlockTimes:
+def block_seconds(workload: StepWorkload, model: Architecture, config: StepConfig, device: Device) -> BlockSeconds:
     """The times of one block of a model whose blocks are alike."""
     grid = model.splitting_sizes(config.grid)
     tokens = config.micro_batch * workload.seq_len
-    outputs, input_gradients, gradients = [], [], []
+    linears = []
     for linear in model.linears:
         k, n = linear.inputs / linear.input_shards(grid), linear.local_outputs(grid)
-        outputs.append(device.matmul(tokens, n, k, "NT"))
-        input_gradients.append(device.matmul(tokens, k, n, "NN"))
-        gradients.append(device.matmul(n, k, tokens, "TN"))
+        linears.append(
+            (device.matmul(tokens, n, k, "NT"), device.matmul(tokens, k, n, "NN"), device.matmul(n, k, tokens, "TN"))
+        )
     flops = sum(layer.attention_flops(grid, tokens, workload.seq_len) for layer in model.block)
     scores = device.attention(flops, workload.seq_len)
     forward_bytes, backward_bytes = _element_wise(workload, model, grid, config.token_parts)
-    forward = sum(outputs) + scores + device.traffic(forward_bytes * tokens)
-    backward = sum(input_gradients) + sum(gradients) + 2.5 * scores + device.traffic(backward_bytes * tokens)
+    forward = scores + device.traffic(forward_bytes * tokens)
+    backward = 2.5 * scores + device.traffic(backward_bytes * tokens)
     for count, m, n, k in (product for layer in model.block for product in layer.gathered_products(tokens)):
         forward += count * device.matmul(m, n, k, "NN")
         backward += count * (device.matmul(m, k, n, "NT") + device.matmul(k, n, m, "TN"))
-    grouped = 0.0
+    experts = 0.0
     if (layer := model.moe_layer) is not None:
         router = device.matmul(*layer.router_product(grid, tokens, config.token_parts), "NT")
-        forward += router
-        backward += 2 * router
-        for experts, rows, made, taken in layer.expert_products(grid, tokens):
-            product = device.grouped_matmul(experts, rows, made, taken)
-            forward += product
-            backward += device.grouped_matmul(experts, rows, taken, made) + product
-            grouped += product  # the weights' gradients take as long
-    recomputation = config.options.recomputation
+        forward, backward = forward + router, backward + 2 * router
+        experts = sum(device.grouped_matmul(*sizes) for sizes in layer.expert_products(grid, tokens))
+    recomputation, recomputed = config.options.recomputation, 0.0
+    kept = tuple(recomputation.keeps_product(linear.input_shards(grid)) for linear in model.linears)
+    leaves_out_last = recomputation.is_on and model.ends_with_linear
     if recomputation.is_on:
-        kept = [recomputation.keeps_product(linear.input_shards(grid)) for linear in model.linears]
-        backward += forward - sum(output for output, is_kept in zip(outputs, kept, strict=True) if is_kept)
-        if model.ends_with_linear and not kept[-1]:
-            backward -= outputs[-1] / recomputation.blocks
-    return _BlockTimes(forward, backward, tuple(outputs), tuple(input_gradients), tuple(gradients), grouped)
+        again = (output for (output, _, _), is_kept in zip(linears, kept, strict=True) if not is_kept)
+        recomputed = forward + experts + sum(again)
+        if leaves_out_last and not kept[-1]:
+            recomputed -= linears[-1][0] / recomputation.blocks
+    return BlockSeconds(tuple(linears), kept, experts, forward, backward, recomputed, leaves_out_last)
+
+
+def cast_seconds(workload: StepWorkload, config: StepConfig, device: Device) -> tuple[float, float]:
+    """Seconds of each micro-batch's casts and copies of weights in its forward pass, and of gradients in its backward
+    pass. Weights that are gathered once a step are cast once: an equal part counts for each micro-batch."""
+    casts, casts_back = _casts(workload, config, workload.model.splitting_sizes(config.grid))
+    copies, copies_back = _copies(workload, config, device.cluster)
+    parts = config.micro_batches(workload) if config.gathers_once else 1
+    return device.traffic(casts + copies) / parts, device.traffic(casts_back + copies_back)
+
+
+def step_seconds(workload: StepWorkload, config: StepConfig, device: Device) -> float:
+    """Seconds of the optimizer's step on a rank without pipeline stages."""
+    grid, state = workload.model.splitting_sizes(config.grid), config.state
+    # With separate optimizer state, a rank's actual shards count; with fp32 parameters, an equal part of all.
+    parameters = local_parameters(workload.model, grid) if state.is_separate else _parameters(workload, grid)
+    return optimizer_seconds(workload, state, device.cluster, parameters, device.traffic)
 
 
 _PASSES_OVER_SCORES = 12  # reads and writes

@@ -187,9 +187,7 @@ def judge(
     host = host_memory(workload, config, cluster, parameters, kept_activations(workload, config)[1])
     fits = impossible is None and peak(components) <= limit and host.fits
     cost = (
-        paper_cost(workload, config, cluster, rates)
-        if device is None
-        else full_cost(workload, config, cluster, device, rates)
+        paper_cost(workload, config, cluster, rates) if device is None else full_cost(workload, config, device, rates)
     )
     check_finite(cost, cluster)
     return Candidate(config, cost, components, host, fits, impossible, workload.model.copies(config.grid))

@@ -8,7 +8,7 @@ follows from these. To plan another kind of layer, add a class here, and also ch
 - `Architecture.block_parameters` and `memory.local_parameters`, if the layer has parameters other than its linears'
   weights and biases, and those that `gathered_tensors` gives: those of norms (`block_norms`, `head_norm_weights`),
   attention sinks, embeddings and head are counted by name;
-- `communication` and `cost`, if the layer sends anything but its linears' collectives (as `MoeLayer`, in
+- `communication` and `step_recorder`, if the layer sends anything but its linears' collectives (as `MoeLayer`, in
   `experts.layers`, does: `experts.cost`).
 """
 

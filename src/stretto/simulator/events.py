@@ -53,11 +53,6 @@ class EventQueue:
             self.processed += len(bucket)
         return self.now
 
-    @property
-    def next_time(self) -> float | None:
-        """When the next event runs, in nanoseconds; None if there is none."""
-        return self._times[0] if self._times else None
-
     def __len__(self) -> int:
         """How many events are left."""
         return sum(map(len, self._buckets.values()))

@@ -11,7 +11,7 @@ memory.
     signals, waits                   on the device: notify and wait; time limits and failure records
     data, packets                    on the device: push and pull; data that is its own signal
     host, streams                    copy engines and their signals, on side streams
-    launches, descriptors            cheap repeated launches
+    launches                         cheap repeated launches
     intrinsics                       inline assembly and what stands for it in interpreted kernels
     interpreter, compile_only        kernels without a GPU: run by Triton's interpreter, or only compiled
 """

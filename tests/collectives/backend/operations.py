@@ -224,4 +224,4 @@ OTHERS: tuple[tuple[Operation, dict[str, int]], ...] = (
     (gather_and_scatter, {"gather": 1, "scatter": 1}),
     (send_and_receive, {"send": 2, "recv": 2}),
 )
-"""What no schedule does, with the operations of c10d."""
+"""Calls that no schedule does, with the operations of c10d."""

@@ -29,7 +29,7 @@ CALLS = {
     "fsdp2": {"_allgather_base", "_reduce_scatter_base", "allreduce"},
     "dtensor": {"broadcast", "allreduce", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"},
 }
-"""What each framework must have run by schedules."""
+"""Operations that each framework must have run by schedules."""
 
 
 def start_again(backend, store):

@@ -15,18 +15,18 @@ from unittest import mock
 import torch.distributed as dist
 
 from stretto.memory import group_timeout
-from stretto.train import trainer
 from stretto.train.checkpoint.saver import Saver
 from stretto.train.checkpoint.writing import CheckpointWriter
 from stretto.train.config import TrainConfig, load_config
 from stretto.train.data import Sampler
+from stretto.train.gpt.kind import GPTKind
 from stretto.train.gpt.task import GPTTask
 from stretto.train.trainer import train
 
 FAULT = "STRETTO_TEST_FAULT"  # "KIND PHASE RANK": the fault, the phase in which it comes (of step 4), and the rank
 STEP = 4
 PLACES: dict[str, tuple[Any, str]] = {
-    "build": (trainer, "_make_task"),
+    "build": (GPTKind, "make_task"),
     "data": (Sampler, "indices"),
     "step": (GPTTask, "_update"),
     "evaluate": (GPTTask, "evaluate"),

@@ -7,19 +7,18 @@ import pytest
 from tests.simulator.training.steps import configure, made_up, workload
 
 from stretto.execution import Overlap
+from stretto.planner.step import GroupCollective, WeightCollectives
 from stretto.simulator.network.shapes import switch
 from stretto.simulator.training import simulate_step
-from stretto.simulator.training.block_work import WeightCollectives
-from stretto.simulator.training.blocks import GradientSums
 from stretto.simulator.training.execution import StageNetwork, execute_step
 from stretto.simulator.training.lowering import StepLowering
-from stretto.simulator.training.program import GroupCollective, Tape, WeightGathers
+from stretto.simulator.training.program import GradientSums, Tape, WeightGathers
 from stretto.simulator.training.simulation import StepSimulation
 from stretto.simulator.training.step import StepPrograms
 
 
 def over(axis: str, seconds: float, kind: str = "all_reduce") -> GroupCollective:
-    return GroupCollective(kind, axis, axis, seconds, seconds)
+    return GroupCollective(kind, axis, seconds, seconds)
 
 
 def run(tape: Tape, **slowdowns: float) -> StepSimulation:

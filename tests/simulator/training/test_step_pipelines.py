@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated pipelines have the times of `stretto.schedules.simulate`, where messages do not contend."""
 
-from itertools import pairwise
-
 import pytest
 from tests.simulator.training.steps import configure, made_up, workload
 
 from stretto.cluster import NetworkLink, NodeLink
 from stretto.planner.communication import bandwidths
 from stretto.planner.compute import Device
-from stretto.planner.pipeline.cost import estimate, pipeline_cost
+from stretto.planner.pipeline.cost import estimate, pipeline_cost, simulate_schedule
+from stretto.planner.step import COMPUTE
 from stretto.planner.workload import ScheduleChoice
-from stretto.schedules import SCHEDULES, StageCosts, StageLinks, build_schedule, simulate, simulate_message_driven
+from stretto.schedules import SCHEDULES
 from stretto.simulator.training import simulate_step
-from stretto.simulator.training.program import COMPUTE
 
 CHOICES = [
     *(ScheduleChoice(name, 2 if name in ("interleaved", "zb-v", "dualpipe-v") else 1) for name in SCHEDULES),
@@ -30,24 +28,12 @@ def plan_and_simulate(choice, pipe, batch, machine, layers=8):
     return plan, simulate_step(work, config, machine), device
 
 
-def timeline_of(plan):
-    choice, pipe, count = plan.schedule, plan.config.grid.pipe, plan.micro_batches
-    ranks = plan.layout.ranks
-    hops = [plan.messages[max(a, b) if {a, b} == {0, pipe - 1} and pipe > 2 else min(a, b)] for a, b in pairwise(ranks)]
-    links = StageLinks(tuple(hop.latency for hop in hops), tuple(hop.transmission for hop in hops))
-    costs = StageCosts(*plan.passes)
-    if choice.is_message_driven:
-        return simulate_message_driven(count, costs, links, limit=choice.limit, serve_first=choice.serve_first)
-    schedule = build_schedule(choice.name, pipe, count, choice.virtual_stages, choice.extra_warm_up)
-    return simulate(schedule, costs, links)
-
-
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_ranks_compute_when_the_timing_model_of_schedules_predicts(choice):
     # Messages are slow enough to make stages wait, and never meet in a channel.
     machine = made_up(between_nodes=NetworkLink(bandwidth=25e9, latency=2e-4))
     plan, step, _ = plan_and_simulate(choice, 8 if choice.virtual_stages == 1 else 4, 16, machine)
-    timeline = timeline_of(plan)
+    timeline = simulate_schedule(plan, plan.micro_batches)
     for rank, ends in enumerate(timeline.ends):
         computed = [span for span in step.spans(rank) if span.row == COMPUTE and span.name != "optimizer"]
         assert computed[0].start == pytest.approx(timeline.starts[rank][0], abs=1e-15)

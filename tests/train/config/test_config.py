@@ -18,6 +18,7 @@ from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import GridConfig
 from stretto.train.config.rules import nearest_grid
 from stretto.train.devices import resolve_device
+from stretto.train.kinds import KINDS, ModelKind, config_type, kind_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -376,3 +377,10 @@ def test_a_run_of_before_that_names_all_switches_still_loads(switches, reshard, 
     (tmp_path / "config.toml").write_text(text)
     config = load_config(tmp_path / "config.toml")
     assert (config.train.reshard, config.train.recompute) == (reshard, recompute)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_of_model_is_found_by_its_name_and_by_its_configuration(name):
+    kind = config_type(name)
+    assert kind.kind == name
+    assert isinstance(kind_of(kind.model_construct()), ModelKind)

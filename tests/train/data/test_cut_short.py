@@ -10,8 +10,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from tests.conftest import Ranks
+from tests.recommendation.test_data import ONE, ROWS, line
 from tests.train import model_folders, runs
-from tests.train.data.test_clicks import ONE, ROWS, line
 from tests.train.data.test_token_files import write_megatron, write_nanogpt
 from tests.train.data.test_tokenizer import TEXT
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stretto.collectives.executor.layout import overlap
 from stretto.collectives.schedule import Schedule
 
 COLLECTIVES = {
@@ -258,12 +259,12 @@ def _run_in_place(
             own = whole[rank * (block := sum(map(torch.numel, inputs))) : (rank + 1) * block]
             flat_input = _join(inputs)
             if flat_input.data_ptr() != own.data_ptr():
-                own.copy_(flat_input.clone() if _overlap(flat_input, own) else flat_input)
+                own.copy_(flat_input.clone() if overlap(flat_input, own) else flat_input)
             return run(whole, None)
         case _:
             whole, flat_input = _as_flat(outputs), _join(inputs)
             if flat_input.data_ptr() != whole.data_ptr():
-                whole.copy_(flat_input.clone() if _overlap(flat_input, whole) else flat_input)
+                whole.copy_(flat_input.clone() if overlap(flat_input, whole) else flat_input)
             return run(whole, None)
 
 
@@ -272,7 +273,7 @@ def _run_out_of_place(
 ) -> Tensor:
     flat_input = _join(inputs)
     flat_output = torch.empty_like(flat_input) if keeps_output else _as_flat(outputs)
-    return run(flat_input.clone() if _overlap(flat_input, flat_output) else flat_input, flat_output)
+    return run(flat_input.clone() if overlap(flat_input, flat_output) else flat_input, flat_output)
 
 
 def _join(tensors: tuple[Tensor, ...]) -> Tensor:
@@ -297,7 +298,3 @@ def _write(result: Tensor, outputs: tuple[Tensor, ...]) -> None:
     for output in outputs:
         output.copy_(result[start : start + output.numel()].view(output.shape))
         start += output.numel()
-
-
-def _overlap(first: Tensor, second: Tensor) -> bool:
-    return first.data_ptr() < second.data_ptr() + second.nbytes and second.data_ptr() < first.data_ptr() + first.nbytes

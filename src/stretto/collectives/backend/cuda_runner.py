@@ -30,6 +30,7 @@ from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.nvrtc import launch_addresses
 from stretto.collectives.executor.cuda.variant import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.executor.cuda.workspace import EndOfCall
+from stretto.collectives.executor.layout import overlap
 from stretto.collectives.schedule import Schedule
 from stretto.memory import failures
 from stretto.memory.compilation import loaded_kernels_address
@@ -187,20 +188,13 @@ class CudaRunner:
         end = self._find_end()
         if end is None or end.query():
             return barrier
-        work = make_work(self._member.rank, "barrier", ())
 
-        def job() -> None:
-            try:
-                barrier.wait()
-                end.synchronize()
-                failures.check()
-            except BaseException as error:  # noqa: BLE001  (whatever it is, `work.wait` must raise it)
-                work.fail(error)
-            else:
-                work.succeed()
+        def run() -> None:
+            barrier.wait()
+            end.synchronize()
+            failures.check()
 
-        self._worker.submit(job)
-        return work
+        return self._worker.submit_work(make_work(self._member.rank, "barrier", ()), run)
 
     def discard(self, schedule: Schedule) -> None:
         """Drop the schedule and its kernels once the GPU has finished with them, except those that graphs replay."""
@@ -344,6 +338,6 @@ def _find_buffers(collective: str, input: Tensor, output: Tensor, rank: int) -> 
     if smaller.data_ptr() == own:
         # In place, a reduce-scatter overwrites all of its input with sums, and the caller wants to keep the input.
         return None if collective in ("reducescatter", "alltoall") else (larger.view(-1), None)
-    if input.data_ptr() < output.data_ptr() + output.nbytes and output.data_ptr() < input.data_ptr() + input.nbytes:
+    if overlap(input, output):
         return None
     return input.view(-1), output.view(-1)

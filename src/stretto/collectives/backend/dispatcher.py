@@ -109,7 +109,7 @@ class Dispatcher:
         self._fast = None if is_debugging() else fast
         self.is_closed = False
         self.load_schedules: Callable[[], object] | None = None
-        """What installs schedules before the first call that one could run, in which all ranks take part."""
+        """Callback: collectively installs schedules before the first call that one could run."""
 
     @property
     def _is_bypassed(self) -> bool:

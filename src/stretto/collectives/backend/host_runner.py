@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -89,17 +89,16 @@ class HostRunner:
         work = make_work(self._member.rank, call.title, call.outputs, call.inputs)
         prepared = self._prepared[id(schedule)]
 
-        def job() -> None:
+        def run() -> None:
             try:
                 self._run(prepared, call)
-            except BaseException as error:  # noqa: BLE001  (whatever it is, `work.wait` must raise it)
-                aborted = RuntimeError(f"the process group was destroyed or aborted during {call.describe()}")
-                work.fail(aborted if self._worker.is_closed else error)
-            else:
-                work.succeed()
+            except BaseException as error:
+                if self._worker.is_closed:
+                    message = f"the process group was destroyed or aborted during {call.describe()}"
+                    raise RuntimeError(message) from error
+                raise
 
-        self._worker.submit(job)
-        return work
+        return self._worker.submit_work(work, run)
 
     def begin_barrier(self, on_gpu: bool, is_async: bool) -> None:
         """Do nothing: `after_schedules` waits for all calls."""
@@ -111,18 +110,7 @@ class HostRunner:
         """
         if not self._worker.has_begun:
             return barrier
-        work = make_work(self._member.rank, "barrier", ())
-
-        def job() -> None:
-            try:
-                barrier.wait()
-            except BaseException as error:  # noqa: BLE001  (as above)
-                work.fail(error)
-            else:
-                work.succeed()
-
-        self._worker.submit(job)
-        return work
+        return self._worker.submit_work(make_work(self._member.rank, "barrier", ()), barrier.wait)
 
     def start_fastest(self, call: BackendCall) -> None:
         """None: on a CPU gloo is faster than any schedule here."""
@@ -298,6 +286,20 @@ class Worker:
                 weakref.finalize(self, _end, self._jobs, self._thread, _GRACE)
                 self._thread.start()
             self._jobs.put(job)
+
+    def submit_work(self, work: Any, run: Callable[[], object]) -> "Work":
+        """Queue `run`, and return its Work, whose `wait` raises what `run` raises."""
+
+        def job() -> None:
+            try:
+                run()
+            except BaseException as error:  # noqa: BLE001  (whatever it is, `work.wait` must raise it)
+                work.fail(error)
+            else:
+                work.succeed()
+
+        self.submit(job)
+        return work
 
     def drain(self) -> None:
         """Wait until all jobs that were submitted so far have run."""

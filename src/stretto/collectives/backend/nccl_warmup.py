@@ -25,7 +25,7 @@ class NcclWarmup:
         self._nccl = nccl
         self._member = member
         self.is_warm = False
-        """Whether NCCL has connected the group's ranks, or does so in a call that has begun."""
+        """True once NCCL has connected the group's ranks, or does so in a call that has begun."""
 
     def warm_up(self, device: torch.device) -> None:
         """Connect this GPU with the other ranks', all of which call it. Does nothing after the first time.

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.collective import Buffer
-from stretto.collectives.executor.layout import Buffers
+from stretto.collectives.executor.layout import Buffers, overlap
 from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, ExecutionPlan, make_plan
 from stretto.collectives.executor.rank_run import RankRun
 from stretto.collectives.executor.turns import Coroutine, ExecutionError, list_waits, take_turns
@@ -123,7 +123,7 @@ def _plan(
             raise ValueError(f"the {what} is not contiguous: use .contiguous()")
     if output is not None and output.dtype != input.dtype:
         raise ValueError(f"input and output have one dtype, not {str(input.dtype)[6:]} and {str(output.dtype)[6:]}")
-    if output is not None and _share_memory(input, output):
+    if output is not None and overlap(input, output):
         raise ValueError("input and output share memory: give one tensor, the larger one, to a schedule in place")
     in_place = output is None
     larger = Buffer.IN if schedule.collective.input_chunks >= schedule.collective.output_chunks else Buffer.OUT
@@ -137,13 +137,6 @@ def _plan(
         tile_bytes=tile_bytes,
         slots=slots,
     )
-
-
-def _share_memory(first: Tensor, second: Tensor) -> bool:
-    def end(tensor: Tensor) -> int:
-        return tensor.data_ptr() + tensor.numel() * tensor.itemsize
-
-    return first.data_ptr() < end(second) and second.data_ptr() < end(first)
 
 
 def _require_same(own: dict[str, object], rank: int, group: dist.ProcessGroup | None, timeout: float) -> None:

@@ -19,7 +19,7 @@ How they follow it:
 - The host executor runs an uneven call on copies with full chunks, and on a copy of an input that the schedule writes
   (`Buffers`).
 - The interpreter on GPUs does the same, but only where a longer chunk passes through a shorter place
-  (`value_trace.find_narrowing_writes`) or the schedule writes its input: other calls run on the caller's own tensors.
+  (`find_narrowing_writes`) or the schedule writes its input: other calls run on the caller's own tensors.
 - The fused kernel keeps full chunks in registers and in mailboxes and stores nothing but outputs.
 - Copy engines send from buffers: they never send a value from, or write it to, a place that may be shorter than the
   value (`StoreChunk.is_whole`).
@@ -232,3 +232,8 @@ class Buffers:
 def poisoned(elements: int, dtype: torch.dtype) -> Tensor:
     """A tensor of unwritten memory, filled with NaN, or an unlikely integer."""
     return torch.full((elements,), float("nan") if dtype.is_floating_point else 0x5A, dtype=dtype)
+
+
+def overlap(first: Tensor, second: Tensor) -> bool:
+    """Check whether two contiguous tensors share memory."""
+    return first.data_ptr() < second.data_ptr() + second.nbytes and second.data_ptr() < first.data_ptr() + first.nbytes

@@ -43,7 +43,7 @@ class FifoConnection:
     """One FIFO: messages from a sender to a receiver over a channel, in `slots` slots of the receiver's memory.
 
     number: of its channel among those in use, which its signals go by; offset: of its first slot, in bytes;
-    slot_bytes: room for the largest message; messages: its number of messages per tile.
+    slot_bytes: room for the largest message, of so many chunks; messages: its number of messages per tile.
     """
 
     sender: int
@@ -52,6 +52,7 @@ class FifoConnection:
     number: int
     offset: int
     slot_bytes: int
+    chunks: int
     messages: int
 
     @property
@@ -238,7 +239,7 @@ def _lay_out_connections(
         sender, receiver, channel = key
         slot_bytes = -(-max(sent) * chunk_tile_bytes // _ALIGNMENT) * _ALIGNMENT
         connections[key] = FifoConnection(
-            sender, receiver, channel, channels[channel], used[receiver], slot_bytes, len(sent)
+            sender, receiver, channel, channels[channel], used[receiver], slot_bytes, max(sent), len(sent)
         )
         used[receiver] += slots * slot_bytes
     return connections, max(used)

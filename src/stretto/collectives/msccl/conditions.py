@@ -14,11 +14,12 @@ class MscclCollective:
     chunk_factor: the chunks of the smaller buffer, or of the only one; inplace: whether both buffers share memory.
     """
 
+    name = "custom"
+
     def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
         self.num_ranks = num_ranks
         self.chunk_factor = chunk_factor
         self.inplace = inplace
-        self.name = "custom"
 
     def init_buffers(self) -> Buffers:
         """For each rank, what its input and output buffers hold at the start: lists of chunks or None."""
@@ -47,9 +48,7 @@ class MscclCollective:
 class AllToAll(MscclCollective):
     """Rank r's output is every rank's r-th block of `chunk_factor` chunks."""
 
-    def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
-        super().__init__(num_ranks, chunk_factor, inplace)
-        self.name = "alltoall"
+    name = "alltoall"
 
     def init_buffers(self) -> Buffers:
         size, block = self.num_ranks * self.chunk_factor, self.chunk_factor
@@ -74,9 +73,7 @@ class AllToAll(MscclCollective):
 class AllGather(MscclCollective):
     """Every rank's output is all ranks' inputs of `chunk_factor` chunks. In place, the input is a part of it."""
 
-    def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
-        super().__init__(num_ranks, chunk_factor, inplace)
-        self.name = "allgather"
+    name = "allgather"
 
     def init_buffers(self) -> Buffers:
         ranks = []
@@ -109,9 +106,7 @@ class AllGather(MscclCollective):
 class AllReduce(MscclCollective):
     """Every rank's `chunk_factor` output chunks are the sums of all ranks' input chunks."""
 
-    def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
-        super().__init__(num_ranks, chunk_factor, inplace)
-        self.name = "allreduce"
+    name = "allreduce"
 
     def init_buffers(self) -> Buffers:
         ranks = []
@@ -135,9 +130,7 @@ class AllReduce(MscclCollective):
 class ReduceScatter(MscclCollective):
     """Rank r's output is the sum of the r-th blocks of `chunk_factor` chunks. In place, it is a part of the input."""
 
-    def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
-        super().__init__(num_ranks, chunk_factor, inplace)
-        self.name = "reduce_scatter"
+    name = "reduce_scatter"
 
     def init_buffers(self) -> Buffers:
         size, block = self.num_ranks * self.chunk_factor, self.chunk_factor

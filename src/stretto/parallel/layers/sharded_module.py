@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of the modules that `parallelize` puts in: state dicts, conversions, refused copies and wrappers."""
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeGuard
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -161,15 +161,30 @@ def place_shared(owner: nn.Module, key: str, parameter: nn.Parameter) -> None:
     owner.register_load_state_dict_pre_hook(load)
 
 
-# The axis over which the features of modules' outputs are split, for as long as these live.
-_FEATURE_AXES: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+class _FeaturesNote(ref[Tensor]):
+    """A weak reference to a module's output, of which the features are split over `axis`. key: the output's id."""
+
+    __slots__ = ("axis", "key")
+    axis: str
+    key: int
+
+
+# By the outputs' ids, for as long as these live. torch's WeakTensorKeyDictionary takes four times as long.
+_notes: dict[int, _FeaturesNote] = {}
 
 
 def note_features(y: Tensor, axis: str) -> Tensor:
     """Note over which axis an output's features are split, for `check_features` of the next module."""
     if not torch.compiler.is_compiling():
-        _FEATURE_AXES[y] = axis
+        note = _FeaturesNote(y, _forget)
+        note.axis, note.key = axis, id(y)
+        _notes[note.key] = note
     return y
+
+
+def _forget(note: _FeaturesNote) -> None:
+    if _notes.get(note.key) is note:  # another output may have the id already
+        del _notes[note.key]
 
 
 def check_features(x: Tensor, axis: str, name: str) -> None:
@@ -180,12 +195,12 @@ def check_features(x: Tensor, axis: str, name: str) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    found = _FEATURE_AXES.get(x, axis)
-    if found != axis:
+    note = _notes.get(id(x))
+    if note is not None and note() is x and note.axis != axis:
         raise ValueError(
-            f"{name} takes features that are split over {axis}, but its input's are split over {found}: check its role "
-            "and that of the module before it (a 'colwise' linear takes them over y and gives them over x, a 'rowwise' "
-            "one the reverse; norm, dropout and head take them over y)"
+            f"{name} takes features that are split over {axis}, but its input's are split over {note.axis}: check its "
+            "role and that of the module before it (a 'colwise' linear takes them over y and gives them over x, a "
+            "'rowwise' one the reverse; norm, dropout and head take them over y)"
         )
 
 

@@ -214,11 +214,6 @@ class LatentAttentionLayer(BlockLayer):
             Linear("out", heads * shape.value, hidden, True, bias, hidden),
         )
 
-    @property
-    def norm_weights(self) -> int:
-        """Weights of the norms of latent features."""
-        return self.shape.q_rank + self.shape.kv_rank
-
     def _heads(self, grid: GridSizes) -> tuple[float, float]:
         """Features of all queries, and of all values, on a rank."""
         return self.heads * (self.shape.nope + self.shape.rope) / grid.x, self.heads * self.shape.value / grid.x

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory model of tensor, expert and data parallelism (Singh, section 7.1.1, equations 7.2 to 7.7).
+"""The memory model of tensor, expert and data parallelism (Singh, section 7.1.1, equation 7.4).
 
 Every second block of a base model has experts, one on each rank of `expert`, so that E ranks divide E experts; the
 planner's own model takes any number of them a rank. Weights and gradients have 2 bytes each, and ZeRO's first stage
@@ -13,37 +13,7 @@ from stretto.planner.experts.cost import local_expert_parameters
 from stretto.planner.memory import local_parameters
 from stretto.planner.optimizer_state import Formula
 
-WEIGHT_AND_GRADIENT, STATE = 4, 12  # bytes of a parameter
-
-
-def count_expert_parameters(base: float, experts: int) -> float:
-    """Equation 7.2: parameters of all experts, of a base model of so many."""
-    return experts / 3 * base
-
-
-def count_other_parameters(base: float) -> float:
-    """Equation 7.3: all others."""
-    return 2 / 3 * base
-
-
-def expert_replicas(replicas: float, experts: int) -> float:
-    """Equation 7.7: ranks that hold the same expert, where `replicas` hold the same other parameters."""
-    return replicas / experts
-
-
-def zero_memory(parameters: float, replicas: float) -> float:
-    """Bytes of a rank that holds so many parameters, as `replicas - 1` others do, with ZeRO's first stage."""
-    return (WEIGHT_AND_GRADIENT + STATE / replicas) * parameters
-
-
-def min_memory(base: float, experts: int, gpus: int, tensor: int) -> float:
-    """Equation 7.5: bytes of a GPU at least, with `tensor` ranks of x."""
-    return 4 * base * (1 / tensor + (experts + 2) / gpus)
-
-
-def largest_base(memory: float, tensor: int) -> float:
-    """Equation 7.6: parameters of the largest base model for GPUs of so many bytes, however many there are."""
-    return tensor / 4 * memory
+STATE = 12  # bytes of a parameter
 
 
 def list_memory(model: Architecture, grid: GridSizes) -> dict[str, float]:

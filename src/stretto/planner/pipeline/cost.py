@@ -27,6 +27,7 @@ from stretto.planner.pipeline.stage_times import (
     StepEdges,
     cut_blocks,
     edges_of_rank,
+    hop_between,
     measure_parts,
     message_times,
     place_stages,
@@ -36,6 +37,7 @@ from stretto.planner.pipeline.stage_times import (
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 from stretto.schedules import (
     PipelineSchedule,
+    PipelineTimeline,
     StageCosts,
     StageLinks,
     build_schedule,
@@ -99,7 +101,7 @@ def estimate(
     """
     assert config.schedule is not None
     schedule, pipe = config.schedule, config.grid.pipe
-    parts = parts or measure_parts(workload, config, device.cluster, device, rates)
+    parts = parts or measure_parts(workload, config, device, rates)
     placed = place_stages(schedule, pipe)
     cuts = config.options.stages.cuts
     whole = (0, *cuts, workload.model.layers) if cuts is not None else cut_blocks(parts, len(placed))
@@ -191,27 +193,24 @@ def replay(plan: PipelineEstimate, *, has_messages: bool = True) -> ReplayedPhas
 
 
 def _simulate(plan: PipelineEstimate, count: int, has_messages: bool) -> ReplayedPhase:
-    schedule, pipe = plan.schedule, plan.config.grid.pipe
-    links = None
-    if has_messages:
-        between = [plan.messages[rank % pipe] for rank in _senders(plan.layout.ranks)]
-        links = StageLinks(tuple(each.latency for each in between), tuple(each.transmission for each in between))
-    costs = StageCosts(*plan.passes)
-    if schedule.is_message_driven:
-        timeline = simulate_message_driven(
-            count, costs, links, limit=schedule.limit, serve_first=schedule.serve_first or "backward"
-        )
-    else:
-        built = _built(schedule.name, pipe, count, schedule.virtual_stages, schedule.extra_warm_up)
-        timeline = simulate(built, costs, links)
+    timeline = simulate_schedule(plan, count, has_messages=has_messages)
     makespan = timeline.makespan
     return ReplayedPhase(makespan, tuple(makespan - ends[-1] for ends in timeline.ends))
 
 
-def _senders(ranks: Sequence[int]) -> list[int]:
-    """Of each pair of neighbouring stages, the rank whose message to the next rank of pipe has the same links."""
-    last = max(ranks)
-    return [last if {a, b} == {0, last} and last > 1 else min(a, b) for a, b in pairwise(ranks)]
+def simulate_schedule(plan: PipelineEstimate, count: int, *, has_messages: bool = True) -> PipelineTimeline:
+    """Simulate the schedule of so many micro-batches with the predicted times of each stage."""
+    schedule, pipe = plan.schedule, plan.config.grid.pipe
+    links = None
+    if has_messages:
+        between = [hop_between(plan.messages, *pair) for pair in pairwise(plan.layout.ranks)]
+        links = StageLinks(tuple(each.latency for each in between), tuple(each.transmission for each in between))
+    costs = StageCosts(*plan.passes)
+    if schedule.is_message_driven:
+        return simulate_message_driven(
+            count, costs, links, limit=schedule.limit, serve_first=schedule.serve_first or "backward"
+        )
+    return simulate(_built(schedule.name, pipe, count, schedule.virtual_stages, schedule.extra_warm_up), costs, links)
 
 
 def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, replays: bool = False) -> Cost:
@@ -255,9 +254,7 @@ def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, repla
     sent = Volume(
         most.sent_gather, most.sent_scatter, most.sent_y, most.sent_x, plan.edges[busiest].data_sent, most.sent_expert
     )
-    work = Compute(
-        count * most.forward, count * (most.backward_input + most.backward_weight), (), (), (), 0.0, optimizer
-    )
+    work = Compute(count * most.forward, count * (most.backward_input + most.backward_weight), 0.0, optimizer)
     return Cost(
         terms,
         rates,

@@ -16,8 +16,8 @@ from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions
 from stretto.planner.capacity import peak
 from stretto.planner.communication import Rates, Volume, bandwidths, blocks_volume, seconds
-from stretto.planner.compute import Device, compute
-from stretto.planner.cost import SLOWDOWN_BESIDE_COMMUNICATION, Cost
+from stretto.planner.compute import Device, block_seconds, cast_seconds
+from stretto.planner.cost import Cost
 from stretto.planner.experts.cost import expert_seconds, expert_volume, local_expert_parameters
 from stretto.planner.experts.search import BestTimes, best_of_each_grid, choose_expert_grids
 from stretto.planner.grid_plan import Candidate, check_finite, rounded
@@ -36,6 +36,7 @@ from stretto.planner.pipeline.memory import RankMemory, StageMemory, checkpoint_
 from stretto.planner.pipeline.space import MAX_VIRTUAL_STAGES, PipelineSpace, why_no_schedule
 from stretto.planner.pipeline.stage_times import RankStages, StageLayout, StepEdges, measure_parts, place_stages
 from stretto.planner.search_space import SearchSpace, StepChoice, set_imbalance
+from stretto.planner.step import overlap_slowdown
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 
 # With more grids with pipelines than this, grids whose lower bound is slower than the tenth plan are skipped.
@@ -173,9 +174,10 @@ class PipelineSearch:
                 config = StepConfig(alone, size, ExecutionOptions(recompute=options.recompute))
                 of_all = replace(of_balanced, batch=size * alone.batch_parts)
                 block = of_all.stage(1, is_first=False, is_last=False, moe_blocks=min(1, kind.moe_blocks))
-                work = compute(block, config, self.device)
-                forward_time += count * work.forward
-                backward_time += count * work.backward
+                work = block_seconds(block, block.model.kinds[0].model, config, self.device)
+                casts = cast_seconds(block, config, self.device)
+                forward_time += count * (work.forward + casts[0])
+                backward_time += count * (work.backward + casts[1])
             self._computed[key] = forward_time, backward_time
         if of_any_way:
             return count_of_batches * sum(self._computed[key]) / grid.pipe
@@ -224,7 +226,7 @@ class PipelineSearch:
         """
         if not self.space.overlaps:
             return 1.0
-        slowdown = self.cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
+        slowdown = overlap_slowdown(self.cluster)
         if True in self.space.shardings:
             return slowdown / 2
         return (1 + 3 * slowdown) / 4
@@ -347,7 +349,7 @@ class PipelineSearch:
                 return []
             return [_Timed(0.0, estimate_evenly(workload, replace(config, schedule=first), self.cluster))]
         rates = self._rates_of(config.grid)
-        parts = measure_parts(workload, config, self.cluster, self.device, rates)
+        parts = measure_parts(workload, config, self.device, rates)
         whole = parts.all_blocks.whole + parts.first.whole + parts.last.whole
         if (count + (pipe - 1) / self._max_virtual_stages) * whole / pipe > most:
             return []

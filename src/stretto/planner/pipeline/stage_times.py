@@ -7,25 +7,19 @@ times one block's, and those of what else it has.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from stretto.axes import EXPERT
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
-from stretto.planner.collective_times import chunked_sums, message_latency
+from stretto.planner.collective_times import message_latency
 from stretto.planner.communication import Rates, leaves_node, message_numbers, message_rate
-from stretto.planner.compute import Device, compute, head_seconds
-from stretto.planner.cost import SLOWDOWN_BESIDE_COMMUNICATION, StepCommunication
+from stretto.planner.compute import Device
+from stretto.planner.cost import PartTotals, total_block, total_end
 from stretto.planner.memory import local_parameters
-from stretto.planner.optimizer_state import (
-    exposed_sums,
-    gradient_chunks,
-    number_bytes,
-    optimizer_seconds,
-    steps_in_chunks,
-)
+from stretto.planner.optimizer_state import exposed_sums, number_bytes, optimizer_seconds, steps_in_chunks
+from stretto.planner.step import StepRecord, overlap_slowdown
+from stretto.planner.step_recorder import chunked_sums, record_step
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 from stretto.schedules import partition
 from stretto.schedules.generators import V_SHAPED
@@ -158,102 +152,48 @@ class StageLayout(NamedTuple):
         return RankStages(tuple(map(self.blocks, numbers)), is_first, is_last, moe_blocks)
 
 
-def measure_parts(
-    workload: StepWorkload, config: StepConfig, cluster: Cluster, device: Device, rates: Rates
-) -> PipelineParts:
+def measure_parts(workload: StepWorkload, config: StepConfig, device: Device, rates: Rates) -> PipelineParts:
     """Predict the times of a block, and of the first and last stages' other modules."""
-    model, count = workload.model, config.micro_batches(workload)
-    kinds, of_norms = [], 0.0
-    for kind in model.kinds:
-        has_moe = kind.model.moe_blocks > 0
-        inner = workload.stage(1, is_first=False, is_last=False, moe_blocks=int(has_moe))
-        work = compute(inner, config, device)
-        block = StepCommunication(inner, config, cluster, work, rates)
-        kinds.append(_block_times(block, config, cluster))
-        of_norms = block.outside_blocks.all_reduce_y
-    head = head_seconds(workload, model.splitting_sizes(config.grid), config.micro_batch * workload.seq_len, device)
-    # A loss in slices computes its gradients with them, in the forward pass.
-    in_forward = 1.0 if model.logits == "sliced" else 1 / 3
-    own = PartTimes(forward=in_forward * head, backward_input=(1 - in_forward) * head)
-    ends = []
-    for is_first in (True, False):
-        end = workload.stage(1, is_first=is_first, is_last=not is_first)
-        step = StepCommunication(end, config, cluster, work, rates)
-        ends.append(_end_times(step, of_norms, count, own if not is_first else PartTimes()))
-    return PipelineParts(tuple(kinds), model.has_moe, *ends)
+    record = record_step(workload, config, device, rates)
+    kinds = (_part_times(record, total_block(block), block.weight_seconds, hides=1) for _, block in record.kinds)
+    ends = (_part_times(record, total_end(end), 0.0, hides=0) for end in (record.first, record.last))
+    return PipelineParts(tuple(kinds), workload.model.has_moe, *ends)
 
 
-def _block_times(block: StepCommunication, config: StepConfig, cluster: Cluster) -> PartTimes:
-    """The times of one block, of which the step consists."""
-    work, count = block.work, block.micro_batches
-    hides, slowdown = config.options.overlap.hides_any, cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
-    waits = {f"{axis}_{name}": 0.0 for axis in ("x", "y", "z", EXPERT) for name in ("forward", "backward")}
-    sent = {"x": 0.0, "y": 0.0, EXPERT: 0.0}
-    hidden = [0.0, 0.0]  # in the forward and in the backward pass
-    for each in block.sums:
-        of_pass, name = (0, "forward") if each.is_forward else (1, "backward")
-        left = each.time - each.hidden if hides else each.time
-        waits[f"{each.axis}_{name}"] += left / count
-        hidden[of_pass] += (each.time - left) / count
-        sent[each.axis] += each.time
-    norms = block.outside_blocks
-    for name in ("y_forward", "y_backward"):
-        waits[name] += norms.all_reduce_y / count / 2
-    room = work.backward / count - hidden[1]
-    once = config.gathers_once
-    gather, again = (0.0, 0.0) if once else (block.all_gather / count, (block.gathers - 1) * block.all_gather / count)
-    scatters_each = block.scatters == count
-    scattered = block.reduce_scatter / count if scatters_each else 0.0
-    left_forward = max(0.0, gather - work.forward / count) if hides else gather
-    left_backward = max(0.0, again + scattered - room) if hides else again + scattered
-    waits["z_forward"] += left_forward
-    waits["z_backward"] += left_backward
-    hidden[0] += gather - left_forward
-    hidden[1] += again + scattered - left_backward
-    weight = (sum(work.weight_gradients) + work.other_weight_gradients) / count
-    reads, again_too = block.host_reads / count, block.forward_exchanges > 1
+def _part_times(record: StepRecord, total: PartTotals, weight_gradients: float, *, hides: int) -> PartTimes:
+    """The times of a part. hides: 1 if its passes hide what it sends over z, 0 if not."""
+    count, once, slowdown = record.micro_batches, record.config.gathers_once, overlap_slowdown(record.cluster)
+    (forward, backward), overlap = total[:2], record.config.options.overlap
+    room = hides * (backward.computation - backward.hidden)
+    gather, again = (0.0, 0.0) if once else (forward.gathered, backward.gathered)
+    scatter = total.scatter if record.scatters == count else 0.0  # in each micro-batch
+    hidden_gather = min(gather * overlap.all_gather, hides * forward.computation)
+    hidden_backward = min(again * overlap.all_gather + scatter * overlap.reduce_scatter, room)
     return PartTimes(
-        forward=work.forward / count,
-        backward_input=work.backward / count - weight,
-        backward_weight=weight,
-        **waits,
-        slower_forward=slowdown * hidden[0],
-        slower_backward=slowdown * hidden[1],
-        gather=block.all_gather if once else 0.0,
-        scatter=0.0 if scatters_each else block.reduce_scatter,
-        data=0.0 if config.state.is_separate else block.data,
-        room=max(0.0, room - again - scattered),
-        sent_gather=block.all_gather * block.gathers,
-        sent_scatter=block.reduce_scatter,
-        sent_y=sent["y"] + norms.all_reduce_y,
-        sent_x=sent["x"],
-        host_forward=reads / 2 if again_too else reads,
-        host_backward=reads / 2 if again_too else 0.0,
-        sent_expert=sent[EXPERT],
-    )
-
-
-def _end_times(step: StepCommunication, of_norms: float, count: int, own: PartTimes) -> PartTimes:
-    """The times of the other modules of the first or last stage, which are not hidden."""
-    outside, once = step.outside_blocks, step.config.gathers_once
-    scatters_each = step.scatters == count
-    over_y = max(0.0, outside.all_reduce_y - of_norms)
-    return own.plus(
-        PartTimes(
-            x_forward=outside.all_reduce_x / count / 2,
-            x_backward=outside.all_reduce_x / count / 2,
-            y_forward=over_y / count / 2,
-            y_backward=over_y / count / 2,
-            z_forward=0.0 if once else outside.all_gather_z / count,
-            z_backward=outside.reduce_scatter_z / count if scatters_each else 0.0,
-            gather=outside.all_gather_z if once else 0.0,
-            scatter=0.0 if scatters_each else outside.reduce_scatter_z,
-            data=outside.all_reduce_data,
-            sent_gather=outside.all_gather_z,
-            sent_scatter=outside.reduce_scatter_z,
-            sent_y=over_y,
-            sent_x=outside.all_reduce_x,
-        )
+        forward=forward.computation,
+        backward_input=backward.computation - weight_gradients,
+        backward_weight=weight_gradients,
+        x_forward=forward.x - forward.hidden_x,
+        x_backward=backward.x - backward.hidden_x,
+        y_forward=forward.y - forward.hidden_y,
+        y_backward=backward.y - backward.hidden_y,
+        z_forward=gather - hidden_gather,
+        z_backward=again + scatter - hidden_backward,
+        slower_forward=slowdown * (forward.hidden + hidden_gather),
+        slower_backward=slowdown * (backward.hidden + hidden_backward),
+        gather=forward.gathered if once else 0.0,
+        scatter=total.scatter - scatter,
+        data=total.data,
+        room=max(0.0, room - again - scatter),
+        sent_gather=record.gathers * forward.gathered + record.gathers_again * backward.gathered,
+        sent_scatter=record.scatters * total.scatter,
+        sent_y=count * (forward.y + backward.y),
+        sent_x=count * (forward.x + backward.x),
+        expert_forward=forward.expert,
+        expert_backward=backward.expert,
+        host_forward=forward.host,
+        host_backward=backward.host,
+        sent_expert=count * (forward.expert + backward.expert),
     )
 
 
@@ -345,43 +285,46 @@ def edges_of_rank(
     grid = workload.model.splitting_sizes(config.grid)
     parameters = local_parameters(own.model, grid)
     optimizer = optimizer_seconds(workload, config.state, cluster, parameters, device.traffic)
-    blocks, hides = sum(stages.blocks), config.options.overlap.hides_any
+    blocks, overlap = sum(stages.blocks), config.options.overlap
     ends = times_of_rank(parts, stages._replace(blocks=(0,), moe_blocks=(0,)))
-    reductions, data = blocks, times.data
+    sums, data = blocks, times.data
     if config.state.is_separate:
-        reductions = gradient_chunks(config.state, parameters)
-        sizes = replace(config, grid=grid)
-        data = chunked_sums(own, sizes, cluster, rates, parameters, reductions)
-    gather, scatter, left = times.gather, times.scatter, data
+        sums, chunk = chunked_sums(own, config, cluster, rates)
+        data = sums * chunk.seconds if chunk is not None else 0.0
+    gather, scatter, left, room = times.gather, times.scatter, data, times.room
     # Gradients of embeddings that both ends have are summed last, and all of a rank's with them.
-    is_tied = _is_tied(workload) and (stages.is_first != stages.is_last)
-    if hides:
+    is_tied = has_tied_message(workload, stages)
+    if overlap.all_gather:
         of_blocks = parts.blocks(blocks, sum(stages.moe_blocks))
         gather = ends.gather + max(of_blocks.gather / blocks, of_blocks.gather - of_blocks.whole_forward)
-    if hides and not is_tied:
+    if overlap.reduce_scatter and not is_tied:
         scattered = scatter - ends.scatter
-        room = times.room
         if scattered:
             scatter = ends.scatter + max(scattered - room, scattered / blocks)
             room = max(0.0, room - scattered)
-        of_ends = ends.data if not config.state.is_separate else 0.0
-        left = of_ends + (max(data - of_ends - room, data / reductions) if data else 0.0)
+    if overlap.data and not is_tied:
+        left = ends.data + (max(data - ends.data - room, data / sums) if data else 0.0)
     if steps_in_chunks(workload, config):
-        left = exposed_sums(left, data, reductions, optimizer)
+        left = exposed_sums(left, data, sums, optimizer)
     tie = 0.0
     if is_tied:
-        rows = -(-workload.model.vocab // grid.x) / grid.z
-        num_bytes = rows * workload.model.hidden / grid.y * number_bytes(workload, config.state).gradient
         leaves = config.grid.pipe * config.grid.stage_ranks > cluster.gpus_per_node
-        tie = 2 * message_latency(cluster, leaves=leaves) + num_bytes / message_rate(
+        tie = 2 * message_latency(cluster, leaves=leaves) + tied_bytes(workload, config) / message_rate(
             cluster, config.grid, leaves=leaves
         )
     return StepEdges(gather, scatter, left, tie, optimizer, data)
 
 
-def _is_tied(workload: StepWorkload) -> bool:
-    model = workload.model
-    return model.is_tied and model.labels is None
+def has_tied_message(workload: StepWorkload, stages: RankStages) -> bool:
+    """Whether a rank exchanges the gradient of tied embeddings, which the first and the last stage both have."""
+    return workload.model.is_tied and workload.model.labels is None and stages.is_first != stages.is_last
+
+
+def tied_bytes(workload: StepWorkload, config: StepConfig) -> float:
+    """Bytes of that gradient on a rank."""
+    grid = workload.model.splitting_sizes(config.grid)
+    rows = -(-workload.model.vocab // grid.x) / grid.z
+    return rows * workload.model.hidden / grid.y * number_bytes(workload, config.state).gradient
 
 
 # Messages.
@@ -399,16 +342,26 @@ class HopTimes(NamedTuple):
         return self.latency + self.transmission
 
 
+def message_bytes(workload: StepWorkload, config: StepConfig) -> float:
+    """Bytes of a micro-batch's activations, or of their gradient, that a rank sends to a neighbouring stage."""
+    tokens = config.micro_batch * workload.seq_len
+    return message_numbers(workload.model, config.grid, tokens, config.token_parts) * workload.element
+
+
 def message_times(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tuple[HopTimes, ...]:
     """The times of messages from each rank of pipe to the next, and from the last to the first."""
-    grid = config.grid
-    tokens = config.micro_batch * workload.seq_len
-    numbers = message_numbers(workload.model, grid, tokens, config.token_parts)
+    grid, num_bytes = config.grid, message_bytes(workload, config)
     known = {
         leaves: HopTimes(
             message_latency(cluster, leaves=leaves),
-            numbers * workload.element / message_rate(cluster, grid, leaves=leaves),
+            num_bytes / message_rate(cluster, grid, leaves=leaves),
         )
         for leaves in {leaves_node(cluster, grid, rank) for rank in range(grid.pipe)}
     }
     return tuple(known[leaves_node(cluster, grid, rank)] for rank in range(grid.pipe))
+
+
+def hop_between(messages: Sequence[HopTimes], first: int, second: int) -> HopTimes:
+    """The times of a message between two neighbouring ranks of pipe, or the last and the first, in either direction."""
+    last = len(messages) - 1
+    return messages[last if {first, second} == {0, last} and last > 1 else min(first, second)]

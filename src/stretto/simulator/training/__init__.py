@@ -2,9 +2,8 @@
 """Training steps: what every rank of a plan computes, sends and waits for, on equal or unequal GPUs and links.
 
 `simulate_step` takes a `planner.workload.StepWorkload` and `StepConfig`. Modules: `program` (what one rank issues),
-`block_work`, `blocks`, `work` and `step` (record it, from the planner's models), `lowering` and
-`messages` (make a graph of it, in both fidelities), `execution`, `simulation` (run it), `variation` (stragglers),
-`what_if`, `trace` and `plans`.
+`step` (plays the planner's record of the step on every rank), `lowering` and `messages` (make a graph of it, in both
+fidelities), `execution`, `simulation` (run it), `variation` (stragglers), `what_if`, `trace` and `plans`.
 """
 
 from stretto.simulator.training.lowering import RankFactors

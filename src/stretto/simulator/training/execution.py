@@ -9,10 +9,10 @@ seconds computation loses for each second of a concurrent collective, as a probe
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from stretto.planner.step import COMPUTE
 from stretto.simulator.events import NANOSECONDS, EventQueue
 from stretto.simulator.graph import Execution, ExecutionGraph, GraphRun
 from stretto.simulator.network import EventDrivenNetwork, NetworkModel, NetworkTopology
-from stretto.simulator.training.program import COMPUTE
 
 MIN_SPEED = 0.05
 """Of computation beside communication: a slowdown of a second a second would never end."""

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from itertools import chain, product
 
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, GridSizes, axes_of
+from stretto.planner.step import COMPUTE, HOST, GroupCollective
 from stretto.simulator.graph import ExecutionGraph, GraphBuilder, pausing_garbage_collection
-from stretto.simulator.training.program import COMPUTE, HOST, PIPE, GroupCollective, StageMessage, StepOperation
+from stretto.simulator.training.program import PIPE, StageMessage, StepOperation
 from stretto.simulator.training.step import StepPrograms
 
 BY_COPY_ENGINES = ", by copy engines"

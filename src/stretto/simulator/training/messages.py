@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from stretto.cluster import Cluster
 from stretto.planner.collective_times import message_latency
+from stretto.planner.step import GroupCollective
 from stretto.simulator.collectives import add_collective
 from stretto.simulator.network import EventDrivenNetwork, NetworkTopology, of_cluster
 from stretto.simulator.training.lowering import RankFactors, StepLowering, stream_of
-from stretto.simulator.training.program import GroupCollective, StageMessage, StepOperation
+from stretto.simulator.training.program import StageMessage, StepOperation
 from stretto.simulator.training.step import StepPrograms
 
 PACKET_BYTES = 4096

@@ -8,29 +8,12 @@ starts and ends: `lowering` makes a graph of programs, which is executed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Prefetch = Literal["all", "next", "none"]
+from stretto.execution import SCATTERS_IN_FLIGHT, Overlap
+from stretto.planner.step import COMPUTE, GroupCollective, Prefetch, WeightCollectives
 
-COMPUTE = "compute"
-HOST = "host"
 PIPE = "pipe"
-
-
-class GroupCollective(NamedTuple):
-    """One collective over a group of ranks, as the planner has it.
-
-    kind: all_gather, reduce_scatter, all_reduce or all_to_all. group: of `groups.RankGroups`. axis: for reports.
-    num_bytes: what a ring sends from one rank. seconds: with all groups of this kind concurrently. by_copy_engine: no
-    multiprocessor sends it.
-    """
-
-    kind: str
-    group: str
-    axis: str
-    num_bytes: float
-    seconds: float
-    by_copy_engine: bool = False
 
 
 class StageMessage(NamedTuple):
@@ -106,10 +89,6 @@ class Tape:
         """Let the next computation wait for these."""
         self._pending += [each for each in operations if each is not None and each not in self._pending]
 
-    def run(self, name: str, collective: GroupCollective | None) -> None:
-        """Issue a collective, and wait for it."""
-        self.wait(self.start(name, collective))
-
     def send(self, message: StageMessage) -> int:
         """Send what was computed last to another stage."""
         what = "activations" if message.is_forward else "gradient"
@@ -154,3 +133,57 @@ class WeightGathers:
             self._started.append(self._tape.start("gather weight", self._gathers[len(self._started)]))
         self._tape.wait(self._started[self._used])
         self._used += 1
+
+
+class GradientSums:
+    """Sends weights' gradients: over z in each micro-batch, or in the last alone; over data in the last.
+
+    scatters, is_last: of the micro-batch whose backward pass is recorded.
+    """
+
+    def __init__(self, overlap: Overlap, in_flight: int = SCATTERS_IN_FLIGHT) -> None:
+        self.scatters = self.is_last = True
+        self._overlap, self._in_flight = overlap, in_flight
+        self._on_the_way: list[int] = []
+        self._sums: list[int] = []
+        self._left: list[GroupCollective] = []
+
+    @property
+    def on_the_way(self) -> tuple[int, ...]:
+        """The last of the scatters over z: all others have ended before it."""
+        return tuple(self._on_the_way[-1:])
+
+    def throttle(self, tape: Tape) -> None:
+        """Let the next gradient wait until there is room for another on its way over z."""
+        if len(self._on_the_way) >= self._in_flight:
+            tape.wait(self._on_the_way[-self._in_flight])
+
+    def add(self, tape: Tape, weight: WeightCollectives) -> None:
+        """Send the gradient that was computed last."""
+        scattered = tape.start("scatter weight gradient", weight.scatter) if self.scatters else None
+        if scattered is not None:
+            self._on_the_way.append(scattered)
+            if not self._overlap.reduce_scatter:
+                tape.wait(scattered)
+        for each in (weight.data, weight.copies) if self.is_last else ():
+            if each is not None:
+                self.sum_over_data(tape, each, () if scattered is None else (scattered,))
+
+    def sum_over_data(self, tape: Tape, collective: GroupCollective, after: Sequence[int] = ()) -> None:
+        """Sum gradients that are final on this rank, once `after` have ended."""
+        if not self._overlap.data:
+            self._left.append(collective)
+            return
+        summed = tape.start("sum gradients", collective, after)
+        assert summed is not None
+        self._sums.append(summed)
+
+    def finish(self, tape: Tape) -> list[int]:
+        """Let what follows wait for all gradients. Returns the sums over data, in order."""
+        tape.wait(*self.on_the_way)
+        for collective in self._left:
+            summed = tape.start("sum gradients", collective)
+            assert summed is not None
+            self._sums.append(summed)
+        self._left.clear()
+        return self._sums

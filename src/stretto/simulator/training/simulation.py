@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, NAMES, REPLICAS
+from stretto.axes import EXPERT, NAMES
 from stretto.cluster import Cluster
 from stretto.planner.compute import Device
-from stretto.planner.cost import SLOWDOWN_BESIDE_COMMUNICATION
+from stretto.planner.step import AXIS_OF_GROUP, COMPUTE, HOST, overlap_slowdown
 from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.simulator.events import NANOSECONDS
 from stretto.simulator.graph import Execution, OperationType, covered
@@ -22,8 +22,8 @@ from stretto.simulator.network.shapes import switch
 from stretto.simulator.training.execution import StageNetwork, execute_step, sample_links
 from stretto.simulator.training.lowering import BY_COPY_ENGINES, LoweredStep, RankFactors, StepLowering
 from stretto.simulator.training.messages import MessageLowering, network_of
-from stretto.simulator.training.program import COMPUTE, HOST, PIPE
-from stretto.simulator.training.step import StepPrograms, record_step
+from stretto.simulator.training.program import PIPE
+from stretto.simulator.training.step import StepPrograms, write_programs
 
 Fidelity = Literal["closed-form", "event-driven"]
 COPY_ENGINE_SLOWDOWN = 0.5
@@ -32,7 +32,6 @@ of 2 H200 with z=2 and batch 4 (lab/results/plan-2-gpus)."""
 MAX_OPERATIONS = 6_000_000
 """Of a graph: about a minute, and 4 GB."""
 MAX_AVERAGED = 64
-_AXIS_OF_GROUP = {REPLICAS: "data", EXPERT_DATA: "data", EXPERT_Z: "z"}
 
 
 class StepSpan(NamedTuple):
@@ -236,7 +235,7 @@ def simulate_step(
     if fidelity not in get_args(Fidelity):
         raise ValueError(f"fidelity is {fidelity!r}, but must be closed-form or event-driven")
     _check_batch(workload, config)
-    programs = record_step(workload, config, Device(cluster, workload.dtype))
+    programs = write_programs(workload, config, Device(cluster, workload.dtype))
     network: NetworkModel
     if fidelity == "event-driven":
         lowered = MessageLowering(programs, cluster, factors).lower()
@@ -247,7 +246,7 @@ def simulate_step(
         _check_operations(programs, len(represented))
         lowered = StepLowering(programs, represented, factors).lower()
         network = _stage_network(programs, lowered, factors)
-    slowdown = cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION
+    slowdown = overlap_slowdown(cluster)
     slowdowns = {
         name: slowdown * (COPY_ENGINE_SLOWDOWN if name.endswith(BY_COPY_ENGINES) else 1.0)
         for name in lowered.graph.stream_names
@@ -294,7 +293,7 @@ def _check_operations(programs: StepPrograms, represented: int) -> None:
 
 def _row(stream: str) -> str:
     group = stream.removesuffix(BY_COPY_ENGINES)
-    return _AXIS_OF_GROUP.get(group, group)
+    return AXIS_OF_GROUP.get(group, group)
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -8,26 +8,36 @@ schedule in order; a message-driven one is first simulated by the planner's timi
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.axes import REPLICAS
-from stretto.planner.collective_times import chunked_sums
-from stretto.planner.communication import message_numbers
-from stretto.planner.compute import Device
-from stretto.planner.memory import local_parameters
-from stretto.planner.optimizer_state import gradient_chunks, number_bytes, steps_in_chunks
-from stretto.planner.pipeline.cost import PipelineEstimate, estimate
-from stretto.planner.pipeline.stage_times import HopTimes, RankStages, stage_workload
-from stretto.planner.workload import StepConfig, StepWorkload
-from stretto.schedules import (
-    Action,
-    PipelineOperation,
-    StageCosts,
-    StageLinks,
-    build_schedule,
-    simulate_message_driven,
+from stretto.planner.communication import Rates, bandwidths
+from stretto.planner.compute import Device, step_seconds
+from stretto.planner.optimizer_state import steps_in_chunks
+from stretto.planner.pipeline.cost import estimate, simulate_schedule
+from stretto.planner.pipeline.stage_times import (
+    HopTimes,
+    RankStages,
+    has_tied_message,
+    hop_between,
+    message_bytes,
+    stage_workload,
+    tied_bytes,
 )
-from stretto.simulator.training.blocks import BlockRecorder, GradientSums
-from stretto.simulator.training.program import GroupCollective, StageMessage, StepOperation, Tape, WeightGathers
-from stretto.simulator.training.work import EndWork, StepWork
+from stretto.planner.step import (
+    AwaitRoom,
+    BlockRecord,
+    Computation,
+    EndRecord,
+    GroupCollective,
+    Pass,
+    SendGradient,
+    Start,
+    StepRecord,
+    UseWeight,
+    Wait,
+)
+from stretto.planner.step_recorder import chunked_sums, record_step
+from stretto.planner.workload import StepConfig, StepWorkload
+from stretto.schedules import Action, PipelineOperation
+from stretto.simulator.training.program import GradientSums, StageMessage, StepOperation, Tape, WeightGathers
 
 # Of a rank that makes more passes of blocks in a step, computation between collectives is one operation.
 MAX_SEPARATE = 2_000
@@ -53,9 +63,7 @@ class StepPrograms:
 
     def hop(self, message: StageMessage) -> HopTimes:
         """Seconds of a message: the links between two neighbouring ranks of pipe, or the last and the first."""
-        pipe, ends = self.config.grid.pipe, {message.source, message.target}
-        is_wrapped = ends == {0, pipe - 1} and pipe > 2
-        return self.messages[pipe - 1 if is_wrapped else min(ends)]
+        return hop_between(self.messages, message.source, message.target)
 
     @property
     def operations(self) -> int:
@@ -63,44 +71,24 @@ class StepPrograms:
         return sum(map(len, self.ranks))
 
 
-def record_step(workload: StepWorkload, config: StepConfig, device: Device) -> StepPrograms:
-    """Record a step of a workload on a device's cluster. Raises ValueError like the planner."""
-    model, pipe = workload.model, config.grid.pipe
-    work = StepWork(workload, config, device)
+def write_programs(workload: StepWorkload, config: StepConfig, device: Device) -> StepPrograms:
+    """Write the programs of a step on a device's cluster. Raises ValueError like the planner."""
+    model, pipe, rates = workload.model, config.grid.pipe, bandwidths(device.cluster, config.grid)
+    record = record_step(workload, config, device, rates)
     if pipe == 1:
-        actions = [Action(0, operation, each) for each in range(work.count) for operation in (_F, _B)]
+        actions = [Action(0, operation, each) for each in range(record.micro_batches) for operation in (_F, _B)]
         stages = RankStages((model.layers,), True, True, (model.moe_blocks,) if model.moe_blocks else ())
-        recorder = RankRecorder(work, (0, model.layers), (0,), 0, stages, work.optimizer)
+        optimizer = step_seconds(workload, config, device)
+        recorder = RankRecorder(record, rates, (0, model.layers), (0,), 0, stages, optimizer)
         return StepPrograms(workload, config, (recorder.record(actions),))
-    plan = estimate(workload, config, device, work.rates)
-    programs = []
-    for rank, (ordered, stages) in enumerate(zip(order_actions(plan), plan.ranks, strict=True)):
+    plan = estimate(workload, config, device, rates)
+    ordered, programs = simulate_schedule(plan, plan.micro_batches).schedule.ranks, []
+    for rank, (actions, stages) in enumerate(zip(ordered, plan.ranks, strict=True)):
         optimizer = plan.edges[stages].optimizer
-        recorder = RankRecorder(work, plan.layout.cuts, plan.layout.ranks, rank, stages, optimizer)
-        programs.append(recorder.record(ordered))
-    numbers = message_numbers(model, config.grid, work.tokens, config.token_parts)
-    grid = model.splitting_sizes(config.grid)
-    rows = -(-model.vocab // grid.x) / grid.z
-    tied_bytes = rows * model.hidden / grid.y * number_bytes(workload, config.state).gradient
-    return StepPrograms(workload, config, tuple(programs), plan.messages, numbers * workload.element, tied_bytes)
-
-
-def order_actions(plan: PipelineEstimate) -> Sequence[Sequence[Action]]:
-    """The actions of each rank of pipe. A message-driven order is the one that the planner's timing model finds."""
-    schedule, pipe, count = plan.schedule, plan.config.grid.pipe, plan.micro_batches
-    if not schedule.is_message_driven:
-        built = build_schedule(schedule.name, pipe, count, schedule.virtual_stages, schedule.extra_warm_up)
-        return built.ranks
-    between = plan.messages[: pipe - 1]
-    links = StageLinks(tuple(each.latency for each in between), tuple(each.transmission for each in between))
-    timeline = simulate_message_driven(
-        count,
-        StageCosts(*plan.passes),
-        links,
-        limit=schedule.limit,
-        serve_first=schedule.serve_first or "backward",
-    )
-    return timeline.schedule.ranks
+        recorder = RankRecorder(record, rates, plan.layout.cuts, plan.layout.ranks, rank, stages, optimizer)
+        programs.append(recorder.record(actions))
+    sizes = message_bytes(workload, config), tied_bytes(workload, config)
+    return StepPrograms(workload, config, tuple(programs), plan.messages, *sizes)
 
 
 class RankRecorder:
@@ -108,24 +96,25 @@ class RankRecorder:
 
     def __init__(
         self,
-        work: StepWork,
+        step: StepRecord,
+        rates: Rates,
         cuts: Sequence[int],
         placed: Sequence[int],
         rank: int,
         stages: RankStages,
         optimizer: float,
     ) -> None:
-        self.work, self.workload, self.config = work, work.workload, work.config
+        self.step, self.workload, self.config = step, step.workload, step.config
         self.cuts, self.placed, self.rank, self.optimizer = cuts, placed, rank, optimizer
-        self.stages, self.own = stages, stage_workload(self.workload, stages)
+        self.blocks, self.stages, self.own = step.blocks, stages, stage_workload(self.workload, stages)
         options = self.config.options
         self.overlap, self.recomputation = options.overlap, options.recomputation
-        self.gradients = GradientSums(self.overlap, work.scatters_in_flight)
+        self.gradients = GradientSums(self.overlap, step.scatters_in_flight)
         # Weights that were gathered once for all micro-batches, by stage.
         self._gathered: set[int] = set()
-        keeps_block = self.recomputation.is_on and self.workload.model.is_sharded_by_blocks
-        self._frees = not options.keeps_weights and not keeps_block
-        self._chunks = self._gradient_chunks()
+        self._chunks, self._chunk = 0, None
+        if self.config.state.is_separate:
+            self._chunks, self._chunk = chunked_sums(self.own, self.config, step.cluster, rates)
         self.tape = Tape()
 
     def record(self, actions: Sequence[Action]) -> tuple[StepOperation, ...]:
@@ -153,77 +142,81 @@ class RankRecorder:
     # Passes.
 
     def _forward(self, stage: int, micro_batch: int) -> None:
-        tape, blocks = self.tape, self._blocks_of(stage)
         self._receive(stage, stage - 1, True, micro_batch)
         first, last = self._ends_of(stage)
+        passes = [first.forward] if first else []
+        passes += [block.forward for block in self._blocks_of(stage)]
+        passes += [last.forward] if last else []
         weights = None
         if not self.config.gathers_once or stage not in self._gathered:
-            of_blocks = [each for block in blocks for each in block.gathers()]
-            weights = WeightGathers(tape, [*_gather_of(first), *of_blocks, *_gather_of(last)], self.work.prefetch)
+            weights = WeightGathers(self.tape, _gathers(passes), self.step.prefetch)
             self._gathered.add(stage)
-        if first is not None:
-            first.record_forward(tape, weights)
-        for block in blocks:
-            block.forward(tape, weights)
-        if last is not None:
-            last.record_forward(tape, weights)
+        for each in passes:
+            self._play(each, weights)
         self._send(stage, stage + 1, True, micro_batch)
 
     def _backward(self, stage: int, micro_batch: int, *, computes_weight: bool) -> None:
-        tape, blocks = self.tape, self._blocks_of(stage)
         self._receive(stage, stage + 1, False, micro_batch)
         first, last = self._ends_of(stage)
         if last is not None:
-            last.record_backward(tape, self.gradients)
+            self._play(last.backward)
+        passes, blocks = list[tuple[Pass, bool]](), self._blocks_of(stage)  # and whether a block's gradients are there
         length = self.recomputation.blocks if self.recomputation.is_on else 1
-        segments = [blocks[start : start + length] for start in range(0, len(blocks), length)][::-1]
-        weights = None if self.config.gathers_once else self._gathers_of_backward(segments)
-        frees = weights if self._frees else None
-        for segment in segments:
-            if self.recomputation.is_on:
-                for number, block in enumerate(segment, 1):
-                    block.forward(tape, weights, again=True, is_last=number == len(segment))
-            for block in reversed(segment):
-                block.backward(tape, self.gradients, frees, computes_weight=computes_weight)
-                if computes_weight:
-                    self._count_block()
+        for segment in [blocks[start : start + length] for start in range(0, len(blocks), length)][::-1]:
+            passes += [(block.again, False) for block in segment[:-1]] + [(segment[-1].again_last, False)]
+            passes += [
+                (block.backward if computes_weight else block.backward_inputs, computes_weight)
+                for block in reversed(segment)
+            ]
+        weights = None
+        if not self.config.gathers_once:
+            gathers = _gathers([each for each, _ in passes])
+            weights = WeightGathers(self.tape, gathers, "next" if self.overlap.all_gather else "none")
+        for each, has_gradients in passes:
+            self._play(each, weights)
+            if has_gradients:
+                self._count_block()
         if first is not None:
-            first.record_backward(tape, self.gradients)
+            self._play(first.backward)
         self._send(stage, stage - 1, False, micro_batch)
 
     def _weights(self, stage: int) -> None:
         for block in reversed(self._blocks_of(stage)):
-            block.weight_gradients(self.tape, self.gradients)
+            self._play(block.backward_weights)
             self._count_block()
 
-    def _gathers_of_backward(self, segments: Sequence[Sequence[BlockRecorder]]) -> WeightGathers:
-        gathers: list[GroupCollective | None] = []
-        for segment in segments:
-            if self.recomputation.is_on:
-                last = len(segment)
-                for number, block in enumerate(segment, 1):
-                    gathers += block.gathers(again=True, is_last=number == last)
-            if self._frees:
-                gathers += [each for block in reversed(segment) for each in reversed(block.gathers())]
-        return WeightGathers(self.tape, gathers, "next" if self.overlap.all_gather else "none")
+    def _play(self, recorded: Pass, weights: WeightGathers | None = None) -> None:
+        """Issue a pass. weights: gathered during it."""
+        tape, started = self.tape, dict[int, int | None]()
+        for place, step in enumerate(recorded):
+            match step:
+                case Computation(name, seconds, stream):
+                    tape.compute(name, seconds, stream)
+                case Start(name, collective):
+                    started[place] = tape.start(name, collective)
+                case Wait(start):
+                    tape.wait(started[start])
+                case UseWeight() if weights is not None:
+                    weights.use()
+                case AwaitRoom():
+                    self.gradients.throttle(tape)
+                case SendGradient(weight):
+                    self.gradients.add(tape, weight)
 
     def _count_block(self) -> None:
         """With separate optimizer state, send the chunks of gradients that the last backward pass has filled."""
-        if self.gradients.is_last and self._chunks is not None:
-            chunk, count = self._chunks
-            before = self._done * count // self._in_all
+        if self.gradients.is_last and self._chunk is not None:
+            before = self._done * self._chunks // self._in_all
             self._done += 1
-            for _ in range(self._done * count // self._in_all - before):
-                self.gradients.sum_over_data(self.tape, chunk, self.gradients.on_the_way)
+            for _ in range(self._done * self._chunks // self._in_all - before):
+                self.gradients.sum_over_data(self.tape, self._chunk, self.gradients.on_the_way)
 
     # The ends of a step.
 
     def _finish(self) -> None:
         tape, config = self.tape, self.config
         sums = self.gradients.finish(tape)
-        model, pipe = self.workload.model, config.grid.pipe
-        is_tied = pipe > 1 and model.is_tied and model.labels is None
-        if is_tied and self.stages.is_first != self.stages.is_last:
+        if has_tied_message(self.workload, self.stages):
             other = self.placed[-1] if self.stages.is_first else self.placed[0]
             tape.send(StageMessage(self.rank, other, None, self.stages.is_first, None))
             tape.receive(StageMessage(other, self.rank, None, not self.stages.is_first, None))
@@ -233,33 +226,19 @@ class RankRecorder:
                 tape.compute("optimizer", self.optimizer / len(sums))
             return
         tape.wait(*sums)
-        if pipe > 1 and (config.clips or not config.state.is_separate):
+        if config.grid.pipe > 1 and (config.clips or not config.state.is_separate):
             tape.barrier()
         tape.compute("optimizer", self.optimizer)
 
-    def _gradient_chunks(self) -> tuple[GroupCollective, int] | None:
-        """One of the all-reduces over data of separate optimizer state, and their number."""
-        config = self.config
-        if not config.state.is_separate:
-            return None
-        model = self.own.model
-        parameters = local_parameters(model, model.splitting_sizes(config.grid))
-        count = gradient_chunks(config.state, parameters)
-        cluster, rates = self.work.cluster, self.work.rates
-        seconds = chunked_sums(self.own, config, cluster, rates, parameters, count) / count
-        replicas = config.grid.replicas
-        num_bytes = 2 * (replicas - 1) / replicas * parameters / count * number_bytes(self.own, config.state).gradient
-        return (GroupCollective("all_reduce", REPLICAS, "data", num_bytes, seconds), count) if seconds else None
-
     # Stages.
 
-    def _blocks_of(self, stage: int) -> list[BlockRecorder]:
-        return self.work.blocks[self.cuts[stage] : self.cuts[stage + 1]]
+    def _blocks_of(self, stage: int) -> list[BlockRecord]:
+        return self.blocks[self.cuts[stage] : self.cuts[stage + 1]]
 
-    def _ends_of(self, stage: int) -> tuple[EndWork | None, EndWork | None]:
+    def _ends_of(self, stage: int) -> tuple[EndRecord | None, EndRecord | None]:
         """The embeddings of the first stage, and the head of the last."""
         is_last = stage == len(self.placed) - 1
-        return self.work.embedding if stage == 0 else None, self.work.head if is_last else None
+        return self.step.first if stage == 0 else None, self.step.last if is_last else None
 
     def _receive(self, stage: int, source: int, is_forward: bool, micro_batch: int) -> None:
         if 0 <= source < len(self.placed) and self.placed[source] != self.rank:
@@ -270,5 +249,6 @@ class RankRecorder:
             self.tape.send(StageMessage(self.rank, self.placed[target], target, is_forward, micro_batch))
 
 
-def _gather_of(end: EndWork | None) -> list[GroupCollective | None]:
-    return [] if end is None or end.weight is None else [end.weight.gather]
+def _gathers(passes: Sequence[Pass]) -> list[GroupCollective | None]:
+    """The all-gathers of the weights that passes use, in order."""
+    return [step.gather for each in passes for step in each if isinstance(step, UseWeight)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.atomic_files import write_atomically
-from stretto.simulator.training.program import COMPUTE, HOST
+from stretto.planner.step import COMPUTE, HOST
 from stretto.simulator.training.simulation import StepSimulation, StepSpan
 
 MAX_RANKS = 64  # in one trace

@@ -265,6 +265,11 @@ class RunOptions(Section):
         "only to the run's folder",
     )  # fmt: skip
 
+    if TYPE_CHECKING:  # each kind of run has it, with other choices
+
+        @property
+        def dtype(self) -> str: ...
+
     @property
     def skips_nonfinite(self) -> bool:
         """True if a step whose loss or gradient norm is not finite leaves weights and optimizer state as they are.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.executor.cuda.interpreter_tables import find_initial_copies, lay_out_fifos, make_tables
+from stretto.collectives.executor.cuda.value_trace import Divisions, find_divisions, find_narrowing_writes
 from stretto.collectives.executor.cuda.variant import (
     DATA_BYTES,
     MAX_THREADS,
@@ -26,7 +27,6 @@ from stretto.collectives.executor.cuda.variant import (
 from stretto.collectives.executor.cuda.workspace import COUNTS, CollectiveWorkspace
 from stretto.collectives.executor.layout import depends_on_chunk_length, find_layout, find_sizes, writes_input
 from stretto.collectives.executor.plan import ExecutionPlan, make_plan
-from stretto.collectives.executor.value_trace import Divisions, find_divisions, find_narrowing_writes
 from stretto.collectives.schedule import Schedule
 
 logger = logging.getLogger("stretto.collectives")

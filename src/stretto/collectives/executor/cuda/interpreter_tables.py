@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from stretto.collectives.collective import Buffer
+from stretto.collectives.executor.cuda.value_trace import Divisions, StepPlace
 from stretto.collectives.executor.cuda.workspace import MAX_COUNTS
 from stretto.collectives.executor.plan import ExecutionPlan
-from stretto.collectives.executor.value_trace import Divisions, StepPlace
 from stretto.collectives.schedule import Step, StepType
 
 ConnectionKey = tuple[int, int, int]
@@ -45,15 +45,7 @@ def lay_out_fifos(plan: ExecutionPlan, tile_slot_bytes: int) -> FifoLayout:
     used = [0] * plan.collective.ranks
     slots = {}
     for key in sorted(plan.connections):
-        sender, receiver, channel = key
-        sizes = [
-            step.size
-            for block in plan.schedule.ranks[sender].thread_blocks
-            if block.send_peer == receiver and block.channel == channel
-            for step in block.steps
-            if step.type.sends
-        ]
-        slot_bytes = max(sizes) * tile_slot_bytes
+        receiver, slot_bytes = key[1], plan.connections[key].chunks * tile_slot_bytes
         slots[key] = used[receiver], slot_bytes
         used[receiver] += plan.slots * slot_bytes
     return FifoLayout(slots, max(used))

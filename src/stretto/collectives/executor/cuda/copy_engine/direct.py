@@ -34,7 +34,7 @@ from stretto.collectives.executor.cuda.nvrtc import Launchable
 from stretto.collectives.executor.cuda.workspace import SymmetricView
 
 KERNEL_TO_LINK_SPEED = 6.5
-"""How many times faster a kernel reduces received bytes, reads and writes together, than a link brings them."""
+"""Ratio of a kernel's rate of reducing received bytes, reads and writes together, to a link's rate."""
 
 
 class _ReceiveKernel(NamedTuple):

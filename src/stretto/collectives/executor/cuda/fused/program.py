@@ -22,7 +22,7 @@ last for ever. Every message has its own mailbox, so no send has to wait. Two-sh
 
 The passes are functions over one immutable list of operations, in an order in which all ranks can execute them:
 
-    schedule --_trace--> operations --_sum_inputs--> which input chunks each value is the sum of
+    schedule --trace_schedule--> operations --sum_inputs--> which input chunks each value is the sum of
                                     --_find_levels--> the level in which each value is there
                                     --_has_implicit_barrier--> whether the messages alone separate calls
                                     --_find_sent_sums, _replicas_agree--> which sums are rounded
@@ -153,8 +153,8 @@ class FusedProgram:
 def lower_to_fused_program(schedule: Schedule, *, in_place: bool) -> FusedProgram:
     """Lower a verified schedule, in place or not. Raises ValueError if it cannot run or is too long for one thread."""
     collective = schedule.collective.aliased() if in_place else schedule.collective.out_of_place()
-    trace = _trace(schedule, collective)
-    inputs = _sum_inputs(trace, collective)
+    trace = trace_schedule(schedule, collective)
+    inputs = sum_inputs(trace)
     levels = _find_levels(trace)
     sent_sums = _find_sent_sums(trace)
     rounds_all = collective.replicated and not _replicas_agree(trace, sent_sums)
@@ -170,6 +170,8 @@ def lower_to_fused_program(schedule: Schedule, *, in_place: bool) -> FusedProgra
 
 Value = tuple[int, int]
 """A value, by its rank and its number there: each rank numbers the values that it obtains, in order."""
+StepPlace = tuple[int, int, int]
+"""A step: its rank, its thread block and its number there."""
 
 
 class _Operation(NamedTuple):
@@ -184,21 +186,25 @@ class _Operation(NamedTuple):
         return self.rank, self.what.value
 
 
-class _Trace(NamedTuple):
+class ScheduleTrace(NamedTuple):
     """A schedule's operations, as values.
 
     operations: of all ranks, in an order in which they can be executed; a value is made once, before its uses. senders:
     the value that each (rank, message) brings. names: for each loaded value, its input chunk, or its place where that
-    is none. outputs: by rank, the values that its output chunks hold in the end, -1 where nothing was written.
+    is none. outputs: by rank, the values that its output chunks hold in the end, -1 where nothing was written. steps:
+    each step's values, one for each of its chunks. writes: all writes to input and output buffers, as the value and the
+    index of the chunk in its buffer.
     """
 
     operations: tuple[_Operation, ...]
     senders: Mapping[tuple[int, int], Value]
     names: Mapping[Value, tuple[Any, ...]]
     outputs: tuple[tuple[int, ...], ...]
+    steps: Mapping[StepPlace, list[int]]
+    writes: tuple[tuple[Value, int], ...]
 
 
-def _trace(schedule: Schedule, collective: Collective) -> _Trace:
+def trace_schedule(schedule: Schedule, collective: Collective) -> ScheduleTrace:
     """Execute a schedule's steps on value ids: copies through scratch memory disappear."""
     errors: list[str] = []
     graph = build_graph(schedule, errors)
@@ -211,17 +217,18 @@ def _trace(schedule: Schedule, collective: Collective) -> _Trace:
             value = tracer.read(rank, Buffer.IN, source)
             tracer.write(rank, Buffer.OUT, destination, value)
     in_flight: dict[int, list[int]] = {}  # by the number of the sending step: its messages
+    steps: dict[StepPlace, list[int]] = {}
     for number in order:
         step, (rank, block, _) = graph.steps[number], graph.places[number]
         if step.type is StepType.NOP:
             continue
         messages = in_flight.pop(graph.sender[number], None) if step.type.receives else None
-        values = tracer.execute(rank, step, messages)
+        values = steps[graph.places[number]] = tracer.execute(rank, step, messages)
         if step.type.sends:
             peer = schedule.ranks[rank].thread_blocks[block].send_peer
             assert peer is not None
             in_flight[number] = [tracer.send(rank, value, peer) for value in values]
-    return tracer.finish()
+    return tracer.finish(steps)
 
 
 class _Tracer:
@@ -233,6 +240,7 @@ class _Tracer:
         self._senders: dict[tuple[int, int], Value] = {}
         self._names: dict[Value, tuple[Any, ...]] = {}
         self._held: list[dict[ChunkPlace, int]] = [{} for _ in range(collective.ranks)]
+        self._writes: list[tuple[Value, int]] = []
         self._values = [0] * collective.ranks
         self._mailboxes = [0] * collective.ranks
         self._inputs = [
@@ -268,6 +276,8 @@ class _Tracer:
 
     def write(self, rank: int, buffer: Buffer, chunk: int, value: int) -> None:
         """Have a chunk hold a value."""
+        if buffer is not Buffer.SCRATCH:
+            self._writes.append(((rank, value), chunk))
         self._held[rank][self._place(rank, buffer, chunk)] = value
 
     def send(self, rank: int, value: int, peer: int) -> int:
@@ -278,13 +288,13 @@ class _Tracer:
         self._senders[peer, message] = rank, value
         return message
 
-    def finish(self) -> _Trace:
+    def finish(self, steps: Mapping[StepPlace, list[int]]) -> ScheduleTrace:
         """The trace, once all steps were executed."""
         outputs = tuple(
             tuple(held.get(self._place(rank, Buffer.OUT, index), -1) for index in range(self._collective.output_chunks))
             for rank, held in enumerate(self._held)
         )
-        return _Trace(tuple(self._operations), self._senders, self._names, outputs)
+        return ScheduleTrace(tuple(self._operations), self._senders, self._names, outputs, steps, tuple(self._writes))
 
     def _receive(self, rank: int, message: int) -> int:
         value = self._new_value(rank)
@@ -309,7 +319,7 @@ Inputs = Mapping[Value, frozenset[tuple[int, int]]]
 """The input chunks (rank, index) that each value is the sum of."""
 
 
-def _sum_inputs(trace: _Trace, collective: Collective) -> Inputs:
+def sum_inputs(trace: ScheduleTrace) -> Inputs:
     """The input chunks that each value is the sum of; none for memory that the collective promises nothing about."""
     found: dict[Value, frozenset[tuple[int, int]]] = {}
     for operation in trace.operations:
@@ -325,7 +335,7 @@ def _sum_inputs(trace: _Trace, collective: Collective) -> Inputs:
     return found
 
 
-def _find_levels(trace: _Trace) -> dict[Value, int]:
+def _find_levels(trace: ScheduleTrace) -> dict[Value, int]:
     """The level in which each value is available: the length of the longest chain of messages to it."""
     found: dict[Value, int] = {}
     for rank, what in trace.operations:
@@ -339,7 +349,7 @@ def _find_levels(trace: _Trace) -> dict[Value, int]:
     return found
 
 
-def _has_implicit_barrier(trace: _Trace, levels: Mapping[Value, int], ranks: int) -> bool:
+def _has_implicit_barrier(trace: ScheduleTrace, levels: Mapping[Value, int], ranks: int) -> bool:
     """Check whether each rank knows at its end, from the messages that it has received, that all ranks have begun.
 
     A message shows that its sender has begun, and all ranks of which the sender knew it by the level of the send. A
@@ -362,7 +372,7 @@ def _has_implicit_barrier(trace: _Trace, levels: Mapping[Value, int], ranks: int
     return all(len(known(rank, None)) == ranks for rank in range(ranks))
 
 
-def _find_sent_sums(trace: _Trace) -> frozenset[Value]:
+def _find_sent_sums(trace: ScheduleTrace) -> frozenset[Value]:
     """The sums that some rank sends on: they are rounded to the dtype on their way."""
     sums = {operation.value for operation in trace.operations if isinstance(operation.what, ReduceChunks)}
     return frozenset(
@@ -372,7 +382,7 @@ def _find_sent_sums(trace: _Trace) -> frozenset[Value]:
     )
 
 
-def _replicas_agree(trace: _Trace, sent_sums: frozenset[Value]) -> bool:
+def _replicas_agree(trace: ScheduleTrace, sent_sums: frozenset[Value]) -> bool:
     """Check whether all ranks' outputs are the same sums of the same sums, rounded at the same places."""
     numbers: dict[object, int] = {}
     found: dict[Value, int] = {}  # the expression of each value as it is used on its rank
@@ -402,7 +412,7 @@ def _assemble(
     name: str,
     collective: Collective,
     rank: int,
-    trace: _Trace,
+    trace: ScheduleTrace,
     inputs: Inputs,
     levels: Mapping[Value, int],
     sent_sums: frozenset[Value] | None,

@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a training step on a grid: what each block computes, sends and waits for, made by `step_recorder`.
+
+A `StepRecord` has the passes of one block of each kind, and of the modules before and after all blocks, for one
+micro-batch. `planner.cost` and `planner.pipeline` add it up in closed form; `simulator.training` plays it on every
+rank. Rules of overlap (docs/overlap.md) are the places in a pass at which a collective starts and is waited for:
+
+- the sum of a large output in two halves, the first under the product of the second (all_reduce);
+- the sum of an input's gradient under the weight's gradient (all_reduce);
+- gathers and scatters of sharded tokens within a product, except for one rank's part;
+- weights gathered one ahead, or all by copy engines from the forward pass's beginning on (`StepRecord.prefetch`);
+- weight gradients scattered during later computation, at most `StepRecord.scatters_in_flight` at a time
+  (reduce_scatter), and summed over data under what follows (data), in the last micro-batch.
+
+Everything else is waited for where it is issued.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from stretto.axes import EXPERT_DATA, EXPERT_Z, REPLICAS
+from stretto.cluster import Cluster
+from stretto.execution import ExecutionOptions
+from stretto.planner.workload import StepConfig, StepWorkload
+
+# A collective uses some multiprocessors, memory bandwidth and power, which slows down concurrent kernels.
+SLOWDOWN_BESIDE_COMMUNICATION = 0.2
+COMPUTE = "compute"
+HOST = "host"
+AXIS_OF_GROUP = {REPLICAS: "data", EXPERT_DATA: "data", EXPERT_Z: "z"}
+OTHER = "attention, norms and element-wise kernels"
+
+Prefetch = Literal["all", "next", "none"]
+
+
+class GroupCollective(NamedTuple):
+    """One collective over a group of ranks.
+
+    kind: all_gather, reduce_scatter, all_reduce or all_to_all. group: an axis, one of experts', or a group of several
+    (`stretto.axes`). num_bytes: what a ring sends from one rank. seconds: with all groups of this kind concurrently.
+    by_copy_engine: no multiprocessor sends it.
+    """
+
+    kind: str
+    group: str
+    num_bytes: float
+    seconds: float
+    by_copy_engine: bool = False
+
+    @property
+    def axis(self) -> str:
+        """The axis that reports count it to."""
+        return AXIS_OF_GROUP.get(self.group, self.group)
+
+
+@dataclass(frozen=True)
+class WeightCollectives:
+    """Collectives of one weight, or of several together: over z, and of its gradient over z, data and copies."""
+
+    gather: GroupCollective | None
+    scatter: GroupCollective | None
+    data: GroupCollective | None
+    copies: GroupCollective | None = None
+
+
+# Steps of a pass.
+
+
+class Computation(NamedTuple):
+    """Kernels that take so many seconds; on HOST, a wait of the host, which holds up computation."""
+
+    name: str
+    seconds: float
+    stream: str = COMPUTE
+
+
+class Start(NamedTuple):
+    """Issues a collective of what was computed last; it overlaps with what follows, up to its Wait."""
+
+    name: str
+    collective: GroupCollective
+
+
+class Wait(NamedTuple):
+    """Lets the next computation wait for the collective that was issued at this place of the pass."""
+
+    start: int
+
+
+class UseWeight(NamedTuple):
+    """Lets the next computation wait for a weight, if it is gathered in this pass; `prefetch` says when it starts."""
+
+    gather: GroupCollective | None
+
+
+class AwaitRoom(NamedTuple):
+    """Lets the next gradient wait until there is room for another on its way over z."""
+
+
+class SendGradient(NamedTuple):
+    """Sends the gradient that was computed last over z and data, in the micro-batches that do so."""
+
+    weight: WeightCollectives
+
+
+Pass = tuple[Computation | Start | Wait | UseWeight | AwaitRoom | SendGradient, ...]
+
+
+class PassRecorder:
+    """Records the steps of a pass, in the order in which a rank issues them."""
+
+    def __init__(self) -> None:
+        self.steps: list[Computation | Start | Wait | UseWeight | AwaitRoom | SendGradient] = []
+
+    def compute(self, name: str, seconds: float, stream: str = COMPUTE) -> None:
+        """Compute for so many seconds."""
+        if seconds > 0:
+            self.steps.append(Computation(name, seconds, stream))
+
+    def start(self, name: str, collective: GroupCollective | None) -> int | None:
+        """Issue a collective. Returns its place, to be waited for; None for none."""
+        if collective is None:
+            return None
+        self.steps.append(Start(name, collective))
+        return len(self.steps) - 1
+
+    def wait(self, *starts: int | None) -> None:
+        """Wait for collectives."""
+        self.steps += [Wait(start) for start in starts if start is not None]
+
+    def run(self, name: str, *collectives: GroupCollective | None) -> None:
+        """Issue collectives, and wait for each."""
+        for collective in collectives:
+            self.wait(self.start(name, collective))
+
+    def use(self, *weights: WeightCollectives | None) -> None:
+        """Wait for weights that are gathered."""
+        self.steps += [UseWeight(weight.gather) for weight in weights if weight is not None]
+
+    def weight_gradient(self, name: str, seconds: float, weight: WeightCollectives | None) -> None:
+        """Compute a weight's gradient and send it."""
+        self.steps.append(AwaitRoom())
+        self.compute(name, seconds)
+        if weight is not None:
+            self.steps.append(SendGradient(weight))
+
+
+# The parts of a model.
+
+
+class TiledCollective(NamedTuple):
+    """A collective that runs tile by tile within a product: `first` of it without the product, `rest` during it.
+
+    A gather's first part comes before the product, a scatter's after it.
+    """
+
+    first: GroupCollective
+    rest: GroupCollective | None
+
+
+@dataclass(frozen=True)
+class ProductRecord:
+    """A product, and what is sent of its operand and of its result.
+
+    gathered, scattered: over x, of sharded tokens. sums: of partial sums, of equal parts of the result's rows.
+    """
+
+    name: str
+    seconds: float
+    gathered: TiledCollective | None = None
+    scattered: TiledCollective | None = None
+    sums: tuple[GroupCollective, ...] = ()
+
+
+@dataclass(frozen=True)
+class LinearRecord:
+    """One linear for one micro-batch. is_kept: whether recomputation keeps the output. weight_gradient: seconds."""
+
+    output: ProductRecord
+    input_gradient: ProductRecord
+    weight_gradient: float
+    is_kept: bool
+    weight: WeightCollectives | None
+
+
+@dataclass(frozen=True)
+class ExpertsRecord:
+    """A mixture of experts for one micro-batch: seconds of its products, and of the host's wait for counts of rows.
+
+    product: of the forward pass; the gradients by inputs, and those by weights, take as long each. forward, backward:
+    the collectives before the products and after them.
+    """
+
+    product: float
+    host_wait: float
+    forward: tuple[tuple[GroupCollective, ...], tuple[GroupCollective, ...]]
+    backward: tuple[tuple[GroupCollective, ...], tuple[GroupCollective, ...]]
+
+
+@dataclass(frozen=True)
+class BlockRecord:
+    """One block of a kind for one micro-batch, and its passes.
+
+    other_forward, other_backward, other_again: seconds of all but linears' and experts' products (attention, norms,
+    element-wise kernels, casts) in the forward pass, the backward pass, and the recomputed forward pass.
+    statistics: of one of two norms, over y. features: hidden features for experts that z alone shards, over y.
+    weights: of what is not sent with a linear: all of a block that is sharded as one, or experts. frees: whether
+    weights are freed after the forward pass, and gathered again for the backward pass. leaves_out_last: whether the
+    last linear's output is not computed again in the last of the blocks that are recomputed together.
+    """
+
+    options: ExecutionOptions
+    linears: tuple[LinearRecord, ...]
+    other_forward: float
+    other_backward: float
+    other_again: float
+    statistics: GroupCollective | None
+    features: GroupCollective | None
+    weights: tuple[WeightCollectives, ...]
+    experts: ExpertsRecord | None
+    frees: bool
+    leaves_out_last: bool
+
+    @cached_property
+    def forward(self) -> Pass:
+        """A forward pass."""
+        return self._forward()
+
+    @cached_property
+    def again(self) -> Pass:
+        """A recomputed forward pass, except for what is kept; of the last of the blocks that are recomputed together
+        `again_last` is recorded."""
+        return self._forward(again=True) if self.options.recomputation.is_on else ()
+
+    @cached_property
+    def again_last(self) -> Pass:
+        """The same of the last of them."""
+        return self._forward(again=True, is_last=True) if self.leaves_out_last else self.again
+
+    @cached_property
+    def backward(self) -> Pass:
+        """A backward pass, without recomputation."""
+        return self._backward(computes_weights=True)
+
+    @cached_property
+    def backward_inputs(self) -> Pass:
+        """A backward pass without weights' gradients, where a schedule splits it."""
+        return self._backward(computes_weights=False)
+
+    @cached_property
+    def backward_weights(self) -> Pass:
+        """The weights' gradients alone, where a schedule splits backward passes."""
+        to = PassRecorder()
+        if self.experts is not None:
+            to.compute("gradient of experts' weights", self.experts.product)
+        for linear in reversed(self.linears):
+            self._weight_gradient(to, linear)
+        self._send_together(to)
+        return tuple(to.steps)
+
+    @property
+    def weight_seconds(self) -> float:
+        """Computation of the weights' gradients, a part of `backward`."""
+        return sum(each.weight_gradient for each in self.linears) + (self.experts.product if self.experts else 0.0)
+
+    @property
+    def all_weights(self) -> Iterator[WeightCollectives]:
+        """All of the block's weights, by the messages that they are sent in."""
+        return (each for each in (*(linear.weight for linear in self.linears), *self.weights) if each is not None)
+
+    @property
+    def _is_gathered_whole(self) -> bool:
+        return not any(linear.weight for linear in self.linears)
+
+    def _forward(self, *, again: bool = False, is_last: bool = False) -> Pass:
+        to, recomputation = PassRecorder(), self.options.recomputation
+        # Before each linear and after the last.
+        other = (self.other_again if again else self.other_forward) / (len(self.linears) + 1)
+        exchanges, sums = not again or recomputation.exchanges_again, not again or recomputation.sums_again
+        if self._is_gathered_whole:
+            to.use(*self.weights)
+        for place, linear in enumerate(self.linears):
+            if self._begins_with_norm(place) and exchanges:
+                to.run("norm statistics", self.statistics)
+            to.compute(OTHER, other)
+            is_left_out = is_last and place == len(self.linears) - 1
+            if not (is_left_out and self.frees):
+                to.use(linear.weight)
+            if not is_left_out:
+                is_kept = again and linear.is_kept
+                to.wait(*self._product(to, linear.output, is_kept=is_kept, exchanges=exchanges, sums=sums))
+        if not self._is_gathered_whole:
+            to.use(*self.weights)
+        to.run("gather features", self.features)
+        if self.experts is not None:
+            if exchanges:
+                to.compute("wait for counts of rows", self.experts.host_wait, HOST)
+            self._experts(to, self.experts.product, self.experts.forward if exchanges else ((), ()))
+        to.compute(OTHER, other)
+        return tuple(to.steps)
+
+    def _backward(self, *, computes_weights: bool) -> Pass:
+        to = PassRecorder()
+        other = self.other_backward / (len(self.linears) + 1)
+        if self.frees:
+            to.use(*reversed(self.weights))
+        to.compute(f"{OTHER}, backward", other)
+        if self.experts is not None:
+            self._experts(to, self.experts.product, self.experts.backward)
+            if computes_weights:
+                to.compute("gradient of experts' weights", self.experts.product)
+        to.run("gather gradients of features", self.features)
+        if computes_weights and not self._is_gathered_whole:
+            self._send_together(to)
+        for place, linear in reversed(list(enumerate(self.linears))):
+            if self.frees:
+                to.use(linear.weight)
+            started = self._product(to, linear.input_gradient)
+            if computes_weights:
+                self._weight_gradient(to, linear)
+            to.wait(*started)
+            to.compute(f"{OTHER}, backward", other)
+            if self._begins_with_norm(place):
+                to.run("norm statistics, backward", self.statistics)
+        if computes_weights and self._is_gathered_whole:
+            self._send_together(to)
+        return tuple(to.steps)
+
+    def _product(
+        self,
+        to: PassRecorder,
+        product: ProductRecord,
+        *,
+        is_kept: bool = False,
+        exchanges: bool = True,
+        sums: bool = True,
+    ) -> list[int | None]:
+        """Record a product, what brings its operand, and the sums of its result. Returns what is not waited for yet."""
+        name, seconds, hides = product.name, 0.0 if is_kept else product.seconds, self.options.overlap.hides_any
+        if exchanges and product.gathered is not None:
+            # The first tiles wait for one rank's part, while the others are gathered concurrently.
+            to.run(f"gather for {name}", product.gathered.first)
+            rest = to.start(f"gather for {name}", product.gathered.rest)
+            if not hides:
+                to.wait(rest)
+                rest = None
+            to.compute(name, seconds)
+            to.wait(rest)
+        elif sums and product.scattered is not None:
+            # Tiles are scattered as they come; the last rank's part follows the product.
+            if hides:
+                rest = to.start(f"scatter {name}", product.scattered.rest)
+                to.compute(name, seconds)
+            else:
+                to.compute(name, seconds)
+                rest = to.start(f"scatter {name}", product.scattered.rest)
+            to.wait(rest)
+            to.run(f"scatter {name}", product.scattered.first)
+        else:
+            parts = product.sums if sums and product.sums else (None,)
+            started = []
+            for collective in parts:
+                to.compute(name, seconds / len(parts))
+                started.append(to.start(f"sum {name}", collective))
+                if not self.options.overlap.all_reduce:
+                    to.wait(started.pop())
+            return started
+        if sums:
+            to.run(f"sum {name}", *product.sums)
+        return []
+
+    @staticmethod
+    def _experts(
+        to: PassRecorder, product: float, around: tuple[tuple[GroupCollective, ...], tuple[GroupCollective, ...]]
+    ) -> None:
+        for collective in around[0]:
+            to.run(f"{collective.kind} of rows", collective)
+        to.compute("experts", product)
+        for collective in around[1]:
+            to.run(f"{collective.kind} of rows", collective)
+
+    @staticmethod
+    def _weight_gradient(to: PassRecorder, linear: LinearRecord) -> None:
+        to.weight_gradient(f"weight gradient of {linear.output.name}", linear.weight_gradient, linear.weight)
+
+    def _send_together(self, to: PassRecorder) -> None:
+        for weight in self.weights:
+            to.weight_gradient("", 0.0, weight)
+
+    def _begins_with_norm(self, place: int) -> bool:
+        """Whether one of a block's two norms stands before a linear: the first, and that in the middle."""
+        return place == 0 or place == len(self.linears) // 2
+
+
+@dataclass(frozen=True)
+class EndRecord:
+    """The embeddings, or the final norm, head and loss, for one micro-batch: all of their collectives are waited for.
+
+    weight: of the table, or of all that is in no block.
+    """
+
+    forward: Pass
+    backward: Pass
+    weight: WeightCollectives | None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step on one grid, with one micro-batch.
+
+    kinds: how many blocks of each kind the model has, as `Architecture.kinds`. first, last: the embeddings, and the
+    head. prefetch: how weights are gathered in a forward pass: "all" together from its beginning on, as copy engines
+    do, "next", when the one before it is used, or "none" before it is needed.
+    """
+
+    workload: StepWorkload
+    config: StepConfig
+    cluster: Cluster
+    kinds: tuple[tuple[int, BlockRecord], ...]
+    first: EndRecord
+    last: EndRecord
+    prefetch: Prefetch
+    scatters_in_flight: int
+
+    @property
+    def micro_batches(self) -> int:
+        """How many the step has."""
+        return self.config.micro_batches(self.workload)
+
+    @property
+    def gathers(self) -> int:
+        """How often weights are gathered over z for forward passes in the step."""
+        return 1 if self.config.gathers_once else self.micro_batches
+
+    @property
+    def gathers_again(self) -> int:
+        """How often backward passes gather those again that they need."""
+        return 0 if self.config.gathers_once else self.micro_batches
+
+    @property
+    def scatters(self) -> int:
+        """How often weights' gradients are sent over z in the step."""
+        return 1 if self.config.options.scatters_once else self.micro_batches
+
+    @property
+    def blocks(self) -> list[BlockRecord]:
+        """The record of each block of the model."""
+        return [self.kinds[-1 if has_moe else 0][1] for has_moe in self.workload.model.has_moe]
+
+
+def overlap_slowdown(cluster: Cluster) -> float:
+    """Seconds that computation loses in a second of a concurrent collective."""
+    return cluster.gpu.overlap_slowdown or SLOWDOWN_BESIDE_COMMUNICATION

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records a step (`planner.step`) of a workload on a grid, by the models of computation and of communication.
+
+Bytes are those of `planner.communication` and `planner.experts.cost`, seconds those of `planner.compute` and
+`planner.collective_times`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from stretto.axes import EXPERT_DATA, EXPERT_Z, REPLICAS
+from stretto.cluster import Cluster
+from stretto.execution import HALVED_BYTES, HALVED_INPUTS, SCATTERS_IN_FLIGHT
+from stretto.planner.architecture import Architecture
+from stretto.planner.collective_times import collective_seconds
+from stretto.planner.communication import (
+    LinearTraffic,
+    Rates,
+    WeightTraffic,
+    features_traffic,
+    has_nvlink_over_z,
+    linear_traffic,
+)
+from stretto.planner.compute import BlockSeconds, Device, block_seconds, cast_seconds, head_seconds
+from stretto.planner.experts.cost import (
+    HOST_READ,
+    expert_messages,
+    local_expert_parameters,
+    weight_traffic,
+)
+from stretto.planner.layers import Linear
+from stretto.planner.memory import gathered_by_copy_engines, local_parameters
+from stretto.planner.optimizer_state import gradient_chunks, number_bytes
+from stretto.planner.step import (
+    BlockRecord,
+    EndRecord,
+    ExpertsRecord,
+    GroupCollective,
+    LinearRecord,
+    PassRecorder,
+    Prefetch,
+    ProductRecord,
+    SendGradient,
+    StepRecord,
+    TiledCollective,
+    WeightCollectives,
+)
+from stretto.planner.workload import StepConfig, StepWorkload
+
+
+def record_step(workload: StepWorkload, config: StepConfig, device: Device, rates: Rates) -> StepRecord:
+    """Record a step. rates: the grid's `bandwidths`. Raises ValueError like these, for a figure that is missing."""
+    return _StepRecorder(workload, config, device, rates).record()
+
+
+def chunked_sums(
+    workload: StepWorkload, config: StepConfig, cluster: Cluster, rates: Rates
+) -> tuple[int, GroupCollective | None]:
+    """The all-reduces over data of gradients with separate optimizer state: how many chunks there are, and one's sum.
+
+    workload: of the rank's own stages.
+    """
+    model, grid = workload.model, config.grid
+    gradient, parameters = (
+        number_bytes(workload, config.state).gradient,
+        local_parameters(model, model.splitting_sizes(grid)),
+    )
+    chunks, of_experts = gradient_chunks(config.state, parameters), local_expert_parameters(model, grid)
+
+    def sent(kept: float, replicas: int) -> float:
+        return 2 * (replicas - 1) / replicas * kept / chunks * gradient
+
+    num_bytes = sent(parameters - of_experts, grid.replicas)
+    seconds = collective_seconds("all_reduce", REPLICAS, num_bytes, cluster, grid, rates)
+    if of_experts:
+        sent_by_experts = sent(of_experts, grid.expert_data)
+        seconds += collective_seconds("all_reduce", EXPERT_DATA, sent_by_experts, cluster, grid, rates)
+    whole = sent(parameters, grid.replicas)
+    return chunks, GroupCollective("all_reduce", REPLICAS, whole, seconds) if seconds else None
+
+
+class _StepRecorder:
+    """Records the parts of one step."""
+
+    def __init__(self, workload: StepWorkload, config: StepConfig, device: Device, rates: Rates) -> None:
+        self.workload, self.config, self.device, self.rates = workload, config, device, rates
+        self.cluster, self.model = device.cluster, workload.model
+        self.tokens = config.micro_batch * workload.seq_len
+        options, has_nvlink = config.options, has_nvlink_over_z(self.cluster, config.grid)
+        is_plain, is_whole = not self.model.is_sharded_by_blocks, config.grid.pipe == 1
+        engines = options.overlap.copy_engines and has_nvlink and config.grid.z > 1 and is_whole
+        keeps = options.keeps_weights and (not options.recomputation.is_on or options.gathers_once)
+        # Of a model that is sharded by blocks, copy engines gather its large parameters alone.
+        is_large = is_plain or sum(gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)) > 0
+        self.gathers_by_engine = engines and keeps and options.overlap.all_gather and is_large
+        self.scatters_by_engine = engines and is_plain
+
+    def record(self) -> StepRecord:
+        workload, config, model = self.workload, self.config, self.model
+        is_whole = config.grid.pipe == 1
+        prefetch: Prefetch = "all" if self.gathers_by_engine else "next"
+        kinds, casts = [], [0.0, 0.0]
+        for count, kind in model.kinds:
+            inner = workload.stage(1, is_first=False, is_last=False, moe_blocks=int(kind.moe_blocks > 0))
+            of_block = cast_seconds(inner, config, self.device)
+            kinds.append((count, self._block(kind, of_block)))
+            casts = [all_casts + count * each for all_casts, each in zip(casts, of_block, strict=True)]
+        outside = (0.0, 0.0)  # of the ends of pipelines, no casts are counted
+        if is_whole:
+            whole = cast_seconds(workload, config, self.device)
+            outside = max(0.0, whole[0] - casts[0]), max(0.0, whole[1] - casts[1])
+        first, last = (
+            workload if is_whole else workload.stage(1, is_first=is_first, is_last=not is_first)
+            for is_first in (True, False)
+        )
+        return StepRecord(
+            workload,
+            config,
+            self.cluster,
+            tuple(kinds),
+            self._embedding(first.model, outside),
+            self._head(last),
+            prefetch if config.options.overlap.all_gather else "none",
+            1 if model.is_sharded_by_blocks else SCATTERS_IN_FLIGHT,
+        )
+
+    def _over(self, kind: str, group: str, num_bytes: float) -> GroupCollective | None:
+        """A collective over a group that sends so many bytes from a rank; None where it has one rank."""
+        seconds = collective_seconds(kind, group, num_bytes, self.cluster, self.config.grid, self.rates)
+        return GroupCollective(kind, group, num_bytes, seconds) if seconds > 0 else None
+
+    def _weight(self, traffic: WeightTraffic, shards: str = "z", replicas: str = REPLICAS) -> WeightCollectives:
+        """Collectives of weights over the ranks that shard them, and over those that hold the same."""
+        element, is_separate = self.workload.element, self.config.state.is_separate
+        gather = self._over("all_gather", shards, traffic.all_gather * element)
+        scatter = self._over("reduce_scatter", shards, traffic.reduce_scatter * element)
+        data = copies = None
+        if not is_separate:  # else gradients are summed in separate chunks
+            data = self._over("all_reduce", replicas, traffic.data * element)
+            if isinstance(traffic, LinearTraffic) and traffic.copies:
+                copies = self._over("all_reduce", "x", traffic.copies * element)
+        return WeightCollectives(
+            gather and gather._replace(by_copy_engine=self.gathers_by_engine and shards == "z"),
+            scatter and scatter._replace(by_copy_engine=self.scatters_by_engine and shards == "z"),
+            data,
+            copies,
+        )
+
+    def _block(self, model: Architecture, casts: tuple[float, float]) -> BlockRecord:
+        """One block of a kind. casts: seconds of turning its weights into the dtype of the computation, and back."""
+        config, options, by_blocks = self.config, self.config.options, model.is_sharded_by_blocks
+        recomputes = options.recomputation.is_on
+        seconds = block_seconds(self.workload, model, config, self.device)
+        linears = tuple(self._linear(place, model.linears, seconds) for place in range(len(model.linears)))
+        statistics = features = None
+        if not by_blocks:
+            statistics = self._statistics()
+            if model.gathered_parameters:
+                numbers = features_traffic(model, config.grid, self.tokens * config.grid.z)
+                features = self._over("all_gather", "y", numbers * self.workload.element)
+        return BlockRecord(
+            options,
+            linears,
+            seconds.other_forward + casts[0],
+            seconds.other_backward + casts[1],
+            seconds.other_forward if recomputes else 0.0,
+            statistics,
+            features,
+            tuple(self._weights_together(model)),
+            self._experts(model, seconds.experts),
+            frees=not options.keeps_weights and not (recomputes and by_blocks),
+            leaves_out_last=seconds.leaves_out_last,
+        )
+
+    def _statistics(self) -> GroupCollective | None:
+        y = self.config.grid.y
+        return self._over("all_reduce", "y", 2 * (y - 1) / y * self.tokens / self.config.token_parts * 8)
+
+    def _weights_together(self, model: Architecture) -> Iterator[WeightCollectives]:
+        grid = self.config.grid
+        if together := model.block_parameters if model.is_sharded_by_blocks else model.gathered_parameters:
+            yield self._weight(WeightTraffic.of(together, grid))
+        if model.expert_tensors:
+            yield self._weight(weight_traffic(model, grid), EXPERT_Z, EXPERT_DATA)
+
+    def _linear(self, place: int, linears: Sequence[Linear], seconds: BlockSeconds) -> LinearRecord:
+        """One linear. With sharded tokens, its sums over x are gathers and scatters within its products."""
+        linear, config, element = linears[place], self.config, self.workload.element
+        output, input_gradient, weight_gradient = seconds.linears[place]
+        of_output = ProductRecord(linear.name, output)
+        of_input = ProductRecord(f"input gradient of {linear.name}", input_gradient)
+        if self.model.is_sharded_by_blocks:
+            return LinearRecord(of_output, of_input, weight_gradient, seconds.kept[place], None)
+        tokens = self.tokens * config.grid.z  # as equations 5.3 and 5.4 have them
+        traffic = linear_traffic(linear, config.grid, tokens)
+        weight = self._weight(traffic)
+        if config.token_parts == 1:
+            parts = 2 if is_halved(linear, config, tokens * element) else 1
+            sums = self._over("all_reduce", traffic.output_sum_axis, traffic.output * element / parts)
+            gradient_sums = self._over("all_reduce", traffic.gradient_sum_axis, traffic.gradient * element)
+            of_output = replace(of_output, sums=() if sums is None else (sums,) * parts)
+            of_input = replace(of_input, sums=() if gradient_sums is None else (gradient_sums,))
+        elif linear.is_rowwise:
+            over_y = self._over("all_reduce", "y", traffic.gradient * element)
+            of_output = replace(of_output, scattered=self._tiled("reduce_scatter", traffic.output))
+            of_input = replace(
+                of_input, gathered=self._tiled("all_gather", traffic.output), sums=() if over_y is None else (over_y,)
+            )
+        else:
+            over_y = self._over("all_reduce", "y", traffic.output * element)
+            if place == 0 or linears[place - 1].is_rowwise:  # else the linear before it has gathered the same
+                of_output = replace(of_output, gathered=self._tiled("all_gather", traffic.gradient))
+            of_output = replace(of_output, sums=() if over_y is None else (over_y,))
+            of_input = replace(of_input, scattered=self._tiled("reduce_scatter", traffic.gradient))
+        return LinearRecord(of_output, of_input, weight_gradient, seconds.kept[place], weight)
+
+    def _tiled(self, kind: str, numbers: float) -> TiledCollective | None:
+        """Half of an all-reduce over x, within a product, all but one rank's part; across nodes, before or after it.
+
+        Kernels reach the GPUs of one node; across nodes the library sends, and all of it is waited for.
+        """
+        whole = self._over(kind, "x", numbers / 2 * self.workload.element)
+        if whole is None:
+            return None
+        parts = self.config.grid.x
+        if parts > self.cluster.gpus_per_node:
+            return TiledCollective(whole, None)
+        first, rest = (
+            whole._replace(num_bytes=whole.num_bytes * part, seconds=whole.seconds * part)
+            for part in (1 / parts, 1 - 1 / parts)
+        )
+        return TiledCollective(first, rest)
+
+    def _experts(self, model: Architecture, product: float) -> ExpertsRecord | None:
+        layer, config, grid = model.moe_layer, self.config, self.config.grid
+        if layer is None:
+            return None
+        waits = grid.expert > 1 and config.options.expert_rows is None
+        by_pass: dict[bool, list[GroupCollective]] = {True: [], False: []}
+        for message in expert_messages(
+            layer, grid, self.tokens, config.token_parts, drops_duplicates=config.drops_duplicates
+        ):
+            found = self._over(message.kind, message.axis, message.numbers * self.workload.element)
+            by_pass[message.is_forward] += [found] if found is not None else []
+        return ExpertsRecord(product, HOST_READ if waits else 0.0, _around(by_pass[True]), _around(by_pass[False]))
+
+    def _embedding(self, model: Architecture, casts: tuple[float, float]) -> EndRecord:
+        """The embeddings: looked up where x has the rows, and summed over x, or scattered where tokens are sharded.
+
+        model: the first stage. Of a model that is sharded by blocks, all of it that is in no block is one.
+        """
+        grid = self.config.grid
+        if model.is_sharded_by_blocks:
+            return _record_end((), (), self._weight(WeightTraffic.of(model.outside_parameters, grid)), casts=casts)
+        table = self._weight(WeightTraffic.of(model.vocab / grid.x * model.hidden / grid.y, grid))
+        half = self._half_over_x()
+        if self.config.token_parts > 1:
+            scattered, gathered = self._over("reduce_scatter", "x", half), self._over("all_gather", "x", half)
+            return _record_end([scattered], [gathered], table, casts=casts)
+        return _record_end([self._over("all_reduce", "x", 2 * half)], (), table, casts=casts)
+
+    def _head(self, end: StepWorkload) -> EndRecord:
+        """The final norm, the head and the loss. end: the workload of the last stage."""
+        model, config, grid, tokens = end.model, self.config, self.config.grid, self.tokens
+        seconds = head_seconds(end, model.splitting_sizes(grid), tokens, self.device)
+        in_forward = 1.0 if model.logits == "sliced" else 1 / 3  # a loss in slices computes its gradients with them
+        head = in_forward * seconds, (1 - in_forward) * seconds
+        if model.is_sharded_by_blocks:
+            has_own = not model.is_first  # else the embeddings' message has it
+            weight = self._weight(WeightTraffic.of(model.outside_parameters, grid)) if has_own else None
+            return _record_end((), (), weight, head=head)
+        element, x, y = end.element, grid.x, grid.y
+        outputs = model.head_outputs / x
+        statistics, table = self._statistics(), None
+        forward = [statistics]
+        backward = [statistics] * (2 if config.options.recomputation.exchanges_again else 1)
+        if outputs:
+            half = self._half_over_x()
+            if config.token_parts > 1:
+                forward.append(self._over("all_gather", "x", half))
+            backward.append(self._over("all_reduce", "x", 2 * half))
+            forward.append(self._over("all_reduce", "y", 2 * (y - 1) / y * tokens * outputs * element))
+            table = self._weight(WeightTraffic.of(outputs * model.hidden / y, grid))
+            table = table if model.has_own_head else replace(table, data=None)
+        if model.logits == "sliced":
+            forward += [self._over("all_reduce", "x", 2 * (x - 1) / x * tokens * 8)] * 2
+        elif outputs:
+            forward.append(self._over("all_gather", "x", (x - 1) * tokens * outputs * element))
+        return _record_end(forward, backward, table, head=head)
+
+    def _half_over_x(self) -> float:
+        """Bytes that a rank sends to gather, or to scatter, hidden activations over x."""
+        grid = self.config.grid
+        return (grid.x - 1) / grid.x * self.tokens * self.model.hidden / grid.y * self.workload.element
+
+
+def is_halved(linear: Linear, config: StepConfig, token_bytes: float) -> bool:
+    """Whether `parallelize` sums this linear's output in halves; `token_bytes`: m times the bytes of a number."""
+    grid = config.grid
+    into = linear.input_shards(grid)
+    is_large = token_bytes / grid.z * linear.local_outputs(grid) >= HALVED_BYTES
+    return into > 1 and is_large and linear.inputs / into >= HALVED_INPUTS
+
+
+def _around(messages: Sequence[GroupCollective]) -> tuple[tuple[GroupCollective, ...], tuple[GroupCollective, ...]]:
+    """Which collectives come before experts' products: the router's gather over y, the first all-to-all, and the gather
+    of rows over x. The rest, sums over y among them, follows."""
+    before: list[GroupCollective] = []
+    after: list[GroupCollective] = []
+    for message in messages:
+        kinds = [each.kind for each in (*before, *after) if each.axis == message.axis]
+        is_first = message.kind in ("all_to_all", "all_gather") and message.kind not in kinds
+        (before if is_first else after).append(message)
+    return tuple(before), tuple(after)
+
+
+def _record_end(
+    forward: Sequence[GroupCollective | None],
+    backward: Sequence[GroupCollective | None],
+    weight: WeightCollectives | None,
+    *,
+    casts: tuple[float, float] = (0.0, 0.0),
+    head: tuple[float, float] = (0.0, 0.0),
+) -> EndRecord:
+    """casts, head: seconds in the forward and in the backward pass; collectives come after them, and before them."""
+    to, back = PassRecorder(), PassRecorder()
+    to.use(weight)
+    to.compute("casts", casts[0])
+    to.compute("head and loss", head[0])
+    for collective in filter(None, forward):
+        to.run(f"{collective.kind} outside blocks", collective)
+    for collective in filter(None, backward):
+        back.run(f"{collective.kind} outside blocks, backward", collective)
+    back.compute("head and loss, backward", head[1])
+    back.compute("casts, backward", casts[1])
+    if weight is not None:
+        back.steps.append(SendGradient(weight))
+    return EndRecord(tuple(to.steps), tuple(back.steps), weight)
