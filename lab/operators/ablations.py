@@ -106,7 +106,7 @@ def measure_all(setting: OperatorAblationsSetting) -> list[Row]:
     return [
         row
         for name in setting.operators
-        for case in setting.models
+        for case in setting.cases
         for m in setting.ms or ROWS[name]
         for row in _measure(name, case, m, device)
     ]

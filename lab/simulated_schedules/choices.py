@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the simulator's choices with the fastest ones that `stretto bench collectives --tune` measured."""
+"""Compares the simulator's choices with the fastest ones that `stretto tune collectives` measured."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

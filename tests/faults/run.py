@@ -15,7 +15,8 @@ from threading import Lock
 from typing import Any
 
 from lab.pictures import draw_result
-from stretto.bench.harness import machine_kind, print_table, write_result
+from stretto.bench.harness import print_table, write_result
+from stretto.cluster.detection import machine_kind
 from tests.faults.judge import judge, judge_end
 from tests.faults.plan import Job, draw_jobs, estimate_seconds
 from tests.faults.report import COLUMNS, print_job, summarize

@@ -6,34 +6,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from stretto.bench import tuning
 from stretto.bench.collectives import peers
-from stretto.bench.collectives import run as collectives
-from stretto.bench.collectives.run import bench_collectives
-from stretto.bench.collectives.settings import CollectivesSetting
+from stretto.bench.collectives.settings import CollectivesSetting, CollectivesTuning
 from stretto.bench.interleaved import Timed
 from stretto.collectives.selection import LIBRARY, Table
 from stretto.tuning import TuningStore
 
 
-class Started(Exception):
-    """The ranks would have been started."""
-
-
-def start(*_, **__):
-    raise Started
-
-
-@pytest.mark.parametrize("tunes", [True, False])
-def test_a_file_that_is_no_table_is_neither_used_nor_overwritten(tmp_path, monkeypatch, tunes):
-    monkeypatch.setattr(collectives, "run_ranks", start)
+@pytest.mark.parametrize("setting", [CollectivesSetting, CollectivesTuning])
+def test_a_file_that_is_no_table_is_neither_used_nor_overwritten(tmp_path, setting):
     file = tmp_path / "notes.txt"
     file.write_text("dear diary")
     with pytest.raises(ValueError, match=r"notes\.txt is no file of measured times"):
-        bench_collectives(2, tmp_path, CollectivesSetting(smallest=1024, largest=1024, tunes=tunes, table=file))
+        setting(table=file)
     assert file.read_text() == "dear diary"
+
+
+def test_a_table_that_is_absent_is_written_but_not_used(tmp_path):
     absent = tmp_path / "absent.json"
-    with pytest.raises(Started if tunes else ValueError):
-        bench_collectives(2, tmp_path, CollectivesSetting(smallest=1024, largest=1024, tunes=tunes, table=absent))
+    CollectivesTuning(table=absent)
+    with pytest.raises(ValueError, match=r"absent\.json cannot be read"):
+        CollectivesSetting(table=absent)
 
 
 @pytest.mark.parametrize("has_nvlink", [True, False])
@@ -46,17 +40,25 @@ def test_tuned_choices_are_read_again_and_have_no_ll128_without_nvlink(tmp_path,
         return {name: Timed(2.0 if name == LIBRARY.name else 3.0 if " LL" in name else 1.0, 0.0) for name in runs}
 
     ranks = SimpleNamespace(get_world_size=lambda: 2, get_rank=lambda: 0, barrier=lambda: None)
-    monkeypatch.setattr(collectives, "dist", ranks)
+    monkeypatch.setattr(tuning, "dist", ranks)
     monkeypatch.setattr(peers, "dist", ranks)
-    monkeypatch.setattr(collectives, "time_interleaved", time_all)
-    monkeypatch.setattr(collectives, "machine_name", lambda has_nvlink: "a machine")
+    monkeypatch.setattr(tuning, "time_interleaved", time_all)
+    monkeypatch.setattr(tuning, "machine_name", lambda has_nvlink: "a machine")
     communicator = SimpleNamespace(
         workspace=SimpleNamespace(has_nvlink=has_nvlink, check=lambda: checked.append(len(timed))),
         world_size=2,
         kernel=lambda way, name, in_place: print,
     )
     store = TuningStore(tmp_path / "table.json")
-    collectives._tune(communicator, ["allreduce", "alltoall"], ["bf16"], [4096, 16 << 20], torch.device("cpu"), store)
+    setting = CollectivesTuning(
+        collectives=("allreduce", "alltoall"),
+        dtypes=("bf16",),
+        smallest=4096,
+        largest=16 << 20,
+        step=4096,
+        table=store.path,
+    )
+    tuning.measure_collectives(communicator, setting, torch.device("cpu"))
     table = Table.load(store.path, "a machine", 2, has_nvlink=has_nvlink)
     assert {key: [size for size, _ in row] for key, row in table.rows.items()} == {
         ("allreduce", "bfloat16"): [4096, 16 << 20],

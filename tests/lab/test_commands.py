@@ -117,7 +117,7 @@ def test_every_bench_has_help(command):
         (["dlrm", "--ranks", 2, "--batch", 0], "batch is 0, but must be at least 1"),
         (["embedding", "--ranks", 2, "--replays", 0], "replays is 0, but must be at least 1"),
         (["embedding", "--ranks", 2, "--rows", 0], "rows is 0, but must be at least 1"),
-        (["embedding", "--ranks", 2, "--studies", "magic"], "there is no study 'magic'"),
+        (["embedding-studies", "--ranks", 2, "--studies", "magic"], "there is no study 'magic'"),
         (
             ["embedding", "--ranks", 2, "--skip", "bag"],
             "there is no peer 'bag'; did you mean 'bags'? There are bags",

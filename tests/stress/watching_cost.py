@@ -137,7 +137,8 @@ def main() -> int:
     given = parser.parse_args()
 
     from lab.shared_gpus import shared_where_few
-    from stretto.bench.harness import machine_kind, run_ranks
+    from stretto.bench.harness import run_ranks
+    from stretto.cluster.detection import machine_kind
 
     with tempfile.TemporaryDirectory(prefix="stretto-watching-") as folder, shared_where_few(given.ranks):
         threading.Thread(target=watch, args=(Path(folder),), daemon=True).start()

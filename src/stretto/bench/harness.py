@@ -4,7 +4,6 @@
 import gc
 import json
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -25,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from stretto.atomic_files import write_atomically
+from stretto.cluster.detection import machine_kind
 from stretto.launch import (
     allocator_environment,
     loopback_environment,
@@ -45,18 +45,6 @@ class Column:
     key: str
     heading: str
     form: str = "{}"
-
-
-def machine_kind() -> dict[str, str]:
-    """The devices and versions that figures were measured on; never a machine's name."""
-    if torch.cuda.is_available():
-        devices = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
-    else:
-        devices = f"{os.cpu_count()} CPU cores"
-    kind = {"devices": devices, "torch": torch.__version__, "python": platform.python_version()}
-    if torch.cuda.is_available():
-        kind["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-    return kind
 
 
 def write_result(

@@ -35,7 +35,7 @@ class Needs(Enum):
 class Option:
     """How a command line sets a field of a bench's settings.
 
-    help: what `--help` says. flags: the option's name where it is not the field's ("--only", or "--tune/--no-tune").
+    help: what `--help` says. flags: the option's name where it is not the field's ("--only", "--graph/--no-graph").
     separator: between the items of a tuple in the default that is shown; a user may write commas or spaces. A tuple
     with is_repeated is an option that may be given several times instead. least: the least number that it may be.
     """
@@ -63,6 +63,13 @@ LargestBytes = Annotated[int, Option("Bytes of the whole array.")]
 Step = Annotated[int, Option("A size is this many times the one before it.")]
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """A command of `stretto tune`: with `lists` it measures nothing."""
+
+    lists: Annotated[bool, Option("Show what would be measured, and measure nothing.", "--list")] = False
+
+
 def require_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise ValueError for an unknown name."""
     for name in given:
@@ -75,12 +82,6 @@ def require_least(least: int, **numbers: float) -> None:
     for name, number in numbers.items():
         if number < least:
             raise ValueError(f"{name} is {number}, but must be at least {least}")
-
-
-def require_links(ranks: int) -> None:
-    """ValueError for so few ranks that `stretto probe` would have no link between two to measure."""
-    if ranks < 2:
-        raise ValueError(f"a probe measures links, so it takes at least 2 ranks; it was given {ranks}")
 
 
 def list_sizes(smallest: int, largest: int, step: int) -> tuple[int, ...]:

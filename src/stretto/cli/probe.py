@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto probe`: measures this machine into a cluster file."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stretto.atomic_files import require_writable
 from stretto.cli.console import Json, print_json, refusing_bad_input
+
+if TYPE_CHECKING:
+    from stretto.cluster import Cluster
 
 
 def probe(
@@ -37,22 +41,38 @@ def probe(
             raise ValueError(f"--dtype is {dtype!r}, but must be bf16, fp16, fp32 or fp64")
         require_writable(out, "--out")
 
-        from stretto.bench.settings import require_links
         from stretto.cluster import Cluster
         from stretto.cluster.detection import count_gpus
+        from stretto.cluster.probe import require_links
         from stretto.planner.compute import matmul_shapes
 
         gpus = count_gpus()
         count = ranks if ranks is not None else gpus or Cluster.detect().gpus_per_node
-        require_links(count)
+        require_links(count, gpus)
         shapes = matmul_shapes(model or [], batch or [], seq_len, count)
 
-        from stretto.cluster.probe import probe as measure  # imports torch
-
-        cluster = measure(count, dtype or ("bf16" if gpus else "fp32"), shapes)
+        cluster = _measure(count, dtype or ("bf16" if gpus else "fp32"), shapes)
         cluster.save(out)
     if as_json:
         print_json(asdict(cluster) | {"sources": dict(cluster.sources), "out": out})
     else:
         print(cluster.describe())
         print(f"written to {out}: stretto plan --cluster {out} ...")
+
+
+def _measure(ranks: int, dtype: str, shapes: Sequence[tuple[int, int, int]] = ()) -> "Cluster":
+    """Measure this machine with a process a GPU, or on the CPU's cores over gloo."""
+    from stretto.bench.harness import run_ranks  # imports torch
+    from stretto.cluster import Cluster
+    from stretto.cluster.probe import assemble
+
+    return assemble(Cluster.detect(), ranks, dtype, run_ranks(ranks, _measure_rank, ranks, dtype, tuple(shapes)))
+
+
+def _measure_rank(ranks: int, dtype: str, shapes: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+    """The job of each rank."""
+    from stretto.bench.harness import time_steps
+    from stretto.cluster.probe import measure
+    from stretto.parallel import Grid
+
+    return measure(Grid(data=ranks).device, dtype, shapes, time_steps)

@@ -8,6 +8,7 @@ checked.
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import MISSING, Field, fields
 from importlib import import_module
 from pathlib import Path
@@ -18,13 +19,13 @@ import typer
 from stretto.atomic_files import require_writable_folder
 from stretto.bench.settings import Needs, Ranks, parse_number, require_least, split_words
 from stretto.cli.commands import App, LazyCommand, make_command
-from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input
+from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input, stdout_on_stderr
 
 
 class BenchApp:
-    """A group of benches' commands. help: its own; folder: where results go, each in a folder of its name."""
+    """A group of commands that measure. folder: where results go, each in a folder of its name (None: no files)."""
 
-    def __init__(self, help: str, folder: str) -> None:
+    def __init__(self, help: str, folder: str | None) -> None:
         self.app = App(help=help, no_args_is_help=False)
         self._folder = folder
         self._names: dict[Needs, list[str]] = {each: [] for each in Needs}
@@ -40,7 +41,7 @@ class BenchApp:
             raise typer.Exit(BAD_INPUT)
 
     def _describe(self) -> str:
-        """Say which benches run on a machine without GPUs."""
+        """Say which commands run on a machine without GPUs."""
         said = {
             Needs.NO_GPU: "without GPUs these run: {}",
             Needs.RANKS: "with --ranks N, on N processes of the CPU: {}",
@@ -73,7 +74,7 @@ class BenchApp:
                     setting_type = getattr(import_module(settings), run.__annotations__["setting"])
                 else:
                     setting_type = settings()
-                folder = Path(self._folder) / (out or name)
+                folder = None if self._folder is None else Path(self._folder) / (out or name)
                 return make_command(name, _make_function(run, setting_type, folder, count))
 
             self._names[needs].append(name)
@@ -99,9 +100,7 @@ class BenchApp:
 
         there = count_gpus()
         if not there:
-            raise ValueError(
-                f"this bench takes 2 GPUs or more, one a rank, and this machine has none. {self._describe()}"
-            )
+            raise ValueError(f"this takes 2 GPUs or more, one a rank, and this machine has none. {self._describe()}")
 
         from stretto.memory import shared_gpus  # imports torch, as counting GPUs has
 
@@ -109,7 +108,7 @@ class BenchApp:
             there = max(there, ranks or 2)
         if there < 2 or (ranks is not None and not 2 <= ranks <= there):
             asked = "" if ranks is None else f", and --ranks is {ranks}"
-            raise ValueError(f"this bench takes 2 GPUs or more, one a rank: this machine has {there}{asked}")
+            raise ValueError(f"this takes 2 GPUs or more, one a rank: this machine has {there}{asked}")
         return ranks or there
 
     def count_ranks_on_gpus(self, ranks: int | None) -> int:
@@ -117,25 +116,27 @@ class BenchApp:
         from stretto.cluster.detection import count_gpus
 
         if not (there := count_gpus()):
-            raise ValueError(f"this bench takes GPUs, and this machine has none. {self._describe()}")
+            raise ValueError(f"this takes GPUs, and this machine has none. {self._describe()}")
         if (count := ranks or there) < 2:
-            raise ValueError(f"this bench takes 2 ranks or more, not {count}; --ranks 2 would share the GPU")
+            raise ValueError(f"this takes 2 ranks or more, not {count}; --ranks 2 would share the GPU")
         return count
 
 
 def _make_function(
-    run: Callable[..., Any], setting_type: type[Any], folder: Path, count: Callable[[int | None], int] | None
+    run: Callable[..., Any], setting_type: type[Any], folder: Path | None, count: Callable[[int | None], int] | None
 ) -> Callable[..., None]:
     """Make the function that typer makes a command of: its parameters are the settings' fields, --out and --json."""
 
-    def command(*, ranks: int | None = None, out: Path, as_json: bool, **given: Any) -> None:
+    def command(*, ranks: int | None = None, out: Path | None = None, as_json: bool, **given: Any) -> None:
         with refusing_bad_input(as_json=as_json):
             if count is None and "ranks" in options:
                 given["ranks"] = ranks
             setting = setting_type(**_read(options, given))
-            require_writable_folder(out, "--out")
+            if out is not None:
+                require_writable_folder(out, "--out")
             counted = () if count is None else (count(ranks),)
-            result = run(*counted, setting, out)
+            with stdout_on_stderr() if as_json else nullcontext():
+                result = run(*counted, setting, *(() if out is None else (out,)))
         if isinstance(result, dict) and result.get("failure") is not None:
             raise fail(result["failure"], 1, as_json=as_json)
         if as_json:
@@ -145,7 +146,8 @@ def _make_function(
     parameters = [_make_parameter(field) for field in options.values()]
     if count is not None:
         parameters.insert(0, _make_ranks())
-    parameters.append(_parameter("out", Annotated[Path, typer.Option(help="Folder for the results.")], folder))
+    if folder is not None:
+        parameters.append(_parameter("out", Annotated[Path, typer.Option(help="Folder for the results.")], folder))
     parameters.append(_parameter("as_json", Json, False))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -37,6 +37,20 @@ def may_have_gpus() -> bool:
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg"))
 
 
+def machine_kind() -> dict[str, str]:
+    """The devices and versions that figures were measured on; never a machine's name."""
+    import torch
+
+    if torch.cuda.is_available():
+        devices = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
+    else:
+        devices = f"{os.cpu_count()} CPU cores"
+    kind = {"devices": devices, "torch": torch.__version__, "python": platform.python_version()}
+    if torch.cuda.is_available():
+        kind["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return kind
+
+
 def _detect_gpus() -> Detected | None:
     if "torch" not in sys.modules and not may_have_gpus():
         return None

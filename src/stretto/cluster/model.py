@@ -12,6 +12,7 @@ from stretto.cluster.schema import Kind, check, figure
 MATMUL_DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 MATMUL_LAYOUTS = ("NN", "NT", "TN")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+ATTENTION_TOKENS, LONG_ATTENTION_TOKENS = 2048, 8192
 _FLOP_RATE = figure(Kind.QUANTITY, "FLOP/s")
 
 
@@ -49,7 +50,7 @@ class GPU:
     )
     overlap_slowdown: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds a second"))
     # Causal attention forward and backward with a fused kernel, counting only the products that the mask leaves; of
-    # sequences of 2,048 and of 8,192 tokens.
+    # sequences of ATTENTION_TOKENS and of LONG_ATTENTION_TOKENS.
     attention_flops: float | None = field(default=None, metadata=_FLOP_RATE)
     long_attention_flops: float | None = field(default=None, metadata=_FLOP_RATE)
     # The vendor's figures, and the best measured of a matrix product.

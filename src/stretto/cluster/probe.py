@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto probe`: measures this machine's links and kernels into a cluster file for the planner.
+"""Measures this machine's links and kernels into a `Cluster` for the planner: `stretto probe`.
 
-All ranks measure at the same time, since in training they share the links and the power budget of a chip.
+All ranks measure at the same time, since in training they share the links and the power budget of a chip. Functions
+import torch when they measure: planning needs none.
 """
 
 import itertools
@@ -10,20 +11,28 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.nn import functional as F
+from stretto.cluster.cluster import Cluster
+from stretto.cluster.detection import machine_kind
+from stretto.cluster.model import (
+    ATTENTION_TOKENS,
+    LONG_ATTENTION_TOKENS,
+    HostLink,
+    InNodeBandwidth,
+    Matmul,
+    MeasuredCollective,
+)
 
-from stretto.bench.harness import TORCH_DTYPES, machine_kind, run_ranks, time_steps
-from stretto.bench.settings import require_links
-from stretto.cluster import Cluster, HostLink, InNodeBandwidth, Matmul, MeasuredCollective
-from stretto.memory.pinned import allocate_pinned
-from stretto.parallel import Grid
-from stretto.parallel.comm.collectives import start_all_reduce, start_gather_rows, start_scatter_rows
-from stretto.planner.compute import ATTENTION_TOKENS, LONG_ATTENTION_TOKENS
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+Timed = Callable[[Callable[[], Any]], float]
+"""Returns the seconds of a step on the slowest rank."""
+Draw = Callable[..., "Tensor"]
+"""Draws random numbers of the probe's dtype on its device, in a given shape."""
 
 LAYOUTS = ("NN", "NT", "TN")
 
@@ -62,18 +71,12 @@ ON_CPU = ProbeEffort(
 )
 
 
-def probe(ranks: int, dtype: str, shapes: Sequence[tuple[int, int, int]] = ()) -> Cluster:
-    """Measure this machine with `ranks` processes, one a GPU (or on the CPU's cores, with gloo).
-
-    `shapes`: (m, n, k) of products that are measured besides the table's. Raises ValueError for fewer than two ranks.
-    """
-    require_links(ranks)
-    detected = Cluster.detect()
-    gpus = torch.cuda.device_count()
+def require_links(ranks: int, gpus: int) -> None:
+    """Raise ValueError for so few ranks that there is no link between two, and for ranks without a GPU each."""
+    if ranks < 2:
+        raise ValueError(f"a probe measures links, so it takes at least 2 ranks; it was given {ranks}")
     if gpus and ranks > gpus:
         raise ValueError(f"{ranks} ranks need a GPU each, but there are {gpus}; --ranks {gpus} would do")
-    measured = run_ranks(ranks, _measure, ranks, dtype, tuple(shapes))
-    return _assemble(detected, ranks, dtype, measured)
 
 
 def hierarchies(ranks: int) -> Iterator[tuple[int, int]]:
@@ -92,49 +95,61 @@ def members(ranks: int, preceding: int, size: int) -> list[list[int]]:
     ]
 
 
-def _measure(ranks: int, dtype: str, shapes: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
-    device = Grid(data=ranks).device
+def measure(
+    device: "torch.device",
+    dtype: str,
+    shapes: Sequence[tuple[int, int, int]],
+    time_steps: Callable[..., float],
+) -> dict[str, Any]:
+    """Measure on every rank of a job at once; `assemble` makes a cluster of it. Collective.
+
+    dtype: "bf16", "fp16", "fp32" or "fp64". shapes: (m, n, k) of products that are measured besides the table's.
+    time_steps: as `stretto.bench.harness.time_steps`.
+    """
+    import torch
+
     effort = ON_GPU if device.type == "cuda" else ON_CPU
-    timed = partial(time_steps, warm_up=2, repeats=effort.repeats)
-    measured: dict[str, Any] = {"transfers": list(_transfers(ranks, effort, device, timed))}
+    timed: Timed = partial(time_steps, warm_up=2, repeats=effort.repeats)
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[dtype]
+    draw = partial(torch.randn, device=device, dtype=kind)
+    measured: dict[str, Any] = {"transfers": list(_transfers(effort, device, timed))}
     measured["host_link"] = measure_host_link(device, timed) if device.type == "cuda" else None
-    crowding = _crowding(effort, dtype, device) if device.type == "cpu" else 1.0
+    crowding = _crowding(effort, draw, timed) if device.type == "cpu" else 1.0
     computed = partial(_time_crowded, timed, crowding)
     table = {(m, n, k) for m, n, k in itertools.product(effort.sides, repeat=3)} | set(shapes)
-    measured["matmuls"] = list(_matmuls(sorted(table), dtype, device, computed))
+    measured["matmuls"] = list(_matmuls(sorted(table), draw, computed))
     source = torch.empty(effort.copied_bytes // 4, device=device)
     target = torch.empty_like(source)
     measured["memory_bandwidth"] = 2 * effort.copied_bytes / computed(lambda: target.copy_(source))
-    measured["attention_flops"] = _attention(effort.attention, dtype, device, computed)
-    measured["long_attention_flops"] = _attention(effort.long_attention, dtype, device, computed)
-    measured["slowdown"] = _slowdown(effort, dtype, device)
-    dist.destroy_process_group()
+    measured["attention_flops"] = _attention(effort.attention, draw, computed)
+    measured["long_attention_flops"] = _attention(effort.long_attention, draw, computed)
+    measured["slowdown"] = _slowdown(effort, device, draw, timed)
     return measured
 
 
-def _crowding(effort: ProbeEffort, dtype: str, device: torch.device) -> float:
+def _crowding(effort: ProbeEffort, draw: Draw, timed: Timed) -> float:
     """The factor by which computation slows down when all ranks, which share cores, compute at length.
 
     A single product ends before another process gets its core, and would not show it.
     """
-    a = torch.randn(effort.sides[-1], effort.sides[-1], device=device, dtype=TORCH_DTYPES[dtype])
-    timed = partial(time_steps, warm_up=2, repeats=effort.repeats)
+    a = draw((effort.sides[-1], effort.sides[-1]))
 
     def compute() -> None:
         for _ in range(_CROWDED_PRODUCTS):
-            torch.mm(a, a)
+            a.mm(a)
 
-    return max(1.0, timed(compute) / _CROWDED_PRODUCTS / timed(lambda: torch.mm(a, a)))
+    return max(1.0, timed(compute) / _CROWDED_PRODUCTS / timed(lambda: a.mm(a)))
 
 
-def _time_crowded(timed: Callable[[Callable[[], Any]], float], crowding: float, step: Callable[[], Any]) -> float:
+def _time_crowded(timed: Timed, crowding: float, step: Callable[[], Any]) -> float:
     return crowding * timed(step)
 
 
-def _transfers(
-    ranks: int, effort: ProbeEffort, device: torch.device, timed: Callable[[Callable[[], Any]], float]
-) -> Iterator[tuple[str, int, int, int, float]]:
+def _transfers(effort: ProbeEffort, device: "torch.device", timed: Timed) -> Iterator[tuple[str, int, int, int, float]]:
     """Rows (collective, preceding, size, bytes that a rank sends, seconds)."""
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size()
     for preceding, size in hierarchies(ranks):
         groups = [dist.new_group(group) for group in members(ranks, preceding, size)]
         mine = next((group for group in groups if dist.get_rank() in dist.get_process_group_ranks(group)), None)
@@ -149,21 +164,30 @@ def _transfers(
                 dist.destroy_process_group(group)
 
 
-def _collective(kind: str, rows: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Tensor]:
-    whole = torch.zeros(rows, device=device)
-    part = whole[: -(-rows // group.size())].clone()
+def _collective(kind: str, rows: int, group: "dist.ProcessGroup", device: "torch.device") -> Callable[[], Any]:
+    """A call of a collective as layers make it: into new memory, asynchronously, then awaited."""
+    import torch
+    import torch.distributed as dist
+
+    part = torch.zeros(-(-rows // group.size()), device=device)
+    whole = torch.zeros(part.numel() * group.size(), device=device)
+    # torch 2.13 renamed these two, and warns at each call of the old names
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     match kind:
         case "all_gather":
-            return lambda: start_gather_rows(part, part.numel() * group.size(), group).wait()
+            return lambda: gather(torch.empty_like(whole), part, group=group, async_op=True).wait()
         case "reduce_scatter":
-            return lambda: start_scatter_rows(whole, part.numel(), group).wait()
+            return lambda: scatter(torch.empty_like(part), whole, group=group, async_op=True).wait()
         case _:
-            return lambda: start_all_reduce(whole, group).wait()
+            return lambda: dist.all_reduce(whole[:rows], group=group, async_op=True).wait()
 
 
-def measure_host_link(device: torch.device, timed: Callable[[Callable[[], Any]], float]) -> HostLink:
+def measure_host_link(device: "torch.device", timed: Timed) -> HostLink:
     """Measure copies between pinned host memory and a GPU: in each direction alone, and in both, on two streams."""
-    sent, received = allocate_pinned(2 * _HOST_COPY_BYTES, device).split(_HOST_COPY_BYTES)
+    import torch
+
+    sent, received = torch.zeros(2, _HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there, source = torch.zeros(2, _HOST_COPY_BYTES, dtype=torch.uint8, device=device)
     side = torch.cuda.Stream(device)
 
@@ -193,66 +217,59 @@ def measure_host_link(device: torch.device, timed: Callable[[Callable[[], Any]],
 
 
 def _matmuls(
-    shapes: Sequence[tuple[int, int, int]],
-    dtype: str,
-    device: torch.device,
-    timed: Callable[[Callable[[], Any]], float],
+    shapes: Sequence[tuple[int, int, int]], draw: Draw, timed: Timed
 ) -> Iterator[tuple[int, int, int, str, float]]:
-    kind = TORCH_DTYPES[dtype]
     for m, n, k in shapes:
         for layout in LAYOUTS:
-            a = torch.randn((k, m) if layout == "TN" else (m, k), device=device, dtype=kind)
-            b = torch.randn((n, k) if layout == "NT" else (k, n), device=device, dtype=kind)
+            a = draw((k, m) if layout == "TN" else (m, k))
+            b = draw((n, k) if layout == "NT" else (k, n))
             left, right = a.t() if layout == "TN" else a, b.t() if layout == "NT" else b
-            yield m, n, k, layout, timed(partial(torch.mm, left, right))
+            yield m, n, k, layout, timed(partial(left.mm, right))
 
 
-def _attention(
-    shape: tuple[int, int, int, int],
-    dtype: str,
-    device: torch.device,
-    timed: Callable[[Callable[[], Any]], float],
-) -> float:
+def _attention(shape: tuple[int, int, int, int], draw: Draw, timed: Timed) -> float:
     """FLOP/s of causal attention, forward and backward: 3.5 times the products that the mask leaves of the forward.
 
     shape: batch, heads, tokens of a sequence, head size.
     """
+    from torch.nn.functional import scaled_dot_product_attention
+
     batch, heads, seq_len, size = shape
-    q, k, v = (torch.randn(shape, device=device, dtype=TORCH_DTYPES[dtype], requires_grad=True) for _ in range(3))
-    gradient = torch.randn(shape, device=device, dtype=TORCH_DTYPES[dtype])
+    q, k, v = (draw(shape, requires_grad=True) for _ in range(3))
+    gradient = draw(shape)
 
     def step() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
+        scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
 
     return 3.5 * 2 * batch * heads * seq_len**2 * size / timed(step)
 
 
-def _slowdown(effort: ProbeEffort, dtype: str, device: torch.device) -> float:
+def _slowdown(effort: ProbeEffort, device: "torch.device", draw: Draw, timed: Timed) -> float:
     """Seconds that computation loses for each second of a collective that overlaps it."""
-    group = dist.group.WORLD
-    assert group is not None
-    side = effort.sides[-2]
-    a = torch.randn(side, side, device=device, dtype=TORCH_DTYPES[dtype])
+    import torch
+    import torch.distributed as dist
+
+    a = draw((effort.sides[-2], effort.sides[-2]))
     message = torch.zeros(effort.message_bytes[-2] // 4, device=device)
 
     def compute() -> None:
         for _ in range(8):
-            torch.mm(a, a)
+            a.mm(a)
 
     def both() -> None:
-        pending = start_all_reduce(message, group)
+        pending = dist.all_reduce(message, async_op=True)
         compute()
         pending.wait()
 
-    timed = partial(time_steps, warm_up=2, repeats=effort.repeats)
     alone = timed(compute)
-    sending = timed(lambda: start_all_reduce(message, group).wait())
+    sending = timed(lambda: dist.all_reduce(message, async_op=True).wait())
     together = timed(both)
     hidden = min(alone, sending)
     return min(1.0, max(0.01, (together - max(alone, sending)) / hidden))
 
 
-def _assemble(detected: Cluster, ranks: int, dtype: str, measured: dict[str, Any]) -> Cluster:
+def assemble(detected: Cluster, ranks: int, dtype: str, measured: dict[str, Any]) -> Cluster:
+    """Make a cluster of what was detected, and of what `measure` returned on `ranks` ranks."""
     transfers = tuple(MeasuredCollective(*row) for row in measured["transfers"])
     in_node = []
     for preceding, size in hierarchies(ranks):
@@ -279,7 +296,7 @@ def _assemble(detected: Cluster, ranks: int, dtype: str, measured: dict[str, Any
     sources = dict(detected.sources) | dict.fromkeys(keys, source)
     sources["host_link"] = source if measured["host_link"] else "not measured: this machine has no GPU"
     # Without GPUs a rank is a process, and they share the machine's memory.
-    share = 1.0 if torch.cuda.is_available() else detected.gpus_per_node / ranks
+    share = 1.0 if measured["host_link"] else detected.gpus_per_node / ranks
     return replace(
         detected,
         name="probed",

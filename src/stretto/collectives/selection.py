@@ -160,13 +160,13 @@ class Table:
 
     @classmethod
     def load(cls, path: Path, machine: str, world_size: int, *, has_nvlink: bool) -> "Table":
-        """The table of a file that the user has named, as `stretto bench collectives --tune --table FILE` writes it.
+        """The table of a file that the user has named, as `stretto tune collectives --table FILE` writes it.
 
         Raises ValueError, which names the file, if it is no such file, was measured on another machine or number of
         ranks, or names a choice that does not exist or is not safe here.
         """
         measured = read_times(path)
-        remedy = f"measure here with `stretto bench collectives --tune --table {path} --ranks {world_size}`"
+        remedy = f"measure here with `stretto tune collectives --table {path} --ranks {world_size}`"
         if machine not in measured:
             others = "; ".join(measured) or "nothing"
             raise ValueError(f"{path} was measured on {others}, and this is {machine}: {remedy}")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from stretto.axes import GridSizes
 from stretto.cluster import Cluster
+from stretto.cluster.model import ATTENTION_TOKENS, LONG_ATTENTION_TOKENS
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.communication import has_nvlink_over_z
@@ -29,8 +30,6 @@ TILE_ROWS = 128
 # What element-wise kernels, norms and the optimizer reach of a copy's rate, gaps between them included: torch's own
 # copy kernel reaches 2.9 TB/s on an H200, where a plain Triton one reaches 4.2.
 ELEMENT_WISE_EFFICIENCY = 0.7
-# Tokens of the sequences that a cluster's `attention_flops` and `long_attention_flops` are measured with.
-ATTENTION_TOKENS, LONG_ATTENTION_TOKENS = 2048, 8192
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto bench collectives`: Stretto's kernels, NCCL and torch's symmetric-memory operators, interleaved."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,22 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.bench.collectives.peers import CollectiveBuffers, TorchPeers, handwritten_runs, nccl_run
+from stretto.bench.collectives.peers import CollectiveBuffers, TorchPeers, nccl_run
 from stretto.bench.collectives.settings import CollectivesSetting
 from stretto.bench.harness import TORCH_DTYPES, Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
-from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
-from stretto.collectives.selection import (
-    COPY_ENGINE_MIN_BYTES,
-    LIBRARY,
-    AlgorithmChoice,
-    Table,
-    find_choices,
-    time_key,
-)
+from stretto.collectives.executor.cuda.communicator import CudaCommunicator
 from stretto.memory import empty
 from stretto.parallel import Grid
-from stretto.tuning import TuningStore
 
 COLUMNS = (
     Column("collective", "collective"),
@@ -33,7 +24,6 @@ COLUMNS = (
     Column("size", "size"),
     Column("nccl", "NCCL (us)", "{:.1f}"),
     Column("torch", "torch's best (us)", "{:.1f}"),
-    Column("handwritten", "hand-written (us)", "{:.1f}"),
     Column("stretto", "Stretto (us)", "{:.1f}"),
     Column("symmetric", "into symmetric tensors (us)", "{:.1f}"),
     Column("way", "ran as"),
@@ -54,10 +44,6 @@ def bench_collectives(ranks: int, out: Path, setting: CollectivesSetting) -> lis
 
 def _measure_all(ranks: int, setting: CollectivesSetting) -> list[dict[str, Any]]:
     device = Grid(data=ranks).device
-    if setting.tunes:
-        communicator = CudaCommunicator(table=Table())
-        _tune(communicator, setting.collectives, setting.dtypes, setting.sizes, device, TuningStore(setting.table))
-        communicator.close()
     communicator = CudaCommunicator(table=setting.table)
     peers = TorchPeers(device)
     rows = []
@@ -95,8 +81,6 @@ def _measure(
         symmetric_input.copy_(buffers.input)
         communicator.run(collective, symmetric_input, symmetric_output)
         runs["symmetric"] = partial(communicator.run, collective, symmetric_input, symmetric_output)
-    if collective == "allreduce" and dtype == "bf16" and size <= 4 << 20:
-        runs |= handwritten_runs(communicator.workspace, buffers)
     found = time_interleaved(runs, size, is_graph=mode == "graph")
     seconds = {name: one.seconds * 1e6 for name, one in found.items()}
     stretto = seconds.get("stretto", seconds["nccl"])
@@ -111,7 +95,6 @@ def _measure(
         "size": name_size(size),
         "nccl": seconds["nccl"],
         "torch": min((value for name, value in seconds.items() if name.startswith("torch")), default=None),
-        "handwritten": min((value for name, value in seconds.items() if name.startswith("hand")), default=None),
         "stretto": stretto,
         "symmetric": seconds.get("symmetric"),
         "way": choice or "NCCL",
@@ -120,48 +103,3 @@ def _measure(
         "host": None if mode == "graph" else host * 1e6,
         "nccl_host": None if mode == "graph" else found["nccl"].host * 1e6,
     }
-
-
-def _tune(
-    communicator: CudaCommunicator,
-    collectives: Sequence[str],
-    dtypes: Sequence[str],
-    sizes: Sequence[int],
-    device: torch.device,
-    store: TuningStore,
-) -> None:
-    """Time the library and every algorithm and protocol in CUDA graphs, and store the seconds."""
-    measured: dict[str, list[float]] = {}
-    has_nvlink = communicator.workspace.has_nvlink
-    for collective in collectives:
-        for dtype in dtypes:
-            name = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
-            choices = find_choices(collective, has_nvlink=has_nvlink)
-            kernels = {
-                choice: communicator.kernel(choice, name, in_place=False) for choice in choices if choice != LIBRARY
-            }
-            for size in sizes:
-                buffers = CollectiveBuffers.make(collective, size, TORCH_DTYPES[dtype], device)
-                runs: dict[str, Callable[[], Any]] = {LIBRARY.name: nccl_run(collective, buffers)}
-                for choice, kernel in kernels.items():
-                    if not _is_hopeless(choice, size):
-                        runs[choice.name] = partial(kernel, buffers.input, buffers.output)
-                found = time_interleaved(runs, size, is_graph=True)
-                for choice in choices:
-                    if choice.name in found:
-                        key = time_key(collective, name, communicator.world_size, size, choice)
-                        measured[key] = [found[choice.name].seconds]
-                communicator.workspace.check()  # raises if a wait timed out: that time must not be stored
-                if dist.get_rank() == 0:
-                    fastest = min(found, key=lambda name: found[name].seconds)
-                    print(f"{collective} {dtype} {name_size(size)}: {fastest} of {len(found)} choices", flush=True)
-    if dist.get_rank() == 0:
-        store.add(machine_name(has_nvlink), measured)
-    dist.barrier()
-
-
-def _is_hopeless(choice: AlgorithmChoice, size: int) -> bool:
-    """Whether a choice is too slow at that size to be worth timing; a graph launches copies at no cost to the host."""
-    if choice.protocol == "Copy":
-        return size < COPY_ENGINE_MIN_BYTES
-    return choice.algorithm == "one-shot-all-reduce" and size > 8 << 20

@@ -1,57 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the benches of collectives: `stretto bench collectives`, `ablations` and `compile`."""
+"""Settings of `stretto bench collectives` and `stretto tune collectives`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from stretto.bench.settings import LargestBytes, Modes, Option, Step, list_sizes, require_known
+from stretto.bench.settings import LargestBytes, Modes, Option, Step, Tuning, list_sizes, require_known
 
 MODES = ("graph", "eager")
 COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall")
 DTYPES = ("bf16", "fp32")
 PROTOCOLS = ("LL", "LL128", "Simple")
+TABLE_VARIABLE = "STRETTO_COLLECTIVES_TABLE"
 
 
 @dataclass(frozen=True)
-class CollectivesSetting:
-    """Which collectives are measured, in which dtypes, sizes (bytes of the whole array) and modes.
-
-    tunes: time every algorithm and protocol first, and store the times in the file `table`, else in the tuning store.
-    table: the file with the times by which algorithms are selected (None: the store). Raises ValueError for unknown
-    names.
-    """
+class CollectiveSizes:
+    """Collectives, dtypes, and sizes in bytes of the whole array. Raises ValueError for unknown names."""
 
     collectives: Annotated[tuple[str, ...], Option("Collectives, with commas.", "--only")] = COLLECTIVES
     dtypes: Annotated[tuple[str, ...], Option("bf16, fp32, with commas.")] = DTYPES
     smallest: Annotated[int, Option("Bytes of the whole array.")] = 1024
     largest: LargestBytes = 1 << 30
     step: Step = 4
-    modes: Modes = MODES
-    tunes: Annotated[
-        bool,
-        Option("Time every algorithm and protocol first, and keep the times for this machine.", "--tune/--no-tune"),
-    ] = False
-    table: Annotated[
-        Path | None,
-        Option(
-            "File in which --tune keeps the times, and whose times select (default: the cache).",
-            metavar="FILE",
-            envvar="STRETTO_COLLECTIVES_TABLE",
-        ),
-    ] = None
 
     def __post_init__(self) -> None:
         require_known("collective", self.collectives, COLLECTIVES)
         require_known("dtype", self.dtypes, DTYPES)
-        require_known("mode", self.modes, MODES)
         list_sizes(self.smallest, self.largest, self.step)
-        if self.table is not None and (self.table.exists() or not self.tunes):
-            from stretto.tuning import read_times
-
-            read_times(self.table)  # refuses another kind of file, which must not be used or overwritten
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of whole arrays."""
         return list_sizes(self.smallest, self.largest, self.step)
+
+
+@dataclass(frozen=True)
+class CollectivesSetting(CollectiveSizes):
+    """What `stretto bench collectives` measures, and in which modes.
+
+    table: the file with the times by which algorithms are selected (None: the store).
+    """
+
+    modes: Modes = MODES
+    table: Annotated[
+        Path | None,
+        Option("File whose times select algorithms (default: the cache).", metavar="FILE", envvar=TABLE_VARIABLE),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_known("mode", self.modes, MODES)
+        if self.table is not None:
+            from stretto.tuning import read_times
+
+            read_times(self.table)  # refuses another kind of file
+
+
+@dataclass(frozen=True)
+class CollectivesTuning(Tuning, CollectiveSizes):
+    """What `stretto tune collectives` measures. table: the file that keeps the times (None: the store)."""
+
+    table: Annotated[
+        Path | None,
+        Option("File in which the times are kept (default: the cache).", metavar="FILE", envvar=TABLE_VARIABLE),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.table is not None and self.table.exists():
+            from stretto.tuning import read_times
+
+            read_times(self.table)  # another kind of file must not be overwritten
+
+    def problems(self, ranks: int) -> list[str]:
+        """Names of the calls that are measured."""
+        return [f"{name} {dtype} {size}" for name in self.collectives for dtype in self.dtypes for size in self.sizes]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench embedding`: look-ups with their all-to-all, fused and not, and studies of the fused kernel."""
+"""`stretto bench embedding`: look-ups with their all-to-all, fused and not."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -13,19 +13,14 @@ from torch import Tensor
 
 from stretto import ops
 from stretto.bench.embedding.peers import Batched, Chunked, EmbeddingBags, LookupBatch, draw_lookups, exchange_alone
-from stretto.bench.embedding.settings import EmbeddingSetting, LookupShape
+from stretto.bench.embedding.settings import EmbeddingSetting, LookupShape, LookupShapes
 from stretto.bench.harness import Column, print_table, run_ranks, time_steps, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
-from stretto.ops.embedding.forward import count_trace, find_launch_config, look_up_and_send
-from stretto.ops.embedding.forward_kernel import ORDERS, TRACE_WORDS
-from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.placement import find_placement
-from stretto.ops.embedding.table_set import find_tables
 from stretto.parallel import Grid
 from stretto.recommendation.model_config import MLPERF_POOLING, MLPERF_ROWS
 
 HBM, NVLINK = 4.16e12, 351e9  # bytes/s that one H200 of four reads or writes, and stores to its peers
-SHOWN_PROGRAMS = 32
 
 COLUMNS = (
     Column("case", "batch x tables x dim x pooling"),
@@ -41,8 +36,6 @@ COLUMNS = (
     Column("of_alone", "of look-up alone", "{:.3f}"),
     Column("hbm", "HBM", "{:.0%}"),
     Column("nvlink", "NVLink", "{:.0%}"),
-    Column("setting", "setting"),
-    Column("skew", "skew", "{:.1%}"),
     Column("error", "error"),
 )
 
@@ -58,22 +51,13 @@ def measure_all(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[s
     """The job of each rank; returns the rows. Rank 0 writes them after each."""
     device = Grid(data=ranks, device=None if torch.cuda.is_available() else "cpu").device
     rows: list[dict[str, Any]] = []
-    studies = {
-        "peers": measure_peers,
-        "orders": study_launch_configs,
-        "slices": study_launch_configs,
-        "occupancy": study_launch_configs,
-    }
     for case in setting.cases:
         batch = make_batch(case, setting, device)
-        for study in setting.studies:
-            measure = partial(studies.get(study, trace_programs), study=study)
-            for row in measure(case, batch, setting):
-                rows.append({"case": str(case), "study": study} | row)
-                if dist.get_rank() == 0:
-                    shown = {key: value for key, value in rows[-1].items() if key != "timeline"}
-                    print(" ".join(f"{key}={value}" for key, value in shown.items() if value is not None), flush=True)
-                    write_result(out, "embedding", _used(rows), rows, ranks=ranks, dtype=setting.dtype)
+        for row in measure_peers(case, batch, setting):
+            rows.append({"case": str(case), "study": "peers"} | row)
+            if dist.get_rank() == 0:
+                print(" ".join(f"{key}={value}" for key, value in rows[-1].items() if value is not None), flush=True)
+                write_result(out, "embedding", _used(rows), rows, ranks=ranks, dtype=setting.dtype)
         ops.check_indices()
         del batch
         if device.type == "cuda":
@@ -85,7 +69,7 @@ def _used(rows: Sequence[dict[str, Any]]) -> list[Column]:
     return [column for column in COLUMNS if any(row.get(column.key) is not None for row in rows)]
 
 
-def make_batch(case: LookupShape, setting: EmbeddingSetting, device: torch.device) -> LookupBatch:
+def make_batch(case: LookupShape, setting: LookupShapes, device: torch.device) -> LookupBatch:
     """Make this rank's tables, of small numbers, and look-ups that differ between ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if case.tables:
@@ -115,7 +99,7 @@ def place_tables(rows: Sequence[int], poolings: Sequence[int], world: int) -> li
     return owned
 
 
-def measure_peers(case: LookupShape, batch: LookupBatch, setting: EmbeddingSetting, study: str) -> list[dict[str, Any]]:
+def measure_peers(case: LookupShape, batch: LookupBatch, setting: EmbeddingSetting) -> list[dict[str, Any]]:
     """Time the forward pass, and the backward pass with a fused SGD step, and their peers."""
     placement, device = batch.placement, batch.offsets.device
     batched = Batched(batch)
@@ -203,94 +187,3 @@ def _row(what: str, milliseconds: dict[str, float], batch: LookupBatch) -> dict[
     sent = placement.local_batch * (placement.world_size - 1) * placement.widths[placement.rank]
     row["nvlink"] = sent * placement.dtype.itemsize / (ours * 1e-3) / NVLINK
     return row
-
-
-def study_launch_configs(
-    case: LookupShape, batch: LookupBatch, setting: EmbeddingSetting, study: str
-) -> list[dict[str, Any]]:
-    """The fused look-up with other launch configs; the skew is how much longer the slowest rank takes than the fastest.
-
-    orders: which slices come first. slices: samples of a task. occupancy: programs on a multiprocessor.
-    """
-    placement, device = batch.placement, batch.offsets.device
-    chosen = find_launch_config(placement, len(batch.tables), batch.indices.numel(), device)
-    configs: dict[str, LaunchConfig]
-    match study:
-        case "orders":
-            configs = {order: chosen._replace(order=order) for order in ORDERS}
-        case "slices":
-            sizes = (1, 2, 4, 8, 16, 32, 64, 128)
-            configs = {f"slice {size}": chosen._replace(slice=size) for size in sizes if size >= chosen.bags}
-        case _:
-            counts = (2, 4, 8, 12, 16, 20, 24, 32)
-            tiles = ((1, 4), (1, 8), (1, 16), (2, 4), (4, 2), (8, 1))
-            configs = {f"{count} programs": chosen._replace(programs=count) for count in counts}
-            for bags, depth in tiles:
-                size = max(chosen.slice, bags)
-                configs[f"tile {bags} x {depth}"] = chosen._replace(bags=bags, rows=depth, slice=size)
-    rows = []
-    for name, config in configs.items():
-        run = partial(_launch, batch, config)
-        times = _time_each_rank(run, device)
-        slowest, fastest = max(times), min(times)
-        chosen_mark = " (chosen)" if config == chosen else ""
-        rows.append({"what": study, "setting": name + chosen_mark, "stretto": slowest, "skew": slowest / fastest - 1})
-    return rows
-
-
-def _launch(batch: LookupBatch, config: LaunchConfig, trace: Tensor | None = None) -> Tensor:
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    tables = find_tables(batch.tables, batch.offsets.device)
-    return look_up_and_send(
-        batch.indices, batch.offsets, tables, None, batch.placement, name, "sum", config=config, trace=trace
-    )
-
-
-def _time_each_rank(run: Callable[[], Any], device: torch.device, repeats: int = 9) -> list[float]:
-    """Median milliseconds of a call on each rank; a barrier precedes each call, so that all ranks start together."""
-    seconds = []
-    for _ in range(repeats if device.type == "cuda" else 1):
-        dist.barrier()
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            seconds.append(start.elapsed_time(end))
-        else:
-            seconds.append(1e3 * time_steps(run, warm_up=0, repeats=1))
-    every = [torch.zeros(1, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, torch.tensor([sorted(seconds)[len(seconds) // 2]], device=device))
-    return [float(value) for value in every]
-
-
-def trace_programs(
-    case: LookupShape, batch: LookupBatch, setting: EmbeddingSetting, study: str
-) -> list[dict[str, Any]]:
-    """Rank 0's first programs on a time axis (figure 9): their slices for others and own ones, and how they wait."""
-    placement, device = batch.placement, batch.offsets.device
-    config = find_launch_config(placement, len(batch.tables), batch.indices.numel(), device)
-    size = count_trace(config, placement, len(batch.tables), device)
-    trace = torch.zeros(size, TRACE_WORDS, dtype=torch.int64, device=device)
-    for _ in range(3):
-        dist.barrier()
-        _launch(batch, config, trace)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    tasks = placement.world_size * len(batch.tables) * -(-placement.local_batch // config.slice)
-    words = trace.cpu()
-    programs = words[tasks : tasks + SHOWN_PROGRAMS, :3]
-    zero = int(words[tasks:, 0].min())
-    slices = words[:tasks][words[:tasks, 0] < SHOWN_PROGRAMS]
-    timeline = {
-        "rank": placement.rank,
-        "programs": ((programs - zero).double() / 1e3).tolist(),
-        "slices": [
-            [program, destination, (begin - zero) / 1e3, (end - zero) / 1e3]
-            for program, destination, begin, end in slices.tolist()
-        ],
-        "milliseconds": float((words[tasks:, 2].max() - zero) / 1e6),
-    }
-    return [{"what": study, "setting": str(config), "stretto": timeline["milliseconds"], "timeline": timeline}]

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of `stretto bench embedding`: shapes of tables, studies, peers."""
+"""Settings of `stretto bench embedding` and `stretto tune embedding`: shapes of tables, peers."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
-from stretto.bench.settings import Option, Rounds, require_known, require_least
+from stretto.bench.settings import Option, Rounds, Tuning, require_known, require_least
 
 MLPERF = "mlperf"
-STUDIES = ("peers", "orders", "slices", "occupancy", "timeline")
 PEERS = ("bags", "batched", "chunked")
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -46,11 +45,8 @@ class LookupShape:
 
 
 @dataclass(frozen=True)
-class EmbeddingSetting:
-    """Which look-ups and studies are measured, and how.
-
-    rows: of each table (an upper bound for MLPerf's). dtype: of tables. Raises ValueError for unknown names.
-    """
+class LookupShapes:
+    """Look-ups, the rows of each table (an upper bound for MLPerf's) and their dtype."""
 
     cases: Annotated[
         tuple[LookupShape, ...],
@@ -62,21 +58,38 @@ class EmbeddingSetting:
         LookupShape(65536, 7, 128, 8),
         LookupShape.parse(MLPERF),
     )
-    studies: Annotated[tuple[str, ...], Option("peers, orders, slices, occupancy, timeline, with commas.")] = ("peers",)
-    rows: Annotated[int, Option("Rows of each table; of MLPerf's, at most.")] = 100_000
+    rows: Annotated[int, Option("Rows of each table; of MLPerf's, at most.", least=1)] = 100_000
     dtype: Annotated[str, Option("float32, float16 or bfloat16.")] = "float32"
-    is_graph: Annotated[bool, Option("Time CUDA graphs, not eager calls.", "--graph/--no-graph")] = False
-    has_backward: Annotated[bool, Option("Measure the backward pass too.", "--backward/--no-backward")] = True
     is_jagged: Annotated[
         bool, Option("Bags of 0 to twice the pooling, not of exactly that.", "--jagged/--no-jagged")
     ] = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype is float32, float16 or bfloat16, not {self.dtype!r}")
+        require_least(1, rows=self.rows)
+
+
+@dataclass(frozen=True)
+class EmbeddingTuning(Tuning, LookupShapes):
+    """What `stretto tune embedding` measures."""
+
+    def problems(self, ranks: int) -> list[str]:
+        """Names of the look-ups that are measured."""
+        return [f"{case} {self.dtype}" for case in self.cases]
+
+
+@dataclass(frozen=True)
+class EmbeddingSetting(LookupShapes):
+    """What `stretto bench embedding` measures: look-ups and peers."""
+
+    is_graph: Annotated[bool, Option("Time CUDA graphs, not eager calls.", "--graph/--no-graph")] = False
+    has_backward: Annotated[bool, Option("Measure the backward pass too.", "--backward/--no-backward")] = True
     skip: Annotated[tuple[str, ...], Option("Peers to leave out: bags, batched, chunked, with commas.")] = ()
     rounds: Rounds = 2
     replays: Annotated[int, Option("Timed rows of calls in a round.")] = 5
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype is float32, float16 or bfloat16, not {self.dtype!r}")
-        require_known("study", self.studies, STUDIES)
+        super().__post_init__()
         require_known("peer", self.skip, PEERS)
-        require_least(1, rows=self.rows, rounds=self.rounds, replays=self.replays)
+        require_least(1, rounds=self.rounds, replays=self.replays)

@@ -26,7 +26,7 @@ from stretto.ops.operator import FP8
 from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 
-_TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
 _KEYS = ("operator", "case", "m", "mode")
 COLUMNS = (
     Column("operator", "operator"),
@@ -65,23 +65,18 @@ def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
     """The job of each rank; rank 0 writes the rows."""
     device = Grid(data=ranks).device
     measured: list[dict[str, Any]] = []
-    for name in setting.operators:
-        for case in setting.models:
-            for m in setting.rows_of(name, case):
-                shape, dtype = local_shape(name, case, m, dist.get_world_size()), _TORCH_DTYPES[setting.dtype]
-                operands = RotatingOperands.make(OPERATORS[name], *shape, None, dtype, device)
-                if setting.tunes:
-                    ops.tune(OPERATORS[name], *shape, dtype=dtype, device=device)
-                for mode in setting.modes:
-                    row = {"operator": name, "case": case, "m": m, "n": shape[1], "k": shape[2], "mode": mode}
-                    measured.append(row | _measure(operands, m, mode, setting.implementation))
-                    if dist.get_rank() == 0:
-                        _report(measured[-1])
-                        rows = _merge(out / f"{setting.file_name}.json", measured)
-                        about = {"ranks": dist.get_world_size(), "dtype": setting.dtype}
-                        write_result(out, setting.file_name, COLUMNS, rows, **about)
-                del operands
-                torch.cuda.empty_cache()
+    for name, case, m in setting.shapes():
+        shape = local_shape(name, case, m, ranks)
+        operands = RotatingOperands.make(OPERATORS[name], *shape, None, TORCH_DTYPES[setting.dtype], device)
+        for mode in setting.modes:
+            row = {"operator": name, "case": case, "m": m, "n": shape[1], "k": shape[2], "mode": mode}
+            measured.append(row | _measure(operands, m, mode, setting.implementation))
+            if dist.get_rank() == 0:
+                _report(measured[-1])
+                rows = _merge(out / f"{setting.file_name}.json", measured)
+                write_result(out, setting.file_name, COLUMNS, rows, ranks=ranks, dtype=setting.dtype)
+        del operands
+        torch.cuda.empty_cache()
 
 
 def _merge(path: Path, measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of `stretto bench ops`: operators, shapes of models, numbers of rows."""
+"""Settings of `stretto bench ops` and `stretto tune operators`: operators, shapes of models, numbers of rows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from stretto.bench.settings import Modes, Option, require_known
+from stretto.bench.settings import Modes, Option, Tuning, require_known
 
 OPERATORS = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
 MODES = ("graph", "eager")
@@ -28,44 +28,29 @@ FEW_ROWS = (1, 8, 16, 64)
 
 
 @dataclass(frozen=True)
-class OperatorsSetting:
-    """Which operators are measured, on which shapes, in which dtype and modes. Raises ValueError for unknown names.
+class OperatorShapes:
+    """Operators, shapes of models, and the dtype of operands. Raises ValueError for unknown names.
 
-    cases: names in `CASES` (empty: all). ms: rows of the whole matrix (empty: each case's own).
-    implementation: of Stretto's calls. dtype: of operands; fp8 is scaled by rows and columns and has bf16 results, and
-    its measurements go into a file of their own. tunes: time the configurations of each shape first, and store them.
+    cases: names in `CASES` (empty: all). ms: rows of the whole matrix (empty: each case's own). dtype: fp8 is scaled by
+    rows and columns and has bf16 results.
     """
 
     operators: Annotated[tuple[str, ...], Option("gather, scatter, reduce, with commas.", "--only")] = tuple(OPERATORS)
     cases: Annotated[tuple[str, ...], Option("Models whose shapes are taken, with commas (default: all).")] = ()
     ms: Annotated[tuple[int, ...], Option("Rows of the whole, with commas (default: each case's own).")] = ()
-    modes: Modes = MODES
-    implementation: Annotated[str, Option("Implementation of Stretto's calls: auto, kernel, library.")] = "auto"
     dtype: Annotated[str, Option("Dtype of operands: bf16, or fp8 with a scale a row.")] = "bf16"
-    tunes: Annotated[
-        bool,
-        Option(
-            "Measure each shape's configurations first, and keep the times for runs on this machine.",
-            "--tune/--no-tune",
-        ),
-    ] = False
 
     def __post_init__(self) -> None:
         require_known("operator", self.operators, OPERATORS)
         require_known("case", self.cases, CASES)
-        require_known("mode", self.modes, MODES)
-        require_known("implementation", (self.implementation,), ("auto", "kernel", "library"))
         require_known("dtype", (self.dtype,), DTYPES)
 
-    @property
-    def models(self) -> tuple[str, ...]:
-        """The cases to measure."""
-        return self.cases or tuple(CASES)
-
-    @property
-    def file_name(self) -> str:
-        """The name of the results' files, without an extension."""
-        return "operators" if self.dtype == "bf16" else f"operators-{self.dtype}"
+    def shapes(self) -> Iterator[tuple[str, str, int]]:
+        """(operator, case, rows of the whole) of each row of the bench."""
+        for name in self.operators:
+            for case in self.cases or tuple(CASES):
+                for m in self.rows_of(name, case):
+                    yield name, case, m
 
     def rows_of(self, operator: str, case: str) -> tuple[int, ...]:
         """The numbers of rows to measure."""
@@ -76,6 +61,34 @@ class OperatorsSetting:
         if case.startswith("attention"):
             return ()
         return FLUX_ROWS if case == "flux" else MANY_ROWS
+
+
+@dataclass(frozen=True)
+class OperatorsSetting(OperatorShapes):
+    """What `stretto bench ops` measures, in which modes and with which implementation of Stretto's calls."""
+
+    modes: Modes = MODES
+    implementation: Annotated[str, Option("Implementation of Stretto's calls: auto, kernel, library.")] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_known("mode", self.modes, MODES)
+        require_known("implementation", (self.implementation,), ("auto", "kernel", "library"))
+
+    @property
+    def file_name(self) -> str:
+        """The name of the results' files, without an extension."""
+        return "operators" if self.dtype == "bf16" else f"operators-{self.dtype}"
+
+
+@dataclass(frozen=True)
+class OperatorsTuning(Tuning, OperatorShapes):
+    """What `stretto tune operators` measures."""
+
+    def problems(self, ranks: int) -> list[str]:
+        """Names of the calls that are measured, with a rank's m, n and k."""
+        shapes = ((name, *local_shape(name, case, m, ranks)) for name, case, m in self.shapes())
+        return [f"{OPERATORS[name]} {m} x {n} x {k} {self.dtype}" for name, m, n, k in shapes]
 
 
 def local_shape(name: str, case: str, m: int, world: int) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from stretto.axes import name_grid
 from stretto.bench.settings import (
     Layers,
     Option,
@@ -11,8 +12,10 @@ from stretto.bench.settings import (
     Repeats,
     Rounds,
     SeqLen,
+    Tuning,
     Vocab,
     WarmUp,
+    require_known,
     require_least,
 )
 from stretto.models import GPTConfig
@@ -54,6 +57,31 @@ def grids_of(ranks: int) -> list[dict[str, int]]:
     from stretto.planner.grids import every_grid  # not for `stretto bench --help`
 
     return [grid.sizes() for grid in every_grid(ranks)]
+
+
+@dataclass(frozen=True)
+class ProductsTuning(Tuning):
+    """What `stretto tune products` measures: the products of a model's blocks, on every grid of the ranks."""
+
+    model: Annotated[str, Option("gpt-5b to gpt-640b, or gpt2-small.")] = "gpt-5b"
+    vocab: Vocab = PADDED_VOCAB
+    batch: Annotated[int | None, Option("Global batch in sequences (default: 2 a rank).", least=1)] = None
+    seq_len: SeqLen = 2048
+    dtype: Annotated[str, Option("Dtype of the computation: bf16 or fp32.")] = "bf16"
+
+    def __post_init__(self) -> None:
+        require_known("dtype", (self.dtype,), ("bf16", "fp32"))
+
+    def workload(self, ranks: int) -> TrainingWorkload:
+        """One block trains: all have the same products."""
+        config = GPTConfig.preset(self.model, max_seq_len=self.seq_len, vocab=self.vocab, layers=1)
+        batch = 2 * ranks if self.batch is None else self.batch
+        return TrainingWorkload(config, batch, self.seq_len, 0, 1, 1, dtype=self.dtype)
+
+    def problems(self, ranks: int) -> list[str]:
+        """Names of the grids whose products are measured."""
+        batch = self.workload(ranks).batch
+        return [f"{self.model} {batch} x {self.seq_len} {self.dtype} on {name_grid(grid)}" for grid in grids_of(ranks)]
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class ResolvedCall(NamedTuple):
 class CudaCommunicator:
     """Runs collectives of one group by Stretto's kernels. Collective: all ranks make it, and call it alike.
 
-    Rank 0's table is sent to all ranks: from `table`, a file that `stretto bench collectives --tune --table FILE` has
+    Rank 0's table is sent to all ranks: from `table`, a file that `stretto tune collectives --table FILE` has
     written (default: $STRETTO_COLLECTIVES_TABLE), or else the times measured on this machine, or else the defaults. A
     Table is used as it is, and must be the same on all ranks.
     timeout: seconds that a wait on the device may take, None for the group's own limit. Raises ValueError, on all
