@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lab.harness import Bench, Measured, Table, column
+from lab.peers import FsdpOptions, build_accumulating
 from lab.planning.comparison import Row, Summary, compare, plot_predicted, summarize
 from lab.planning.layout_file import (
     FsdpPeer,
@@ -34,7 +35,6 @@ from stretto.axes import OUTER_TO_INNER
 from stretto.bench.harness import ANY_CPU, TORCH_DTYPES, run_ranks, shared_where_few
 from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp, require_least
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, measure
-from stretto.bench.training.torch_peers import FsdpOptions, build_accumulating
 from stretto.cluster import Cluster
 from stretto.ops import free_workspaces
 from stretto.parallel import Grid

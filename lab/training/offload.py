@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from lab.harness import Bench, Measured, column
+from lab.peers import build_offloaded
 from stretto.bench.harness import FAILURES, in_one_line, run_ranks, time_steps
 from stretto.bench.pictures import describe_origin
 from stretto.bench.probe import measure_host_link
 from stretto.bench.settings import Needs, Option, Repeats, SeqLen, require_known, require_least
 from stretto.bench.training.settings import LLAMA_7B
-from stretto.bench.training.torch_peers import build_offloaded
 from stretto.cluster import Cluster, HostLink
 from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lab.harness import Bench, Measured, column
+from lab.peers import TorchSetup, build_torch
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, SeqLen, WarmUp
 from stretto.bench.training.runs import (
@@ -32,7 +33,6 @@ from stretto.bench.training.runs import (
     whole_gpt,
 )
 from stretto.bench.training.settings import TrainingWorkload, grids_of, model_config, parse_grids
-from stretto.bench.training.torch_peers import TorchSetup, build_torch
 from stretto.cluster import name_grid
 from stretto.parallel import Grid
 from stretto.planner.grids import divisors

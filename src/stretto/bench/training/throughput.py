@@ -15,7 +15,7 @@ from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.pictures import draw_result
 from stretto.bench.training.runs import Step, TrainingRun, make_grid, measure, meta_gpt, stretto_run
 from stretto.bench.training.settings import TrainingWorkload, grids_of
-from stretto.bench.training.torch_peers import TorchSetup, build_torch
+from stretto.bench.training.torch_peers import build_fsdp2
 from stretto.cluster import name_grid
 from stretto.parallel import Grid
 
@@ -29,9 +29,9 @@ COLUMNS = (
     Column("error", "error", "{}"),
 )
 FSDP2 = {
-    "FSDP2": TorchSetup(frees_weights=True),
-    "FSDP2, compiled": TorchSetup(frees_weights=True, is_compiled=True),
-    "FSDP2, compiled, weights kept": TorchSetup(is_compiled=True),
+    "FSDP2": {"is_compiled": False, "frees_weights": True},
+    "FSDP2, compiled": {"is_compiled": True, "frees_weights": True},
+    "FSDP2, compiled, weights kept": {"is_compiled": True, "frees_weights": False},
 }
 
 
@@ -56,15 +56,15 @@ def bench_train(
 
 def _measure_all(workload: TrainingWorkload, ranks: int, with_peers: bool) -> list[dict[str, Any]]:
     world = Grid(data=ranks)  # joins the job, so that peers and grids share its process group
-    runs = [_fsdp2_run(workload, world, name, setup) for name, setup in FSDP2.items()] if with_peers else []
+    runs = [_fsdp2_run(workload, world, name, options) for name, options in FSDP2.items()] if with_peers else []
     runs += [stretto_run(workload, make_grid(sizes), name_grid(sizes)) for sizes in grids_of(ranks)]
     return measure(runs, workload, world.device)
 
 
-def _fsdp2_run(workload: TrainingWorkload, world: Grid, name: str, setup: TorchSetup) -> TrainingRun:
-    mesh = init_device_mesh(world.device.type, (world.size("world"), 1), mesh_dim_names=("dp", "tp"))
+def _fsdp2_run(workload: TrainingWorkload, world: Grid, name: str, options: dict[str, bool]) -> TrainingRun:
+    mesh = init_device_mesh(world.device.type, (world.size("world"),))
 
     def build() -> Step:
-        return build_torch(workload, meta_gpt(workload.model), mesh, world.device, setup)
+        return build_fsdp2(workload, meta_gpt(workload.model), mesh, world.device, **options)
 
-    return TrainingRun(name, build, is_peer=True, is_compiled=setup.is_compiled)
+    return TrainingRun(name, build, is_peer=True, is_compiled=options["is_compiled"])

@@ -1,92 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps by torch itself: FSDP2, DTensor tensor parallelism, and both on a 2D mesh, of Stretto's GPT.
-
-Parallelized in torchtitan's manner: sequence-parallel norms, the vocabulary sharded in the embedding, the head and the
-loss, each block compiled by itself, and FSDP2 over each block, the embedding, and the last norm with the head.
-"""
+"""Training steps of Stretto's GPT by torch's FSDP2, in torchtitan's manner: block by block."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, compile_blocks, fused_adamw, local_batch
 from stretto.bench.training.settings import TrainingWorkload
-from stretto.models import GPT, GPTConfig
+from stretto.models import GPT
 from stretto.parallel import checkpoint_activations
-from stretto.train.optimizer import local_shard
+
+Context = Callable[[], AbstractContextManager[object]]
 
 
-@dataclass(frozen=True)
-class TorchSetup:
-    """How torch runs the model.
-
-    frees_weights: reshard_after_forward. reduce_dtype: of FSDP2's gradients on the wire.
-    precision: what makes the compute dtype bf16. "fsdp2": FSDP2's mixed precision (on one rank it only casts). For
-        tensor parallelism alone also "autocast", and "masters": bf16 weights with fp32 copies in the optimizer.
-    is_async: torch's async tensor parallelism, where Inductor fuses a product and its collective into one operator over
-        symmetric memory (for compiled models on GPUs).
-    """
-
-    is_compiled: bool = False
-    frees_weights: bool = False
-    reduce_dtype: torch.dtype = torch.float32
-    precision: Literal["fsdp2", "autocast", "masters"] = "fsdp2"
-    is_async: bool = False
-
-
-def build_torch(
-    workload: TrainingWorkload, model: GPT, mesh: DeviceMesh, device: torch.device, setup: TorchSetup
+def build_fsdp2(
+    workload: TrainingWorkload,
+    model: GPT,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    is_compiled: bool,
+    frees_weights: bool,
 ) -> Step:
-    """Build a step of `model`, on `device` or meta, over a mesh of dims ("dp", "tp"), of which either may be 1.
+    """Build a step of `model`, on `device` or meta. frees_weights: reshard_after_forward.
 
-    Raises ValueError where the mesh cannot hold the model or the batch.
+    Raises ValueError where the mesh cannot cut the batch.
     """
-    dp, tp = mesh["dp"], mesh["tp"]
-    tokens, targets = local_batch(workload, dp.get_local_rank(), dp.size(), device)
-    is_tensor_parallel, is_autocast = tp.size() > 1, setup.precision == "autocast"
-    if setup.precision == "masters":
-        model.to(torch.bfloat16)
-    if is_tensor_parallel:
-        _shard_tensors(model, tp, workload.seq_len)
+    batch = local_batch(workload, mesh.get_local_rank(), mesh.size(), device)
     if workload.checkpointing:
         checkpoint_activations(model)
-    if setup.is_async:
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    if is_compiled:
+        compile_blocks(model)
+    shard_fully(model, mesh, frees_weights=frees_weights, reduce_dtype=torch.float32)
+    draw_weights(model, device)
+    return step_of_torch(model, batch, fused_adamw(model.parameters(), workload))
 
-        enable_symm_mem_for_group(tp.get_group().group_name)
-    if setup.is_compiled:
-        compile_blocks(model, {"_micro_pipeline_tp": True} if setup.is_async else None)
-    if setup.precision == "fsdp2":
-        _shard_fully(model, dp, setup)
+
+def draw_weights(model: GPT, device: torch.device) -> None:
+    """Draw the weights of a model on the meta device; others stay."""
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
         torch.manual_seed(0)
         with torch.no_grad():
             model.apply(model._init_weights)
-    is_master = setup.precision == "masters"
-    optimizer = _MasterWeights(model, workload) if is_master else fused_adamw(model.parameters(), workload)
+
+
+def step_of_torch(
+    model: GPT,
+    batch: tuple[Tensor, Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    around: Context = nullcontext,
+    around_forward: Context = nullcontext,
+) -> Step:
+    """A step over tokens and targets, with gradients clipped. around: of both passes; around_forward: of the first."""
+    tokens, targets = batch
 
     def step() -> Stepped:
-        with loss_parallel() if is_tensor_parallel else nullcontext():
-            with torch.autocast(device.type, torch.bfloat16, enabled=is_autocast):
+        with around():
+            with around_forward():
                 loss = model(tokens, targets, targets.numel())
             loss.backward()
         norm = clip_sharded_grad_norm_(model, MAX_NORM)
@@ -98,78 +77,15 @@ def build_torch(
     return step
 
 
-def _shard_tensors(model: GPT, mesh: DeviceMesh, seq_len: int) -> None:
-    config, ranks = model.config, mesh.size()
-    if config.positions != "rotary" or config.tie_embeddings:
-        raise ValueError("the tensor-parallel peer takes rotary positions and untied embeddings")
-    for what, count in (("KV heads", config.num_kv_heads), ("tokens of a sequence", seq_len)):
-        if count % ranks:
-            raise ValueError(f"{count} {what} cannot be cut into {ranks} parts")
-    model_plan = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-    }
-    block_plan = {
-        "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(
-            input_layouts=(Shard(1), None),
-            desired_input_layouts=(Replicate(), None),  # rotary angles are replicated
-        ),
-        "attention.qkv": ColwiseParallel(),  # the fused product is cut between groups of a KV head
-        "attention.out": RowwiseParallel(output_layouts=Shard(1)),
-        "mlp_norm": SequenceParallel(),
-        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    if config.activation == "swiglu":
-        block_plan["mlp.gate"] = ColwiseParallel()
-    # The embedding's output is an AsyncCollectiveTensor. A compiled block silently loses the gradient of such an input
-    # (torch 2.13), so the copy makes it a plain tensor.
-    model.dropout.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
-    # src_data_rank=None: all ranks hold the same weights, and each takes its shard of its own copy
-    parallelize_module(model, mesh, model_plan, src_data_rank=None)
+def shard_fully(model: GPT, mesh: DeviceMesh, *, frees_weights: bool, reduce_dtype: torch.dtype) -> None:
+    """FSDP2 over each block, the embedding, and the last norm with the head; it computes in bf16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for block in model.blocks:
-        parallelize_module(block, mesh, block_plan, src_data_rank=None)
-
-
-def _shard_fully(model: GPT, mesh: DeviceMesh, setup: TorchSetup) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=setup.reduce_dtype)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.frees_weights)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=frees_weights)
     if not model.config.tie_embeddings:  # a shared weight has to belong to the root module
-        fully_shard(model.embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.frees_weights)
+        fully_shard(model.embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=frees_weights)
         fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=setup.frees_weights)
-
-
-class _MasterWeights:
-    """Fused AdamW on fp32 copies of a model's bf16 shards."""
-
-    def __init__(self, model: nn.Module, workload: TrainingWorkload) -> None:
-        self._parameters = list(model.parameters())
-        self._shards = [_local(parameter.detach()) for parameter in self._parameters]
-        self._masters = [nn.Parameter(shard.float()) for shard in self._shards]
-        self._optimizer = fused_adamw(self._masters, workload)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            assert parameter.grad is not None
-            master.grad = _local(parameter.grad).float()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        torch._foreach_copy_(self._shards, list(self._masters))
-
-    def zero_grad(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=frees_weights)
 
 
 @torch.no_grad()
@@ -201,87 +117,3 @@ def clip_sharded_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     shards = [shard for some in alike.values() for shard in some]
     torch._foreach_mul_(shards, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shards[0].dtype))
     return norm
-
-
-@dataclass(frozen=True)
-class FsdpOptions:
-    """How FSDP2 trains a GPT over all ranks, with gradients reduced in `dtype`, that of the computation.
-
-    frees_weights: gather weights again in the backward pass. recompute: checkpoint every block's activations.
-    is_on_host: parameters, gradients and optimizer state are on the CPU (`CPUOffloadPolicy`).
-    """
-
-    dtype: torch.dtype = torch.bfloat16
-    learning_rate: float = 1e-5
-    frees_weights: bool = False
-    recompute: bool = False
-    is_on_host: bool = False
-
-
-def build_accumulating(
-    config: GPTConfig, tokens: Tensor, micro_batch: int, device: torch.device, options: FsdpOptions
-) -> Callable[[], Stepped]:
-    """Build a step over this rank's rows, int64 [rows, seq_len + 1], in micro-batches of `micro_batch` rows.
-
-    Gradients accumulate, unreduced, until the last of them. The loss that a step returns is the mean over these rows.
-    """
-    if len(tokens) % micro_batch:
-        raise ValueError(f"{len(tokens)} rows cannot be cut into micro-batches of {micro_batch}")
-    model, optimizer = build_fsdp(config, device, options)
-    inputs, targets = tokens[:, :-1].split(micro_batch), tokens[:, 1:].split(micro_batch)
-    count = tokens.shape[0] * (tokens.shape[1] - 1)
-
-    def step() -> Stepped:
-        total = torch.zeros((), device=device)
-        for number, (some, some_targets) in enumerate(zip(inputs, targets, strict=True)):
-            model.set_requires_gradient_sync(number == len(inputs) - 1)  # type: ignore[operator]
-            loss = model(some.contiguous(), some_targets.contiguous(), count)
-            loss.backward()
-            total += loss.detach()
-        if options.is_on_host:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        else:
-            norm = clip_sharded_grad_norm_(model, MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return Stepped(total, norm)
-
-    return step
-
-
-def build_fsdp(
-    config: GPTConfig, device: torch.device, options: FsdpOptions
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A GPT under FSDP2 over all ranks, with random weights, and torch's fused AdamW."""
-    with torch.device("meta"):
-        model = GPT(config)
-    if options.recompute:
-        checkpoint_activations(model)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    shard = partial(
-        fully_shard,
-        mesh=mesh,
-        mp_policy=MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=options.dtype),
-        reshard_after_forward=options.frees_weights,
-        **({"offload_policy": CPUOffloadPolicy()} if options.is_on_host else {}),
-    )
-    for block in model.blocks:
-        shard(block)
-    shard(model, reshard_after_forward=False)  # of embedding and head: the backward pass begins with them
-    model.to_empty(device="cpu" if options.is_on_host else device)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():  # drawn on the device: a CPU draws them one by one
-            own = local_shard(parameter)
-            drawn = torch.empty(own.shape, device=device)
-            own.copy_(drawn.normal_(std=0.02) if own.dim() >= 2 else drawn.fill_(1.0))
-    return model, torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
-
-
-def build_offloaded(
-    config: GPTConfig, device: torch.device, *, learning_rate: float
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A GPT under FSDP2 with `CPUOffloadPolicy`, blocks checkpointed, weights freed after use; and AdamW."""
-    options = FsdpOptions(learning_rate=learning_rate, frees_weights=True, recompute=True, is_on_host=True)
-    return build_fsdp(config, device, options)
