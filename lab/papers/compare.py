@@ -97,7 +97,9 @@ def _strong_scaling() -> Iterator[Row]:
 def _collectives() -> Iterator[Row]:
     cells = dict.fromkeys((claim.machine, claim.collective, claim.ranks, claim.mb) for claim in two_level.PUBLISHED)
     setting = two_level.SimulatedTwoLevelSetting()
-    rows = [two_level.simulate_cell(MACHINES[machine], *cell, setting) for machine, *cell in cells]
+    rows = [
+        two_level.simulate_cell(MACHINES[name], collective, ranks, mb, setting) for name, collective, ranks, mb in cells
+    ]
     for claim in two_level.compare_claims(rows):
         run = f"{claim['collective']}, {claim['mb']} MB on {claim['ranks']:,} ranks of {claim['machine']}"
         over = f"speed-up over {claim['over']}"

@@ -78,7 +78,7 @@ def mixture(base: str, experts: int) -> GPTConfig:
 class SizeRow:
     """The largest mixtures that fit a number of GPUs (figure 7.9)."""
 
-    gpus: str = column("GPUs")
+    gpus: int = column("GPUs")
     largest: str = column("largest with x up to 6")
     billions: float = column("parameters (10^9)", "{:.1f}")
     gigabytes: float = column("memory (GB)", "{:.1f}")
@@ -200,8 +200,8 @@ class StepRow:
 
     figure: str = column("figure")
     base: str = column("base")
-    gpus: str = column("GPUs")
-    experts: str = column("experts")
+    gpus: int = column("GPUs")
+    experts: int = column("experts")
     grid: str = column("grid")
     baseline_seconds: float = column("baseline (s)", "{:.2f}")
     seconds: float = column("DTD + CAC (s)", "{:.2f}")

@@ -82,7 +82,7 @@ MEASURED_PHASE, MEASURED_REDUCTION = (
 class StagesRow:
     """A number of stages: planned and published times (figures 3.3 and 3.4)."""
 
-    stages: str = column("G_inter")
+    stages: int = column("G_inter")
     phase_seconds: float = column("pipeline (s)", "{:.2f}")
     measured_phase_seconds: float = column("published (s)", "{:.2f}")
     paper_seconds: float = column("eq. 4.7 and 4.10 (s)", "{:.2f}")
@@ -97,9 +97,9 @@ class StagesRow:
 class Row:
     """A choice of Table 3.1, and our best plans of as many GPUs."""
 
-    billions: str = column("parameters (10^9)")
+    billions: int = column("parameters (10^9)")
     framework: str = column("framework")
-    gpus: str = column("GPUs")
+    gpus: int = column("GPUs")
     choice: str = column("choice of Table 3.1")
     step_seconds: float = column("its step (s)", "{:.0f}")
     peak_share: float = column("of the peak", "{:.0%}")

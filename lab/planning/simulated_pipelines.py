@@ -62,7 +62,7 @@ SIMULATED_ROUNDS = 4
 class StagesRow:
     """A number of stages: the pipeline's seconds simulated, planned and published."""
 
-    stages: str = column("G_inter")
+    stages: int = column("G_inter")
     closed_seconds: float = column("pipeline, closed form (s)", "{:.2f}")
     queued_seconds: float = column("event-driven (s)", "{:.2f}")
     planned_seconds: float = column("planner (s)", "{:.2f}")
@@ -75,9 +75,9 @@ class StagesRow:
 class Row:
     """A choice of Table 3.1: simulated, planned and published."""
 
-    billions: str = column("parameters (10^9)")
+    billions: int = column("parameters (10^9)")
     framework: str = column("framework")
-    gpus: str = column("GPUs")
+    gpus: int = column("GPUs")
     choice: str = column("choice of Table 3.1")
     planned_seconds: float = column("planner (s)", "{:.0f}")
     step_seconds: float = column("simulated (s)", "{:.0f}")

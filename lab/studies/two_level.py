@@ -92,7 +92,7 @@ class Cell:
     machine: str = column("machine")
     collective: str = column("collective")
     ranks: int = column("ranks", "{:,}")
-    mb: str = column("MB")
+    mb: int = column("MB")
     protocol: str = column("protocol")
     flat_ms: float = column("flat ring (ms)", "{:.3f}")
     two_level_ms: float = column("two levels (ms)", "{:.3f}")
@@ -147,7 +147,7 @@ class Claim:
     machine: str = column("machine")
     collective: str = column("collective")
     ranks: int = column("ranks", "{:,}")
-    mb: str = column("MB")
+    mb: int = column("MB")
     over: str = column("over")
     published: str = column("published")
     speedup: float = column("closed-form", "{:.2f}")
@@ -164,7 +164,7 @@ class Crossover:
 
     machine: str = column("machine")
     collective: str = column("collective")
-    mb: str = column("MB")
+    mb: int = column("MB")
     closed_form: float = column("two levels win from (ranks), closed-form", "{:.0f}")
     event_driven: float = column("event-driven", "{:.0f}")
 
@@ -174,7 +174,7 @@ class Recursion:
     """A corner of figure 6.6 (left), on one switch and in a dragonfly's groups."""
 
     ranks: int = column("GCDs", "{:,}")
-    mb: str = column("MB")
+    mb: int = column("MB")
     one_switch: float = column("recursive over ring, one switch", "{:.2f}")
     event_driven: float = column("event-driven", "{:.2f}")
     groups: float = column("groups of 128 nodes, closed-form", "{:.2f}")

@@ -61,7 +61,7 @@ class Row:
     """A rank of a checkout: medians of steps, means of traced steps."""
 
     checkout: str = column("checkout")
-    rank: str = column("rank")
+    rank: int = column("rank")
     milliseconds: float = column("a step (ms)", "{:.2f}")
     communication_milliseconds: float = column("all-reduces (ms)", "{:.2f}")
     exposed_milliseconds: float = column("of them with nothing beside them (ms)", "{:.2f}")
