@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -89,23 +89,6 @@ def write_result(
     lines = [f"`{result['command']}`, {result['date']}, {devices}", "", *markdown_table(columns, rows)]
     write_atomically(path.with_suffix(".md"), "\n".join(lines) + "\n")
     return path
-
-
-TitledTable = tuple[str, Sequence[Column], Sequence[Mapping[str, Any]]]
-
-
-def write_tables(result: Path, tables: Sequence[TitledTable]) -> None:
-    """Write several tables, each with its title, into the Markdown next to a result, replacing its single table."""
-    table = result.with_suffix(".md")
-    head = table.read_text().partition("\n\n")[0]
-    parts = [f"{title}:\n\n" + "\n".join(markdown_table(columns, rows)) for title, columns, rows in tables]
-    write_atomically(table, "\n\n".join([head, *parts]) + "\n")
-
-
-def append_to_table(result: Path, lines: Iterable[str]) -> None:
-    """Append lines of Markdown, after an empty one, to the table next to a result."""
-    table = result.with_suffix(".md")
-    write_atomically(table, table.read_text() + "\n" + "\n".join(lines) + "\n")
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[str]:
