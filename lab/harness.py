@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from stretto.cli.settings_command import BenchApp
 
 LAB = Path(__file__).parent
+ANY_CPU = {"devices": "any CPU"}
+"""The machine of results that are computed, and the same everywhere."""
 _DECLARATION = "\nBENCH = Bench("
 Plot = Callable[[Path, Path], None]
 Columns: TypeAlias = "type[Any] | Sequence[Column]"
@@ -80,7 +82,9 @@ class Table:
         if not self.rows:
             return ()
         rows = self.as_dicts()
-        columns = columns_of(type(self.rows[0]) if self.row is None else self.row)
+        row = type(self.rows[0]) if is_dataclass(self.rows[0]) else self.row
+        assert row is not None, "rows that are dicts need `row`"
+        columns = columns_of(row)
         if not any(each.key == "error" for each in columns):
             columns += (Column("error", "error"),)
         return tuple(each for each in columns if any(row.get(each.key) is not None for row in rows))
@@ -161,12 +165,11 @@ class Bench:
 
     def _write(self, measured: Measured, setting: Any, out: Path) -> dict[str, Any]:
         from lab.pictures import draw_result
-        from lab.tables import append_to_table, write_tables
         from stretto.atomic_files import write_atomically
-        from stretto.bench.harness import print_table, write_result
+        from stretto.bench.harness import markdown_table, print_table, write_result
 
         title = measured.title or (self.title if isinstance(self.title, str) else self.title(setting))
-        main = Table(title, measured.rows, self._columns(measured))
+        main = Table(title, measured.rows, measured.row or self.row)
         tables = [main, *measured.tables]
         shown = [(each.title, each.columns(), each.as_dicts()) for each in tables if each.rows]
         for each in shown:
@@ -177,22 +180,17 @@ class Bench:
         others = {each.key: each.as_dicts() for each in measured.tables}
         about = {**self.about(setting), **measured.about}
         result = write_result(out, name, main.columns(), rows, **about, **others)
+        parts = ["\n".join(markdown_table(columns, rows)) for _, columns, rows in shown]
         if len(shown) > 1:
-            write_tables(result, shown)
-        if measured.lines:
-            append_to_table(result, ["\n\n".join(measured.lines)])
+            parts = [f"{title}:\n\n{part}" for (title, _, _), part in zip(shown, parts, strict=True)]
+        head = result.with_suffix(".md").read_text().partition("\n\n")[0]
+        write_atomically(result.with_suffix(".md"), "\n\n".join([head, *parts, *measured.lines]) + "\n")
         write_atomically(result.with_suffix(".csv"), _csv(main.columns(), rows))
         plots = self.plot if isinstance(self.plot, Mapping) else {self.name: self.plot}
         if measured.is_drawn and any(plot and fnmatch(name, pattern) for pattern, plot in plots.items()):
             draw_result(result)
         failure = {} if measured.failure is None else {"failure": measured.failure}
         return {"rows": rows, **others, **measured.about, **failure}
-
-    def _columns(self, measured: Measured) -> "Columns":
-        if measured.row is not None:
-            return measured.row
-        first = next(iter(measured.rows), None)
-        return type(first) if is_dataclass(first) and not isinstance(first, type) else self.row
 
 
 def _csv(columns: Sequence["Column"], rows: Iterable[Mapping[str, Any]]) -> str:

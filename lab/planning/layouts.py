@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lab.harness import Bench, Measured, Table, column
+from lab.harness import ANY_CPU, Bench, Measured, Table, column
+from lab.peers import FsdpOptions, build_accumulating
 from lab.planning.comparison import Row, Summary, compare, plot_predicted, summarize
 from lab.planning.layout_file import (
     FsdpPeer,
@@ -31,8 +32,6 @@ from lab.planning.layout_file import (
 )
 from lab.planning.plan import why_not
 from lab.shared_gpus import shared_where_few
-from lab.tables import ANY_CPU
-from lab.training.torch_peers import FsdpOptions, build_accumulating
 from stretto.axes import OUTER_TO_INNER
 from stretto.bench.harness import TORCH_DTYPES, run_ranks
 from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp, require_least

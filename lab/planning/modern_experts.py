@@ -7,46 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.harness import column
+from lab.papers import read_paper
 from stretto.axes import GridSizes
 from stretto.cluster import Cluster
 from stretto.planner import GridPlan, plan, predict
 from stretto.planner.search_space import PredictKeywords
 
 SEQ_LEN = 4096
-CONFIGS: dict[str, dict[str, Any]] = {  # as their config.json have them
-    "Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "vocab_size": 151936,
-    },
-    "DeepSeek-V3": {
-        "model_type": "deepseek_v3",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "vocab_size": 129280,
-    },
-}
+CONFIGS = read_paper("models")
 # DeepSeek-V3's batch of 15,360 sequences (its report, section 4.2); the others are chosen for as many a GPU.
 RUNS = (
     ("Qwen3-30B-A3B", 64, 512),
@@ -65,11 +33,11 @@ class ModernRow:
     """A plan of a current model, ours or its authors'."""
 
     model: str = column("model")
-    gpus: str = column("H100")
+    gpus: int = column("H100")
     whose: str = column("plan")
     grid: str = column("grid")
     schedule: str = column("schedule")
-    micro_batch: str = column("micro-batch")
+    micro_batch: int = column("micro-batch")
     recompute: str = column("recompute")
     step_seconds: float = column("step (s)", "{:.2f}")
     tokens_per_second: float = column("tokens/s a GPU", "{:,.0f}")

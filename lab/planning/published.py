@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from lab.harness import Bench, column
+from lab.papers import read_paper
 from stretto.bench.settings import Option, require_least
 from stretto.cluster import Cluster, name_grid
 from stretto.models import GPTConfig
@@ -25,22 +26,7 @@ class PublishedRun:
     petaflops: float
 
 
-RUNS = tuple(
-    PublishedRun(cluster, gpus, model, petaflops)
-    for cluster, rows in {
-        "perlmutter": [
-            (512, "gpt-5b", 80.8), (1024, "gpt-10b", 197.8), (2048, "gpt-20b", 352.5), (4096, "gpt-40b", 620.1),
-        ],
-        "frontier": [
-            (512, "gpt-5b", 40.4), (1024, "gpt-10b", 77.3), (2048, "gpt-20b", 145.7), (4096, "gpt-40b", 295.9),
-            (8192, "gpt-80b", 571.4), (16384, "gpt-160b", 1019.9), (32768, "gpt-320b", 1381.0),
-        ],
-        "alps": [
-            (1024, "gpt-10b", 310.0), (2048, "gpt-20b", 621.6), (4096, "gpt-40b", 1095.8), (6144, "gpt-60b", 1423.1),
-        ],
-    }.items()
-    for gpus, model, petaflops in rows
-)  # fmt: skip
+RUNS = tuple(PublishedRun(*run) for run in read_paper("singh")["table-5-2"]["runs"])
 
 
 @dataclass(frozen=True)
@@ -72,10 +58,11 @@ class Row:
 def plan_runs(setting: PublishedSetting) -> Iterator[Row]:
     """Plan every run with both cost models."""
     for run in RUNS:
-        yield _row(run, setting.batch)
+        yield plan_run(run, setting.batch)
 
 
-def _row(run: PublishedRun, batch: int) -> Row:
+def plan_run(run: PublishedRun, batch: int) -> Row:
+    """Plan a run with both cost models."""
     cluster = Cluster.preset(run.cluster)
     # The paper's runs recompute activations.
     paper, full = (

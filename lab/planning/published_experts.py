@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, column
+from lab.papers import by_number, read_paper
 from lab.planning.modern_experts import ModernRow, plan_modern
 from stretto.axes import GridSizes
 from stretto.bench.settings import Option
@@ -77,7 +78,7 @@ def mixture(base: str, experts: int) -> GPTConfig:
 class SizeRow:
     """The largest mixtures that fit a number of GPUs (figure 7.9)."""
 
-    gpus: str = column("GPUs")
+    gpus: int = column("GPUs")
     largest: str = column("largest with x up to 6")
     billions: float = column("parameters (10^9)", "{:.1f}")
     gigabytes: float = column("memory (GB)", "{:.1f}")
@@ -89,7 +90,7 @@ class SizeRow:
     ratio_by_equation: float = column("eq. 7.5 alone", "{:.2f}")
 
 
-PUBLISHED_RATIO = {32: 1.09, 512: 4.8}
+PUBLISHED_RATIO = by_number(read_paper("singh")["figure-7-9"]["ratio"])
 
 
 @dataclass(frozen=True)
@@ -192,16 +193,9 @@ class PublishedSteps:
     peak: float | None = None
 
 
-# Figure 7.8 annotates its experts in the picture alone: a quarter of the GPUs, of 4 to 128, are assumed.
-STEPS = (
-    *(PublishedSteps("7.8", "1.3B", gpus, gpus // 4, (4, 7)) for gpus in (32, 64, 128, 256)),
-    *(PublishedSteps("7.8", "2.7B", gpus, gpus // 4, (19, 23)) for gpus in (64, 128, 256)),
-    *(PublishedSteps("7.8", "6.7B", gpus, gpus // 4, (25, 29)) for gpus in (128, 256, 512)),
-    *(PublishedSteps("7.10", "6.7B", gpus, 4, (25, 29)) for gpus in (128, 256, 512)),
-    PublishedSteps("7.11", "1.3B", 32, 16, (6, 6), 36.7),
-    PublishedSteps("7.11", "2.7B", 64, 16, (20, 20), 30.0),
-    PublishedSteps("7.11", "6.7B", 128, 16, (25, 25), 26.2),
-    PublishedSteps("7.11", "13B", 256, 16, (36, 36), 11.7),
+STEPS = tuple(
+    PublishedSteps(figure, base, gpus, experts, (low, high), *peak)
+    for figure, base, gpus, experts, low, high, *peak in read_paper("singh")["chapter-7"]["steps"]
 )
 
 
@@ -211,8 +205,8 @@ class StepRow:
 
     figure: str = column("figure")
     base: str = column("base")
-    gpus: str = column("GPUs")
-    experts: str = column("experts")
+    gpus: int = column("GPUs")
+    experts: int = column("experts")
     grid: str = column("grid")
     baseline_seconds: float = column("baseline (s)", "{:.2f}")
     seconds: float = column("DTD + CAC (s)", "{:.2f}")
@@ -264,24 +258,20 @@ class BarRow:
     all_to_all_share: float = column("all-to-alls of the step", "{:.0%}")
 
 
-BARS = {
-    "baseline": ("full", False, None, None),
-    "DTD": ("full", True, 0.1321, 0.48),
-    "DTD + CAC": ("communication", True, 0.207, 0.6412),
-}
+BARS = {"baseline": ("full", False), "DTD": ("full", True), "DTD + CAC": ("communication", True)}
 
 
 def plan_bars(micro_batch: int) -> list[dict[str, Any]]:
     """Predict the three bars: 6.7B with 32 experts on 128 GPUs, x = 4."""
     grid = GridSizes(data=32, x=4, expert=32)
     plans = {
-        bar: _predict("6.7B", 32, grid, 1024, micro_batch, recompute, drops)
-        for bar, (recompute, drops, _, _) in BARS.items()
+        bar: _predict("6.7B", 32, grid, 1024, micro_batch, recompute, drops) for bar, (recompute, drops) in BARS.items()
     }
     first = plans["baseline"]
     exchanged = first.communication["all_to_all"]
     rows = []
-    for bar, (_, _, saved, saved_all_to_all) in BARS.items():
+    published = read_paper("singh")["figure-7-5"]
+    for bar in BARS:
         found = plans[bar]
         is_first = bar == "baseline"
         rows.append(
@@ -289,10 +279,10 @@ def plan_bars(micro_batch: int) -> list[dict[str, Any]]:
                 "bar": bar,
                 "seconds": found.step_time,
                 "saved": None if is_first else 1 - found.step_time / first.step_time,
-                "published_saved": saved,
+                "published_saved": published["saved"].get(bar),
                 "all_to_all_seconds": found.communication["all_to_all"],
                 "all_to_all_saved": None if is_first else 1 - found.communication["all_to_all"] / exchanged,
-                "published_all_to_all_saved": saved_all_to_all,
+                "published_all_to_all_saved": published["saved_all_to_all"].get(bar),
                 "over_x_seconds": found.communication["all_reduce_x"],
                 "all_to_all_share": found.communication["all_to_all"] / found.step_time,
             }

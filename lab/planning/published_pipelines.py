@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, column
+from lab.papers import by_number, read_paper
 from stretto.axes import GridSizes
 from stretto.bench.settings import Option
 from stretto.cluster import Cluster
@@ -70,26 +71,18 @@ class PublishedChoice:
     data: int
 
 
-CHOICES = tuple(
-    PublishedChoice(billions, *row)
-    for billions, rows in {
-        12: [("AxoNN", 8, 1, 6, 8), ("DeepSpeed", 2, 3, 2, 8), ("Megatron-LM", 8, 3, 16, 1)],
-        24: [("AxoNN", 4, 1, 12, 8), ("DeepSpeed", 2, 3, 4, 8), ("Megatron-LM", 1, 3, 16, 2)],
-        50: [("AxoNN", 4, 1, 24, 8), ("DeepSpeed", 1, 3, 16, 4), ("Megatron-LM", 8, 6, 32, 1)],
-        100: [("AxoNN", 2, 1, 48, 8), ("DeepSpeed", 1, 3, 32, 4), ("Megatron-LM", 4, 12, 32, 1)],
-    }.items()
-    for row in rows
+CHOICES = tuple(PublishedChoice(*choice) for choice in read_paper("singh")["table-3-1"]["choices"])
+# The pipeline and the all-reduce.
+MEASURED_PHASE, MEASURED_REDUCTION = (
+    by_number(read_paper("singh")["figure-3-4"][key]) for key in ("phase", "reduction")
 )
-# Figure 3.4: the pipeline and the all-reduce, with 24 and 6 stages.
-MEASURED_PHASE = {24: 46.08, 6: 34.05}
-MEASURED_REDUCTION = {24: 0.62, 6: 4.32}
 
 
 @dataclass(frozen=True)
 class StagesRow:
     """A number of stages: planned and published times (figures 3.3 and 3.4)."""
 
-    stages: str = column("G_inter")
+    stages: int = column("G_inter")
     phase_seconds: float = column("pipeline (s)", "{:.2f}")
     measured_phase_seconds: float = column("published (s)", "{:.2f}")
     paper_seconds: float = column("eq. 4.7 and 4.10 (s)", "{:.2f}")
@@ -104,9 +97,9 @@ class StagesRow:
 class Row:
     """A choice of Table 3.1, and our best plans of as many GPUs."""
 
-    billions: str = column("parameters (10^9)")
+    billions: int = column("parameters (10^9)")
     framework: str = column("framework")
-    gpus: str = column("GPUs")
+    gpus: int = column("GPUs")
     choice: str = column("choice of Table 3.1")
     step_seconds: float = column("its step (s)", "{:.0f}")
     peak_share: float = column("of the peak", "{:.0%}")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lab.harness import Bench, Measured, Table, column
+from lab.papers import read_paper
 from lab.pictures import describe_origin
 from lab.planning.published_pipelines import (
     CHOICES,
@@ -51,9 +52,7 @@ def simulate_published(setting: PublishedPipelinesSetting) -> Measured:
 
 
 PEAK = 125e12  # FLOP/s of a V100, as the dissertation counts
-# Figure 3.7 and its text: parts of the peak, and the step of 100B over AxoNN's.
-PUBLISHED_SHARE = {"AxoNN": "49 to 54%", "DeepSpeed": "39 to 42%", "Megatron-LM": "21 to 41%"}
-PUBLISHED_OVER_AXONN = {(100, "DeepSpeed"): 1.18, (100, "Megatron-LM"): 2.46}
+PUBLISHED: dict[str, Any] = read_paper("singh")["figure-3-7"]
 # A round is as many micro-batches as there are stages. Of a step with more rounds, these and one more are simulated;
 # each further round takes as long as the last.
 SIMULATED_ROUNDS = 4
@@ -63,7 +62,7 @@ SIMULATED_ROUNDS = 4
 class StagesRow:
     """A number of stages: the pipeline's seconds simulated, planned and published."""
 
-    stages: str = column("G_inter")
+    stages: int = column("G_inter")
     closed_seconds: float = column("pipeline, closed form (s)", "{:.2f}")
     queued_seconds: float = column("event-driven (s)", "{:.2f}")
     planned_seconds: float = column("planner (s)", "{:.2f}")
@@ -76,9 +75,9 @@ class StagesRow:
 class Row:
     """A choice of Table 3.1: simulated, planned and published."""
 
-    billions: str = column("parameters (10^9)")
+    billions: int = column("parameters (10^9)")
     framework: str = column("framework")
-    gpus: str = column("GPUs")
+    gpus: int = column("GPUs")
     choice: str = column("choice of Table 3.1")
     planned_seconds: float = column("planner (s)", "{:.0f}")
     step_seconds: float = column("simulated (s)", "{:.0f}")
@@ -133,8 +132,8 @@ def simulate_choice(choice: PublishedChoice, batch: int) -> dict[str, Any]:
         "planned_seconds": found.step_time,
         "step_seconds": long.seconds,
         "peak_share": flops / long.seconds / grid.ranks / PEAK,
-        "published_share": PUBLISHED_SHARE[choice.framework],
-        "published_over_axonn": PUBLISHED_OVER_AXONN.get((choice.billions, choice.framework)),
+        "published_share": PUBLISHED["share"][choice.framework],
+        "published_over_axonn": PUBLISHED["over_axonn_100"].get(choice.framework) if choice.billions == 100 else None,
         "exposed_share": long.exposed / long.seconds,
         "idle_share": long.idle / long.seconds,
     }

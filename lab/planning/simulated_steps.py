@@ -79,7 +79,7 @@ class Summary:
     """How well the order of a workload's steps was found, and the largest errors."""
 
     workload: str = column("workload")
-    steps: str = column("steps")
+    steps: int = column("steps")
     planned_correlation: float = column("rank correlation, plan --cost full", "{:.3f}")
     simulated_correlation: float = column("rank correlation, simulated", "{:.3f}")
     fastest: str = column("truly fastest")

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from lab.harness import Bench, Measured, Table, column
+from lab.harness import ANY_CPU, Bench, Measured, Table, column
+from lab.papers import read_paper
 from lab.pictures import describe_origin
 from lab.planning.published import RUNS, PublishedRun, model_flops, paper_model
 from lab.studies.machines import MACHINES, name_machines
-from lab.tables import ANY_CPU
 from stretto.bench.settings import Option, require_known
 from stretto.cluster import Cluster, name_grid
 from stretto.execution import Overlap
@@ -48,7 +48,7 @@ def plan_scaling(setting: SimulatedScalingSetting) -> Measured:
     runs = [run for run in RUNS if run.cluster in setting.clusters]
     ladder = [_climb(run, setting.batch) for run in runs]
     overlaps = [row for model in OVERLAPPED_MODELS for row in _overlap(model, setting.batch)]
-    strong = [row for model, counts in STRONG_GPUS.items() for row in _scale_strongly(model, counts, setting.batch)]
+    strong = [row for model, counts in STRONG_GPUS.items() for row in scale_strongly(model, counts, setting.batch)]
     reasons = [_explain(run, setting.batch) for run in runs]
     tables = (
         Table("Figure 5.4: overlaps on 8,192 GCDs of Frontier", overlaps, OverlapRow, "overlaps"),
@@ -61,7 +61,6 @@ def plan_scaling(setting: SimulatedScalingSetting) -> Measured:
 SEQ_LEN = 2048
 TOKENS = 2e12  # of figure 5.7's training
 DAY = 86400.0
-MONTH = 365.25 / 12  # days
 Row = dict[str, Any]
 
 
@@ -143,13 +142,7 @@ HIDDEN = {
 }
 OVERLAPPED_MODELS = ("gpt-20b", "gpt-40b", "gpt-80b")
 OVERLAPPED_GPUS = 8192
-# Figure 5.7 gives 50 months and 25.5 days, 14 years and 15 months.
-PUBLISHED_DAYS = {
-    ("gpt-80b", 128): 50 * MONTH,
-    ("gpt-80b", 8192): 25.5,
-    ("gpt-640b", 512): 14 * 365.25,
-    ("gpt-640b", 8192): 15 * MONTH,
-}
+PUBLISHED_DAYS = {tuple(run): days for *run, days in read_paper("singh")["figure-5-7"]["days"]}
 STRONG_GPUS = {
     "gpt-80b": (128, 256, 512, 1024, 2048, 4096, 8192),
     "gpt-640b": (512, 1024, 2048, 4096, 8192),
@@ -173,13 +166,13 @@ IN_TRAINING = {
 def _climb(run: PublishedRun, batch: int) -> Row:
     """Figure 5.5 (right) for one run: the baseline, the best of the paper's model's first ten, and overlap."""
     cluster = Cluster.preset(run.cluster)
-    batch = _divisible(batch, run.gpus // cluster.gpus_per_node)
-    waiting, chosen = _choose(run.model, cluster, run.gpus, batch)
+    batch = divisible(batch, run.gpus // cluster.gpus_per_node)
+    waiting, chosen = choose(run.model, cluster, run.gpus, batch)
     baseline = _baseline(waiting, cluster.gpus_per_node)
     name = name_grid(chosen.grid)
-    of_baseline = None if baseline is None else _simulate(run.model, cluster, batch, baseline, WAITING).step_time
+    of_baseline = None if baseline is None else simulate(run.model, cluster, batch, baseline, WAITING).step_time
     of_model, overlapped = (
-        _simulate(run.model, cluster, batch, chosen, HIDDEN[bar]).step_time for bar in ("none", "OAR + ORS + OAG")
+        simulate(run.model, cluster, batch, chosen, HIDDEN[bar]).step_time for bar in ("none", "OAR + ORS + OAG")
     )
     return {
         "cluster": run.cluster,
@@ -205,17 +198,15 @@ def _grid_gain_of_rings(run: PublishedRun, cluster: Cluster, batch: int) -> floa
     if studied is None or studied.ring_bandwidth >= cluster.require("in_node.bandwidth"):
         return None
     slower = replace(cluster, in_node=replace(cluster.in_node, bandwidth=studied.ring_bandwidth))
-    waiting, chosen = _choose(run.model, slower, run.gpus, batch)
+    waiting, chosen = choose(run.model, slower, run.gpus, batch)
     baseline = _baseline(waiting, slower.gpus_per_node)
     if baseline is None:
         return None
-    of_baseline, of_model = (
-        _simulate(run.model, slower, batch, each, WAITING).step_time for each in (baseline, chosen)
-    )
+    of_baseline, of_model = (simulate(run.model, slower, batch, each, WAITING).step_time for each in (baseline, chosen))
     return 1 - of_model / of_baseline
 
 
-def _choose(model: str, cluster: Cluster, gpus: int, batch: int) -> tuple[dict[str, GridPlan], GridPlan]:
+def choose(model: str, cluster: Cluster, gpus: int, batch: int) -> tuple[dict[str, GridPlan], GridPlan]:
     """All plans that fit, with nothing overlapped, by grid; and the fastest among the paper's model's first ten."""
     options: dict[str, Any] = {"gpus": gpus, "batch": batch, "seq_len": SEQ_LEN, "recompute": "full"}
     trained = paper_model(model)
@@ -224,7 +215,8 @@ def _choose(model: str, cluster: Cluster, gpus: int, batch: int) -> tuple[dict[s
     return plans, min((plans[name] for name in first_ten if name in plans), key=lambda each: each.step_time)
 
 
-def _simulate(model: str, cluster: Cluster, batch: int, chosen: GridPlan, overlap: Overlap) -> StepSimulation:
+def simulate(model: str, cluster: Cluster, batch: int, chosen: GridPlan, overlap: Overlap) -> StepSimulation:
+    """Simulate a step of a plan, in closed form."""
     workload = StepWorkload(read_architecture(paper_model(model), SEQ_LEN), batch, SEQ_LEN)
     return simulate_step(workload, step_of_plan(chosen, overlap=overlap), cluster)
 
@@ -232,10 +224,10 @@ def _simulate(model: str, cluster: Cluster, batch: int, chosen: GridPlan, overla
 def _overlap(model: str, batch: int) -> list[Row]:
     """Figure 5.4 for one model: one overlap after the other, on the grid of figure 5.5."""
     cluster = Cluster.preset("frontier")
-    _, chosen = _choose(model, cluster, OVERLAPPED_GPUS, batch)
+    _, chosen = choose(model, cluster, OVERLAPPED_GPUS, batch)
     rows: list[Row] = []
     for bar, overlap in HIDDEN.items():
-        step = _simulate(model, cluster, batch, chosen, overlap)
+        step = simulate(model, cluster, batch, chosen, overlap)
         first = rows[0]["seconds"] if rows else step.step_time
         is_published = (model, bar) == ("gpt-80b", "OAR + ORS + OAG")
         rows.append(
@@ -271,12 +263,12 @@ def _published_overlap(run: PublishedRun) -> str | None:
     return "22%" if run.model == "gpt-80b" else "up to 22%"
 
 
-def _divisible(batch: int, nodes: int) -> int:
+def divisible(batch: int, nodes: int) -> int:
     """The batch, or the next smaller one that data parallelism over all nodes divides."""
     return batch if batch % nodes == 0 else batch // nodes * nodes
 
 
-def _scale_strongly(model: str, counts: tuple[int, ...], batch: int) -> list[Row]:
+def scale_strongly(model: str, counts: tuple[int, ...], batch: int) -> list[Row]:
     """Figure 5.7 for one model: the best plan at each number of GCDs, the batch unchanged."""
     cluster, trained = Cluster.preset("frontier"), paper_model(model)
     rows: list[Row] = []

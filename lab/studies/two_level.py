@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from lab.harness import Bench, Measured, Table, column
+from lab.harness import ANY_CPU, Bench, Measured, Table, column
+from lab.papers import read_paper
 from lab.pictures import describe_origin
 from lab.studies import STUDIED, symmetric
 from lab.studies.machines import MACHINES, MIB, RCCL_HOPS, StudiedMachine, name_machines, with_rccl_table
-from lab.tables import ANY_CPU
+from lab.two_level.crossovers import find_crossovers
 from stretto.bench.harness import Column
 from stretto.bench.settings import Option, require_known, require_least
-from lab.two_level.crossovers import find_crossovers
 from stretto.collectives.two_level import Links, predict
 from stretto.collectives.two_level.inter_node import InterNodeAlgorithm
 from stretto.collectives.two_level.model import TYPICAL, Collective
@@ -57,7 +57,7 @@ class SimulatedTwoLevelSetting:
 def simulate_cells(setting: SimulatedTwoLevelSetting) -> Iterator[Measured]:
     """Simulate all cells, compare them with what is published, and repeat those of the curves."""
     rows = [
-        _cell(MACHINES[name], collective, ranks, mb, setting)
+        simulate_cell(MACHINES[name], collective, ranks, mb, setting)
         for name in setting.machines
         for collective in COLLECTIVES
         for ranks in setting.ranks
@@ -68,7 +68,7 @@ def simulate_cells(setting: SimulatedTwoLevelSetting) -> Iterator[Measured]:
     compared = list(_compare_tables()) if "frontier" in setting.machines else []
     messages = [_messages(name) for name in PRESETS if name.startswith("gpt-")]
     tables = (
-        Table("Published speed-ups of two levels, and these", list(_compare(rows)), Claim, "claims"),
+        Table("Published speed-ups of two levels, and these", list(compare_claims(rows)), Claim, "claims"),
         Table("Where two levels overtake the flat ring", list(_crossovers(rows)), Crossover, "crossovers"),
         Table(recursion, list(_recursion(rows)), Recursion, "recursion"),
         Table(of_tables, compared, TABLES, "rccl_tables"),
@@ -93,7 +93,7 @@ class Cell:
     machine: str = column("machine")
     collective: str = column("collective")
     ranks: int = column("ranks", "{:,}")
-    mb: str = column("MB")
+    mb: int = column("MB")
     protocol: str = column("protocol")
     flat_ms: float = column("flat ring (ms)", "{:.3f}")
     two_level_ms: float = column("two levels (ms)", "{:.3f}")
@@ -127,26 +127,12 @@ class PublishedSpeedup:
 
 
 def _published() -> Iterator[PublishedSpeedup]:
-    frontier, perlmutter = "frontier", "perlmutter"
-    for name, smallest, of_512, of_1024 in zip(COLLECTIVES, (0.52, 0.55), (11.4, 11.4), (7.0, 6.2), strict=True):
-        yield PublishedSpeedup("6.9", frontier, name, 32, 1024, smallest, smallest)
-        for mb in (16, 32, 64):
-            yield PublishedSpeedup("6.9", frontier, name, 2048, mb, 30, None)
-        yield PublishedSpeedup("6.9", frontier, name, 2048, 512, of_512, of_512)
-        yield PublishedSpeedup("6.9", frontier, name, 2048, 1024, of_1024, of_1024)
-    for mb in (64, 128, 256, 512):
-        yield PublishedSpeedup("6.7", frontier, "all_gather", 2048, mb, 7, 24)
-        yield PublishedSpeedup("6.7", frontier, "all_gather", 2048, mb, 27, 82, over="mpi")
-    yield PublishedSpeedup("6.11", perlmutter, "all_gather", 32, 1024, 1 / 1.5, 1 / 1.5)
-    for name in COLLECTIVES:
-        for ranks in (1024, 2048):
-            for mb in (16, 32):
-                yield PublishedSpeedup("6.11", perlmutter, name, ranks, mb, 3, 5)
-            for mb in (64, 128):
-                yield PublishedSpeedup("6.10", perlmutter, name, ranks, mb, 1.3, 4.6)
-                yield PublishedSpeedup("6.10", perlmutter, name, ranks, mb, 8.8, 15, over="mpi")
-        for mb in (128, 256, 512):
-            yield PublishedSpeedup("6.11", perlmutter, name, 2048, mb, 2, 3)
+    for entry in read_paper("singh")["speedups"]:
+        for collective in entry.get("collectives", COLLECTIVES):
+            for ranks, mb, low, *high in entry["cells"]:
+                most = low if not high else None if high[0] == "more" else high[0]
+                over = entry.get("over", "vendor")
+                yield PublishedSpeedup(entry["figure"], entry["machine"], collective, ranks, mb, low, most, over)
 
 
 PUBLISHED = tuple(_published())
@@ -162,7 +148,7 @@ class Claim:
     machine: str = column("machine")
     collective: str = column("collective")
     ranks: int = column("ranks", "{:,}")
-    mb: str = column("MB")
+    mb: int = column("MB")
     over: str = column("over")
     published: str = column("published")
     speedup: float = column("closed-form", "{:.2f}")
@@ -179,7 +165,7 @@ class Crossover:
 
     machine: str = column("machine")
     collective: str = column("collective")
-    mb: str = column("MB")
+    mb: int = column("MB")
     closed_form: float = column("two levels win from (ranks), closed-form", "{:.0f}")
     event_driven: float = column("event-driven", "{:.0f}")
 
@@ -189,7 +175,7 @@ class Recursion:
     """A corner of figure 6.6 (left), on one switch and in a dragonfly's groups."""
 
     ranks: int = column("GCDs", "{:,}")
-    mb: str = column("MB")
+    mb: int = column("MB")
     one_switch: float = column("recursive over ring, one switch", "{:.2f}")
     event_driven: float = column("event-driven", "{:.2f}")
     groups: float = column("groups of 128 nodes, closed-form", "{:.2f}")
@@ -199,7 +185,7 @@ class Recursion:
 # al., "Frontier: exploring exascale", SC 2023).
 GROUP_NODES, GROUP_OVERSUBSCRIPTION = 128, 1 / 0.57
 # Corners of figure 6.9, of all-gathers, with the paper's values.
-CORNERS = {(32, 1024): "0.52", (2048, 16): "over 30", (2048, 64): "over 30", (2048, 512): "11.4", (2048, 1024): "7"}
+CORNERS = {(ranks, mb): speedup for ranks, mb, speedup in read_paper("singh")["figure-6-9"]["corners"]}
 TABLES = (
     Column("table", "RCCL's table"),
     *(Column(f"{ranks} {mb}", f"{ranks:,} GCDs, {mb} MB", "{}") for ranks, mb in CORNERS),
@@ -216,7 +202,7 @@ class Message:
     axonn_mb: str = column("AxoNN over z, x = 8 (MB)")
 
 
-def _cell(
+def simulate_cell(
     machine: StudiedMachine, collective: Collective, ranks: int, mb: int, setting: SimulatedTwoLevelSetting
 ) -> Row:
     """One collective on `ranks` ranks, in milliseconds."""
@@ -254,7 +240,7 @@ def _cell(
     }
 
 
-def _compare(rows: list[Row]) -> Iterator[Row]:
+def compare_claims(rows: list[Row]) -> Iterator[Row]:
     """The published speed-ups that were simulated, with the simulated ones."""
     cells = {(row["machine"], row["collective"], row["ranks"], row["mb"]): row for row in rows}
     for claim in PUBLISHED:

@@ -12,11 +12,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lab.harness import Bench, column
+from lab.harness import ANY_CPU, Bench, column
+from lab.papers import read_paper
 from lab.pictures import describe_origin
 from lab.studies import STUDIED, symmetric
 from lab.studies.machines import MACHINES, StudiedMachine, name_machines
-from lab.tables import ANY_CPU
 from stretto.axes import GridSizes
 from stretto.bench.settings import Option, require_known, require_least
 from stretto.collectives.two_level.model import Collective
@@ -70,15 +70,8 @@ PACKET = 64 * 1024
 
 Seconds = Callable[[Collective, float], float]
 Library = Literal["vendor", "two levels"]
-# The part of the batch time that two levels save, by machine and GPUs: of 7B and of 13B, lowest and highest.
-PUBLISHED = {
-    ("frontier", 512): {"7B": (0.30, 0.30), "13B": (0.16, 0.16)},
-    ("frontier", 1024): {"7B": (0.60, 0.60), "13B": (0.39, 0.39)},
-    ("frontier", 2048): {"7B": (0.70, 0.80), "13B": (0.70, 0.80)},
-    ("perlmutter", 256): {"7B": (-0.06, -0.06), "13B": (-0.06, -0.06)},
-    ("perlmutter", 512): {"7B": (0.07, 0.07), "13B": (0.07, 0.07)},
-    ("perlmutter", 1024): {"7B": (0.20, 0.20), "13B": (0.20, 0.20)},
-}
+# The part of the batch time that two levels save: lowest and highest.
+PUBLISHED = {tuple(run): (low, high) for *run, low, high in read_paper("singh")["figure-6-12"]["saved"]}
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,7 @@ def _row(machine: StudiedMachine, model: str, ranks: int, setting: SimulatedZero
     times = {key: run.makespan for key, run in runs.items()}
     vendor, two_level = times["vendor", False], times["two levels", False]
     compute_seconds = runs["vendor", False].busy(0, "compute")
-    low, high = PUBLISHED.get((machine.name, ranks), {}).get(model, (None, None))
+    low, high = PUBLISHED.get((machine.name, ranks, model), (None, None))
     published = None if low is None else f"{low:.0%}" if low == high else f"{low:.0%} to {high:.0%}"
     return {
         "machine": machine.name,

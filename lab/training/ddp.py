@@ -8,11 +8,9 @@ both checkouts. The checkouts alternate in fresh processes, and each step's time
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ import stretto
 from lab.checkouts.cases import find_source
 from lab.harness import Bench, Measured, column
 from lab.pictures import describe_origin
+from lab.processes import Processes
 from stretto.bench.settings import Needs, Option, require_least
 from stretto.cluster.detection import count_gpus
 from stretto.memory.mps import mps_daemon, share_for
@@ -62,7 +61,7 @@ class Row:
     """A rank of a checkout: medians of steps, means of traced steps."""
 
     checkout: str = column("checkout")
-    rank: str = column("rank")
+    rank: int = column("rank")
     milliseconds: float = column("a step (ms)", "{:.2f}")
     communication_milliseconds: float = column("all-reduces (ms)", "{:.2f}")
     exposed_milliseconds: float = column("of them with nothing beside them (ms)", "{:.2f}")
@@ -71,7 +70,7 @@ class Row:
 def compare_checkouts(setting: DdpSetting) -> Measured:
     """Measure both checkouts: a row for each checkout and rank.
 
-    Raises ValueError where there is no GPU or no MPS, and RuntimeError with a rank's last words if one fails.
+    Raises ValueError where there is no GPU or no MPS, and `RanksFailed` with a rank's last words if one fails.
     """
     if not setting.on_cpu and not count_gpus():
         raise ValueError("this bench takes a GPU, which all ranks share: torch sees none here; --cpu tries the command")
@@ -79,7 +78,7 @@ def compare_checkouts(setting: DdpSetting) -> Measured:
     measured: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in sources}
     for turn in range(setting.turns):
         for name in list(sources)[:: -1 if turn % 2 else 1]:
-            measured[name].append(_measure(sources[name], setting))
+            measured[name].append(_measure(name, sources[name], setting))
     rows = [
         _summarize(name, rank, [turn[rank] for turn in measured[name]])
         for name in sources
@@ -89,12 +88,11 @@ def compare_checkouts(setting: DdpSetting) -> Measured:
     return Measured(rows, {"kernels": kernels}, is_drawn=not setting.on_cpu)
 
 
-def _measure(source: Path, setting: DdpSetting) -> list[dict[str, Any]]:
+def _measure(checkout: str, source: Path, setting: DdpSetting) -> list[dict[str, Any]]:
     """Run the ranks of one checkout. Returns each rank's result."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-bench-")))
         environment = {
-            **os.environ,
             "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             "OMP_NUM_THREADS": "1",
             "STRETTO_SHARE_GPUS": "1",
@@ -102,54 +100,24 @@ def _measure(source: Path, setting: DdpSetting) -> list[dict[str, Any]]:
         }
         if not setting.on_cpu:
             environment |= stack.enter_context(mps_daemon(share_for(setting.ranks)))
-        written = [folder / f"rank-{rank}.json" for rank in range(setting.ranks)]
-        processes = []
-        for rank, file in enumerate(written):
-            processes.append(_start(rank, setting, folder / "store", file, environment))
-            stack.callback(processes[-1].wait)
-            stack.callback(processes[-1].kill)  # does nothing to a process that has exited
-        _wait(processes, [file.with_suffix(".err") for file in written], setting.seconds)
-        found = [json.loads(file.read_text()) for file in written]
+        given = {
+            "world": setting.ranks,
+            "store": str(folder / "store"),
+            "device": "cpu" if setting.on_cpu else "cuda",
+            "bucket_mb": _BUCKET_MB[setting.on_cpu],
+            "steps": setting.steps,
+            **_SIZES[setting.on_cpu],
+        }
+        # -P keeps the script's folder off sys.path, before the checkout.
+        commands = [
+            [sys.executable, "-P", str(_RANK), json.dumps(given | {"rank": rank})] for rank in range(setting.ranks)
+        ]
+        ranks = stack.enter_context(Processes(checkout, commands, environment, folder / "errors"))
+        found = ranks.receive("a training", setting.seconds)
     for each in found:
         if not Path(each["stretto"]).resolve().is_relative_to(source):
             raise RuntimeError(f"a rank imported Stretto from {each['stretto']}, not from {source}")
     return found
-
-
-def _start(
-    rank: int, setting: DdpSetting, store: Path, out: Path, environment: Mapping[str, str]
-) -> "subprocess.Popen[bytes]":
-    given = {
-        "rank": rank,
-        "world": setting.ranks,
-        "store": str(store),
-        "out": str(out),
-        "device": "cpu" if setting.on_cpu else "cuda",
-        "bucket_mb": _BUCKET_MB[setting.on_cpu],
-        "steps": setting.steps,
-        **_SIZES[setting.on_cpu],
-    }
-    # -P keeps the script's folder off sys.path, before the checkout.
-    command = [sys.executable, "-P", str(_RANK), json.dumps(given)]
-    with out.with_suffix(".err").open("wb") as errors:
-        return subprocess.Popen(command, env=environment, stdout=errors, stderr=errors, start_new_session=True)
-
-
-def _wait(processes: "list[subprocess.Popen[bytes]]", errors: list[Path], seconds: float) -> None:
-    """Wait for all ranks. Raises RuntimeError once one fails, with its last words, or when the time is over."""
-    end = time.monotonic() + seconds
-    while any(process.poll() is None for process in processes):
-        failed = [rank for rank, process in enumerate(processes) if process.poll()]
-        if not failed and time.monotonic() < end:
-            time.sleep(0.05)
-            continue
-        if not failed:
-            raise RuntimeError(f"the ranks did not end within {seconds:.0f} s")
-        break
-    for rank, process in enumerate(processes):
-        if process.poll():
-            lines = errors[rank].read_text(errors="replace").strip().splitlines()
-            raise RuntimeError(f"rank {rank} ended with status {process.returncode}: {lines[-1] if lines else ''}")
 
 
 def _summarize(checkout: str, rank: int, turns: list[dict[str, Any]]) -> dict[str, Any]:

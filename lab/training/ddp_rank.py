@@ -4,12 +4,13 @@
 The bench runs this file by its path, so that `stretto` is the checkout to measure: the file must work with older
 checkouts too, and imports nothing from its own folder.
 
-argv: JSON with rank, world, store (a path), out (a path), device ("cuda" or "cpu"), width, layers, rows, bucket_mb and
-steps. Writes JSON to `out`: "seconds" of each step, and of one step "forward_us", its forward pass's end, and
+argv: JSON with rank, world, store (a path), device ("cuda" or "cpu"), width, layers, rows, bucket_mb and steps. Writes
+a line of JSON to stdout: "seconds" of each step, and of one step "forward_us", its forward pass's end, and
 "kernels", its kernels as [is a collective, start, end] in microseconds from the first one's start.
 """
 
 import json
+import os
 import sys
 import time
 from datetime import timedelta
@@ -32,6 +33,8 @@ _COLLECTIVE = "run"  # the name of the kernel of every schedule
 def main() -> None:
     """Train a stack of linear layers, and write the measurements."""
     setting = json.loads(sys.argv[1])
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
     is_cuda = setting["device"] == "cuda"
     store = dist.FileStore(setting["store"], setting["world"])
     rank, world = setting["rank"], setting["world"]
@@ -62,10 +65,10 @@ def main() -> None:
         if number >= _WARM_UP:
             seconds.append(time.perf_counter() - began)
     dist.barrier()
-    kernels = _trace(step, Path(setting["out"]).with_suffix(".trace")) if is_cuda else []
+    kernels = _trace(step, Path(setting["store"]).with_name(f"{rank}.trace")) if is_cuda else []
     result = {"stretto": stretto.__file__, "seconds": seconds, "kernels": kernels}
-    Path(setting["out"]).write_text(json.dumps(result))
     dist.destroy_process_group()
+    print(json.dumps(result), file=answer, flush=True)
 
 
 def _trace(step: Any, file: Path) -> list[tuple[bool, float, float]]:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import numpy as np
 import torch
@@ -109,7 +109,7 @@ def measure_dlrm(setting: DlrmSetting, ranks: int) -> list[dict[str, Any]]:
             row = rows[name]
             if "error" not in row:
                 try:
-                    _measure_once(row, name, setting, grid, batches)
+                    _measure_once(row, cast(Implementation, name), setting, grid, batches)
                 except FAILURES as error:
                     rows[name] = {"name": name, "error": in_one_line(error)}
             _compare(rows)

@@ -13,7 +13,7 @@ import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lab.harness import Bench, Measured, column
+from lab.peers import build_offloaded
 from lab.pictures import describe_origin
 from lab.training.models import LLAMA_7B
-from lab.training.torch_peers import build_offloaded
 from stretto.bench.harness import FAILURES, in_one_line, run_ranks, time_steps
 from stretto.bench.settings import Needs, Option, Repeats, SeqLen, require_known, require_least
 from stretto.cluster import Cluster, HostLink
@@ -107,7 +107,7 @@ class BucketRow:
     step_on: str = column("step on")
     weights: str = column("fp32 weights")
     bucket: float = column("bucket (M numbers)", "{:.0f}")
-    buffers: str = column("sets of buffers")
+    buffers: int = column("sets of buffers")
     seconds: float = column("step (s)", "{:.3f}")
     limit_seconds: float = column("bytes / duplex link (s)", "{:.3f}")
     ratio: float = column("ratio", "{:.2f}")
@@ -128,7 +128,7 @@ class TrainRow:
 
     name: str = column("state")
     parameters: float = column("parameters (billions)", "{:.2f}")
-    micro_batches: str = column("micro-batches a step")
+    micro_batches: int = column("micro-batches a step")
     tokens_per_second: float = column("tokens/s", "{:,.0f}")
     step_seconds: float = column("step (s)", "{:.2f}")
     optimizer_seconds: float = column("of which optimizer (s)", "{:.2f}")
@@ -142,7 +142,7 @@ class TrainRow:
 class LargestRow:
     """The most layers that fit, and one more."""
 
-    layers: str = column("layers")
+    layers: int = column("layers")
     parameters: float = column("parameters (billions)", "{:.2f}")
     fits: str = column("fits, by stretto plan")
     predicted_gib: float = column("GPU memory, predicted (GiB)", "{:.2f}")
@@ -165,16 +165,15 @@ def _measure(setting: OffloadSetting) -> dict[str, Any]:
     grid = Grid(device=device)
     links = measure_links(device)
     found: dict[str, Any] = {"links": (LinkRow, [links])}
-    if "buckets" in setting.parts:
-        found["buckets"] = (BucketRow, list(_buckets(setting, device, links["both"] * 1e9)))
-    if "tiles" in setting.parts:
-        found["tiles"] = (TileRow, list(_tiles(setting, device)))
-    if "train" in setting.parts:
-        found["train"] = (TrainRow, list(_train(setting, grid, links["both"] * 1e9)))
-    if "peers" in setting.parts:
-        found["peers"] = (TrainRow, list(_peers(setting, grid, links["both"] * 1e9)))
-    if "largest" in setting.parts:
-        found["largest"] = (LargestRow, list(_largest(setting, grid, links)))
+    duplex = links["both"] * 1e9
+    parts: dict[str, tuple[type[Any], Callable[[], Iterator[dict[str, Any]]]]] = {
+        "buckets": (BucketRow, partial(_buckets, setting, device, duplex)),
+        "tiles": (TileRow, partial(_tiles, setting, device)),
+        "train": (TrainRow, partial(_train, setting, grid, duplex)),
+        "peers": (TrainRow, partial(_peers, setting, grid, duplex)),
+        "largest": (LargestRow, partial(_largest, setting, grid, links)),
+    }
+    found |= {name: (row, list(measure())) for name, (row, measure) in parts.items() if name in setting.parts}
     return found
 
 
@@ -297,29 +296,17 @@ def _spike(device: torch.device, step: Callable[[], Any]) -> float | None:
 
 def _train(setting: OffloadSetting, grid: Grid, duplex: float) -> Iterator[dict[str, Any]]:
     """State on the host compared with state on the device, for each number of micro-batches."""
-    config = setting.model()
-    for name, options in (
-        ("host, split", StateOptions("host")),
-        ("device", StateOptions("device")),
-    ):
-        rows = [{"name": name, "micro_batches": count} for count in setting.micro_batches]
-        try:
-            yield from _train_one(setting, grid, config, name, options, setting.micro_batches, duplex)
-        except FAILURES as error:
-            yield from (row | {"error": in_one_line(error)} for row in rows)
+    for name, place in (("host, split", "host"), ("device", "device")):
+        options = StateOptions(place)  # type: ignore[arg-type]
+        yield from _or_errors(name, setting.micro_batches, _train_one(setting, grid, name, options, duplex))
         _free(grid.device)
 
 
 def _train_one(
-    setting: OffloadSetting,
-    grid: Grid,
-    config: GPTConfig,
-    name: str,
-    options: StateOptions,
-    micro_batches: tuple[int, ...],
-    duplex: float,
+    setting: OffloadSetting, grid: Grid, name: str, options: StateOptions, duplex: float, layers: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    device = grid.device
+    device, config = grid.device, setting.model()
+    config = config if layers is None else replace(config, layers=layers)
     with torch.device("meta"):
         model = GPT(config)
     parallelize(model, grid, dtype=torch.bfloat16, recompute="full")
@@ -346,38 +333,55 @@ def _train_one(
     store.drop()
     pass_once(1, True)
     store.step(0.0)
-    for count in micro_batches:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        times, updates, losses = [], [], []
-        for _ in range(setting.repeats if count < LONG else 1):
-            _synchronize(device)
-            began = time.perf_counter()
-            for number in range(count):
-                loss = pass_once(count, number == count - 1)
-            _synchronize(device)
-            passed = time.perf_counter()
-            optimizer.step(LEARNING_RATE)
-            store.residence.synchronize()
-            _synchronize(device)
-            ended = time.perf_counter()
-            times.append(ended - began)
-            updates.append(ended - passed)
-            losses.append(float(loss))
-        step, update = min(times), min(updates)
-        print(f"{name}, {count} micro-batches: {step:.2f} s a step, {update:.2f} s of it the optimizer's", flush=True)
-        yield {
+
+    def update() -> None:
+        optimizer.step(LEARNING_RATE)
+        store.residence.synchronize()
+
+    for count in setting.micro_batches:
+        row = _time_micro_batches(setting, device, tokens, count, partial(pass_once, count), update)
+        yield row | {
             "name": name,
             "parameters": phi / 1e9,
-            "micro_batches": count,
-            "tokens_per_second": count * tokens.numel() / step,
-            "step_seconds": step,
-            "optimizer_seconds": update,
-            "optimizer_ratio": update / (2 * state * phi / duplex) if is_on_host else None,
-            "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None,
+            "optimizer_ratio": row["optimizer_seconds"] / (2 * state * phi / duplex) if is_on_host else None,
             "predicted_gib": (fixed + activations) / GIB if device.type == "cuda" else None,
-            "loss": losses[-1],
         }
+
+
+def _time_micro_batches(
+    setting: OffloadSetting,
+    device: torch.device,
+    tokens: Tensor,
+    count: int,
+    run: Callable[[bool], Tensor],
+    update: Callable[[], Any],
+) -> dict[str, Any]:
+    """Time steps of `count` micro-batches. run: one of them, told whether it is the last; update: the optimizer's."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times, updates = [], []
+    for _ in range(setting.repeats if count < LONG else 1):
+        _synchronize(device)
+        began = time.perf_counter()
+        for number in range(count):
+            loss = run(number == count - 1)
+        _synchronize(device)
+        passed = time.perf_counter()
+        update()
+        _synchronize(device)
+        ended = time.perf_counter()
+        times.append(ended - began)
+        updates.append(ended - passed)
+    step = min(times)
+    print(f"{count} micro-batches: {step:.2f} s a step, {min(updates):.2f} s of it the optimizer's", flush=True)
+    return {
+        "micro_batches": count,
+        "tokens_per_second": count * tokens.numel() / step,
+        "step_seconds": step,
+        "optimizer_seconds": min(updates),
+        "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None,
+        "loss": float(loss),
+    }
 
 
 def _activations(device: torch.device, store: OptimizerStateStore, run: Callable[[], Any]) -> float:
@@ -424,74 +428,56 @@ def _largest(setting: OffloadSetting, grid: Grid, links: dict[str, float]) -> It
         if not planned.fits:
             yield row | {"error": planned.why}
             continue
-        once = replace(setting, repeats=2)
-        with _failing_softly("host, split", (1,)) as failed:
-            for measured in _train_one(once, grid, replace(config, layers=count), "largest", options, (1,), 1.0):
-                yield row | {name: measured[name] for name in ("peak_gib", "step_seconds", "loss")}
-        yield from (row | {"error": one["error"]} for one in failed)
+        once = replace(setting, repeats=2, micro_batches=(1,))
+        for measured in _or_errors("largest", (1,), _train_one(once, grid, "largest", options, 1.0, count)):
+            yield row | {
+                name: measured[name] for name in ("peak_gib", "step_seconds", "loss", "error") if name in measured
+            }
         _free(grid.device)
 
 
 def _peers(setting: OffloadSetting, grid: Grid, duplex: float) -> Iterator[dict[str, Any]]:
     """The same model by Stretto and by FSDP2 with CPUOffloadPolicy, each after the other."""
-    config = setting.model()
-    counts = setting.micro_batches
-    with _failing_softly("host, split", counts) as failed:
-        yield from _train_one(setting, grid, config, "Stretto, host", StateOptions("host"), counts, duplex)
-    yield from failed
+    ours, peer = "Stretto, host", "FSDP2, CPUOffloadPolicy"
+    yield from _or_errors(ours, setting.micro_batches, _train_one(setting, grid, ours, StateOptions("host"), duplex))
     _free(grid.device)
-    with _failing_softly("FSDP2, CPUOffloadPolicy", counts) as failed:
-        yield from _train_fsdp(setting, grid, config, counts)
-    yield from failed
+    yield from _or_errors(peer, setting.micro_batches, _train_fsdp(setting, grid, peer))
 
 
-@contextmanager
-def _failing_softly(name: str, counts: tuple[int, ...]) -> Iterator[list[dict[str, Any]]]:
-    rows: list[dict[str, Any]] = []
+def _or_errors(name: str, counts: tuple[int, ...], rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows of all numbers of micro-batches; of those that fail, the error."""
+    done: list[int] = []
     try:
-        yield rows
+        for row in rows:
+            done.append(row["micro_batches"])
+            yield row
     except FAILURES as error:
-        rows += [{"name": name, "micro_batches": count, "error": in_one_line(error)} for count in counts]
+        failed = [count for count in counts if count not in done]
+        yield from ({"name": name, "micro_batches": count, "error": in_one_line(error)} for count in failed)
 
 
-def _train_fsdp(
-    setting: OffloadSetting, grid: Grid, config: GPTConfig, counts: tuple[int, ...]
-) -> Iterator[dict[str, Any]]:
-    device = grid.device
+def _train_fsdp(setting: OffloadSetting, grid: Grid, name: str) -> Iterator[dict[str, Any]]:
+    device, config = grid.device, setting.model()
     model, optimizer = build_offloaded(config, device, learning_rate=LEARNING_RATE)
     tokens, targets = _draw(setting, config, device)
     phi = sum(parameter.numel() for parameter in model.parameters())
-    for count in (1, *counts):
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        times, updates = [], []
-        for _ in range(setting.repeats if count != 1 else 1):
-            _synchronize(device)
-            began = time.perf_counter()
-            for number in range(count):
-                model.set_requires_gradient_sync(number == count - 1)  # type: ignore[operator]
-                loss = model(tokens, targets, targets.numel() * count)
-                loss.backward()
-            _synchronize(device)
-            passed = time.perf_counter()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            _synchronize(device)
-            times.append(time.perf_counter() - began)
-            updates.append(time.perf_counter() - passed)
-        if count == 1 and 1 not in counts:
-            continue  # a step to warm up
-        yield {
-            "name": "FSDP2, CPUOffloadPolicy",
-            "parameters": phi / 1e9,
-            "micro_batches": count,
-            "tokens_per_second": count * tokens.numel() / min(times),
-            "step_seconds": min(times),
-            "optimizer_seconds": min(updates),
-            "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None,
-            "loss": float(loss.detach()) * count,
-        }
+
+    def run(count: int, is_last: bool) -> Tensor:
+        model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        loss: Tensor = model(tokens, targets, targets.numel() * count)
+        loss.backward()
+        return loss.detach() * count
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run(1, True)
+    update()  # a step to warm up
+    for count in setting.micro_batches:
+        row = _time_micro_batches(setting, device, tokens, count, partial(run, count), update)
+        yield row | {"name": name, "parameters": phi / 1e9}
 
 
 def _draw(setting: OffloadSetting, config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:

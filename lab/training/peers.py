@@ -20,9 +20,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lab.harness import Bench, Measured, column
+from lab.peers import TorchSetup, build_torch
 from lab.training.models import model_config, parse_grids
 from lab.training.steps import captured, whole_gpt
-from lab.training.torch_peers import TorchSetup, build_torch
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, SeqLen, WarmUp
 from stretto.bench.training.runs import Step, TrainingRun, make_grid, measure, stretto_run

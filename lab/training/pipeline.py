@@ -81,11 +81,11 @@ def run_pipelines(setting: PipelineSetting) -> Iterator[dict[str, Any]]:
 class Row:
     """A schedule on one pipeline and link."""
 
-    stages: str = column("stages")
-    micro_batches: str = column("micro-batches")
+    stages: int = column("stages")
+    micro_batches: int = column("micro-batches")
     latency_ms: float = column("latency (ms)", "{:g}")
     schedule: str = column("schedule")
-    live: str = column("live")
+    live: float = column("live")
     units: float = column("measured (units)", "{:.2f}")
     model_units: float = column("model (units)", "{:.2f}")
     to_model: float = column("to the model", "{:.3f}")

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.harness import Bench, column
+from lab.peers import build_torch_pipeline
 from lab.training.models import LLAMA_7B
 from stretto.bench.harness import TORCH_DTYPES, run_ranks
 from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp, require_least
@@ -198,62 +198,14 @@ def split_backward(schedule: PipelineSchedule) -> PipelineSchedule:
     return PipelineSchedule(f"{schedule.name}, split", schedule.stage_ranks, schedule.micro_batches, tuple(ranks))
 
 
-class _TorchStage(nn.Module):
-    """A part of a GPT's blocks, as the module of a stage of torch.distributed.pipelining."""
-
-    def __init__(self, model: GPT, blocks: range, *, is_first: bool, is_last: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(model.blocks[index] for index in blocks)
-        self.embedding = model.embedding if is_first else None
-        self.norm = model.norm if is_last else None
-        self.head = model.head if is_last else None
-        self.head_dim = model.config.head_dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        from stretto.models.fused import rotary_angles
-
-        angles = rotary_angles(x.shape[1], self.head_dim, x.device)
-        if self.embedding is not None:
-            x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x, angles)
-        return x if self.norm is None or self.head is None else self.head(self.norm(x))
-
-
 def _torch_pipeline(setting: StagesSetting, grid: Grid, *, is_compiled: bool) -> Step:
     """torch's own stages and schedule, with weights in the compute dtype."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
-
-    config, count = setting.model(), setting.virtual_stages
     torch.manual_seed(0)
     with torch.device(grid.device):
-        model = GPT(config).to(TORCH_DTYPES[setting.dtype])
+        model = GPT(setting.model()).to(TORCH_DTYPES[setting.dtype])
     if is_compiled:
         compile_blocks(model)
-    share = config.layers // count
-    parts = [
-        _TorchStage(model, range(index * share, (index + 1) * share), is_first=index == 0, is_last=index == count - 1)
-        for index in range(count)
-    ]
-    stages = [
-        PipelineStage(part, index, count, grid.device, group=dist.group.WORLD) for index, part in enumerate(parts)
-    ]
-
-    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    schedule = ScheduleInterleaved1F1B(stages, setting.batch, loss_fn=loss_of)  # type: ignore[arg-type]
-    tokens, targets = _draw(setting, grid.device)
-
-    def step() -> Stepped:
-        for part in parts:
-            part.zero_grad(set_to_none=True)
-        losses: list[Tensor] = []
-        schedule.step(tokens, target=targets, losses=losses)
-        norms = torch._foreach_norm([p.grad for part in parts for p in part.parameters() if p.grad is not None])
-        return Stepped(torch.stack(losses).mean().detach(), torch.linalg.vector_norm(torch.stack(norms)))
-
-    return step
+    return build_torch_pipeline(model, setting.virtual_stages, *_draw(setting, grid.device))
 
 
 def _inspect(device: torch.device, step: Step) -> dict[str, Any]:

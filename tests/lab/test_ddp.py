@@ -43,7 +43,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path, monkeypatch):
         "time.sleep(60)\n"
     )
     monkeypatch.setattr(ddp, "_RANK", script)
-    with pytest.raises(RuntimeError, match="rank 1 ended with status 1: no such algorithm"):
+    with pytest.raises(ValueError, match="rank 1 of before died at: a training; its last words: no such algorithm"):
         ddp.BENCH(ddp.DdpSetting(SOURCE, ranks=2, on_cpu=True), tmp_path / "out")
 
 

@@ -8,9 +8,9 @@ import pytest
 from lab.planning.published import RUNS
 from lab.studies import symmetric
 from lab.studies.machines import MACHINES, MIB, RingProtocol
-from lab.studies.scaling import SimulatedScalingSetting, _climb, _explain, _scale_strongly
+from lab.studies.scaling import SimulatedScalingSetting, _climb, _explain, scale_strongly
 from lab.studies.two_level import BENCH as TWO_LEVEL
-from lab.studies.two_level import SimulatedTwoLevelSetting, _compare, _crossovers
+from lab.studies.two_level import SimulatedTwoLevelSetting, _crossovers, compare_claims
 from lab.studies.zero3 import BENCH as ZERO3
 from lab.studies.zero3 import MODELS, Piece, SimulatedZero3Setting, list_pieces, run_step
 from stretto.simulator import EventDrivenNetwork, GraphBuilder, add_collective, execute
@@ -128,7 +128,7 @@ def test_published_speedups_are_next_to_those_of_the_same_cell():
         about | {"ranks": 32, "mb": 1024, "speedup": 0.9, "event_speedup": 0.55},
         about | {"ranks": 2048, "mb": 1024, "speedup": 7.0, "event_speedup": 1.0},
     ]
-    few, many = _compare(rows)
+    few, many = compare_claims(rows)
     assert (few["published"], few["speedup"], few["is_within"]) == ("0.52", 0.9, "yes")  # event-driven counts
     assert (many["published"], many["over"], many["is_within"]) == ("7", "RCCL", "no")
     # 7 times 17 ms, less what 4 interfaces of 25 GB/s need, over 2047 hops; by the tables an eighth is 15.1 us.
@@ -215,7 +215,7 @@ def test_each_assumption_less_brings_the_published_step_nearer():
 
 @pytest.mark.exhaustive
 def test_published_times_scale_less_well_than_the_text_claims():
-    rows = _scale_strongly("gpt-640b", (512, 8192), 8192)
+    rows = scale_strongly("gpt-640b", (512, 8192), 8192)
     assert rows[-1]["published_efficiency"] == pytest.approx(0.70, abs=0.005)
     assert rows[0]["days"] < rows[0]["published_days"]
     assert rows[-1]["days"] < rows[-1]["published_days"]

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps by torch itself: FSDP2, DTensor tensor parallelism, and both on a 2D mesh, of Stretto's GPT.
+"""Peers of several benches: DTensor tensor parallelism, FSDP2 with accumulation and offload, torch's pipelining.
 
-Parallelized in torchtitan's manner: sequence-parallel norms, the vocabulary sharded in the embedding, the head and the
-loss, each block compiled by itself, and FSDP2 over each block, the embedding, and the last norm with the head.
+All train Stretto's GPT, parallelized in torchtitan's manner: sequence-parallel norms, the vocabulary sharded in the
+embedding, the head and the loss, each block compiled by itself, and FSDP2 as `stretto bench train` has it.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_, draw_weights, 
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, compile_blocks, fused_adamw, local_batch
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.models import GPT, GPTConfig
+from stretto.models.fused import rotary_angles
 from stretto.parallel import checkpoint_activations
 from stretto.train.optimizer import local_shard
 
@@ -60,11 +61,10 @@ def build_torch(
     Raises ValueError where the mesh cannot hold the model or the batch.
     """
     dp, tp = mesh["dp"], mesh["tp"]
-    tokens, targets = local_batch(workload, dp.get_local_rank(), dp.size(), device)
-    is_tensor_parallel, is_autocast = tp.size() > 1, setup.precision == "autocast"
+    batch = local_batch(workload, dp.get_local_rank(), dp.size(), device)
     if setup.precision == "masters":
         model.to(torch.bfloat16)
-    if is_tensor_parallel:
+    if tp.size() > 1:
         _shard_tensors(model, tp, workload.seq_len)
     if workload.checkpointing:
         checkpoint_activations(model)
@@ -79,11 +79,14 @@ def build_torch(
     if any(parameter.is_meta for parameter in model.parameters()):
         draw_weights(model, device)
     is_master = setup.precision == "masters"
-    optimizer = _MasterWeights(model, workload) if is_master else fused_adamw(model.parameters(), workload)
+    optimizer: Any = _MasterWeights(model, workload) if is_master else fused_adamw(model.parameters(), workload)
+    cast = partial(torch.autocast, device.type, torch.bfloat16, enabled=setup.precision == "autocast")
+    around = loss_parallel if tp.size() > 1 else nullcontext
+    tokens, targets = batch
 
     def step() -> Stepped:
-        with loss_parallel() if is_tensor_parallel else nullcontext():
-            with torch.autocast(device.type, torch.bfloat16, enabled=is_autocast):
+        with around():
+            with cast():
                 loss = model(tokens, targets, targets.numel())
             loss.backward()
         norm = clip_sharded_grad_norm_(model, MAX_NORM)
@@ -241,3 +244,52 @@ def build_offloaded(
     """A GPT under FSDP2 with `CPUOffloadPolicy`, blocks checkpointed, weights freed after use; and AdamW."""
     options = FsdpOptions(learning_rate=learning_rate, frees_weights=True, recompute=True, is_on_host=True)
     return build_fsdp(config, device, options)
+
+
+class _TorchStage(nn.Module):
+    """A part of a GPT's blocks, as the module of a stage of torch.distributed.pipelining."""
+
+    def __init__(self, model: GPT, blocks: range, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(model.blocks[index] for index in blocks)
+        self.embedding = model.embedding if is_first else None
+        self.norm = model.norm if is_last else None
+        self.head = model.head if is_last else None
+        self.head_dim = model.config.head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = rotary_angles(x.shape[1], self.head_dim, x.device)
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x, angles)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def build_torch_pipeline(model: GPT, count: int, tokens: Tensor, targets: Tensor) -> Step:
+    """A step of all of `count` virtual stages on this rank, a row of tokens [rows, length] a micro-batch."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+    share = len(model.blocks) // count
+    parts = [
+        _TorchStage(model, range(index * share, (index + 1) * share), is_first=index == 0, is_last=index == count - 1)
+        for index in range(count)
+    ]
+    stages = [
+        PipelineStage(part, index, count, tokens.device, group=dist.group.WORLD) for index, part in enumerate(parts)
+    ]
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    schedule = ScheduleInterleaved1F1B(stages, len(tokens), loss_fn=loss_of)  # type: ignore[arg-type]
+
+    def step() -> Stepped:
+        for part in parts:
+            part.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+        schedule.step(tokens, target=targets, losses=losses)
+        norms = torch._foreach_norm([p.grad for part in parts for p in part.parameters() if p.grad is not None])
+        return Stepped(torch.stack(losses).mean().detach(), torch.linalg.vector_norm(torch.stack(norms)))
+
+    return step
