@@ -5,7 +5,8 @@
 distributes the embedding tables of a recommendation model; the other names are for training loops.
 
 Modules: api, resolve, place (builder), install: `parallelize`, in this order. roles: the roles of submodules. layers:
-the parallel modules that replace a model's own. comm: collectives, weight gathering, gradient reduction. recsys: embedding tables.
+the parallel modules that replace a model's own. comm: collectives, weight gathering, gradient reduction. recsys:
+embedding tables.
 """
 
 from typing import TYPE_CHECKING
