@@ -4,8 +4,8 @@
 `Grid` arranges the ranks along axes, `parallelize` shards an nn.Module over them in place, and `distribute_tables`
 distributes the embedding tables of a recommendation model; the other names are for training loops.
 
-Modules: api, builder: `parallelize`. roles: the roles of submodules. layers: the parallel modules that replace a
-model's own. comm: collectives, weight gathering, gradient reduction. recsys: embedding tables.
+Modules: api, resolve, place (builder), install: `parallelize`, in this order. roles: the roles of submodules. layers:
+the parallel modules that replace a model's own. comm: collectives, weight gathering, gradient reduction. recsys: embedding tables.
 """
 
 from typing import TYPE_CHECKING
