@@ -191,13 +191,23 @@ def block_seconds(workload: StepWorkload, model: Architecture, config: StepConfi
     return BlockSeconds(tuple(linears), kept, experts, forward, backward, recomputed, leaves_out_last)
 
 
-def cast_seconds(workload: StepWorkload, config: StepConfig, device: Device) -> tuple[float, float]:
-    """Seconds of each micro-batch's casts and copies of weights in its forward pass, and of gradients in its backward
-    pass. Weights that are gathered once a step are cast once: an equal part counts for each micro-batch."""
+class CastSeconds(NamedTuple):
+    """Seconds of each micro-batch's casts and copies: of weights in its forward pass, of those that are gathered again
+    for recomputation, and of gradients, and weights that were freed, in its backward pass."""
+
+    forward: float
+    again: float
+    backward: float
+
+
+def cast_seconds(workload: StepWorkload, config: StepConfig, device: Device) -> CastSeconds:
+    """The casts and copies of a model. What is gathered once a step is cast once: each micro-batch has a part of it."""
     casts, casts_back = _casts(workload, config, workload.model.splitting_sizes(config.grid))
-    copies, copies_back = _copies(workload, config, device.cluster)
+    copies, again, copies_back = _copies(workload, config, device.cluster)
     parts = config.micro_batches(workload) if config.gathers_once else 1
-    return device.traffic(casts + copies) / parts, device.traffic(casts_back + copies_back)
+    return CastSeconds(
+        device.traffic(casts + copies) / parts, device.traffic(again), device.traffic(casts_back + copies_back)
+    )
 
 
 def step_seconds(workload: StepWorkload, config: StepConfig, device: Device) -> float:
@@ -264,8 +274,9 @@ def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple
     return cast, adds + (cast if is_summed else parameters * (workload.master - workload.element))
 
 
-def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tuple[float, float]:
-    """Bytes of copying a block's parameters out of what was gathered, and its gradients into what is scattered.
+def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tuple[float, float, float]:
+    """Bytes of copying a block's parameters out of what was gathered, and its gradients into what is scattered: as
+    `CastSeconds` has them.
 
     Dividing gradients by the number of ranks is another pass over them. Only a model that is sharded by blocks, and
     experts, are sent so (`stretto.parallel.layers.block_shard`); weights gathered by copy engines need no copy.
@@ -273,15 +284,16 @@ def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tup
     model, options, element = workload.model, config.options, workload.element
     in_block = model.block_parameters if model.is_sharded_by_blocks else model.gathered_parameters
     if not in_block or config.grid.z == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     has_nvlink = has_nvlink_over_z(cluster, config.grid)
     of_block, outside = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
     whole = model.layers * in_block + (model.outside_parameters if model.is_sharded_by_blocks else 0)
     gathered = whole - model.layers * of_block - outside
-    is_gathered_again = not config.gathers_once and (options.recomputation.is_on or not options.keeps_weights)
-    again = model.layers * in_block * is_gathered_again
+    again = 2 * model.layers * in_block * element * (not config.gathers_once)
     passes = 2 if model.is_sharded_by_blocks else 1
-    return 2 * gathered * element, 2 * (again + passes * whole) * element
+    freed = again * (not options.keeps_weights)
+    recomputed = again * options.recomputation.is_on - freed
+    return 2 * gathered * element, max(0.0, recomputed), freed + 2 * passes * whole * element
 
 
 def head_seconds(workload: StepWorkload, grid: GridSizes, tokens: float, device: Device) -> float:

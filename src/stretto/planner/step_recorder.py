@@ -21,7 +21,7 @@ from stretto.planner.communication import (
     has_nvlink_over_z,
     linear_traffic,
 )
-from stretto.planner.compute import BlockSeconds, Device, block_seconds, cast_seconds, head_seconds
+from stretto.planner.compute import BlockSeconds, CastSeconds, Device, block_seconds, cast_seconds, head_seconds
 from stretto.planner.experts.cost import (
     HOST_READ,
     expert_messages,
@@ -108,11 +108,11 @@ class _StepRecorder:
             inner = workload.stage(1, is_first=False, is_last=False, moe_blocks=int(kind.moe_blocks > 0))
             of_block = cast_seconds(inner, config, self.device)
             kinds.append((count, self._block(kind, of_block)))
-            casts = [all_casts + count * each for all_casts, each in zip(casts, of_block, strict=True)]
+            casts = [casts[0] + count * of_block.forward, casts[1] + count * (of_block.again + of_block.backward)]
         outside = (0.0, 0.0)  # of the ends of pipelines, no casts are counted
         if is_whole:
             whole = cast_seconds(workload, config, self.device)
-            outside = max(0.0, whole[0] - casts[0]), max(0.0, whole[1] - casts[1])
+            outside = max(0.0, whole.forward - casts[0]), max(0.0, whole.again + whole.backward - casts[1])
         first, last = (
             workload if is_whole else workload.stage(1, is_first=is_first, is_last=not is_first)
             for is_first in (True, False)
@@ -155,8 +155,8 @@ class _StepRecorder:
             copies,
         )
 
-    def _block(self, model: Architecture, casts: tuple[float, float]) -> BlockRecord:
-        """One block of a kind. casts: seconds of turning its weights into the dtype of the computation, and back."""
+    def _block(self, model: Architecture, casts: CastSeconds) -> BlockRecord:
+        """One block of a kind."""
         config, options, by_blocks = self.config, self.config.options, model.is_sharded_by_blocks
         recomputes = options.recomputation.is_on
         seconds = block_seconds(self.workload, model, config, self.device)
@@ -170,9 +170,9 @@ class _StepRecorder:
         return BlockRecord(
             options,
             linears,
-            seconds.other_forward + casts[0],
-            seconds.other_backward + casts[1],
-            seconds.other_forward if recomputes else 0.0,
+            seconds.other_forward + casts.forward,
+            seconds.other_backward + casts.backward,
+            seconds.other_forward + casts.again if recomputes else 0.0,
             statistics,
             features,
             tuple(self._weights_together(model)),

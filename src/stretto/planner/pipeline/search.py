@@ -176,8 +176,8 @@ class PipelineSearch:
                 block = of_all.stage(1, is_first=False, is_last=False, moe_blocks=min(1, kind.moe_blocks))
                 work = block_seconds(block, block.model.kinds[0].model, config, self.device)
                 casts = cast_seconds(block, config, self.device)
-                forward_time += count * (work.forward + casts[0])
-                backward_time += count * (work.backward + casts[1])
+                forward_time += count * (work.forward + casts.forward)
+                backward_time += count * (work.backward + casts.again + casts.backward)
             self._computed[key] = forward_time, backward_time
         if of_any_way:
             return count_of_batches * sum(self._computed[key]) / grid.pipe
