@@ -71,18 +71,11 @@ def _list_collectives() -> Iterator[CheckoutCase]:
             for protocol, unroll in _UNROLLS.items():
                 for name in _SIZES if mode == "graph" else _EAGER_SIZES:
                     size = _SIZES[name]
-                    options = {
-                        "collective": collective,
-                        "algorithm": algorithm,
-                        "protocol": protocol,
-                        "unroll": unroll,
-                        "size": size,
-                        "calls": 4 if size <= _LARGE else 1,
-                    }
+                    options = {"collective": collective, "algorithm": algorithm, "protocol": protocol, "unroll": unroll}
+                    options |= {"size": size, "calls": 4 if size <= _LARGE else 1}
+                    title = f"{collective} {protocol} {name} {mode}"
                     is_bounded = protocol != "Copy" and size >= _FILLING
-                    yield CheckoutCase(
-                        f"{collective} {protocol} {name} {mode}", "collective", mode, options, is_bounded
-                    )
+                    yield CheckoutCase(title, "collective", mode, options, is_bounded)
 
 
 def _list_tiles() -> Iterator[CheckoutCase]:
@@ -119,24 +112,13 @@ def _make_training_case(name: str, **sizes: int) -> CheckoutCase:
 
 
 CPU_TRAINING_CASES = [_make_training_case("tiny training step", layers=1, hidden=32, seq_len=16)]
+_TINY = {"m": 4, "n": 32, "k": 32, "dtype": "float32", "plan": _PACKETS | {"shots": 1}, "calls": 1}
 CPU_CASES = [
     CheckoutCase(
         "tiles by push, 16 rows eager", "tiles", "eager", {"transfer": "push", "rows": 16, "columns": 32, "calls": 1}
     ),
     CheckoutCase(
-        "matmul_all_reduce one shot m=4 eager",
-        "operator",
-        "eager",
-        {
-            "operator": "matmul_all_reduce",
-            "m": 4,
-            "n": 32,
-            "k": 32,
-            "dtype": "float32",
-            "plan": _PACKETS | {"shots": 1},
-            "calls": 1,
-        },
-        is_bounded=True,
+        "matmul_all_reduce one shot m=4 eager", "operator", "eager", {"operator": "matmul_all_reduce"} | _TINY, True
     ),
 ]
 """Two small cases for CPU ranks, whose kernels are interpreted."""

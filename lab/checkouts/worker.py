@@ -14,7 +14,6 @@ An exception is answered by {"error": its text}. All output is redirected to std
 closed, even while a command runs.
 """
 
-import importlib
 import json
 import os
 import queue
@@ -39,21 +38,12 @@ _BLOCK = 256  # columns that a tile's kernel loads at once
 _TILE_ROWS = 16
 
 
-class _PreparedCase(NamedTuple):
-    """A case that is ready to time: `row` makes `calls` calls; `check` raises if one of their waits timed out.
-
-    `call` holds the tensors of the calls. A CUDA graph has only their addresses, which other tensors get, or nothing
-    has any more, when the last reference is gone.
-    """
-
-    row: Callable[[], Any]
-    calls: int
-    check: Callable[[], Any]
-    call: Callable[[], Any]
-
-
 class _CaseCall(NamedTuple):
-    """One call of a case, how many a row (or CUDA graph) has, and a check that raises if a wait timed out."""
+    """One call of a case, how many a row (or CUDA graph) has, and a check that raises if a wait timed out.
+
+    It holds the tensors of the calls. A CUDA graph has only their addresses, which other tensors get, or nothing has
+    any more, when the last reference is gone.
+    """
 
     call: Callable[[], Any]
     calls: int
@@ -106,26 +96,18 @@ class _WorkerRank:
             torch.cuda.set_device(self.device)
             torch.zeros(1, device=self.device)
             self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        _accept_shared_gpu()
         backend = "cpu:gloo,cuda:gloo" if self.device.type == "cuda" else "gloo"
         files = dist.FileStore(store, world)
         dist.init_process_group(backend, store=files, rank=rank, world_size=world, timeout=_GROUP_LIMIT)
         dist.barrier()
-        self._cases: dict[str, _PreparedCase] = {}
+        self._cases: dict[str, tuple[Callable[[], Any], _CaseCall]] = {}  # a row of calls, and the call
         self._communicator: Any = None
         self._kernels: dict[Any, Any] = {}
 
     def prepare(self, do: str, case: str, kind: str, mode: str, options: dict[str, Any]) -> dict[str, Any]:
         """Compile and warm up a case, and capture it if its mode is "graph". Collective."""
-        kinds: dict[str, Callable[..., _CaseCall]] = {
-            "collective": self._collective,
-            "operator": self._operator,
-            "embedding": self._embedding,
-            "tiles": self._tiles,
-            "training": self._training,
-        }
         torch.manual_seed(self.rank)
-        made = kinds[kind](case, **options)
+        made: _CaseCall = getattr(self, f"_{kind}")(case, **options)
         for _ in range(_WARM_UP):
             made.call()
         self._synchronize()
@@ -144,30 +126,27 @@ class _WorkerRank:
         replay()
         self._synchronize()
         made.check()
-        self._cases[case] = _PreparedCase(replay, made.calls, made.check, made.call)
+        self._cases[case] = replay, made
         return {}
 
     def run(self, do: str, case: str, times: int) -> dict[str, float]:
         """Time `times` rows of calls; returns seconds a call, on the device and for the host to issue."""
-        row, calls, check, _ = self._cases[case]
-        count = times * calls
+        row, made = self._cases[case]
+        count = times * made.calls
         row()  # not timed: here ranks that got the command earlier wait for the others
-        if self.device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        is_gpu = self.device.type == "cuda"
+        start, end = (torch.cuda.Event(enable_timing=True) if is_gpu else None for _ in range(2))
+        if start is not None:
             start.record()
-            began = time.perf_counter()
-            for _ in range(times):
-                row()
-            host = time.perf_counter() - began
+        began = time.perf_counter()
+        for _ in range(times):
+            row()
+        seconds = host = time.perf_counter() - began
+        if start is not None and end is not None:
             end.record()
             end.synchronize()
             seconds = start.elapsed_time(end) / 1e3
-        else:
-            began = time.perf_counter()
-            for _ in range(times):
-                row()
-            seconds = host = time.perf_counter() - began
-        check()
+        made.check()
         return {"seconds": seconds / count, "host": host / count}
 
     def _synchronize(self) -> None:
@@ -182,9 +161,8 @@ class _WorkerRank:
         from stretto.collectives.executor.cuda.communicator import CudaCommunicator
         from stretto.collectives.selection import Table
 
-        # An older checkout calls the class Way.
-        make_choice: Any = getattr(selection, "AlgorithmChoice" if hasattr(selection, "AlgorithmChoice") else "Way")
-
+        names = ("AlgorithmChoice", "Way")  # the latter: in older checkouts
+        make_choice: Any = next(getattr(selection, name) for name in names if hasattr(selection, name))
         if self._communicator is None:
             self._communicator = CudaCommunicator(table=Table())
         choice = make_choice(algorithm, protocol, unroll)
@@ -304,30 +282,6 @@ class _WorkerRank:
 
 def _nothing() -> None:
     """No check: an operator raises at its next call."""
-
-
-def _accept_shared_gpu() -> None:
-    """Let ranks that share a GPU run Stretto's kernels in old checkouts, which do not read STRETTO_SHARE_GPUS.
-
-    Such a checkout refuses ranks that share a GPU, and passes `device_ids` to `dist.barrier`, which gloo refuses. For a
-    checkout that reads STRETTO_SHARE_GPUS nothing changes: it does not refuse.
-    """
-    meet = dist.barrier
-
-    def barrier(*arguments: Any, device_ids: Any = None, **options: Any) -> Any:
-        return meet(*arguments, **options)
-
-    dist.barrier = barrier
-    gpus: Any = importlib.import_module("stretto.memory.gpus")
-    look = gpus.find_obstacle
-
-    def find_obstacle(*arguments: Any, **options: Any) -> str | None:
-        found: str | None = look(*arguments, **options)
-        return None if found is not None and "share a GPU" in found else found
-
-    for module in list(sys.modules.values()):
-        if getattr(module, "find_obstacle", None) is look:
-            module.find_obstacle = find_obstacle  # type: ignore[attr-defined]
 
 
 @triton.jit

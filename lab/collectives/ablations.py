@@ -95,7 +95,7 @@ def pipelining_columns(tiles: Sequence[int]) -> tuple[Column, ...]:
     return (
         *(Column(name, name) for name in ("algorithm", "mode", "size")),
         Column(WHOLE, "one tile (us)", "{:.1f}"),
-        *(Column(tile_name(tile), f"tiles of {name_size(tile)} (us)", "{:.1f}") for tile in tiles),
+        *(Column(f"tile {tile}", f"tiles of {name_size(tile)} (us)", "{:.1f}") for tile in tiles),
         Column("best", "best tile"),
         Column("ratio", "one tile / best", "{:.2f}"),
     )
@@ -121,11 +121,6 @@ def tabulate(measured: Sequence[Mapping[str, Any]], setting: AblationsSetting) -
         rows = [make(one) for one in measured if one["ablation"] == ablation]
         title = f"{ablation.capitalize()}, {setting.ranks} ranks, whole arrays"
         yield Measured(rows, name=ablation, title=title, row=columns)
-
-
-def tile_name(tile_bytes: int) -> str:
-    """The key of a tile size in a row."""
-    return f"tile {tile_bytes}"
 
 
 def pipelining_row(measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,14 +169,7 @@ def fifo_bytes(schedule: Schedule, num_bytes: int, protocol: str) -> int:
     """Bytes that the FIFOs of one rank need if a whole chunk is one tile. num_bytes: of the whole array."""
     elements = num_bytes // _DTYPE.itemsize
     plan = make_plan(
-        schedule,
-        elements,
-        elements,
-        in_place=False,
-        dtype=_DTYPE,
-        reduction="sum",
-        tile_bytes=num_bytes,
-        slots=None,
+        schedule, elements, elements, in_place=False, dtype=_DTYPE, reduction="sum", tile_bytes=num_bytes, slots=None
     )
     # Tiles are rounded up to 480 bytes, LL128's to whole warps of lines.
     return plan.buffer_bytes * 16 // DATA_BYTES[protocol] * 17 // 16 + _SLACK
@@ -199,15 +187,16 @@ def _measure(setting: AblationsSetting) -> list[dict[str, Any]]:
         for algorithm in PIPELINED if ablation == "pipelining" else COMPOSED:
             for size in setting.sizes:
                 for mode in setting.modes:
-                    input, output = _buffers(size, ranks, device)
+                    count = max(size // _DTYPE.itemsize // ranks, 1) * ranks
+                    input = torch.randn(count, device=device).to(_DTYPE)
+                    output = torch.empty_like(input)
                     if ablation == "pipelining":
                         runs = _pipelining_runs(pipelined[algorithm], workspace, setting, size, input, output)
                     else:
                         runs = _composition_runs(algorithm, workspace, setting, input, output)
-                    runs = {name: run for name, run in runs.items() if _is_launched(name, run)}
-                    if mode == "graph":
-                        runs = {name: run for name, run in runs.items() if _can_be_captured(run)}
-                    found = time_interleaved(runs, size, is_graph=mode == "graph") if runs else {}
+                    is_graph = mode == "graph"
+                    runs = {name: run for name, run in runs.items() if _works(name, run, is_graph=is_graph)}
+                    found = time_interleaved(runs, size, is_graph=is_graph) if runs else {}
                     workspace.check()
                     times = {name: one.seconds * 1e6 for name, one in found.items()}
                     row = {"ablation": ablation, "algorithm": algorithm, "mode": mode, "bytes": size}
@@ -218,28 +207,17 @@ def _measure(setting: AblationsSetting) -> list[dict[str, Any]]:
     return rows
 
 
-def _buffers(size: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    count = max(size // _DTYPE.itemsize // ranks, 1) * ranks
-    return torch.randn(count, device=device).to(_DTYPE), torch.empty(count, dtype=_DTYPE, device=device)
-
-
 def _pipelining_runs(
-    schedule: Schedule,
-    workspace: CollectiveWorkspace,
-    setting: AblationsSetting,
-    size: int,
-    input: Tensor,
-    output: Tensor,
+    schedule: Schedule, workspace: CollectiveWorkspace, setting: AblationsSetting, size: int, *buffers: Tensor
 ) -> dict[str, TimedCall]:
     """The interpreted schedule with a whole chunk as one tile, and with each tile size smaller than a chunk."""
     variant = Variant("bfloat16", "sum", setting.protocol)
     chunk_bytes = -(-size // schedule.collective.chunks_per_loop)
-    tiles = {WHOLE: size} | {tile_name(tile): tile for tile in setting.tiles if tile < chunk_bytes}
-    kernels = {
-        name: InterpretedSchedule(schedule, workspace, variant, in_place=False, tile_bytes=tile)
+    tiles = {WHOLE: size} | {f"tile {tile}": tile for tile in setting.tiles if tile < chunk_bytes}
+    return {
+        name: partial(InterpretedSchedule(schedule, workspace, variant, in_place=False, tile_bytes=tile), *buffers)
         for name, tile in tiles.items()
     }
-    return {name: partial(kernel, input, output) for name, kernel in kernels.items()}
 
 
 def _composition_runs(
@@ -253,13 +231,10 @@ def _composition_runs(
     interpreted = InterpretedSchedule(schedule, workspace, variant, in_place=False)
     sizes = (input.numel(), input.dtype, input.device)
     composed: Callable[[Tensor, Tensor], None]
-    match algorithm:
-        case "ring-all-reduce":
-            composed = RingAllReduce(*sizes)
-        case "two-shot-all-reduce":
-            composed = TwoShotAllReduce(*sizes)
-        case _:
-            composed = TwoStepAllToAll(*sizes, nodes=find_nodes(ranks))
+    if algorithm == "two-step-all-to-all":
+        composed = TwoStepAllToAll(*sizes, nodes=find_nodes(ranks))
+    else:
+        composed = (RingAllReduce if algorithm == "ring-all-reduce" else TwoShotAllReduce)(*sizes)
     is_reduction = algorithm != "two-step-all-to-all"
     return {
         "composed": partial(composed, input, output),
@@ -269,20 +244,16 @@ def _composition_runs(
     }
 
 
-def _is_launched(name: str, run: TimedCall) -> bool:
-    """Whether the run can be launched (the same on all ranks): a schedule may need more blocks than the GPU holds."""
+def _works(name: str, run: TimedCall, *, is_graph: bool) -> bool:
+    """Whether the run can be launched (on all ranks, or on none), and in a CUDA graph captured on all ranks."""
     try:
         run()
-    except LaunchError as error:
+    except LaunchError as error:  # a schedule may need more blocks than the GPU holds
         if dist.get_rank() == 0:
             print(f"{name} is left out: {error}", flush=True)
         return False
-    return True
-
-
-def _can_be_captured(run: TimedCall) -> bool:
-    """Whether all ranks can capture the run in a CUDA graph."""
-    run()
+    if not is_graph:
+        return True
     torch.cuda.synchronize()
     dist.barrier()
     try:
@@ -300,25 +271,19 @@ def _can_be_captured(run: TimedCall) -> bool:
 
 
 def plot_pipelining(result: Path, picture: Path) -> None:
-    """A panel an algorithm and mode: microseconds over size, one tile compared with every tile size."""
+    """Draw one tile compared with every tile size."""
     from stretto.report.style import PEER, SERIES
 
-    data = json.loads(result.read_text())
-    tiles = sorted({name for row in data["rows"] for name in row if name.startswith("tile ")}, key=_tile_bytes)
-    series = [("whole", "a chunk in one tile", PEER)]
-    labels = [f"tiles of {name_size(_tile_bytes(name))}" for name in tiles]
-    series += zip(tiles, labels, [SERIES[number % len(SERIES)] for number in range(len(tiles))], strict=True)
-    _plot_ablation(
-        data,
-        picture,
-        series,
-        "Pipelining over tiles",
-        "With tiles, a thread block passes a part of a chunk on before it has received the rest.",
-    )
+    tiles = sorted({int(name[5:]) for row in _rows(result) for name in row if name.startswith("tile ")})
+    names = [(f"tile {tile}", f"tiles of {name_size(tile)}") for tile in tiles]
+    series = [(WHOLE, "a chunk in one tile", PEER)]
+    series += [(*each, SERIES[number % len(SERIES)]) for number, each in enumerate(names)]
+    caption = "With tiles, a thread block passes a part of a chunk on before it has received the rest."
+    _plot_ablation(result, picture, series, "Pipelining over tiles", caption)
 
 
 def plot_composition(result: Path, picture: Path) -> None:
-    """A panel an algorithm and mode: microseconds over size, one kernel compared with library calls."""
+    """Draw one kernel compared with library calls."""
     from stretto.report.style import OTHER_PEER, PEER, STRETTO, THIRD_PEER
 
     series = [
@@ -327,50 +292,43 @@ def plot_composition(result: Path, picture: Path) -> None:
         ("interpreted", "the algorithm in one kernel, interpreted", THIRD_PEER),
         ("kernel", "the algorithm in one kernel, fused", STRETTO),
     ]
-    _plot_ablation(
-        json.loads(result.read_text()),
-        picture,
-        series,
-        "One kernel beside the same algorithm composed of calls",
-        "Interpreted: the kernel reads the schedule's steps from memory. Fused: it is generated for the schedule.",
-    )
+    title = "One kernel beside the same algorithm composed of calls"
+    caption = "Interpreted: the kernel reads the schedule's steps from memory. Fused: it is generated for the schedule."
+    _plot_ablation(result, picture, series, title, caption)
+
+
+def _rows(result: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(result.read_text())["rows"]
+    return sorted(rows, key=lambda row: row["bytes"])
 
 
 def _plot_ablation(
-    data: Mapping[str, Any], picture: Path, series: Sequence[tuple[str, str, Any]], title: str, caption: str
+    result: Path, picture: Path, series: Sequence[tuple[str, str, Any]], title: str, caption: str
 ) -> None:
+    """Draw a panel an algorithm and mode: microseconds over size, a line for each of (key, label, look)."""
     from stretto.bench.collectives.plot import _MODES
     from stretto.report.style import drawing, plain_log
 
-    algorithms = list(dict.fromkeys(row["algorithm"] for row in data["rows"]))
-    modes = list(dict.fromkeys(row["mode"] for row in data["rows"]))
+    data = json.loads(result.read_text())
+    algorithms, modes = (list(dict.fromkeys(row[key] for row in data["rows"])) for key in ("algorithm", "mode"))
     with drawing(picture, max(6.0, 3.1 * len(algorithms)), 2.3 * max(1, len(modes))) as drawn:
         panels = drawn.panels(len(modes), len(algorithms), sharey="col")
         for across, mode in zip(panels, modes, strict=False):
             for panel, algorithm in zip(across, algorithms, strict=False):
-                rows = [row for row in data["rows"] if (row["algorithm"], row["mode"]) == (algorithm, mode)]
-                rows.sort(key=lambda row: row["bytes"])
+                rows = [row for row in _rows(result) if (row["algorithm"], row["mode"]) == (algorithm, mode)]
                 for key, label, look in series:
                     points = [(row["bytes"], row[key]) for row in rows if row.get(key) is not None]
                     if points:
-                        panel.plot([x for x, _ in points], [y for _, y in points], label=label, **look.line)
+                        panel.plot(*zip(*points, strict=True), label=label, **look.line)
                 drawn.log_ticks(panel.xaxis, [row["bytes"] for row in rows], name_size)
-        for panel in panels.flat:
-            if panel.has_data():
-                plain_log(panel.yaxis)
-        for panel in panels[-1]:
-            panel.set_xlabel("size of the whole array")
-        for panel, mode in zip(panels[:, 0], modes, strict=False):
-            panel.set_ylabel(f"{_MODES.get(mode, mode)},\nmicroseconds")
-        for panel, algorithm in zip(panels[0], algorithms, strict=False):
-            panel.set_title(algorithm)
+                if panel.has_data():
+                    plain_log(panel.yaxis)
+                panel.set_title(algorithm if mode == modes[0] else "")
+                panel.set_xlabel("size of the whole array" if mode == modes[-1] else "")
+            across[0].set_ylabel(f"{_MODES.get(mode, mode)},\nmicroseconds")
         drawn.title = f"{title}: {data['ranks']} ranks, protocol {data['protocol']}"
         drawn.subtitle = describe_origin(data)
         drawn.caption = caption
-
-
-def _tile_bytes(name: str) -> int:
-    return int(name.removeprefix("tile "))
 
 
 BENCH = Bench(

@@ -134,16 +134,7 @@ def _measure_all(setting: BackendSetting) -> list[Row]:
 def _measure_alone(groups: _Groups, setting: BackendSetting, collective: str, size: int) -> Row:
     buffers = CollectiveBuffers.make(collective, size, torch.bfloat16, groups.device)
     runs = {name: partial(_call, collective, buffers, group) for name, group in groups.by_name.items()}
-    ran_as = _found_as(runs["stretto"])
-    found = time_interleaved(runs, size, is_graph=False)
-    return Row(
-        part="alone",
-        collective=collective,
-        bytes=size,
-        size=name_size(size),
-        **_compare({name: timed.seconds * 1e6 for name, timed in found.items()}),
-        ran_as=ran_as,
-    )
+    return _compare("alone", runs, size, 1e6, collective=collective, bytes=size, size=name_size(size))
 
 
 def _measure_overlapped(groups: _Groups, setting: BackendSetting, collective: str, size: int) -> Row:
@@ -169,17 +160,8 @@ def _measure_overlapped(groups: _Groups, setting: BackendSetting, collective: st
 
     runs: dict[str, Callable[[], Any]] = {"work": work}
     runs |= {name: partial(run_overlapped, group) for name, group in groups.by_name.items()}
-    ran_as = _found_as(runs["stretto"])
-    found = time_interleaved(runs, _ONE_CALL, is_graph=False, rests=False)
-    return Row(
-        part="beside",
-        collective=collective,
-        bytes=size,
-        size=name_size(size),
-        products=products,
-        **_compare({name: timed.seconds * 1e6 for name, timed in found.items()}),
-        ran_as=ran_as,
-    )
+    about = {"collective": collective, "bytes": size, "size": name_size(size), "products": products}
+    return _compare("beside", runs, _ONE_CALL, 1e6, **about)
 
 
 def _measure_ddp(groups: _Groups, setting: BackendSetting, bucket_mb: float) -> Row:
@@ -208,14 +190,7 @@ def _measure_ddp(groups: _Groups, setting: BackendSetting, bucket_mb: float) -> 
 
     runs: dict[str, Callable[[], Any]] = {"work": without_all_reduces}
     runs |= {name: partial(step, model) for name, model in models.items()}
-    ran_as = _found_as(runs["stretto"])
-    found = time_interleaved(runs, _ONE_CALL, is_graph=False, rests=False)
-    return Row(
-        part="ddp",
-        bucket_mb=bucket_mb,
-        **_compare({name: timed.seconds * 1e3 for name, timed in found.items()}),
-        ran_as=ran_as,
-    )
+    return _compare("ddp", runs, _ONE_CALL, 1e3, bucket_mb=bucket_mb)
 
 
 def _call(collective: str, buffers: CollectiveBuffers, group: dist.ProcessGroup, *, is_async: bool = False) -> Any:
@@ -242,15 +217,17 @@ def _found_as(run: Callable[[], Any]) -> str:
     return ", ".join(name.removeprefix("schedule ") for name in names)
 
 
-def _compare(found: Mapping[str, float]) -> dict[str, float | None]:
-    """What every row has, of the times of "nccl" (where there is one), "stretto" and "work"."""
-    nccl, work = found.get("nccl"), found.get("work")
-    row: dict[str, float | None] = {"nccl": nccl, "stretto": found["stretto"], "work": work}
-    row["ratio"] = None if nccl is None else nccl / found["stretto"]
-    for name, seconds in found.items():
-        if work is not None and name != "work":
-            row[f"{name}_exposed"] = max(0.0, seconds - work)
-    return row
+def _compare(part: str, runs: Mapping[str, Callable[[], Any]], num_bytes: int, scale: float, **about: Any) -> Row:
+    """Time "nccl" (where there is one), "stretto" and "work" (what overlaps a call), in units of 1 / scale seconds."""
+    ran_as = _found_as(runs["stretto"])
+    timed = time_interleaved(runs, num_bytes, is_graph=False, rests=part == "alone")
+    times = {name: one.seconds * scale for name, one in timed.items()}
+    nccl, work = times.get("nccl"), times.get("work")
+    exposed = (
+        {} if work is None else {f"{name}_exposed": max(0.0, times[name] - work) for name in times.keys() - {"work"}}
+    )
+    ratio = None if nccl is None else nccl / times["stretto"]
+    return Row(part=part, **about, **times, **exposed, ratio=ratio, ran_as=ran_as)
 
 
 BENCH = Bench(

@@ -50,18 +50,10 @@ class ComparedRun:
     published: Mapping[str, float]
 
 
-ALL_TO_ALL, OVER_X, ALL_REDUCE, IN_ITS_PLACE, GRADIENTS, STEP = (
-    "all-to-all",
-    "all over x",
-    "all-reduce",
-    "reduce-scatter, all-gather",
-    "gradients, and all else",
-    "step",
-)
-PARTS = (ALL_TO_ALL, OVER_X, ALL_REDUCE, IN_ITS_PLACE, GRADIENTS, STEP)
-BASELINE = "baseline"
+PARTS = ("all-to-all", "all over x", "all-reduce", "reduce-scatter, all-gather", "gradients, and all else", "step")
+ALL_TO_ALL, OVER_X, ALL_REDUCE, IN_ITS_PLACE, GRADIENTS, STEP = PARTS
 BARS = (
-    ComparedRun(BASELINE, {"recompute": "full", "drop_duplicates": False}, {}),
+    ComparedRun("baseline", {"recompute": "full", "drop_duplicates": False}, {}),
     ComparedRun("DTD", {"recompute": "full"}, {ALL_TO_ALL: 0.48, STEP: 0.1321}),
     ComparedRun("DTD and CAC", {"recompute": "communication"}, {ALL_TO_ALL: 0.6412, OVER_X: 0.33, STEP: 0.207}),
 )
@@ -123,16 +115,8 @@ class ExpertsSetting:
     @property
     def model(self) -> GPTConfig:
         """The GPT that is trained."""
-        return GPTConfig(
-            self.layers,
-            self.hidden,
-            self.hidden // 16,
-            vocab=256,
-            max_seq_len=self.seq_len,
-            num_experts=self.data,
-            experts_per_token=1,
-            moe_layers="every:2",
-        )
+        sizes = {"vocab": 256, "max_seq_len": self.seq_len, "num_experts": self.data, "experts_per_token": 1}
+        return GPTConfig(self.layers, self.hidden, self.hidden // 16, moe_layers="every:2", **sizes)
 
 
 @dataclass(frozen=True)
@@ -252,21 +236,13 @@ def count_calls(grid: Grid, bar: ComparedRun) -> dict[str, int]:
 
     Smaller messages (numbers of rows, routers' weights) are not counted.
     """
-    tokens, hidden, experts = 128, 32 * grid.size("x"), 4 * grid.size("expert")
-    least = tokens * hidden / grid.size("x")  # bytes: a quarter of what is sent where experts have as many tokens each
+    tokens, heads = 128, grid.size("x")
+    least = tokens * 32  # bytes: a quarter of what is sent where experts have as many tokens each
+    sizes = {"ffn": 16 * heads, "vocab": 64, "max_seq_len": tokens}
+    experts = {"num_experts": 4 * grid.size("expert"), "experts_per_token": 2}
     counts: list[Counter[str]] = []
     for layers in (2, 1):
-        heads, k = grid.size("x"), 2
-        config = GPTConfig(
-            layers,
-            hidden,
-            heads,
-            ffn=16 * heads,
-            vocab=64,
-            max_seq_len=tokens,
-            num_experts=experts,
-            experts_per_token=k,
-        )
+        config = GPTConfig(layers, 32 * heads, heads, **sizes, **experts)
         found: Counter[str] = Counter()
 
         def count(call: CollectiveCall, found: Counter[str] = found) -> None:
@@ -318,27 +294,23 @@ def tabulate(
             }
             if part == STEP and run is not None:
                 row |= {"loss": run["loss"], "gradient_norm": run["gradient_norm"]}
-            first = next((other for other in rows if other["part"] == part), row)
-            for time_of, saved in (("milliseconds", "saved"), ("predicted_milliseconds", "predicted_saved")):
-                if (
-                    first is not row
-                    and first[time_of]
-                    and row[time_of] is not None
-                    and part in (ALL_TO_ALL, OVER_X, ALL_REDUCE, STEP)
-                ):
-                    row[saved] = 1 - row[time_of] / first[time_of]
+            first = next((other for other in rows if other["part"] == part), None)
+            if first is not None and part not in (IN_ITS_PLACE, GRADIENTS):
+                for prefix in ("", "predicted_"):
+                    before, after = (each[f"{prefix}milliseconds"] for each in (first, row))
+                    if before and after is not None:
+                        row[f"{prefix}saved"] = 1 - after / before
             rows.append(row)
     return rows
 
 
 def _measured_parts(run: Mapping[str, Any]) -> dict[str, tuple[float | None, float]]:
     """(MB that a rank has sent, ms) of each part."""
-    parts: dict[str, tuple[float | None, float]] = {
-        part: (sent / 1e6, run["waited"][part] * 1e3) for part, sent in run["sent"].items()
-    }
-    over_x = [[value or 0.0 for value in parts[part]] for part in (ALL_REDUCE, IN_ITS_PLACE)]
-    sent, spent = map(sum, zip(*over_x, strict=True))
-    return parts | {OVER_X: (sent, spent), STEP: (None, run["step_milliseconds"])}
+    sent, waited = (dict(run[key]) for key in ("sent", "waited"))
+    for spent in (sent, waited):
+        spent[OVER_X] = spent[ALL_REDUCE] + spent[IN_ITS_PLACE]
+    parts: dict[str, tuple[float | None, float]] = {part: (sent[part] / 1e6, waited[part] * 1e3) for part in sent}
+    return parts | {STEP: (None, run["step_milliseconds"])}
 
 
 def plot_experts(result: Path, picture: Path) -> None:
@@ -348,7 +320,7 @@ def plot_experts(result: Path, picture: Path) -> None:
     data = json.loads(result.read_text())
     rows = {(row["name"], row["part"]): row for row in data["rows"]}
     names = list(dict.fromkeys(row["name"] for row in data["rows"]))[::-1]
-    parts = ("all-to-all", "all-reduce", "reduce-scatter, all-gather", "gradients, and all else")
+    parts = (ALL_TO_ALL, ALL_REDUCE, IN_ITS_PLACE, GRADIENTS)
     compared = [row for row in data["rows"] if row["published_saved"] is not None][::-1]
     with drawing(picture, 11, max(0.75 * len(names), 0.45 * len(compared)) + 0.6) as drawn:
         steps, saved = drawn.panels(1, 2, width_ratios=(3, 2))[0]

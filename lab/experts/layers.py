@@ -105,13 +105,11 @@ def measure_layers(setting: MoeLayersSetting) -> list[dict[str, Any]]:
     make, peer = _choose_model(setting)
     runs: list[TrainingRun] = []
     for suffix in ("", ", compiled") if setting.compiled else ("",):
-        options = {"is_compiled": bool(suffix)}
-        build = partial(_build_peer, setting, grid, make, **options)
-        runs.append(TrainingRun(f"{peer}{suffix}", build, is_peer=True, **options))
-        runs.append(TrainingRun(f"Stretto{suffix}", partial(_build_stretto, setting, grid, make, **options), **options))
+        for name, is_peer in ((peer, True), ("Stretto", False)):
+            build = partial(_build, setting, grid, make, is_peer=is_peer, is_compiled=bool(suffix))
+            runs.append(TrainingRun(f"{name}{suffix}", build, is_peer=is_peer, is_compiled=bool(suffix)))
     if setting.has_masters:
-        build = partial(_build_stretto, setting, grid, make, is_compiled=False, has_masters=True)
-        runs.append(TrainingRun("Stretto, fp32 weights", build))
+        runs.append(TrainingRun("Stretto, fp32 weights", partial(_build, setting, grid, make, has_masters=True)))
     rows = measure(runs, setting, grid.device, extra=partial(_count_host_waits, grid.device))
     speeds = {row["name"]: row["tokens_per_second_per_gpu"] for row in rows if "error" not in row}
     for row in rows:
@@ -214,40 +212,23 @@ def _make_gpt(setting: MoeLayersSetting, is_peer: bool) -> nn.Module:
     return model
 
 
-def _new_model(setting: MoeLayersSetting, grid: Grid, make: Make, *, is_peer: bool, dtype: torch.dtype) -> nn.Module:
-    """The model with the same weights for every run. A CPU computes in fp32, whose products support any size."""
-    torch.manual_seed(0)
-    with grid.device:
-        return make(is_peer).to(dtype if grid.device.type == "cuda" else torch.float32)
-
-
-def _build_peer(setting: MoeLayersSetting, grid: Grid, make: Make, *, is_compiled: bool) -> Step:
-    model = _new_model(setting, grid, make, is_peer=True, dtype=torch.bfloat16)
-
-    def norm() -> Tensor:
-        return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-
-    return _make_step(setting, grid, model, model, norm, is_compiled)
-
-
-def _build_stretto(
-    setting: MoeLayersSetting, grid: Grid, make: Make, *, is_compiled: bool, has_masters: bool = False
-) -> Step:
-    dtype = torch.float32 if has_masters else torch.bfloat16
-    whole = _new_model(setting, grid, make, is_peer=False, dtype=dtype)
-    model = parallelize(whole, grid, dtype=torch.bfloat16 if has_masters and grid.device.type == "cuda" else None)
-    called = model if isinstance(model, GPT) else _Loss(model)
-    return _make_step(setting, grid, model, called, lambda: gradient_norm(model.parameters(), grid), is_compiled)
-
-
-def _make_step(
+def _build(
     setting: MoeLayersSetting,
     grid: Grid,
-    model: nn.Module,
-    called: nn.Module,
-    norm: Callable[[], Tensor],
-    is_compiled: bool,
+    make: Make,
+    *,
+    is_peer: bool = False,
+    is_compiled: bool = False,
+    has_masters: bool = False,
 ) -> Step:
+    """A run with the same weights and tokens as all. A CPU computes in fp32, whose products support any size."""
+    is_gpu = grid.device.type == "cuda"
+    torch.manual_seed(0)
+    with grid.device:
+        model = make(is_peer).to(torch.bfloat16 if is_gpu and not has_masters else torch.float32)
+    if not is_peer:
+        model = parallelize(model, grid, dtype=torch.bfloat16 if has_masters and is_gpu else None)
+    called = model if is_peer or isinstance(model, GPT) else _Loss(model)
     if is_compiled:
         for name, module in model.named_modules():
             if name.rpartition(".")[0].endswith(("layers", "blocks")):
@@ -255,17 +236,19 @@ def _make_step(
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(setting.vocab, (setting.batch, setting.seq_len + 1), generator=generator).to(grid.device)
     tokens, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-    is_fused = grid.device.type == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=is_fused) if setting.steps_optimizer else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=is_gpu) if setting.steps_optimizer else None
 
     def step() -> Stepped:
         loss = called(tokens, targets)
         loss.backward()
-        length = norm()
+        if is_peer:
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        else:
+            norm = gradient_norm(model.parameters(), grid)
         if optimizer is not None:
             optimizer.step()
         model.zero_grad(set_to_none=True)
-        return Stepped(loss.detach(), length)
+        return Stepped(loss.detach(), norm)
 
     return step
 

@@ -76,63 +76,58 @@ class Claim:
 
 @dataclass(frozen=True)
 class ClusterSimulation:
-    """Simulates schedules on nodes of one cluster with its costs, and selects the best of several configurations."""
+    """Simulates schedules on nodes of one cluster with its costs, and selects the best of several configurations.
+
+    executor: of the costs. topology: None for the cluster's.
+    """
 
     cluster: Cluster
     costs: MachineCosts
     tiles: int
+    executor: str = "interpreter"
+    topology: NetworkTopology | None = None
 
     def best(
         self,
-        schedules: Sequence[tuple[str, Schedule]],
+        schedules: Schedule | Mapping[str, Schedule],
         sizes: Sequence[int],
         *,
         protocols: Sequence[str] = ("LL", "LL128", "Simple"),
         instances: Sequence[int] = (1,),
-        executor: str = "interpreter",
-        topology: NetworkTopology | None = None,
     ) -> Times:
         """The fastest of all schedules, protocols and instances by size, as the paper tunes them by hand.
 
         Of each schedule and protocol, more instances are tried until they are slower.
         """
+        named = {"": schedules} if isinstance(schedules, Schedule) else schedules
         found: Times = {}
         for num_bytes in sizes:
             times: list[tuple[float, str]] = []
-            for name, schedule in schedules:
+            for name, schedule in named.items():
                 for protocol in protocols:
                     fastest = math.inf
                     for count in instances:
-                        if not self._fits(schedule, count, executor):
+                        if count > 1 and not self.fits(schedule, count):
                             break
-                        seconds = self._simulate(schedule, num_bytes, protocol, count, executor, topology)
-                        times.append((seconds, f"{name} {protocol} r={count}"))
+                        seconds = self._simulate(schedule, num_bytes, protocol, count)
+                        times.append((seconds, f"{name} {protocol} r={count}".strip()))
                         if seconds > fastest:
                             break
                         fastest = seconds
             found[num_bytes] = min(times)
         return found
 
-    def _fits(self, schedule: Schedule, instances: int, executor: str) -> bool:
-        most = self.costs.executor(executor).max_blocks
-        blocks = max(len(program.thread_blocks) for program in schedule.ranks)
-        return instances == 1 or most is None or blocks * instances <= most
+    def fits(self, schedule: Schedule, instances: int) -> bool:
+        """Whether so many instances can be resident."""
+        most = self.costs.executor(self.executor).max_blocks
+        return most is None or instances * max(len(program.thread_blocks) for program in schedule.ranks) <= most
 
-    def _simulate(
-        self,
-        schedule: Schedule,
-        num_bytes: int,
-        protocol: str,
-        instances: int,
-        executor: str,
-        topology: NetworkTopology | None,
-    ) -> float:
-        network = topology or self.costs.topology(self.cluster, schedule.collective.ranks)
+    def _simulate(self, schedule: Schedule, num_bytes: int, protocol: str, instances: int) -> float:
         return simulate_schedule(
             schedule,
             num_bytes,
-            network,
-            self.costs.executor(executor),
+            self.topology or self.costs.topology(self.cluster, schedule.collective.ranks),
+            self.costs.executor(self.executor),
             protocol=protocol,
             ranks_per_node=self.cluster.gpus_per_node,
             instances=instances,
@@ -149,28 +144,20 @@ def hierarchical_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) 
     """Figure 8c: hierarchical all-reduce and the same composed of NCCL's calls, over NCCL's all-reduce."""
     where = on_cluster(name, tiles)
     gpus = where.cluster.gpus_per_node
-    rings = rotated_rings_all_reduce.compile(nodes=nodes, gpus=gpus, rings=int(where.cluster.require("nics_per_node")))
-    trees = chained_trees_all_reduce.compile(nodes=nodes, gpus=gpus)
+    shape = {"nodes": nodes, "gpus": gpus}
+    rings = rotated_rings_all_reduce.compile(rings=int(where.cluster.require("nics_per_node")), **shape)
     # NCCL 2.8 uses 24 channels on A100, and fewer for small buffers: a ring a NIC of a node, once or three times.
-    nccl = where.best([("ring", rings), ("tree", trees)], sizes, instances=(1, 3))
-    ours = where.best(
-        [
-            (f"parallel={parallel}", find("hierarchical-all-reduce").compile(nodes=nodes, gpus=gpus, parallel=parallel))
-            for parallel in ((1, 4, 8) if gpus == 8 else (1, 4))
-        ],
-        sizes,
-        instances=(1, 2, 4, 8),
-    )
-    alone = ClusterSimulation(where.cluster, where.costs, tiles)
-    in_node = alone.costs.topology(where.cluster, gpus)
-    ring_options: dict[str, Any] = {"instances": (1, 24), "topology": in_node}
-    scatter = alone.best([("", find("ring-reduce-scatter").compile(ranks=gpus))], sizes, **ring_options)
-    gather = alone.best([("", find("ring-all-gather").compile(ranks=gpus))], sizes, **ring_options)
-    between = _one_gpu_a_node(where)
+    nccl = where.best({"ring": rings, "tree": chained_trees_all_reduce.compile(**shape)}, sizes, instances=(1, 3))
+    hierarchical = find("hierarchical-all-reduce")
+    together = (1, 4, 8) if gpus == 8 else (1, 4)
+    candidates = {f"parallel={parallel}": hierarchical.compile(parallel=parallel, **shape) for parallel in together}
+    ours = where.best(candidates, sizes, instances=(1, 2, 4, 8))
+    in_node = replace(where, topology=where.costs.topology(where.cluster, gpus))
+    names = ("ring-reduce-scatter", "ring-all-gather")
+    scatter, gather = (in_node.best(find(each).compile(ranks=gpus), sizes, instances=(1, 24)) for each in names)
     shares = {size: size // gpus for size in sizes}
-    reduce = between.best(
-        [("", find("ring-all-reduce").compile(ranks=nodes))], sorted(set(shares.values())), instances=(1, 4)
-    )
+    ring = find("ring-all-reduce").compile(ranks=nodes)
+    reduce = _one_gpu_a_node(where).best(ring, sorted(set(shares.values())), instances=(1, 4))
     composed = {size: (scatter[size][0] + reduce[shares[size]][0] + gather[size][0], "3 calls") for size in sizes}
     study = f"8c: hierarchical all-reduce, {nodes} {TITLES[name]} nodes, over NCCL"
     yield from _rows(study, "MSCCLang", ours, nccl, 1.4)
@@ -189,10 +176,10 @@ def two_step_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> I
     """Figure 8e: two-step all-to-all and NCCL's, over two-step written by hand with NCCL's sends and receives."""
     where = on_cluster(name, tiles)
     gpus = where.cluster.gpus_per_node
-    ours = where.best([("", find("two-step-all-to-all").compile(nodes=nodes, gpus=gpus))], sizes)
-    sends: dict[str, Any] = {"protocols": ("Simple",), "executor": "nccl"}  # as NCCL 2.8 sends and receives
-    nccl = where.best([("", find("direct-all-to-all").compile(ranks=nodes * gpus))], sizes, **sends)
-    first, second = (where.best([("", each)], sizes, **sends) for each in two_step_exchanges(nodes, gpus))
+    ours = where.best(find("two-step-all-to-all").compile(nodes=nodes, gpus=gpus), sizes)
+    sends = replace(where, executor="nccl")  # as NCCL 2.8 sends and receives
+    exchanges = (find("direct-all-to-all").compile(ranks=nodes * gpus), *two_step_exchanges(nodes, gpus))
+    nccl, first, second = (sends.best(each, sizes, protocols=("Simple",)) for each in exchanges)
     copied = 2 / MEMORY_BANDWIDTH[name]  # seconds a byte: read and written once
     by_hand = {size: (first[size][0] + copied * size + second[size][0], "3 kernels") for size in sizes}
     study = f"8e: two-step all-to-all, {nodes} {TITLES[name]} nodes, over hand-written"
@@ -204,18 +191,14 @@ def next_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Itera
     """Figure 8g: AllToNext with r instances, over each GPU's one send to the next."""
     where = on_cluster(name, tiles)
     gpus = where.cluster.gpus_per_node
-    direct = where.best(
-        [("", direct_sends(nodes * gpus, gpus))], sizes, protocols=("Simple",), instances=(1, 2), executor="nccl"
-    )
+    sends = replace(where, executor="nccl")
+    direct = sends.best(direct_sends(nodes * gpus, gpus), sizes, protocols=("Simple",), instances=(1, 2))
     schedule = find("all-to-next").compile(nodes=nodes, gpus=gpus)
     study = f"8g: AllToNext, {nodes} {TITLES[name]} nodes, over direct sends"
-    blocks = max(len(program.thread_blocks) for program in schedule.ranks)
     for instances in (1, 4, 12):
-        if blocks * instances > (where.costs.executor("interpreter").max_blocks or blocks):
-            continue  # they would not all be resident
-        yield from _rows(
-            study, f"r={instances}", where.best([("", schedule)], sizes, instances=(instances,)), direct, 14.5
-        )
+        if where.fits(schedule, instances):
+            found = where.best(schedule, sizes, instances=(instances,))
+            yield from _rows(study, f"r={instances}", found, direct, 14.5)
 
 
 def sccl_study(tiles: int, sizes: Sequence[int]) -> Iterator[Row]:
@@ -223,22 +206,24 @@ def sccl_study(tiles: int, sizes: Sequence[int]) -> Iterator[Row]:
 
     The baseline is Simple without the copy out of slots, and without slots to wait for.
     """
-    where = ClusterSimulation(Cluster.preset("dgx-1v"), MachineCosts.find("nccl-2.8-v100"), tiles)
-    schedule = [("", find("dgx1-all-gather").compile())]
-    options: dict[str, Any] = {"topology": dgx1_topology(where.costs.link_latency)}
-    several: dict[str, Any] = {"instances": (1, 2, 4)}
-    direct = where.best(schedule, sizes, protocols=("Simple",), executor="direct-copy", **several, **options)
+    costs = MachineCosts.find("nccl-2.8-v100")
+    topology = dgx1_topology(costs.link_latency)
+    where = ClusterSimulation(Cluster.preset("dgx-1v"), costs, tiles, topology=topology)
+    schedule, several = find("dgx1-all-gather").compile(), (1, 2, 4)
+    copies = replace(where, executor="direct-copy")
+    direct = copies.best(schedule, sizes, protocols=("Simple",), instances=several)
     study = "11: (1,2,2) all-gather, one DGX-1, over SCCL"
     for protocol in ("LL", "Simple"):
-        found = where.best(schedule, sizes, protocols=(protocol,), **several, **options)
-        yield from _rows(study, protocol, found, direct, None)
+        yield from _rows(
+            study, protocol, where.best(schedule, sizes, protocols=(protocol,), instances=several), direct, None
+        )
 
 
 def _rows(study: str, variant: str, times: Times, baseline: Times, claim: float | None) -> Iterator[Row]:
     for num_bytes, (seconds, best) in times.items():
         base = baseline[num_bytes][0]
         size = name_size(num_bytes)
-        yield Row(study, variant, num_bytes, size, best.strip(), seconds * 1e6, base * 1e6, base / seconds, claim)
+        yield Row(study, variant, num_bytes, size, best, seconds * 1e6, base * 1e6, base / seconds, claim)
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,7 @@ START = MachineCosts(
         # A kernel for the whole schedule, whose CUDA blocks each process a part of all chunks; mailboxes, so no slots.
         "fused": ExecutorCosts(
             2e-6,
-            {
-                "LL": ProtocolCosts(1e-6, 0.33, is_streaming=True),
-                "LL128": ProtocolCosts(1e-6, 0.67, is_streaming=True),
-            },
+            {"LL": ProtocolCosts(1e-6, 0.33, is_streaming=True), "LL128": ProtocolCosts(1e-6, 0.67, is_streaming=True)},
             tile_bytes=None,
             instances=16,
             slots=1024,
