@@ -50,7 +50,7 @@ LARGEST_NUMBERS = 11008 * 4096
 USABLE, USABLE_ON_HOST = 0.85, 0.75
 """The parts of a GPU's free memory and of the host's that `size` uses."""
 STATES = ("model.{}", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq")
-TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4000
+TEXT_FILE, TEXT = "text.txt", "It was a bright cold day in April, and the clocks were striking thirteen. " * 4000
 DESCRIPTION: dict[str, Any] = {"optimizer": "adamw", "model": {}, "run": {}, "data": {}}
 
 
@@ -131,14 +131,17 @@ def measure_parts(setting: SavesSetting) -> Iterator[Measured]:
     if setting.kills:
         yield kill(setting)
         return
-    parts: dict[str, tuple[str, int, Callable[[SavesSetting], list[Any]]]] = {
+    parts: dict[str, tuple[str, int, Callable[[SavesSetting, Path], list[Any]]]] = {
         "steps": ("What a save adds to training", setting.ranks if setting.cpu else 1, _measure_steps),
         "size": ("Copying and writing a state", 1, _measure_size),
         "hash": ("Hashing the weights that replicas compare", 1, _measure_hash),
     }
     for part, (title, ranks, measure) in parts.items():
         if part in setting.parts:
-            yield Measured(run_ranks(ranks, measure, setting), name=f"saves-{part}", title=title)
+            with tempfile.TemporaryDirectory(prefix="stretto-bench-saves-") as folder:
+                (Path(folder) / TEXT_FILE).write_text(TEXT)  # before any rank reads it
+                rows = run_ranks(ranks, measure, setting, Path(folder))
+            yield Measured(rows, name=f"saves-{part}", title=title)
 
 
 def kill(setting: SavesSetting) -> Measured:
@@ -159,7 +162,7 @@ def kill(setting: SavesSetting) -> Measured:
 # --- hash
 
 
-def _measure_hash(setting: SavesSetting) -> list[SpeedRow]:
+def _measure_hash(setting: SavesSetting, folder: Path) -> list[SpeedRow]:
     """One pass over weights in fp32 and in bf16, and a sum of the same bytes by torch, which also reads them once."""
     device = torch.device(setting.device)
     Grid(data=1, device=device)
@@ -185,13 +188,12 @@ def _measure_hash(setting: SavesSetting) -> list[SpeedRow]:
 
 
 def _config(folder: Path, setting: SavesSetting, ranks: int) -> TrainConfig:
-    (folder / "text.txt").write_text(TEXT)
     config = make_config(
         {
             "out": str(folder / "run"),
             "device": setting.device,
             "grid": {"data": ranks},
-            "data": {"path": str(folder / "text.txt")},
+            "data": {"path": str(folder / TEXT_FILE)},
             "model": {"layers": setting.layers, "hidden": setting.hidden, "heads": setting.hidden // 64},
             "train": {"steps": 1 << 30, "batch": ranks * max(1, setting.batch // ranks), "seq_len": 256},
         },
@@ -201,20 +203,12 @@ def _config(folder: Path, setting: SavesSetting, ranks: int) -> TrainConfig:
     return config
 
 
-def _measure_steps(setting: SavesSetting) -> list[SaveRow]:
-    device = torch.device(setting.device)
+def _measure_steps(setting: SavesSetting, folder: Path) -> list[SaveRow]:
     ranks = int(os.environ["WORLD_SIZE"])
-    grid = Grid(data=ranks, device=device)
-    folder = [tempfile.mkdtemp(prefix="stretto-bench-saves-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
-    try:
-        task = GPTTask(_config(Path(folder[0]), setting, ranks), grid)
-        task.start()
-        return list(_time_saves(setting, task, Path(folder[0]) / "run"))
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder[0], ignore_errors=True)
+    grid = Grid(data=ranks, device=setting.device)
+    task = GPTTask(_config(folder, setting, ranks), grid)
+    task.start()
+    return list(_time_saves(setting, task, folder / "run"))
 
 
 def _time_saves(setting: SavesSetting, task: GPTTask, out: Path) -> Iterator[SaveRow]:
@@ -254,7 +248,7 @@ def _time_saves(setting: SavesSetting, task: GPTTask, out: Path) -> Iterator[Sav
 # --- size
 
 
-def _measure_size(setting: SavesSetting) -> list[SpeedRow]:
+def _measure_size(setting: SavesSetting, folder: Path) -> list[SpeedRow]:
     device = torch.device(setting.device)
     Grid(device=device)
     rows: list[SpeedRow] = []
@@ -280,7 +274,7 @@ def _measure_size(setting: SavesSetting) -> list[SpeedRow]:
     if device.type == "cuda":
         for what, seconds in _time_overlapped(state, staging, device):
             add(what, total, seconds)
-    _write(setting, staging, state, add)
+    _write(setting, folder, staging, state, add)
     return rows
 
 
@@ -348,29 +342,29 @@ def _time_overlapped(
 
 
 def _write(
-    setting: SavesSetting, staging: Staging, state: dict[str, ShardedState], add: Callable[[str, float, float], None]
+    setting: SavesSetting,
+    folder: Path,
+    staging: Staging,
+    state: dict[str, ShardedState],
+    add: Callable[[str, float, float], None],
 ) -> None:
     """Write a part of the state's copy with several numbers of writer threads, in turns; each file is synced."""
-    wanted = min(setting.write_gigabytes * 1e9, 0.4 * free_bytes(Path(tempfile.gettempdir())))
+    wanted = min(setting.write_gigabytes * 1e9, 0.4 * free_bytes(folder))
     copy, part, size = staging.copy(state), {}, 0
     staging.wait_on_host()
     for name, whole in copy.items():
         if size < wanted:
             part[name] = whole
             size += whole.boxes[0].values.nbytes
-    folder = Path(tempfile.mkdtemp(prefix="stretto-bench-saves-"))
-    try:
-        for turn in range(2):
-            for writers in setting.writers:
-                path = folder / "checkpoints" / f"step-{writers:08d}"
-                writer = CheckpointWriter(path, {"step": writers, **DESCRIPTION}, threads=writers)
-                began = time.perf_counter()
-                write_checkpoint(part, writer, needed=size, is_async_save=True)
-                seconds = time.perf_counter() - began
-                shutil.rmtree(path)
-                add(f"written by {writers} threads, turn {turn + 1}", size, seconds)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    for turn in range(2):
+        for writers in setting.writers:
+            path = folder / "checkpoints" / f"step-{writers:08d}"
+            writer = CheckpointWriter(path, {"step": writers, **DESCRIPTION}, threads=writers)
+            began = time.perf_counter()
+            write_checkpoint(part, writer, needed=size, is_async_save=True)
+            seconds = time.perf_counter() - began
+            shutil.rmtree(path)
+            add(f"written by {writers} threads, turn {turn + 1}", size, seconds)
 
 
 def _clock(device: torch.device, call: Callable[[], Any], *, waits: bool = True) -> float:

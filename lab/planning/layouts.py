@@ -30,12 +30,13 @@ from lab.planning.layout_file import (
     read_layouts,
     shrink,
 )
-from lab.planning.plan import why_not
+from lab.planning.plan import name_measured, why_not
 from lab.shared_gpus import shared_where_few
 from stretto.axes import OUTER_TO_INNER
 from stretto.bench.harness import TORCH_DTYPES, run_ranks
 from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp, require_least
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, measure
+from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import Cluster
 from stretto.ops import free_workspaces
 from stretto.parallel import Grid
@@ -87,17 +88,6 @@ class LayoutsSetting:
     def __post_init__(self) -> None:
         require_least(1, repeats=self.repeats, rounds=self.rounds)
         require_least(0, warm_up=self.warm_up)
-
-
-@dataclass(frozen=True)
-class LayoutWorkload:
-    """The workload that `measure` expects: global batch, tokens of a sequence, and how steps are timed."""
-
-    batch: int
-    seq_len: int
-    warm_up: int
-    repeats: int
-    rounds: int
 
 
 def run_layouts(setting: LayoutsSetting, out: Path) -> Iterator[Measured] | Measured:
@@ -242,24 +232,12 @@ def measure_layouts(
         TrainingRun(name, partial(_build_peer, first, peer, world.device), is_peer=True) for name, peer in peers.items()
     ]
     run = first.train
-    workload = LayoutWorkload(run.batch, run.seq_len, setting.warm_up, setting.repeats, setting.rounds)
+    model = _source_of(first).config
+    workload = TrainingWorkload(model, run.batch, run.seq_len, setting.warm_up, setting.repeats, setting.rounds)
     rows: list[dict[str, Any]] = [
         {"grid": name, "reason": reasons[name]} for name in layouts if reasons[name] is not None
     ]
-    for row in measure(runs, workload, world.device):
-        rows.append(
-            {
-                "grid": row["name"],
-                "measured_milliseconds": row.get("step_milliseconds"),
-                "measured_gib": row.get("peak_memory_gib"),
-                "tokens_per_second_per_gpu": row.get("tokens_per_second_per_gpu"),
-                "loss": row.get("loss"),
-                "seconds": row.get("seconds"),
-                "step_seconds": row.get("step_seconds"),
-                "reason": row.get("error"),
-            }
-        )
-    return rows
+    return rows + [name_measured(row) for row in measure(runs, workload, world.device)]
 
 
 class _TaskStep:

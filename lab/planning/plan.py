@@ -249,18 +249,21 @@ def measure_grids(workload: TrainingWorkload, ranks: int, predicted: list[dict[s
         if reasons.get(variant.name, "not predicted") is None
     ]
     rows = [{"grid": grid, "reason": reason} for grid, reason in reasons.items() if reason is not None]
-    for row in measure(runs, workload, world.device):
-        rows.append(
-            {
-                "grid": row["name"],
-                "measured_milliseconds": row.get("step_milliseconds"),
-                "measured_gib": row.get("peak_memory_gib"),
-                "loss": row.get("loss"),
-                "seconds": row.get("seconds"),
-                "reason": row.get("error"),
-            }
-        )
-    return rows
+    return rows + [name_measured(row) for row in measure(runs, workload, world.device)]
+
+
+def name_measured(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `measure` as `compare` joins it with its prediction."""
+    return {
+        "grid": row["name"],
+        "measured_milliseconds": row.get("step_milliseconds"),
+        "measured_gib": row.get("peak_memory_gib"),
+        "tokens_per_second_per_gpu": row.get("tokens_per_second_per_gpu"),
+        "loss": row.get("loss"),
+        "seconds": row.get("seconds"),
+        "step_seconds": row.get("step_seconds"),
+        "reason": row.get("error"),
+    }
 
 
 def why_not(row: Mapping[str, Any], device: torch.device) -> str | None:

@@ -62,7 +62,7 @@ def test_overlap_exposes_less_and_never_more(grid, recompute):
         ({"all_gather", "reduce_scatter"}, "z", {"all_gather_z", "reduce_scatter_z"}),
         ({"data"}, "data", {"all_reduce_data"}),
     ],
-    ids=str,
+    ids=["x", "z", "data"],
 )
 def test_a_single_switch_exposes_what_it_hid_and_nothing_else(switches, axis, kinds, recompute):
     overlap = Overlap(**dict.fromkeys(switches, False))
