@@ -56,6 +56,7 @@ def test_every_bench_has_help(command):
         (["layouts", "--repeats", "0"], "repeats is 0, but must be at least 1"),
         (["compile", "--largest", "4"], "the smallest case has 8 ranks"),
         (["published", "--batch", "0"], "0"),
+        (["papers", "--only", "gpus"], "there is no part 'gpus'"),
         (["simulated-pipelines", "--batch", "100"], "128 would do"),
         (["simulated-steps", "--plans", "nowhere"], "nowhere, which has no probed.toml"),
         (["published-pipelines", "--batch", "100"], "128 would do"),
