@@ -63,7 +63,7 @@ def _ask(shown: list[str]) -> str:
 
 
 def _is_certain(wanted: str, close: list[str]) -> bool:
-    """Whether the best match is the name misspelt, not one of its longer forms: the others would only distract.
+    """True if the best match is the name misspelt, not one of its longer forms: the others would only distract.
 
     One letter more, as in a plural, is a misspelling.
     """

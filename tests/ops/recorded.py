@@ -41,7 +41,7 @@ class Address(int):
 
 
 class Recorder:
-    """What Triton's driver has to have; `launches` is what was launched: grid, kernel, arguments."""
+    """Methods that Triton's driver has to have; `launches` is what was launched: grid, kernel, arguments."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
@@ -365,7 +365,7 @@ def count_known() -> int:
 
 
 def agree(found: Any, expected: Any) -> bool:
-    """Whether two launches pass the same, apart from the addresses of what each call allocates anew.
+    """True if two launches pass the same, apart from the addresses of what each call allocates anew.
 
     Where Triton gets a tensor, a known launch passes an address, with the same alignment.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What PyTorch's users take for granted of any operator, asked of the overlapped ones."""
+"""Tests of what PyTorch's users take for granted of any operator, asked of the overlapped ones."""
 
 import random
 import warnings
@@ -112,7 +112,7 @@ def test_only_what_a_gradient_takes_is_kept_for_it(interpret, needs, rows, weigh
 
 
 def modify_in_place():
-    """What the backward pass needs may not be modified before it; anything else may."""
+    """Check that what the backward pass needs may not be modified before it; anything else may."""
     for operator in OPERATORS:
         is_gathered = operator in OPERATORS[:2]
         for needs, change, is_refused in (
@@ -315,7 +315,9 @@ def test_an_mlps_biases_may_be_all_that_is_trained(interpret):
 
 
 def count_flops():
-    """What torch counts of each operator, forward and backward, is what it counts of the unfused layer's products."""
+    """Check that what torch counts of each operator, forward and backward,
+    is what it counts of the unfused layer's products.
+    """
     world, rows, n, k = dist.get_world_size(), 4, 6, 8
     for operator in OPERATORS:
         x, weight, bias = make_leaves(rows=rows, n=n, k=k)

@@ -18,7 +18,7 @@ SHAPES = [(5, 4200, 4197), (3, 64, 0), (2, 128, 128), (0, 64, 61)]  # tokens, co
 
 
 def far_from_softmax(dtype, tokens, stride, columns):
-    """How far the kernels' statistics and gradients are from softmax in fp64, to their own size."""
+    """Return how far the kernels' statistics and gradients are from softmax in fp64, to their own size."""
     logits = (4 * draw(SEED, tokens, stride)).to(dtype)
     targets = torch.arange(tokens) * 1400 - 1  # the first is no column, and the fourth one that does not count
     wide, is_here = logits[:, :columns].double(), (targets >= 0) & (targets < columns)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which plan is taken: pinned, measured or the default, alike on all ranks."""
+"""Tests of which plan is taken: pinned, measured or the default, alike on all ranks."""
 
 import os
 import sys
@@ -139,7 +139,7 @@ def test_measured_times_are_stored_and_used_by_all_ranks(interpret, tmp_path):
 
 
 def choose_by_different_stores(folders):
-    """What runs where rank 0's store says the library, and the other's says nothing."""
+    """Return what runs where rank 0's store says the library, and the other's says nothing."""
     os.environ["STRETTO_CACHE"] = folders[dist.get_rank()]
     try:
         x, weight = torch.ones(8, 16), torch.ones(24, 16)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the embedding kernels are compiled to, without a GPU: wide loads, rows in flight, signals after stores."""
+"""Tests of what the embedding kernels are compiled to, without a GPU: wide loads, rows in flight,
+signals after stores.
+"""
 
 import re
 
@@ -135,7 +137,7 @@ def test_rows_are_loaded_by_16_bytes_and_several_together(target, dtype, way, wa
 
 
 def find_wide(lookup):
-    """Whether fp16 rows of these tables are read by 16 bytes, and whether vectors are stored so."""
+    """True if fp16 rows of these tables are read by 16 bytes, and whether vectors are stored so."""
     given = lookup._replace(meta=LONGS, count=64, batch=1024, width=65536, total=100_000)
     lines = to_ptx(dtype=torch.float16, lookup=given)
     return tuple(any(re.search(pattern, line) for line in lines) for pattern in (WIDE_LOAD, r"st\.global\.v4\.b32"))

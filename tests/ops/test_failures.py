@@ -41,7 +41,7 @@ def numbers_of(rank, *shape):
 
 
 def run_call(way, group, rows=8):
-    """Whether this rank's result of one call is right to the bit."""
+    """True if this rank's result of one call is right to the bit."""
     operator, plan = CALLS[way]
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     every = [(numbers_of(peer, rows, 32), numbers_of(100 + peer, 32, 32)) for peer in range(world)]

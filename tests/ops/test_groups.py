@@ -164,7 +164,7 @@ def test_ranks_operands_may_be_aligned_differently(interpret, plan):
 
 
 def choose_apart():
-    """Whether ranks, of which one has operands that TMA does not take, choose as if none had."""
+    """True if ranks, of which one has operands that TMA does not take, choose as if none had."""
     rank, name = dist.get_rank(), dist.group.WORLD.group_name
     weight, room, seen = torch.zeros(32, 16), torch.zeros(32 * 16 + 1), []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators' kernels are compiled to, without a GPU: TMA, a pipelined loop, and nothing above its wait."""
+"""Tests of what the operators' kernels are compiled to, without a GPU: TMA, a pipelined loop,
+and nothing above its wait.
+"""
 
 import re
 from types import SimpleNamespace

@@ -189,7 +189,7 @@ def test_the_library_does_the_same_and_is_counted(interpret, dtype):
 
 
 def scatter_in_halves(transfer):
-    """Whether sums of small whole numbers are right where tiles are stored by pointers half by half, as large ones."""
+    """True if sums of small whole numbers are right where tiles are stored by pointers half by half, as large ones."""
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs = [(random_of(peer, 8, 67, dtype=torch.float32), random_of(9 + peer, 300, 67)) for peer in range(world)]
     pairs = [tuple((4 * one).round().bfloat16() for one in pair) for pair in pairs]

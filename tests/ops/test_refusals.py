@@ -11,7 +11,7 @@ from stretto import ops
 
 
 def refuse_options():
-    """What is no implementation, and what is no group, is named as such."""
+    """Check that what is no implementation, and what is no group, is named as such."""
     x, weight, _ = make_leaves("")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
     for operator in OPERATORS:
@@ -51,7 +51,7 @@ def test_unsupported_tuning_raises(interpret):
 
 
 def refuse_mlps():
-    """What any product of an MLP would refuse is refused before the first, with gradients and without."""
+    """Check that what any product of an MLP would refuse is refused before the first, with gradients and without."""
     x, up, _ = make_leaves("")
     down, ran = up.T.contiguous(), dict(ops.counts())
     wrong = [

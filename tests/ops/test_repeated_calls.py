@@ -152,7 +152,7 @@ class _Unlaunchable:
 
 
 def call_after_a_failed_launch(operator, plan):
-    """Whether a call is what it was after one whose kernel could be launched on no rank."""
+    """True if a call is what it was after one whose kernel could be launched on no rank."""
     module, kernel = {
         ("all_gather_matmul", "copies"): (gather_module, "all_gather_gemm_by_copies"),
         ("all_gather_matmul", "pushes"): (gather_module, "all_gather_gemm_by_programs"),

@@ -200,7 +200,7 @@ def test_a_compiled_block_is_the_eager_one_without_a_graph_break(interpret):
 
 
 def differentiate_others():
-    """Whether a product is the same beside forward-mode derivatives of something else; its own are refused."""
+    """True if a product is the same beside forward-mode derivatives of something else; its own are refused."""
     x, weight = (random_of(at, 8, 32).to(FP8) for at in range(2))
     scale, one = make_scale(1, 8, "rows"), torch.ones(())
     plain = ops.all_gather_scaled_matmul(x, weight, scale, scale)
@@ -256,7 +256,7 @@ def test_wrong_input_is_refused_with_its_name(interpret):
 
 
 def find_empty():
-    """What products without rows, columns or terms are."""
+    """Return what products without rows, columns or terms are."""
     one = torch.ones(())
 
     def make(*shape):
@@ -276,7 +276,7 @@ def test_products_without_numbers_are_empty_or_the_bias(interpret):
 
 
 def multiply_by_far_scales(path):
-    """Whether products are the same by scales that lie so far apart that 32 bits do not count the numbers between."""
+    """True if products are the same by scales that lie so far apart that 32 bits do not count the numbers between."""
     x, weight = (random_of(at, 3, 32).to(FP8) for at in range(2))
     near = make_scale(0, 3, "rows")
     # A file without blocks for what was never written.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks run whose kernels are compiled, on CPUs, where they cannot run."""
+"""Functions of ranks whose kernels are compiled, on CPUs, where they cannot run."""
 
 import logging
 

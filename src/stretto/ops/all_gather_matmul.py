@@ -275,7 +275,7 @@ class GatherShard(NamedTuple):
 
 
 class RowMoves(NamedTuple):
-    """How programs move rows: the first `movers` of a launch push x to the other ranks, or pull theirs (not is_push).
+    """Movement of rows by programs: the first `movers` of a launch push x to others, or pull theirs (not is_push).
 
     landing: both slots of the gathered rows, slot_rows rows apart; slots of scales are slot_words apart. is_push is
     compiled in.

@@ -569,7 +569,7 @@ def count_grouped_rows(problem: GemmProblem, transfer: str | None = None) -> int
 
 
 def _estimate(problem: GemmProblem, shards: int, blocks: Blocks) -> float:
-    """How long the problem's tiles take, in elements of one wave of tiles."""
+    """Return how long the problem's tiles take, in elements of one wave of tiles."""
     count = shards * divide_up(problem.m // shards, blocks.m) * divide_up(problem.n, blocks.n)
     return count_waves(count, problem.k, blocks) * blocks.m * blocks.n
 

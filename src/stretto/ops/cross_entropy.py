@@ -19,7 +19,7 @@ _WARPS = 8
 
 
 def suits_kernels(logits: Tensor) -> bool:
-    """Whether the kernels take these logits, or the operands of the product that makes them."""
+    """True if the kernels take these logits, or the operands of the product that makes them."""
     return logits.is_cuda and logits.dtype in DTYPES
 
 

@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
 
 
 def has_power_of_two_columns(blocks: Blocks) -> bool:
-    """Whether a tile's columns are a power of two, as Triton's own tiles are."""
+    """True if a tile's columns are a power of two, as Triton's own tiles are."""
     return not blocks.n & (blocks.n - 1)
 
 
@@ -249,7 +249,7 @@ def _known_block(block: tuple[int, int]) -> list[int]:
 
 
 def takes_tma(matrix: Tensor) -> bool:
-    """Whether TMA can load this contiguous matrix on its device; interpreted descriptors have the same rules."""
+    """True if TMA can load this contiguous matrix on its device; interpreted descriptors have the same rules."""
     if matrix.is_cuda and find_capability(matrix.device.index) < (9, 0):
         return False
     row, column = matrix.stride()
@@ -259,7 +259,7 @@ def takes_tma(matrix: Tensor) -> bool:
 
 
 class StreamK(NamedTuple):
-    """How tiles are split into work units: the first `whole_tiles` are a unit each, the others `unit_steps` steps each.
+    """Split of tiles into work units: the first `whole_tiles` are a unit each, the others `unit_steps` steps each.
 
     Steps over k are counted through all tiles, `tile_steps` a tile, the last ones of which may be none. partials,
     arrivals: buffers of the fix-up (see `fix_up`); partials is None where no fix-up is needed, and so is unit_steps
@@ -285,7 +285,7 @@ def count_splits(count: int, k: int, blocks: Blocks) -> int:
 
 
 def count_waves(count: int, k: int, blocks: Blocks) -> float:
-    """How long `count` tiles take, in waves of whole tiles."""
+    """Return how long `count` tiles take, in waves of whole tiles."""
     return count // blocks.programs + _count_last(count, k, blocks, count_splits(count, k, blocks))
 
 

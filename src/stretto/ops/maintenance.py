@@ -80,7 +80,7 @@ def free_workspaces(group: dist.ProcessGroup | None = None) -> int:
 
 
 class _Frees:
-    """How often a group's workspaces have been freed."""
+    """Number of times that a group's workspaces have been freed."""
 
     count = 0
 

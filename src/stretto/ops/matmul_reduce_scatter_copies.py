@@ -88,7 +88,7 @@ def launch_scatter_by_copies(config: KernelConfig, product: GroupProduct, dtype:
 
 
 def can_copy(world: int) -> bool:
-    """Whether there is anything to send, and a channel for each rank that receives."""
+    """True if there is anything to send, and a channel for each rank that receives."""
     return 1 < world <= CHANNELS
 
 
@@ -399,7 +399,7 @@ def fit_stages(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
 
 @triton.jit
 def goes_in_halves(gemm, dtype):  # type: ignore[no-untyped-def]
-    """Whether a store by pointers is split into halves, so that its buffer fits besides the loads' stages."""
+    """True if a store by pointers is split into halves, so that its buffer fits besides the loads' stages."""
     return gemm.block_m * gemm.block_n * dtype.primitive_bitwidth > 8 * _CONVERTED_BYTES
 
 

@@ -161,7 +161,7 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def is_traced(*tensors: Tensor | None) -> bool:
-    """Whether torch must see a call: it traces, transforms or records it, or has subclasses among the tensors."""
+    """True if torch must see a call: it traces, transforms or records it, or has subclasses among the tensors."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None  # by torch.jit.trace
@@ -172,7 +172,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
-    """Whether autograd must see a call: some of its tensors need gradients, or may have forward-mode tangents.
+    """True if autograd must see a call: some of its tensors need gradients, or may have forward-mode tangents.
 
     No operator here has forward-mode derivatives, and autograd raises where one is asked for.
     """
@@ -180,7 +180,7 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:
-    """Whether some of a call's tensors need gradients."""
+    """True if some of a call's tensors need gradients."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
@@ -283,7 +283,7 @@ def require_out(operator: str, out: object, shape: tuple[int, ...], dtype: torch
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether the memory of two tensors overlaps, each of which has no gaps."""
+    """True if the memory of two tensors overlaps, each of which has no gaps."""
     if type(one) is not Tensor or type(other) not in (Tensor, torch.nn.Parameter):
         return False  # subclasses, fake tensors among them, may have no address
     first, second = one.data_ptr(), other.data_ptr()
@@ -500,7 +500,7 @@ def find_known(name: str, device: torch.device, key: Any, make: Callable[[], Any
 
 
 def is_kept(name: str, device: torch.device, key: Any) -> bool:
-    """Whether `find_kept` or `find_known` has made this, so that it would not be a collective."""
+    """True if `find_kept` or `find_known` has made this, so that it would not be a collective."""
     return (device, key) in _find_cache(name).kept
 
 

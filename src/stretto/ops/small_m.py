@@ -39,7 +39,7 @@ _UNEVEN = 1.15  # tiles are split over k if whole ones would take this many time
 
 
 class PacketExchange(NamedTuple):
-    """How a call's packets are sent. rows: of out. slot_words: packets between the two slots of the staging buffer.
+    """Sending of a call's packets. rows: of out. slot_words: packets between the two slots of the staging buffer.
 
     Compiled in: form ("one-shot", "two-shot" or "scatter"); chunk, the packets that a program adds up at a time;
     in_fours, whether a row is a multiple of four packets, which are then sent four at a time.

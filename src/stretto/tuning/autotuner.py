@@ -106,7 +106,7 @@ def slowest_times(seconds: Any, device: torch.device, group: dist.ProcessGroup |
 def decide_on_rank_0(
     decide: Callable[[], Decision], kind: type[Decision], group: dist.ProcessGroup | None = None
 ) -> Decision:
-    """What `decide` returns on the group's rank 0, on all ranks; its ValueError is raised on all. Collective.
+    """Return what `decide` returns on the group's rank 0, on all ranks; its ValueError is raised on all. Collective.
 
     kind: of what it returns (`stretto.memory.plain_data`).
     """
@@ -124,7 +124,7 @@ def decide_on_rank_0(
 
 @dataclass(frozen=True)
 class TimeKeys(Generic[Problem, Choice]):
-    """How a store names the seconds of one choice for one problem.
+    """Names by which a store keeps the seconds of one choice for one problem.
 
     name: the key. parse: what a key names; ValueError for a key that is another's, or of another version.
     """

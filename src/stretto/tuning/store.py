@@ -31,7 +31,7 @@ class TuningStore:
         self.path = path or cache_folder() / "tuning.json"
 
     def read(self, machine: str) -> dict[str, tuple[float, ...]]:
-        """What is known of a machine: each key's seconds, one number for each choice that the key covers.
+        """Read what is known of a machine: each key's seconds, one number for each choice that the key covers.
 
         Values that are no times are left out.
         """

@@ -61,7 +61,7 @@ def pool(owner, number, table, batch, mode):
 
 @dataclass
 class Kind:
-    """What cases have in common. shapes: (rows, dim) of each rank's tables."""
+    """Shapes and options that cases have in common. shapes: (rows, dim) of each rank's tables."""
 
     shapes: list
     batch: int
@@ -113,7 +113,7 @@ def make_case(seed, world, *, most_rows=9, most_indices=5, dtypes=None):
 
 
 def is_close(result, expected, dtype):
-    """Whether it is as close as rounding to dtype allows, of sums in fp32 whose terms are about 1, and may cancel."""
+    """True if it is as close as rounding to dtype allows, of sums in fp32 whose terms are about 1, and may cancel."""
     scale = expected.abs().max().item() if expected.numel() else 1.0
     bound = ROUNDING[dtype] * scale + ROUNDING[torch.float32]
     return bool(((result.double() - expected).abs() <= bound).all())

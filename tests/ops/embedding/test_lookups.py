@@ -61,7 +61,8 @@ def test_random_jagged_batches_are_pooled_where_they_belong(interpret, ranks, ca
 
 
 def look_up_on_some_of_many_ranks(world):
-    """What the first, the middle and the last of very many ranks store into all ranks' outputs, and how they signal it.
+    """Return what the first, the middle and the last of very many ranks store into all ranks' outputs,
+    and how they signal it.
 
     All ranks' memory is in this process. The others have begun the call, and nobody waits for slices.
     """
@@ -173,7 +174,7 @@ def test_a_view_keeps_its_output_and_a_dead_output_gives_its_place_back(interpre
 
 
 def change_tables_between_calls():
-    """What is looked up in tables that others replace, or that are moved, filled and resized in place."""
+    """Return what is looked up in tables that others replace, or that are moved, filled and resized in place."""
     indices, offsets = torch.tensor([0, 1]), torch.arange(3)
 
     def look_up(table):

@@ -122,7 +122,7 @@ def make_trainer(optimizer):
 
 
 def collect_state(model, optimizers):
-    """What docs/embedding.md has users save."""
+    """Return what docs/embedding.md has users save."""
     return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, fill(optimizers), options=FLAT)}
 
 

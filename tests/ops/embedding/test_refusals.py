@@ -15,7 +15,9 @@ from stretto.ops.embedding.output_ring import find_output_rings
 
 
 def look_up_with_faults():
-    """What each kind of bad input raises, on the rank that has it alone; and that the next call is right again."""
+    """Return what each kind of bad input raises, on the rank that has it alone;
+    and that the next call is right again.
+    """
     rank = dist.get_rank()
     tables = [torch.ones(5, 4), torch.ones(3, 4)]
     indices = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])

@@ -91,7 +91,7 @@ def test_torch_compile_takes_other_batches_ranks_without_tables_and_sparse_gradi
 
 
 def look_up_in_all_modes_of_autograd():
-    """What an output knows of gradients, mode by mode; and what may be done with it."""
+    """Return what an output knows of gradients, mode by mode; and what may be done with it."""
     world = dist.get_world_size()
     indices, offsets = torch.zeros(world, dtype=torch.int64), torch.arange(world + 1)
     table = torch.ones(2, 4, requires_grad=True)

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 
 @dataclass
 class Layer:
-    """What a layer computes with: x [t, h], ids and weights [t, k], gate_up [E, 2F, h], down [E, h, F]."""
+    """Operands of a layer: x [t, h], ids and weights [t, k], gate_up [E, 2F, h], down [E, h, F]."""
 
     x: Tensor
     ids: Tensor
@@ -20,7 +20,7 @@ class Layer:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What has gradients."""
+        """Tensors that have gradients."""
         return [self.x, self.weights, self.gate_up, self.down]
 
 

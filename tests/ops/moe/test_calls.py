@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call does beside its result: collectives and who sees them, reads by the host, graphs, and refusals."""
+"""Tests of what a call does beside its result: collectives and who sees them, reads by the host, graphs,
+and refusals.
+"""
 
 from unittest import mock
 
@@ -119,7 +121,7 @@ def test_a_caller_that_keeps_the_outermost_results_repeats_the_layer_without_col
 
 
 def count_reads(max_rows):
-    """How often the host reads device memory in a call of dispatch, and in the rest of a step."""
+    """Return how often the host reads device memory in a call of dispatch, and in the rest of a step."""
     layer, rank = make_layer(SEED, 8, 2, 4), dist.get_rank()
     x, ids, weights = (one.split(4)[rank] for one in (layer.x, layer.ids, layer.weights))
     reads = []
@@ -191,7 +193,7 @@ def test_wrong_groups_and_different_calls_are_refused(ranks):
 
 
 def compile_layer():
-    """Whether a compiled layer gives the bits of an eager one, with its gradient."""
+    """True if a compiled layer gives the bits of an eager one, with its gradient."""
     layer, rank, group = make_layer(SEED, 8, 2, 4), dist.get_rank(), dist.group.WORLD
     x, ids, weights = (one.split(4)[rank] for one in (layer.x, layer.ids, layer.weights))
 
@@ -212,7 +214,7 @@ def test_several_ranks_compile_with_a_graph_break(ranks):
 
 
 def recompute():
-    """Whether a layer that is checkpointed, and so computed again in the backward pass, has the same gradients."""
+    """True if a layer that is checkpointed, and so computed again in the backward pass, has the same gradients."""
     layer, rank, group = make_layer(SEED, 8, 2, 4), dist.get_rank(), dist.group.WORLD
     x, ids, weights = (one.split(4)[rank] for one in (layer.x, layer.ids, layer.weights))
 

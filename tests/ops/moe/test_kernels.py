@@ -64,7 +64,7 @@ def add_copies(rows, positions, weights, is_valid):
 
 
 def compare(found, expected, sizes, dtype):
-    """Whether a result has one rounding to its dtype, and sums in fp32 (fp64)."""
+    """True if a result has one rounding to its dtype, and sums in fp32 (fp64)."""
     assert found.dtype == dtype
     assert found.shape == expected.shape
     exact = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps

@@ -60,7 +60,7 @@ _KEYS = LaunchConfig(bags=8, rows=1, slice=8, num_warps=2, programs=16, order="b
 
 
 class BackwardConfig(NamedTuple):
-    """How the backward pass is launched. `limit`, `chunks` and `rows` may change its bits.
+    """Launch parameters of the backward pass. `limit`, `chunks` and `rows` may change its bits.
 
     limit: most lookups of a chunk. chunks, rows: of a tile of `reduce_chunks`. num_warps, programs (on each
     multiprocessor): of `reduce_chunks`. push_programs: programs that push gradients, or 0 for copy engines; all

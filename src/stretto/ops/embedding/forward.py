@@ -39,7 +39,7 @@ from stretto.tiles.launches import launch_kernel
 
 
 class _ForwardLaunch(NamedTuple):
-    """What all calls of a placement share.
+    """Launch parameters that all calls of a placement share.
 
     pointers: of the ring, its slots in the tables' dtype, and the permit (see `find_permit`). counts, unused: how often
     each channel is signalled in a call, and a mapping for functions that require one, though counts say everything; see

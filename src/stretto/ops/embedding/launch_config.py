@@ -26,7 +26,7 @@ _MAX_TABLES_KEPT = 256
 
 
 class LaunchConfig(NamedTuple):
-    """How a look-up kernel is launched. Every config gives right results; only `bags` and `rows` may change their bits.
+    """Launch parameters of a look-up kernel. All give right results; only `bags` and `rows` may change their bits.
 
     bags, rows: of a tile, as in `PoolingConfig`. slice: samples of a task, a multiple of bags. order: one of `ORDERS`.
     programs: on each multiprocessor.
@@ -58,7 +58,7 @@ class LaunchConfig(NamedTuple):
 
 
 class LookupSize(NamedTuple):
-    """What a look-up's speed depends on.
+    """Sizes on which a look-up's speed depends.
 
     world: ranks. block_bytes: of the longest row, rounded up to a power of two. tables: this rank's. batch: global.
     total: number of indices.

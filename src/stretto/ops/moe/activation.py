@@ -50,7 +50,7 @@ def find_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
 
 
 def is_silu(function: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a function is known to be exactly SiLU.
+    """True if a function is known to be exactly SiLU.
 
     Modules are known by their very class, since a subclass may compute something else, and so may one whose `forward`
     was replaced. transformers is not imported: its class is known by its name.
@@ -66,7 +66,7 @@ def is_silu(function: Callable[[Tensor], Tensor]) -> bool:
 
 
 def suits_kernel(x: Tensor) -> bool:
-    """Whether the kernel takes x."""
+    """True if the kernel takes x."""
     return x.is_cuda and x.dim() == 2 and x.dtype in DTYPES
 
 

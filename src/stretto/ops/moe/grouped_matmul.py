@@ -112,7 +112,7 @@ def _run_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _takes_grouped_gemm(*operands: Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these operands without the host, and writes a contiguous output."""
+    """True if torch's grouped GEMM takes these operands without the host, and writes a contiguous output."""
     first = operands[0]
     if not first.is_cuda or first.dtype != torch.bfloat16 or torch.version.cuda is None:
         return False
@@ -121,7 +121,7 @@ def _takes_grouped_gemm(*operands: Tensor) -> bool:
 
 
 def _is_aligned(operand: Tensor) -> bool:
-    """Whether rows [n, a], or a weight [e, b, a] or its transpose, have a layout that torch's grouped GEMM supports."""
+    """True if rows [n, a], or a weight [e, b, a] or its transpose, have a layout that torch's grouped GEMM supports."""
     grain = _ALIGNMENT // operand.element_size()
     (*_, m, k), (*outer, row, column) = operand.shape, operand.stride()
     if k % grain or (outer and m % grain):

@@ -263,7 +263,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def suits_kernels(*tensors: Tensor | None) -> bool:
-    """Whether these kernels support a call: floating tensors on a GPU, and no gradient is required.
+    """True if these kernels support a call: floating tensors on a GPU, and no gradient is required.
 
     Kernels are called in forward and backward passes of autograd functions, where torch records nothing. It does with
     `create_graph=True`; torch's operators are taken then, so that gradients of gradients are right.
