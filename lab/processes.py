@@ -50,11 +50,14 @@ class Processes:
             raise
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], errors: Path | None) -> None:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with open(os.devnull if errors is None else errors, "wb") as file:
-            # In a session of its own, Ctrl-C misses it.
+        with (Path(os.devnull) if errors is None else errors).open("wb") as file:
             process = subprocess.Popen(
-                command, env=environment, stderr=None if errors is None else file, start_new_session=True, **pipes
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if errors is None else file,
+                start_new_session=True,  # Ctrl-C reaches this process alone
             )
         self._processes.append(process)
         self._answers.append(queue.Queue())

@@ -154,14 +154,12 @@ class Comparison:
         """
         sets: list[Processes] = []
         for name in order:
-            sets.append(
-                stack.enter_context(start_ranks(self.setting, name, store.with_name(f"{store.name}-{name}"), mps))
-            )
+            path = store.with_name(f"{store.name}-{name}")
+            sets.append(stack.enter_context(start_ranks(self.setting, name, path, mps)))
             if not self.setting.on_cpu:
                 self._await_start(sets[-1], deadline)
-        if self.setting.on_cpu:
-            for each in sets:
-                self._await_start(each, deadline)
+        for each in sets if self.setting.on_cpu else ():
+            self._await_start(each, deadline)
         return sets
 
     def _await_start(self, ranks: Processes, deadline: float) -> None:
