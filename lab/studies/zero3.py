@@ -153,8 +153,8 @@ def list_pieces(config: GPTConfig, machine: StudiedMachine, ranks: int, batch: i
     architecture = read_architecture(config, SEQ_LEN)
     workload = StepWorkload(architecture, batch, SEQ_LEN)
     grid, cluster = GridSizes(z=ranks), machine.cluster
-    config = StepConfig(grid, batch // ranks)
-    work = full_cost(workload, config, Device(cluster, "bf16"), bandwidths(cluster, grid)).compute
+    step = StepConfig(grid, batch // ranks)
+    work = full_cost(workload, step, Device(cluster, "bf16"), bandwidths(cluster, grid)).compute
     assert work is not None
     linears = architecture.linears
     weights = sum(linear.weights for linear in linears)

@@ -188,7 +188,7 @@ class PartTotals(NamedTuple):
     scatter: float = 0.0
     scatter_by_copies: float = 0.0
     data: float = 0.0
-    weights: int = 0
+    weights: float = 0
     room: float = 0.0
 
     @property
@@ -318,6 +318,6 @@ def _exposed_over_z_and_data(
     return left_forward + left_again + gathered[1] - again, left_scatter + scattered - scatter, left_data
 
 
-def left_over(time: float, room: float, parts: int) -> float:
+def left_over(time: float, room: float, parts: float) -> float:
     """What does not fit into `room`; at least one of its parts, the first gathered or the last to be scattered."""
     return max(time - room, time / parts) if time else 0.0

@@ -83,10 +83,10 @@ def write_programs(workload: StepWorkload, config: StepConfig, device: Device) -
         return StepPrograms(workload, config, (recorder.record(actions),))
     plan = estimate(workload, config, device, rates)
     ordered, programs = simulate_schedule(plan, plan.micro_batches).schedule.ranks, []
-    for rank, (actions, stages) in enumerate(zip(ordered, plan.ranks, strict=True)):
+    for rank, (own, stages) in enumerate(zip(ordered, plan.ranks, strict=True)):
         optimizer = plan.edges[stages].optimizer
         recorder = RankRecorder(record, rates, plan.layout.cuts, plan.layout.ranks, rank, stages, optimizer)
-        programs.append(recorder.record(actions))
+        programs.append(recorder.record(own))
     sizes = message_bytes(workload, config), tied_bytes(workload, config)
     return StepPrograms(workload, config, tuple(programs), plan.messages, *sizes)
 
