@@ -226,7 +226,8 @@ def _synchronize(tensor: Tensor) -> None:
 
 def plot_messages(result: Path, picture: Path) -> None:
     """Draw a panel for messages and one for all-reduces: times over size, a line a transport or back end."""
-    from stretto.report.style import PEER, SERIES, drawing, plain_log
+    from lab.style import PEER, drawing, plain_log
+    from stretto.report.style import SERIES
 
     data = json.loads(result.read_text())
     titles = {"message": "a message, half of a round trip", "all-reduce": f"an all-reduce of all {data['ranks']} ranks"}

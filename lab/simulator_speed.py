@@ -129,7 +129,8 @@ def _time(run: Callable[[], tuple[int, float, float]]) -> dict[str, Any]:
 def plot_simulator_speed(result: Path, picture: Path) -> None:
     """Draw the seconds of a simulation, and events a second, over ranks: a line a case."""
     from lab.pictures import describe_origin
-    from stretto.report.style import SERIES, drawing, plain_log
+    from lab.style import drawing, plain_log
+    from stretto.report.style import SERIES
 
     data = json.loads(result.read_text())
     cases = list(dict.fromkeys(row["case"] for row in data["rows"]))

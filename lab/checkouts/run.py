@@ -224,7 +224,8 @@ def _digest(source: Path) -> str:
 
 def plot_checkouts(result: Path, picture: Path) -> None:
     """Draw a line a case: the median of after / before with its interval, and the bounds; the first case on top."""
-    from stretto.report.style import EXPOSED, GREY, GUIDE, STRETTO, drawing
+    from lab.style import drawing
+    from stretto.report.style import EXPOSED, GREY, GUIDE, STRETTO
 
     data = json.loads(result.read_text())
     rows = data["rows"]

@@ -272,7 +272,8 @@ def _works(name: str, run: TimedCall, *, is_graph: bool) -> bool:
 
 def plot_pipelining(result: Path, picture: Path) -> None:
     """Draw one tile compared with every tile size."""
-    from stretto.report.style import PEER, SERIES
+    from lab.style import PEER
+    from stretto.report.style import SERIES
 
     tiles = sorted({int(name[5:]) for row in _rows(result) for name in row if name.startswith("tile ")})
     names = [(f"tile {tile}", f"tiles of {name_size(tile)}") for tile in tiles]
@@ -284,7 +285,8 @@ def plot_pipelining(result: Path, picture: Path) -> None:
 
 def plot_composition(result: Path, picture: Path) -> None:
     """Draw one kernel compared with library calls."""
-    from stretto.report.style import OTHER_PEER, PEER, STRETTO, THIRD_PEER
+    from lab.style import OTHER_PEER, PEER, THIRD_PEER
+    from stretto.report.style import STRETTO
 
     series = [
         ("composed", "the algorithm, composed of NCCL calls", PEER),
@@ -307,7 +309,7 @@ def _plot_ablation(
 ) -> None:
     """Draw a panel an algorithm and mode: microseconds over size, a line for each of (key, label, look)."""
     from lab.collectives.peers_plot import _MODES
-    from stretto.report.style import drawing, plain_log
+    from lab.style import drawing, plain_log
 
     data = json.loads(result.read_text())
     algorithms, modes = (list(dict.fromkeys(row[key] for row in data["rows"])) for key in ("algorithm", "mode"))

@@ -84,7 +84,8 @@ def measure(name: str, sizes: dict[str, Any]) -> Row:
 
 def plot_compile(result: Path, picture: Path) -> None:
     """Draw the seconds to compile and verify over the schedule's steps, a line an algorithm."""
-    from stretto.report.style import FOURTH_PEER, GREY, SERIES, STRETTO, drawing, plain_log
+    from lab.style import FOURTH_PEER, drawing, plain_log
+    from stretto.report.style import GREY, SERIES, STRETTO
 
     data = json.loads(result.read_text())
     rows = data["rows"]

@@ -38,10 +38,10 @@ class Row:
 
     size: str = column("size")
     nccl: float = column("NCCL (us)", "{:.1f}")
-    stretto: float | None = column("Stretto (us)", "{:.1f}")
-    one_shot: float | None = column("one-shot by hand (us)", "{:.1f}")
-    two_shot: float | None = column("two-shot by hand (us)", "{:.1f}")
     way: str = column("Stretto ran as")
+    stretto: float | None = column("Stretto (us)", "{:.1f}", default=None)
+    one_shot: float | None = column("one-shot by hand (us)", "{:.1f}", default=None)
+    two_shot: float | None = column("two-shot by hand (us)", "{:.1f}", default=None)
 
 
 class HandwrittenAllReduce:
@@ -94,6 +94,7 @@ def measure(setting: HandwrittenSetting) -> list[Row]:
 
 
 def _measure_all(setting: HandwrittenSetting) -> list[Row]:
+    assert setting.ranks is not None
     device = Grid(data=setting.ranks).device
     communicator = CudaCommunicator()
     rows = []
@@ -107,8 +108,8 @@ def _measure_all(setting: HandwrittenSetting) -> list[Row]:
             if kernel.fits(size):
                 runs[name] = partial(kernel, buffers.input, buffers.output)
         found = {name: timed.seconds * 1e6 for name, timed in time_interleaved(runs, size, is_graph=True).items()}
-        times = [found.get(name) for name in ("stretto", "one_shot", "two_shot")]
-        rows.append(Row(name_size(size), found["nccl"], *times, choice or "NCCL"))
+        times = (found.get(name) for name in ("stretto", "one_shot", "two_shot"))
+        rows.append(Row(name_size(size), found["nccl"], choice or "NCCL", *times))
     communicator.workspace.check()
     return rows
 

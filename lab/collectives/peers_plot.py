@@ -9,16 +9,9 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from lab.pictures import describe_origin
+from lab.style import OTHER_PEER, PEER, drawing, plain_log
 from stretto.bench.interleaved import name_size
-from stretto.report.style import (
-    GUIDE,
-    INK,
-    OTHER_PEER,
-    PEER,
-    STRETTO,
-    drawing,
-    plain_log,
-)
+from stretto.report.style import GUIDE, INK, STRETTO
 
 # GB/s that one GPU can send: with plain stores to all peers, and with a copy engine to one.
 LIMITS = {

@@ -8,16 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from lab.pictures import describe_origin
-from stretto.report.style import (
-    FOURTH_PEER,
-    OTHER_PEER,
-    PEER,
-    STRETTO,
-    THIRD_PEER,
-    drawing,
-    group_bars,
-    name_bars,
-)
+from lab.style import FOURTH_PEER, OTHER_PEER, PEER, THIRD_PEER, drawing, group_bars, name_bars
+from stretto.report.style import STRETTO
 
 _BARS = (
     ("bags", "EmbeddingBags, then all-to-all", PEER),

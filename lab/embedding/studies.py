@@ -63,6 +63,7 @@ def run_studies(setting: EmbeddingStudiesSetting) -> list[Row]:
 
 def _measure_all(setting: EmbeddingStudiesSetting) -> list[Row]:
     """The job of each rank."""
+    assert setting.ranks is not None
     device = Grid(data=setting.ranks, device=None if torch.cuda.is_available() else "cpu").device
     rows = []
     for case in setting.cases:
@@ -163,7 +164,7 @@ def trace_programs(batch: LookupBatch) -> list[dict[str, Any]]:
 
 def plot_studies(result: Path, picture: Path) -> None:
     """Draw a panel for each study of each case."""
-    from stretto.report.style import drawing
+    from lab.style import drawing
 
     data = json.loads(result.read_text())
     panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -186,7 +187,8 @@ def plot_studies(result: Path, picture: Path) -> None:
 
 def _plot_study(drawn: Any, panel: Any, what: str, case: str, rows: list[dict[str, Any]]) -> None:
     """Bars of milliseconds, one a setting, labelled with the skew between ranks."""
-    from stretto.report.style import STRETTO, name_bars
+    from lab.style import name_bars
+    from stretto.report.style import STRETTO
 
     bars = panel.bar(range(len(rows)), [row["stretto"] for row in rows], 0.6, **STRETTO.bar)
     drawn.label_bars(panel, bars, [f"skew {row['skew']:.1%}" for row in rows])
@@ -198,7 +200,8 @@ def _plot_study(drawn: Any, panel: Any, what: str, case: str, rows: list[dict[st
 
 def _plot_timeline(panel: Any, case: str, timeline: dict[str, Any]) -> None:
     """Draw a line a program over microseconds: slices for other ranks, own slices, and the wait at the end."""
-    from stretto.report.style import EXPOSED, PEER, STRETTO
+    from lab.style import PEER
+    from stretto.report.style import EXPOSED, STRETTO
 
     kinds = (
         ("slices for other ranks", STRETTO, [each for each in timeline["slices"] if each[1] != timeline["rank"]]),

@@ -308,7 +308,8 @@ def _measured_parts(run: Mapping[str, Any]) -> dict[str, tuple[float | None, flo
 
 def plot_experts(result: Path, picture: Path) -> None:
     """Draw a step of each run as a bar of its parts, and next to it the savings relative to the baseline."""
-    from stretto.report.style import EXPOSED, LIGHT, OTHER_PEER, PEER, SERIES, STRETTO, THIRD_PEER, drawing, name_bars
+    from lab.style import OTHER_PEER, PEER, THIRD_PEER, drawing, name_bars
+    from stretto.report.style import EXPOSED, LIGHT, SERIES, STRETTO
 
     data = json.loads(result.read_text())
     rows = {(row["name"], row["part"]): row for row in data["rows"]}

@@ -134,7 +134,8 @@ def _measure(name: str, case: str, rows: int, device: torch.device) -> Iterator[
 def plot_ablations(result: Path, picture: Path) -> None:
     """Draw a panel an operator and m: the time of each variation, as a bar."""
     from lab.operators.peers_plot import _BAR, _NAMES
-    from stretto.report.style import PEER, STRETTO, drawing, name_bars
+    from lab.style import PEER, drawing, name_bars
+    from stretto.report.style import STRETTO
 
     data = json.loads(result.read_text())
     rows_of: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}

@@ -9,7 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from lab.pictures import describe_origin
-from stretto.report.style import GUIDE, OTHER_PEER, PEER, STRETTO, Picture, drawing, name_bars
+from lab.style import OTHER_PEER, PEER, Chart, drawing, name_bars
+from stretto.report.style import GUIDE, STRETTO
 
 _SERIES = (("nccl", "GEMM + NCCL", PEER), ("async_tp", "torch's async-TP", OTHER_PEER), ("stretto", "Stretto", STRETTO))
 _NAMES = {"gather": "all-gather + GEMM", "scatter": "GEMM + reduce-scatter", "reduce": "GEMM + all-reduce"}
@@ -84,7 +85,7 @@ def _plot_efficiency(panel: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     panel.set_ylim(min(0, *percents) - 5, max(100, *percents) * 1.06)
 
 
-def _plot_speed(drawn: Picture, panel: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+def _plot_speed(drawn: Chart, panel: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     labels = []
     for row in rows[::-1]:
         case = "" if row["case"] == "flux" else f"{row['case']}, "

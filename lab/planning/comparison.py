@@ -115,7 +115,7 @@ def _time(row: Mapping[str, Any]) -> float | None:
 
 def plot_predicted(data: Mapping[str, Any], picture: Path, kind: str, what_they_are: str) -> None:
     """Draw a row of panels a workload: a line a grid, from its predicted to its measured time, and memory."""
-    from stretto.report.style import drawing
+    from lab.style import drawing
 
     quantities_known = (("step time", "milliseconds", "ms"), ("peak memory", "gib", "GiB"))
     rows_of: dict[str, list[Mapping[str, Any]]] = {}
@@ -147,7 +147,8 @@ def plot_predicted(data: Mapping[str, Any], picture: Path, kind: str, what_they_
 
 
 def _plot_pairs(panel: Any, rows: Sequence[Mapping[str, Any]], key: str) -> None:
-    from stretto.report.style import GREY, ORANGE, PEER, STRETTO
+    from lab.style import PEER
+    from stretto.report.style import GREY, ORANGE, STRETTO
 
     pairs = [
         (place, row[f"predicted_{key}"], row[f"measured_{key}"])

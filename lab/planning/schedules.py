@@ -148,7 +148,8 @@ def plot_schedules(result: Path, picture: Path) -> None:
     """Draw a row of panels for each size: a panel for each latency, at equal memory and at twice that."""
     from matplotlib.ticker import MaxNLocator
 
-    from stretto.report.style import GUIDE, SERIES, drawing
+    from lab.style import drawing
+    from stretto.report.style import GUIDE, SERIES
 
     data = json.loads(result.read_text())
     sizes, latencies, memories, orders = (

@@ -173,7 +173,8 @@ def _phase(step: StepSimulation) -> float:
 
 def plot_simulated_pipelines(result: Path, picture: Path) -> None:
     """Draw the pipeline's phase by stages, and each framework's step over AxoNN's and part of the peak by GPUs."""
-    from stretto.report.style import PEER, SERIES, STRETTO, drawing
+    from lab.style import PEER, drawing
+    from stretto.report.style import SERIES, STRETTO
 
     data = json.loads(result.read_text())
     with drawing(picture, 12, 3.2) as drawn:

@@ -190,7 +190,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 def plot_simulated_steps(result: Path, picture: Path) -> None:
     """Draw a panel a workload: of each step the planner's and the simulator's time over the measured one."""
-    from stretto.report.style import SERIES, STRETTO, drawing
+    from lab.style import drawing
+    from stretto.report.style import SERIES, STRETTO
 
     data = json.loads(result.read_text())
     rows_of: dict[str, list[Mapping[str, Any]]] = {}

@@ -327,7 +327,7 @@ def list_claims(rows: Sequence[Row]) -> list[Claim]:
 
 def plot_simulated_msccl(result: Path, picture: Path) -> None:
     """A panel a study: speed-ups over size, a line a variant, and the paper's claim as a dashed line."""
-    from stretto.report.style import drawing
+    from lab.style import drawing
 
     data = json.loads(result.read_text())
     studies = list(dict.fromkeys(row["study"] for row in data["rows"]))
@@ -350,7 +350,8 @@ def plot_simulated_msccl(result: Path, picture: Path) -> None:
 
 
 def _plot_study(drawn: Any, panel: Any, study: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    from stretto.report.style import BLACK, GUIDE, SERIES, YELLOW, Look, plain_log
+    from lab.style import plain_log
+    from stretto.report.style import BLACK, GUIDE, SERIES, YELLOW, Look
 
     variants = ("MSCCLang", "composed of NCCL calls", "NCCL", "r=1", "r=4", "r=12")
     looks = dict(zip(variants, SERIES, strict=True))

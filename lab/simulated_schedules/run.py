@@ -304,7 +304,8 @@ _NAMES = {
 
 def plot_simulated_collectives(result: Path, picture: Path) -> None:
     """A panel a machine: simulated over measured time by size, of fitted sizes hollow and of the others filled."""
-    from stretto.report.style import GUIDE, SERIES, drawing, plain_log
+    from lab.style import drawing, plain_log
+    from stretto.report.style import GUIDE, SERIES
 
     data = json.loads(result.read_text())
     with drawing(picture, 9.5, 3.4) as drawn:

@@ -241,7 +241,8 @@ def _vary_assumptions(step: RecommendationStep, rates: KernelRates) -> list[Row]
 
 def plot_simulated_dlrm(result: Path, picture: Path) -> None:
     """Draw section 4.4 of Punniyamurthy et al.: steps by fusion, and what fusing saves by the number of nodes."""
-    from stretto.report.style import SERIES, drawing, group_bars, name_bars
+    from lab.style import drawing, group_bars, name_bars
+    from stretto.report.style import SERIES
 
     data = json.loads(result.read_text())
     rows = [row for row in data["rows"] if row["fidelity"] == "event-driven"]

@@ -355,7 +355,8 @@ def plot_scaling(result: Path, picture: Path) -> None:
     """Draw figure 5.5 (steps of the ladder by run) and figure 5.7 (days by GCDs, with the published ones)."""
     import numpy as np
 
-    from stretto.report.style import SERIES, drawing, group_bars, name_bars, plain_log
+    from lab.style import drawing, group_bars, name_bars, plain_log
+    from stretto.report.style import SERIES
 
     data = json.loads(result.read_text())
     names = (("baseline_seconds", "baseline"), ("model_seconds", "model's grid"), ("overlap_seconds", "with overlap"))

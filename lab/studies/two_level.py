@@ -385,7 +385,8 @@ def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
     import numpy as np
     from matplotlib.colors import LogNorm
 
-    from stretto.report.style import SMALL, drawing
+    from lab.style import drawing
+    from stretto.report.style import SMALL
 
     data = json.loads(result.read_text())
     panels = list(dict.fromkeys((row["machine"], row["collective"]) for row in data["rows"]))
@@ -423,7 +424,8 @@ def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
 
 def plot_curves(result: Path, picture: Path) -> None:
     """Draw figures 6.7, 6.8 and 6.10: a panel a machine and collective, the times of each library by ranks."""
-    from stretto.report.style import SERIES, drawing, plain_log
+    from lab.style import drawing, plain_log
+    from stretto.report.style import SERIES
 
     data = json.loads(result.read_text())
     panels = list(dict.fromkeys((row["machine"], row["collective"]) for row in data["rows"]))

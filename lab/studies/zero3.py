@@ -217,7 +217,8 @@ def _reduce(builder: GraphBuilder, seconds: Seconds, numbers: float, done: list[
 
 def plot_zero3(result: Path, picture: Path) -> None:
     """Draw figure 6.12: a panel a machine, the batch time of each model and library by ranks."""
-    from stretto.report.style import SERIES, drawing, plain_log
+    from lab.style import drawing, plain_log
+    from stretto.report.style import SERIES
 
     data = json.loads(result.read_text())
     machines = list(dict.fromkeys(row["machine"] for row in data["rows"]))

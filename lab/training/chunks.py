@@ -197,7 +197,8 @@ def plot_chunks(result: Path, picture: Path) -> None:
     """Draw a panel a latency: measured and predicted time of sums and step, against k (Singh, figure 3.6)."""
     from matplotlib.ticker import MaxNLocator
 
-    from stretto.report.style import GUIDE, PEER, STRETTO, drawing
+    from lab.style import PEER, drawing
+    from stretto.report.style import GUIDE, STRETTO
 
     data = json.loads(result.read_text())
     latencies = list(dict.fromkeys(row["latency"] for row in data["rows"]))

@@ -146,7 +146,8 @@ def split_kernels(kernels: list[list[Any]]) -> tuple[Intervals, Intervals]:
 
 def plot_ddp(result: Path, picture: Path) -> None:
     """Draw rank 0's kernels over a step of each checkout: a row for the model's and one for the all-reduces."""
-    from stretto.report.style import EXPOSED, PEER, STRETTO, drawing
+    from lab.style import PEER, drawing
+    from stretto.report.style import EXPOSED, STRETTO
 
     data = json.loads(result.read_text())
     kernels = data["kernels"]

@@ -216,7 +216,8 @@ def _sum_over_ranks(loss: Tensor) -> float:
 
 def plot_dlrm(result: Path, picture: Path) -> None:
     """Draw the step time of each implementation as a bar, with the look-up and its all-to-all hatched."""
-    from stretto.report.style import EXPOSED, STRETTO, Look, drawing, name_bars
+    from lab.style import drawing, name_bars
+    from stretto.report.style import EXPOSED, STRETTO, Look
 
     data = json.loads(result.read_text())
     rows = [row for row in data["rows"] if "step_milliseconds" in row][::-1]

@@ -111,8 +111,9 @@ def _read(config: TrainConfig, name: str) -> tuple[Row, dict[str, Any]]:
 
 def plot_moe_demo(result: Path, picture: Path) -> None:
     """Draw the losses of all runs over steps, and the load of each block of those that have experts."""
+    from lab.style import drawing
     from stretto.report.expert_plot import draw_loads
-    from stretto.report.style import SERIES, drawing
+    from stretto.report.style import SERIES
 
     data = json.loads(result.read_text())
     curves = data["curves"]

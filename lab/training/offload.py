@@ -501,7 +501,8 @@ def _free(device: torch.device) -> None:
 
 def plot_buckets(result: Path, picture: Path) -> None:
     """Draw the time of a step with state on the host, over the link's, against the size of buckets."""
-    from stretto.report.style import GUIDE, SERIES, drawing
+    from lab.style import drawing
+    from stretto.report.style import GUIDE, SERIES
 
     data = json.loads(result.read_text())
     rows = [row for row in data["rows"] if row["step_on"] == "device"]

@@ -96,8 +96,9 @@ def measure_overlap(workload: TrainingWorkload, ranks: int, grids: str) -> list[
 
 def plot_overlap(result: Path, picture: Path) -> None:
     """Draw a panel a grid: step time of each stage, with its exposed communication (if measured) hatched."""
+    from lab.style import drawing, name_bars
     from lab.training.throughput_plot import _BAR
-    from stretto.report.style import EXPOSED, STRETTO, drawing, name_bars
+    from stretto.report.style import EXPOSED, STRETTO
 
     data = json.loads(result.read_text())
     rows = [row for row in data["rows"] if "step_milliseconds" in row]

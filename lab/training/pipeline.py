@@ -395,7 +395,8 @@ def _makespan(pipeline: Pipeline) -> float:
 
 def plot_pipeline(result: Path, picture: Path) -> None:
     """Draw a panel for each pipeline and latency: measured makespan and the timing model's, by schedule."""
-    from stretto.report.style import PEER, STRETTO, drawing
+    from lab.style import PEER, drawing
+    from stretto.report.style import STRETTO
 
     data = json.loads(result.read_text())
     keys = list(dict.fromkeys((row["stages"], row["micro_batches"], row["latency_ms"]) for row in data["rows"]))

@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lab.pictures import describe_origin
-from stretto.report.style import (
-    PEER,
-    STRETTO,
-    drawing,
-    name_bars,
-)
+from lab.style import PEER, drawing, name_bars
+from stretto.report.style import STRETTO
 
 _BAR = 0.24  # inches
 _TERMS = {

@@ -229,7 +229,8 @@ def _find_crossovers(rows: Sequence[Row], setting: TwoLevelSetting, links: "Link
 
 def plot_two_level(result: Path, picture: Path) -> None:
     """Draw a panel a collective: times over size, predictions dashed, and where recursive and ring cross."""
-    from stretto.report.style import GREEN, INK, ORANGE, PEER, STRETTO, Look, drawing, plain_log
+    from lab.style import PEER, drawing, plain_log
+    from stretto.report.style import GREEN, INK, ORANGE, STRETTO, Look
 
     data = json.loads(result.read_text())
     collectives = list(dict.fromkeys(row["collective"] for row in data["rows"]))

@@ -17,7 +17,7 @@ import lab
 import stretto.bench
 from lab.harness import find_benches
 from stretto.bench.settings import Option
-from stretto.cli.console import Command
+from stretto.cli.commands import Command
 from stretto.cli.settings_command import _read
 
 

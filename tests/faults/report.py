@@ -67,7 +67,7 @@ def summarize(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def plot_faults(result: Path, picture: Path) -> None:
     """Draw a panel for each of the two times, with a row for each kind of fault and a point for each fault."""
-    from stretto.report.style import PEER, drawing
+    from lab.style import PEER, drawing
 
     data = json.loads(result.read_text())
     kinds = [kind for kind in KINDS.values() if any(row["kind"] == kind for row in data["faults"])]

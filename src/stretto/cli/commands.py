@@ -1,15 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of commands, which are imported when they are used."""
+"""Commands and groups of them, which are imported when they are used, and their help as plain text.
 
-from collections.abc import Callable
+typer's own help is drawn by rich, which takes longer to import than most commands take to refuse an argument, and cuts
+options' names on a terminal of 80 columns.
+"""
+
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from stretto.cli.console import Command
-from stretto.cli.help import write_help
+from stretto.suggestions import similar_names
+
+MAX_INTEGER = 2**62
+LONGEST_NAME = 26  # characters of an option or command that has its help beside it, not below it
+
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""The base of errors in a command line, which typer does not export."""
+
+
+class Command(TyperCommand):
+    """A command whose error names all missing options, and suggests an option for an unknown one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse a command line as typer does, with these messages, and refuse numbers that nothing can be."""
+        try:
+            rest = super().parse_args(ctx, list(args))
+            for parameter in self.get_params(ctx):
+                given = ctx.params.get(parameter.name)
+                for number in given if isinstance(given, list | tuple) else [given]:
+                    if isinstance(number, float) and not math.isfinite(number):
+                        ctx.fail(f"{_shown_name(parameter)} is {number}, but must be a finite number.")
+                    if isinstance(number, int) and abs(number) > MAX_INTEGER:
+                        ctx.fail(f"{_shown_name(parameter)} is {number}, but must lie between -2^62 and 2^62.")
+            return rest
+        except UsageError as error:
+            missing = self._find_missing(ctx, args) if isinstance(error, typer.BadParameter) else []
+            if len(missing) > 1:
+                ctx.fail(f"Missing {' and '.join(missing)}.")
+            if (unknown := getattr(error, "option_name", None)) is not None:
+                options = [
+                    name for parameter in self.get_params(ctx) for name in parameter.opts if name.startswith("--")
+                ]
+                if near := similar_names(unknown, options):
+                    ctx.fail(f"No such option: {unknown}; did you mean {near[0]}?")
+                error.possibilities = options  # type: ignore[attr-defined]
+            raise
+
+    def _find_missing(self, ctx: Any, args: list[str]) -> list[str]:
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        parameters: list[Any] = self.get_params(ctx)
+        return [
+            f"{parameter.param_type_name} {_shown_name(parameter)}"
+            for parameter in parameters
+            if parameter.required and given.get(parameter.name) is None
+        ]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the command's help."""
+        write_help(self, ctx, formatter)
+
+
+def _shown_name(parameter: Any) -> str:
+    return repr(parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar or parameter.name)
 
 
 class LazyCommand(Command):
@@ -75,3 +133,42 @@ def make_command(name: str, made_of: Any) -> Any:
     alone = App()
     alone.command(name)(made_of)
     return typer.main.get_command(alone)
+
+
+def write_help(command: Any, ctx: Any, formatter: Any, commands: Mapping[str, Any] | None = None) -> None:
+    """Write usage, text, and a section of options or commands for each of the panels that they name."""
+    command.format_usage(ctx, formatter)
+    for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+        formatter.write("\n")
+        items = paragraph.split("\n") if paragraph.startswith("- ") else [paragraph]
+        for item in items:
+            below = "    " if item.startswith("- ") else "  "
+            formatter.write("\n".join(_wrap(item, formatter.width, "  ", below)) + "\n")
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for parameter in command.get_params(ctx):
+        if (record := parameter.get_help_record(ctx)) is not None:
+            kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            sections.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+    for name, each in (commands or {}).items():
+        if not each.hidden:
+            summary = each.get_short_help_str(limit=1000)
+            sections.setdefault(each.rich_help_panel or "Commands", []).append((name, summary))
+    for heading, rows in sections.items():
+        formatter.write(f"\n{heading}:\n")
+        for line in _list_rows(rows, formatter.width):
+            formatter.write(f"{line}\n")
+
+
+def _list_rows(rows: list[tuple[str, str]], width: int) -> Iterable[str]:
+    """Lines of two columns: names, and what they mean."""
+    column = 4 + max((len(name) for name, _ in rows if len(name) <= LONGEST_NAME), default=4)
+    for name, text in rows:
+        if len(name) > LONGEST_NAME:
+            yield f"  {name}"
+            name = ""
+        yield from _wrap(text, width, f"  {name}".ljust(column), " " * column) or [f"  {name}"]
+
+
+def _wrap(text: str, width: int, first: str, below: str) -> list[str]:
+    """Lines of a text; names with hyphens stay whole."""
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=below, break_on_hyphens=False)

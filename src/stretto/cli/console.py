@@ -3,7 +3,6 @@
 
 import io
 import json
-import math
 import os
 import re
 import signal
@@ -13,65 +12,10 @@ from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
-
-from stretto.cli.help import write_help
-from stretto.suggestions import similar_names
 
 BAD_INPUT = 2
-MAX_INTEGER = 2**62
 
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, for machines.")]
-
-
-UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-"""The base of errors in a command line, which typer does not export."""
-
-
-class Command(TyperCommand):
-    """A command whose error names all missing options, and suggests an option for an unknown one."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse a command line as typer does, with these messages, and refuse numbers that nothing can be."""
-        try:
-            rest = super().parse_args(ctx, list(args))
-            for parameter in self.get_params(ctx):
-                given = ctx.params.get(parameter.name)
-                for number in given if isinstance(given, list | tuple) else [given]:
-                    if isinstance(number, float) and not math.isfinite(number):
-                        ctx.fail(f"{_shown_name(parameter)} is {number}, but must be a finite number.")
-                    if isinstance(number, int) and abs(number) > MAX_INTEGER:
-                        ctx.fail(f"{_shown_name(parameter)} is {number}, but must lie between -2^62 and 2^62.")
-            return rest
-        except UsageError as error:
-            missing = self._find_missing(ctx, args) if isinstance(error, typer.BadParameter) else []
-            if len(missing) > 1:
-                ctx.fail(f"Missing {' and '.join(missing)}.")
-            if (unknown := getattr(error, "option_name", None)) is not None:
-                options = [
-                    name for parameter in self.get_params(ctx) for name in parameter.opts if name.startswith("--")
-                ]
-                if near := similar_names(unknown, options):
-                    ctx.fail(f"No such option: {unknown}; did you mean {near[0]}?")
-                error.possibilities = options  # type: ignore[attr-defined]
-            raise
-
-    def _find_missing(self, ctx: Any, args: list[str]) -> list[str]:
-        given, _, _ = self.make_parser(ctx).parse_args(list(args))
-        parameters: list[Any] = self.get_params(ctx)
-        return [
-            f"{parameter.param_type_name} {_shown_name(parameter)}"
-            for parameter in parameters
-            if parameter.required and given.get(parameter.name) is None
-        ]
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the command's help."""
-        write_help(self, ctx, formatter)
-
-
-def _shown_name(parameter: Any) -> str:
-    return repr(parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar or parameter.name)
 
 
 def print_json(values: Mapping[str, Any]) -> None:

@@ -14,23 +14,19 @@ Panels have the given size. Title and legend are added above them and the captio
 another. The legend names what the panels have drawn with a label.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
-from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from numpy.typing import NDArray
 
 from stretto.atomic_files import write_atomically
@@ -90,10 +86,6 @@ class Look:
 
 
 STRETTO = Look(BLUE, "o")
-PEER = Look(GREY, "s", (0, (5, 1.5)))
-OTHER_PEER = Look(ORANGE, "^", (0, (5, 1.5, 1, 1.5)), "...")
-THIRD_PEER = Look(SKY, "D", (0, (1.5, 1)), "xxx")
-FOURTH_PEER = Look(PURPLE, "v", (0, (3, 1, 1, 1, 1, 1)), "\\\\\\")
 EXPOSED = Look(VERMILION, "X", (0, (3, 1)), "////")
 SERIES = (
     STRETTO,
@@ -113,13 +105,13 @@ _GAP, _PANEL_GAP = 0.07, 0.14  # inches between title, subtitle and legend, and 
 
 
 @contextmanager
-def drawing(file: Path, width: float, height: float) -> Iterator["Picture"]:
-    """Draw a picture and write it to `file` (.png or .svg). width, height: of all panels together, in inches."""
+def drawing(file: Path, width: float, height: float, make: "type[Picture] | None" = None) -> Iterator[Any]:
+    """Draw a `Picture` and write it to `file` (.png or .svg). width, height: of all panels together, in inches."""
     with rc_context(_STYLE):
         # Without pyplot, which has global state and may need a window system.
         figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
-        picture = Picture(figure)
+        picture = (make or Picture)(figure)
         yield picture
         picture.lay_out()
         # The bounding box must stay: texts are wrapped to this width.
@@ -136,34 +128,11 @@ class Picture:
     subtitle: str = ""
     caption: str = ""
     has_legend: bool = True
-    _labels: list[tuple[Axes, str, Text]] = field(default_factory=list)
-    _ticks: list[tuple[Axis, list[float], Callable[[Any], str]]] = field(default_factory=list)
 
     def panels(self, rows: int, columns: int, **options: Any) -> NDArray[Any]:
         """Add panels. options: of `Figure.subplots`. Returns axes [rows, columns]."""
         panels: NDArray[Any] = self.figure.subplots(max(1, rows), max(1, columns), squeeze=False, **options)
         return panels
-
-    def label_bars(self, panel: Axes, bars: BarContainer, labels: Sequence[str]) -> None:
-        """Write a label at the end of each bar, centred on it; the axis is made long enough for all of them."""
-        is_horizontal = bars.orientation == "horizontal"
-        alignment: dict[str, Any] = {"ha": "center", "va": "bottom"}
-        if is_horizontal:
-            alignment = {"ha": "left", "va": "center_baseline"}
-        for bar, label in zip(bars.patches, labels, strict=True):
-            left, bottom, right, top = bar.get_bbox().extents
-            place = (right, (bottom + top) / 2) if is_horizontal else ((left + right) / 2, top)
-            shift = (3, 0) if is_horizontal else (0, 2)
-            text = panel.annotate(label, place, shift, textcoords="offset points", fontsize=SMALL, **alignment)
-            self._labels.append((panel, "x" if is_horizontal else "y", text))
-
-    def log_ticks(self, axis: Axis, values: Sequence[float], name: Callable[[Any], str] = "{:g}".format) -> None:
-        """Make an axis logarithmic with ticks at measured values. Of their names as many are shown as fit."""
-        axis.axes.set_xscale("log") if axis is axis.axes.xaxis else axis.axes.set_yscale("log")
-        axis.set_minor_locator(NullLocator())
-        self._ticks.append((axis, sorted(set(values)), name))
-        axis.set_major_locator(FixedLocator(sorted(set(values))))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: name(value)))
 
     @property
     def _renderer(self) -> Any:
@@ -198,8 +167,10 @@ class Picture:
         engine.set(rect=(0, bottom / whole, 1, 1 - (top + bottom) / whole))  # type: ignore[call-arg]
         for _ in range(2):  # what is shown of ticks and labels changes the panels' sizes a little
             figure.draw_without_rendering()
-            self._thin_out_ticks()
-            self._make_room_for_labels()
+            self.fit_panels()
+
+    def fit_panels(self) -> None:
+        """Change panels once their sizes are known: for subclasses."""
 
     def _write(self, text: str, size: float, colour: str) -> Text:
         width = (self.figure.get_size_inches()[0] - 2 * _EDGE) * self.figure.dpi
@@ -248,74 +219,6 @@ class Picture:
     def _height(self, artist: Text | Legend) -> float:
         return artist.get_window_extent(self._renderer).height / self.figure.dpi
 
-    def _thin_out_ticks(self) -> None:
-        """Name ticks from the last on, leaving out those whose names would touch the one named before."""
-        for axis, values, name in self._ticks:
-            axis.set_major_formatter(FuncFormatter(lambda value, _, name=name: name(value)))
-            labels = axis.get_majorticklabels()
-            is_x = axis is axis.axes.xaxis
-            room = (5 if is_x else 1) * self.figure.dpi / 72
-            named, reached = set(), np.inf
-            for value, label in zip(values[::-1], labels[::-1], strict=bool(labels)):  # a panel may hide them all
-                box = label.get_window_extent(self._renderer)
-                start, end = (box.x0, box.x1) if is_x else (box.y0, box.y1)
-                if end <= reached - room:
-                    named.add(value)
-                    reached = start
-            axis.set_major_formatter(
-                FuncFormatter(lambda value, _, named=named, name=name: name(value) if value in named else "")
-            )
-
-    def _make_room_for_labels(self) -> None:
-        """Lengthen axes from zero until each bar's label ends inside of the panel."""
-        renderer = self._renderer
-        needed: dict[tuple[Axes, str], float] = {}
-        for panel, side, text in self._labels:
-            box, frame = text.get_window_extent(renderer), panel.get_window_extent(renderer)
-            place = text.xy[0] if side == "x" else text.xy[1]  # type: ignore[attr-defined]
-            length, taken = (frame.width, box.width) if side == "x" else (frame.height, box.height)
-            taken += 8 * self.figure.dpi / 72
-            reach = place / (1 - min(0.9, taken / length))
-            needed[panel, side] = max(needed.get((panel, side), 0.0), reach)
-        for (panel, side), reach in needed.items():
-            if side == "x":
-                panel.set_xlim(right=max(reach, _widest(panel.dataLim.intervalx)))
-            else:
-                panel.set_ylim(top=max(reach, _widest(panel.dataLim.intervaly)))
-
-
-def group_bars(count: int, series: int, *, width: float = 0.8) -> tuple[NDArray[np.float64], float]:
-    """Centres [series, count] of grouped bars, whose groups are centred on 0, 1, ..., and a bar's width."""
-    each = min(0.4, width / max(1, series))
-    shifts = (np.arange(series) - (series - 1) / 2) * each
-    return np.arange(count)[None, :] + shifts[:, None], each
-
-
-def name_bars(panel: Axes, places: Sequence[float], names: Sequence[str], *, is_horizontal: bool = True) -> None:
-    """Name the bars, or groups of bars, at these places; the grid then marks their lengths alone."""
-    axis, lengths = (panel.yaxis, panel.xaxis) if is_horizontal else (panel.xaxis, panel.yaxis)
-    axis.set_ticks(list(places), list(names))
-    axis.set_tick_params(length=0)
-    axis.grid(visible=False)
-    if is_horizontal:
-        lengths.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-        lengths.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-
-
-def plain_log(axis: Axis) -> None:
-    """Make an axis logarithmic, with plain numbers ("1,000") at its ticks."""
-    axis.axes.set_xscale("log") if axis is axis.axes.xaxis else axis.axes.set_yscale("log")
-    low, high = sorted(axis.get_data_interval())
-    decades = np.log10(high / low) if 0 < low < high < np.inf else 1.0
-    # Whatever the span, several values are named.
-    is_short = decades < 0.6
-    subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if decades < 1 else (1.0, 2.0, 5.0) if decades < 2 else (1.0,)
-    axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]) if is_short else LogLocator(subs=subs))
-    if is_short:
-        axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axis.set_minor_formatter(NullFormatter())
-
 
 def tint(colour: str, strength: float = 0.5) -> str:
     """A colour mixed with white, as a ground for black text."""
@@ -328,10 +231,6 @@ def hide_frame(panel: Axes) -> None:
     panel.set(xticks=[], yticks=[])
     panel.grid(visible=False)
     panel.spines[:].set_visible(False)
-
-
-def _widest(interval: NDArray[np.float64]) -> float:
-    return float(interval[1]) if np.isfinite(interval[1]) else 0.0
 
 
 def _place(artist: Text | Legend, x: float, y: float) -> None:
