@@ -4,7 +4,7 @@
 A picture has the path of the JSON that it is drawn from, with another suffix.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
@@ -75,6 +75,17 @@ def describe_origin(data: Mapping[str, Any], *, simulated: str = "") -> str:
     """
     origin = f"{data['machine']['devices']}, {data['date']}"
     return f"simulated: {simulated}; computed on {origin}" if simulated else origin
+
+
+def select(rows: Iterable[Mapping[str, Any]], **values: Any) -> list[Mapping[str, Any]]:
+    """The rows of a result that have these values."""
+    return [row for row in rows if all(row[key] == value for key, value in values.items())]
+
+
+def points(rows: Iterable[Mapping[str, Any]], x: str, y: str) -> tuple[list[Any], list[Any]]:
+    """The values of two columns, of the rows in which the second one has a value."""
+    known = [row for row in rows if row[y] is not None]
+    return [row[x] for row in known], [row[y] for row in known]
 
 
 def _find_plot(result: Path) -> str | None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lab plan` and `published`: the planner's predictions compared with measured and published step times."""
+"""The planner's predictions, and simulated steps, compared with measured step times and memory."""

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.papers.pipelines import predict_pipeline, simulate_long
 from lab.planning import simulated_steps
-from lab.planning.published_pipelines import predict_pipeline
-from lab.planning.simulated_pipelines import simulate_long
 from stretto.axes import GridSizes
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +59,7 @@ def _probe_alone(folder):
 def test_rounds_of_micro_batches_that_are_not_simulated_take_as_long_as_the_last(monkeypatch):
     found = predict_pipeline(12, GridSizes(pipe=4, data=12), 12 * 60, 1)
     part = simulate_long(12, found, 12 * 60, "closed-form")
-    monkeypatch.setattr("lab.planning.simulated_pipelines.SIMULATED_ROUNDS", 100)
+    monkeypatch.setattr("lab.papers.pipelines.SIMULATED_ROUNDS", 100)
     whole = simulate_long(12, found, 12 * 60, "closed-form")
     assert part.seconds == pytest.approx(whole.seconds, rel=1e-3)
     assert part.phase == pytest.approx(whole.phase, rel=1e-3)

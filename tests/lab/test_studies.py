@@ -2,17 +2,17 @@
 """Studies of clusters that we do not have: against times by hand, simulations of all nodes, and the paper's words."""
 
 import json
+from dataclasses import fields
+from functools import partial
 
 import pytest
 
-from lab.planning.published import RUNS
-from lab.studies import symmetric
-from lab.studies.machines import MACHINES, MIB, RingProtocol
-from lab.studies.scaling import SimulatedScalingSetting, _climb, _explain, scale_strongly
-from lab.studies.two_level import BENCH as TWO_LEVEL
-from lab.studies.two_level import SimulatedTwoLevelSetting, _crossovers, compare_claims
-from lab.studies.zero3 import BENCH as ZERO3
-from lab.studies.zero3 import MODELS, Piece, SimulatedZero3Setting, list_pieces, run_step
+from lab.papers import symmetric
+from lab.papers.collectives import Cell, compare_claims, find_wins, simulate_cell, study_collectives
+from lab.papers.compare import BENCH, PARTS, STUDIES, PapersSetting
+from lab.papers.machines import MACHINES, MIB, RingProtocol
+from lab.papers.training import RUNS, climb, plan_run, scale_strongly
+from lab.papers.zero3 import MODELS, Piece, list_pieces, run_step, study_zero3
 from stretto.simulator import EventDrivenNetwork, GraphBuilder, add_collective, execute
 
 PACKET = 64 * 1024
@@ -44,12 +44,11 @@ def test_one_node_stands_for_all(name, ranks):
 def test_messages_are_those_of_the_simulators_own_two_level_collective(name):
     """Recursive doubling between nodes pairs other nodes there, on the same links."""
     machine, num_bytes = MACHINES[name], 64 * MIB
-    shape = symmetric.NodeShape(machine.gpus_per_node, machine.nics, machine.two_level_links())
-    rows = symmetric.NodeRows(shape, 32 // machine.gpus_per_node, whole=True)
+    nodes = symmetric.Nodes(machine, machine.two_level_links(), 32, whole=True)
     builder = GraphBuilder()
     algorithm = "two-level-recursive"
     add_collective(builder, "all_gather", algorithm, range(32), num_bytes, ranks_per_node=machine.gpus_per_node)
-    sent = execute(builder.build(), EventDrivenNetwork(rows.topology(), packet_bytes=PACKET)).makespan
+    sent = execute(builder.build(), EventDrivenNetwork(nodes.topology(), packet_bytes=PACKET)).makespan
     ours = symmetric.two_level_seconds(machine, "all_gather", "recursive", num_bytes, 32, PACKET)
     assert ours == pytest.approx(sent + machine.simple.start + machine.shuffle_seconds(num_bytes), rel=1e-9)
 
@@ -91,9 +90,11 @@ def test_nccl_takes_ll_for_small_messages_on_many_ranks_alone():
 
 
 @pytest.mark.long
-def test_two_levels_lose_large_messages_on_few_ranks_and_win_small_ones_on_many(tmp_path):
-    setting = SimulatedTwoLevelSetting(machines=("perlmutter",), ranks=(32, 256), sizes=(16, 64))
-    found = TWO_LEVEL(setting, tmp_path)
+def test_two_levels_lose_large_messages_on_few_ranks_and_win_small_ones_on_many(tmp_path, monkeypatch):
+    study = partial(study_collectives, machines=("perlmutter",), ranks=(32, 256), sizes=(16, 64))
+    monkeypatch.setitem(STUDIES, "collectives", study)
+    BENCH(PapersSetting(only=("collectives",)), tmp_path)
+    found = json.loads((tmp_path / "simulated-two-level.json").read_text())
     assert len(found["rows"]) == 2 * 2 * 2
     for row in found["rows"]:
         for key in ("speedup", "event_speedup"):
@@ -110,42 +111,41 @@ def test_two_levels_lose_large_messages_on_few_ranks_and_win_small_ones_on_many(
         assert (tmp_path / f"{name}.png").is_file()
 
 
+def cell(**values):
+    """A collective on Frontier, of which only these values are known."""
+    about = {"machine": "frontier", "collective": "all_gather", "mb": 16}
+    return Cell(**(dict.fromkeys(field.name for field in fields(Cell)) | about | values))
+
+
 @pytest.mark.parametrize(
     ("speedups", "crossover"),
     [({32: 0.5, 128: 2.0}, 64.0), ({32: 1.5, 128: 2.0}, 32.0), ({32: 0.5, 64: 0.9}, None)],
 )
 def test_a_crossover_is_where_speedups_pass_one(speedups, crossover):
-    about = {"machine": "frontier", "collective": "all_gather", "mb": 16}
-    rows = [about | {"ranks": ranks, "speedup": found, "event_speedup": None} for ranks, found in speedups.items()]
-    (row,) = _crossovers(rows)
-    assert row["closed_form"] == (crossover if crossover is None else pytest.approx(crossover))
-    assert row["event_driven"] is None
+    (row,) = find_wins([cell(ranks=ranks, speedup=found) for ranks, found in speedups.items()])
+    assert row.closed_form == (crossover if crossover is None else pytest.approx(crossover))
+    assert row.event_driven is None
 
 
 def test_published_speedups_are_next_to_those_of_the_same_cell():
-    about = {"machine": "frontier", "collective": "all_gather", "mpi_speedup": 3.0, "two_level_ms": 17.0}
     rows = [
-        about | {"ranks": 32, "mb": 1024, "speedup": 0.9, "event_speedup": 0.55},
-        about | {"ranks": 2048, "mb": 1024, "speedup": 7.0, "event_speedup": 1.0},
+        cell(ranks=32, mb=1024, speedup=0.9, event_speedup=0.55, two_level_ms=17.0),
+        cell(ranks=2048, mb=1024, speedup=7.0, event_speedup=1.0, two_level_ms=17.0),
     ]
     few, many = compare_claims(rows)
-    assert (few["published"], few["speedup"], few["is_within"]) == ("0.52", 0.9, "yes")  # event-driven counts
-    assert (many["published"], many["over"], many["is_within"]) == ("7", "RCCL", "no")
+    assert (few.published, few.speedup, few.is_within) == ("0.52", 0.9, "yes")  # event-driven counts
+    assert (many.published, many.over, many.is_within) == ("7", "RCCL", "no")
     # 7 times 17 ms, less what 4 interfaces of 25 GB/s need, over 2047 hops; by the tables an eighth is 15.1 us.
-    assert many["implied_hop_us"] == pytest.approx((119e3 - 1024 * MIB / 100e9 * 1e6) / 2047)
-    assert many["hop_us"] == pytest.approx((15.1 + 7 * 3.6) / 8)
+    assert many.implied_hop_us == pytest.approx((119e3 - 1024 * MIB / 100e9 * 1e6) / 2047)
+    assert many.hop_us == pytest.approx((15.1 + 7 * 3.6) / 8)
 
 
 @pytest.mark.long
-def test_fewer_links_between_switches_favour_a_ring_for_large_messages(tmp_path):
+def test_fewer_links_between_switches_favour_a_ring_for_large_messages():
     """Distant partners share the links; neighbours on a ring do not."""
-    setting = SimulatedTwoLevelSetting(
-        machines=("frontier",), ranks=(256,), sizes=(1, 512), leaf_nodes=16, oversubscription=4.0
-    )
-    rows = TWO_LEVEL(setting, tmp_path)["rows"]
-    over_ring = {row["mb"]: row["recursive_over_ring"] for row in rows if row["collective"] == "all_gather"}
-    assert over_ring[512] < 1 < over_ring[1]
-    assert all(row["event_speedup"] is None for row in rows)
+    small, large = (simulate_cell(MACHINES["frontier"], "all_gather", 256, mb, 16, 4.0) for mb in (1, 512))
+    assert large.recursive_over_ring < 1 < small.recursive_over_ring
+    assert small.event_speedup is large.event_speedup is None
 
 
 def test_a_step_of_zero3_hides_gathers_under_products():
@@ -182,10 +182,11 @@ def test_pieces_compute_what_the_model_has():
 
 
 @pytest.mark.exhaustive
-def test_two_levels_help_zero3_more_the_more_ranks_there_are(tmp_path):
-    rows = ZERO3(SimulatedZero3Setting(machines=("perlmutter",), models=("7B",)), tmp_path)["rows"]
-    saved = [row["saved"] for row in rows]
-    assert saved == sorted(saved)
+def test_two_levels_help_zero3_more_the_more_ranks_there_are(tmp_path, monkeypatch):
+    monkeypatch.setitem(STUDIES, "zero3", partial(study_zero3, machines=("perlmutter",), models=("7B",)))
+    compared = BENCH(PapersSetting(only=("zero3",)), tmp_path)["rows"]
+    saved = [row["saved"] for row in json.loads((tmp_path / "simulated-zero3.json").read_text())["rows"]]
+    assert saved == sorted(saved) == [row["predicted"] for row in compared]
     assert -0.1 < saved[0] < 0.05 < saved[-1]
     assert (tmp_path / "simulated-zero3.png").is_file()
 
@@ -196,41 +197,30 @@ def find_run(cluster, model):
 
 @pytest.mark.exhaustive
 def test_the_ladder_falls_and_overlap_gains_with_scale():
-    small, large = (_climb(find_run("frontier", model), 8192) for model in ("gpt-5b", "gpt-80b"))
+    small, large = (climb(find_run("frontier", model), 8192) for model in ("gpt-5b", "gpt-80b"))
     for row in (small, large):
-        assert row["baseline_seconds"] > row["model_seconds"] > row["overlap_seconds"]
-        assert "x=8" in row["baseline_grid"]
-    assert small["overlap_saved"] < large["overlap_saved"]
-    assert (small["published_overlap_saved"], large["published_overlap_saved"]) == ("up to 22%", "22%")
+        assert row.baseline_seconds > row.model_seconds > row.overlap_seconds
+        assert "x=8" in row.baseline_grid
+    assert small.overlap_saved < large.overlap_saved
+    assert (small.published_overlap_saved, large.published_overlap_saved) == ("up to 22%", "22%")
 
 
 @pytest.mark.long
 def test_each_assumption_less_brings_the_published_step_nearer():
-    row = _explain(find_run("frontier", "gpt-320b"), 8192)
-    assert row["planned"] > row["products"] > row["attention"] > row["no_overlap"] > 1
-    assert row["published_seconds"] == pytest.approx(30.7, rel=0.01)
+    row = plan_run(find_run("frontier", "gpt-320b"), 8192)
+    assert row.planned > row.products > row.attention > row.no_overlap > 1
+    assert row.published_seconds == pytest.approx(30.7, rel=0.01)
     # Section 5.1.3: 13.19 s of computation.
-    assert row["compute_seconds"] == pytest.approx(13.19, rel=0.15)
+    assert row.compute_seconds == pytest.approx(13.19, rel=0.15)
 
 
 @pytest.mark.exhaustive
 def test_published_times_scale_less_well_than_the_text_claims():
-    rows = scale_strongly("gpt-640b", (512, 8192), 8192)
-    assert rows[-1]["published_efficiency"] == pytest.approx(0.70, abs=0.005)
-    assert rows[0]["days"] < rows[0]["published_days"]
-    assert rows[-1]["days"] < rows[-1]["published_days"]
+    first, last = scale_strongly("gpt-640b", (512, 8192), 8192)
+    assert last.published_efficiency == pytest.approx(0.70, abs=0.005)
+    assert first.days < first.published_days
+    assert last.days < last.published_days
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: SimulatedTwoLevelSetting(ranks=(20,)), "--ranks has 20, .* 16 would do"),
-        (lambda: SimulatedTwoLevelSetting(oversubscription=0.5), "oversubscription is 0.5"),
-        (lambda: SimulatedTwoLevelSetting(machines=("alps",)), "there is no machine 'alps'"),
-        (lambda: SimulatedZero3Setting(batch=100), "--batch is 100, which 2048 ranks cannot share; 2048 would do"),
-        (lambda: SimulatedScalingSetting(batch=5000), "4096 would do"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
+def test_every_part_of_the_papers_has_a_study():
+    assert tuple(STUDIES) == PARTS

@@ -260,7 +260,7 @@ def test_a_dense_model_has_no_experts_to_divide():
 
 @pytest.mark.exhaustive
 def test_deepseek_v3_on_2048_gpus_is_planned_and_compared_with_its_authors_layout():
-    from lab.planning.modern_experts import AUTHORS, CONFIGS
+    from lab.papers.experts import AUTHORS, CONFIGS
 
     plans = stretto.plan(CONFIGS["DeepSeek-V3"], "dgx-h100", gpus=2048, batch=15360, seq_len=4096, pipe="auto")
     best = plans[0]

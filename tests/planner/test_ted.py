@@ -3,7 +3,7 @@
 
 import pytest
 
-from lab.planning.published_experts import (
+from lab.papers.experts import (
     STEPS,
     min_memory,
     mixture,
@@ -59,11 +59,11 @@ def test_the_papers_cost_model_judges_memory_by_equation_7_4():
 
 def test_the_largest_mixtures_of_figure_7_9_are_within_10_percent_at_both_ends():
     first, last = plan_sizes(32), plan_sizes(512)
-    assert first["ratio"] == pytest.approx(1.09, rel=0.1)
-    assert last["ratio"] == pytest.approx(4.8, rel=0.1)
-    assert plan_sizes(128)["ratio_by_equation"] == pytest.approx(1.35, abs=0.01)  # by 7.5 alone
-    assert first["ratio_by_equation"] == pytest.approx(1.5, abs=0.03)
-    assert last["ratio_by_equation"] == pytest.approx(2.5, abs=0.03)
+    assert first.ratio == pytest.approx(1.09, rel=0.1)
+    assert last.ratio == pytest.approx(4.8, rel=0.1)
+    assert plan_sizes(128).ratio_by_equation == pytest.approx(1.35, abs=0.01)  # by 7.5 alone
+    assert first.ratio_by_equation == pytest.approx(1.5, abs=0.03)
+    assert last.ratio_by_equation == pytest.approx(2.5, abs=0.03)
 
 
 def test_tiles_of_the_optimizer_save_memory_where_experts_have_few_replicas():
@@ -77,19 +77,19 @@ def test_tiles_of_the_optimizer_save_memory_where_experts_have_few_replicas():
 
 
 def test_gains_of_dropping_and_keeping_grow_with_tensor_parallelism_as_published():
-    weak = {each.base: plan_steps(each, 1) for each in STEPS if each.figure == "7.11"}
-    gains = [weak[base]["gain"] for base in ("1.3B", "2.7B", "6.7B", "13B")]
+    weak = {run[1]: plan_steps(*run) for run in STEPS if run[0] == "7.11"}
+    gains = [weak[base].gain for base in ("1.3B", "2.7B", "6.7B", "13B")]
     assert gains == sorted(gains)
     assert 0.03 < gains[0] < 0.1  # 6% published: without tensor parallelism CAC alone helps
-    peaks = [weak[base]["peak_share"] for base in ("1.3B", "2.7B", "6.7B", "13B")]
+    peaks = [weak[base].peak_share for base in ("1.3B", "2.7B", "6.7B", "13B")]
     assert peaks[0] == max(peaks)
     assert peaks[-1] == min(peaks)  # x = 8 leaves the node
 
 
 def test_the_bars_of_figure_7_5_shrink_one_after_another():
     baseline, dropped, kept = plan_bars(1)
-    assert baseline["seconds"] > dropped["seconds"] > kept["seconds"]
-    assert kept["all_to_all_seconds"] == pytest.approx(dropped["all_to_all_seconds"] * 4 / 6)  # CAC: a third
-    bytes_alone = baseline["all_to_all_seconds"] / 4
-    assert bytes_alone < dropped["all_to_all_seconds"] < 1.1 * bytes_alone  # DTD: 1/x of the bytes, and start-ups
-    assert dropped["over_x_seconds"] > baseline["over_x_seconds"]  # rows are gathered over x
+    assert baseline.seconds > dropped.seconds > kept.seconds
+    assert kept.all_to_all_seconds == pytest.approx(dropped.all_to_all_seconds * 4 / 6)  # CAC: a third
+    bytes_alone = baseline.all_to_all_seconds / 4
+    assert bytes_alone < dropped.all_to_all_seconds < 1.1 * bytes_alone  # DTD: 1/x of the bytes, and start-ups
+    assert dropped.over_x_seconds > baseline.over_x_seconds  # rows are gathered over x

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lab simulated-zero3`: figure 6.12 of Singh's dissertation, ZeRO-3 over flat and two-level collectives.
+"""Figure 6.12 of Singh's dissertation: ZeRO-3 over flat and two-level collectives, simulated.
 
 All ranks act identically, so one is simulated: a stream of products, and one of collectives, which run one at a time in
-the order in which DeepSpeed issues them. The durations of collectives are those of `python -m lab simulated-two-level`.
+the order in which DeepSpeed issues them. The durations of collectives are those of `lab.papers.collectives`.
 """
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal, get_args
 
-from lab.harness import ANY_CPU, Bench, column
-from lab.papers import read_paper
-from lab.pictures import describe_origin
-from lab.studies import STUDIED, symmetric
-from lab.studies.machines import MACHINES, StudiedMachine, name_machines
+from lab.harness import ANY_CPU, Measured, column
+from lab.papers import Compared, read_paper, symmetric
+from lab.papers.collectives import PACKET
+from lab.papers.machines import MACHINES, StudiedMachine, name_machines
+from lab.pictures import describe_origin, points, select
 from stretto.axes import GridSizes
-from stretto.bench.settings import Option, require_known, require_least
 from stretto.collectives.two_level.model import Collective
 from stretto.models import GPTConfig
 from stretto.planner import read_architecture
@@ -28,45 +27,13 @@ from stretto.planner.cost import full_cost
 from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.simulator import ClosedFormNetwork, Execution, GraphBuilder, execute, parse_topology
 
-
-@dataclass(frozen=True)
-class SimulatedZero3Setting:
-    """Which steps of figure 6.12 are simulated. Raises ValueError for a batch that ranks cannot share."""
-
-    machines: Annotated[tuple[str, ...], Option("Of frontier and perlmutter.")] = STUDIED
-    models: Annotated[tuple[str, ...], Option("Of 7B and 13B.")] = ("7B", "13B")
-    batch: Annotated[int, Option("Global batch, in sequences of 2048 tokens.")] = 2048
-
-    def __post_init__(self) -> None:
-        require_known("machine", self.machines, STUDIED)
-        require_known("model", self.models, ("7B", "13B"))
-        require_least(1, batch=self.batch)
-        most = max(count for _, counts in self.runs() for count in counts)
-        if self.batch % most:
-            near = max(most, round(self.batch / most) * most)
-            raise ValueError(f"--batch is {self.batch}, which {most} ranks cannot share; {near} would do")
-
-    def runs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Each machine, and the ranks of figure 6.12 there."""
-        counts = {"frontier": (128, 256, 512, 1024, 2048), "perlmutter": (256, 512, 1024)}
-        return [(machine, counts[machine]) for machine in self.machines]
-
-
-def simulate_steps(setting: SimulatedZero3Setting) -> Iterator[dict[str, Any]]:
-    """Simulate the step of each machine, model and number of ranks."""
-    for machine, counts in setting.runs():
-        for model in setting.models:
-            for ranks in counts:
-                yield _row(MACHINES[machine], model, ranks, setting)
-
-
 SEQ_LEN = 2048
 # GPT-3's sizes (Brown et al., table 2.1).
 MODELS = {"7B": GPTConfig(layers=32, hidden=4096, heads=32), "13B": GPTConfig(layers=40, hidden=5120, heads=40)}
 # DeepSpeed's default bucket of gradients, in numbers (reduce_bucket_size).
 REDUCE_BUCKET = 500_000_000
 ELEMENT = 2  # bytes
-PACKET = 64 * 1024
+RANKS = {"frontier": (128, 256, 512, 1024, 2048), "perlmutter": (256, 512, 1024)}  # of figure 6.12
 
 Seconds = Callable[[Collective, float], float]
 Library = Literal["vendor", "two levels"]
@@ -88,7 +55,7 @@ class Row:
     two_level_exposed: float = column("of it exposed (s)", "{:.2f}")
     saved: float = column("saved", "{:.0%}")
     speedup: float = column("speed-up less 1", "{:.0%}")
-    published: str = column("published")
+    published: str | None = column("published")
     event_saved: float = column("saved, event-driven", "{:.0%}")
 
 
@@ -101,32 +68,47 @@ class Piece:
     backward: float
 
 
-def _row(machine: StudiedMachine, model: str, ranks: int, setting: SimulatedZero3Setting) -> dict[str, Any]:
-    pieces = list_pieces(MODELS[model], machine, ranks, setting.batch)
-    runs = {
-        (library, is_event): run_step(pieces, partial(_seconds, machine.name, library, ranks, is_event=is_event))
-        for library in ("vendor", "two levels")
-        for is_event in (False, True)
-    }
-    times = {key: run.makespan for key, run in runs.items()}
-    vendor, two_level = times["vendor", False], times["two levels", False]
-    compute_seconds = runs["vendor", False].busy(0, "compute")
+def study_zero3(
+    machines: Iterable[str] = tuple(RANKS), models: Iterable[str] = tuple(MODELS), batch: int = 2048
+) -> Iterator[Measured | Compared]:
+    """Simulate the step of each machine, model and number of ranks. batch: a multiple of all ranks, in sequences."""
+    rows = [
+        simulate_zero3(MACHINES[machine], model, ranks, batch)
+        for machine in machines
+        for model in models
+        for ranks in RANKS[machine]
+    ]
+    about = {"machine": ANY_CPU, "setting": {"batch": batch}, "seq_len": SEQ_LEN}
+    yield Measured(rows, about, name="simulated-zero3", title=f"ZeRO-3, {batch} sequences of {SEQ_LEN} tokens")
+    for row in rows:
+        if row.published is not None:
+            run, saved = f"{row.model} on {row.ranks:,} ranks of {row.machine}", (row.saved, row.event_saved)
+            yield Compared("Singh", "figure 6.12", run, "part of the batch time saved", row.published, *saved)
+
+
+def simulate_zero3(machine: StudiedMachine, model: str, ranks: int, batch: int) -> Row:
+    """Simulate a step over both libraries, with the times of collectives in both fidelities."""
+    pieces = list_pieces(MODELS[model], machine, ranks, batch)
+    (vendor, event_vendor), (two_level, event_two_level) = (
+        [run_step(pieces, partial(_seconds, machine.name, of, ranks, is_event=each)) for each in (False, True)]
+        for of in get_args(Library)
+    )
+    compute_seconds = vendor.busy(0, "compute")
     low, high = PUBLISHED.get((machine.name, ranks, model), (None, None))
-    published = None if low is None else f"{low:.0%}" if low == high else f"{low:.0%} to {high:.0%}"
-    return {
-        "machine": machine.name,
-        "model": model,
-        "ranks": ranks,
-        "compute_seconds": compute_seconds,
-        "vendor_seconds": vendor,
-        "vendor_exposed": vendor - compute_seconds,
-        "two_level_seconds": two_level,
-        "two_level_exposed": two_level - compute_seconds,
-        "saved": 1 - two_level / vendor,
-        "speedup": vendor / two_level - 1,
-        "published": published,
-        "event_saved": 1 - times["two levels", True] / times["vendor", True],
-    }
+    return Row(
+        machine.name,
+        model,
+        ranks,
+        compute_seconds,
+        vendor.makespan,
+        vendor_exposed=vendor.makespan - compute_seconds,
+        two_level_seconds=two_level.makespan,
+        two_level_exposed=two_level.makespan - compute_seconds,
+        saved=1 - two_level.makespan / vendor.makespan,
+        speedup=vendor.makespan / two_level.makespan - 1,
+        published=None if low is None else f"{low:.0%}" if low == high else f"{low:.0%} to {high:.0%}",
+        event_saved=1 - event_two_level.makespan / event_vendor.makespan,
+    )
 
 
 @cache
@@ -225,31 +207,14 @@ def plot_zero3(result: Path, picture: Path) -> None:
     with drawing(picture, 4.2 * len(machines), 3.2) as drawn:
         panels = drawn.panels(1, len(machines))[0]
         for panel, machine in zip(panels, machines, strict=True):
-            rows = [row for row in data["rows"] if row["machine"] == machine]
-            for model in dict.fromkeys(row["model"] for row in rows):
-                of_model = [row for row in rows if row["model"] == model]
-                ranks = [row["ranks"] for row in of_model]
+            rows = select(data["rows"], machine=machine)
+            for nth, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
                 for place, (key, name) in enumerate((("vendor", "vendor's ring"), ("two_level", "two levels"))):
-                    look = SERIES[2 * ["7B", "13B"].index(model) + place]
-                    panel.plot(
-                        ranks, [row[f"{key}_seconds"] for row in of_model], label=f"{model}, {name}", **look.line
-                    )
+                    known = points(select(rows, model=model), "ranks", f"{key}_seconds")
+                    panel.plot(*known, label=f"{model}, {name}", **SERIES[2 * nth + place].line)
             drawn.log_ticks(panel.xaxis, [row["ranks"] for row in rows])
             plain_log(panel.yaxis)
-            panel.set_xlabel("ranks")
-            panel.set_title(machine.capitalize())
+            panel.set(xlabel="ranks", title=machine.capitalize())
         panels[0].set_ylabel("s a batch")
         drawn.title = f"ZeRO-3 on {data['setting']['batch']} sequences of {data['seq_len']} tokens, simulated"
         drawn.subtitle = describe_origin(data, simulated=name_machines(machines))
-
-
-BENCH = Bench(
-    "simulated-zero3",
-    "ZeRO-3 over flat and two-level collectives, simulated and compared with Singh's figure 6.12 (needs no GPU).",
-    SimulatedZero3Setting,
-    simulate_steps,
-    Row,
-    title=lambda setting: f"ZeRO-3, {setting.batch} sequences of {SEQ_LEN} tokens",
-    plot=plot_zero3,
-    about=lambda setting: {"machine": ANY_CPU, "setting": asdict(setting), "seq_len": SEQ_LEN},
-)

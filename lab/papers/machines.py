@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frontier and Perlmutter in the studies of Singh's chapter 6: the cost of each library's collectives on them.
+"""Frontier and Perlmutter, the machines of Singh's chapter 6: the cost of each library's collectives on them.
 
 Every number is from a source that is not the chapter under study: the presets of `stretto.cluster`, the tables by which
 NCCL and RCCL choose their protocols, and one assumption for MPI. Nothing is fitted to the chapter's figures.
@@ -89,15 +89,6 @@ class StudiedMachine:
             oversubscription=oversubscription,
         )
 
-    def mpi_links(self) -> Links:
-        """Links of Cray MPICH's ring: one network interface of a node (the chapter's Explanation 1)."""
-        return Links(
-            in_node_latency=MPI_LATENCY,
-            in_node_bandwidth=self.ring_bandwidth,
-            latency=MPI_LATENCY,
-            node_bandwidth=self.nic_bandwidth,
-        )
-
     def choose_protocol(self, num_bytes: float, ranks: int) -> RingProtocol:
         """The protocol that the library's tables make fastest, as the library chooses."""
         return min(self.protocols, key=lambda protocol: self._ring_seconds(protocol, num_bytes, ranks))
@@ -112,9 +103,13 @@ class StudiedMachine:
         return protocol.start + predict("all_gather", "flat", num_bytes / ranks, nodes, self.gpus_per_node, links)
 
     def mpi_seconds(self, num_bytes: float, ranks: int) -> float:
-        """Seconds of Cray MPICH's ring; additions, which it makes on the host, are left out."""
+        """Seconds of Cray MPICH's ring, on one network interface of a node (the chapter's Explanation 1).
+
+        Additions, which it makes on the host, are left out.
+        """
         nodes = ranks // self.gpus_per_node
-        return predict("all_gather", "flat", num_bytes / ranks, nodes, self.gpus_per_node, self.mpi_links())
+        links = Links(MPI_LATENCY, self.ring_bandwidth, MPI_LATENCY, self.nic_bandwidth)
+        return predict("all_gather", "flat", num_bytes / ranks, nodes, self.gpus_per_node, links)
 
     def two_level_seconds(
         self, collective: Collective, algorithm: Algorithm, num_bytes: float, ranks: int, links: Links | None = None

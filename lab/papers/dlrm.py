@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lab simulated-dlrm`: section 4.4 of Punniyamurthy et al., a DLRM's step with fused look-up and all-to-all.
+"""Section 4.4 of Punniyamurthy et al., a DLRM's step with fused look-up and all-to-all, simulated.
 
 The paper's nodes and network (table 2); unstated parameters are varied. Its kernels' times on an MI210 are not
-published: they are estimated from that GPU's datasheet, or measured on an H200. Nothing is fitted to the paper.
+published: they are estimated from that GPU's datasheet, or measured on an H200.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Any
 
-from lab.harness import ANY_CPU, Bench, Measured, Table, column, columns_of
-from lab.papers import read_paper
-from lab.pictures import describe_origin
+from lab.harness import ANY_CPU, Measured, Table, column, columns_of
+from lab.papers import Compared, read_paper
+from lab.pictures import describe_origin, select
 from stretto.bench.harness import Column
-from stretto.bench.settings import Option, require_known, require_least
 from stretto.recommendation.simulation import (
     EXCHANGES,
     FIDELITIES,
@@ -28,28 +27,6 @@ from stretto.recommendation.simulation import (
 )
 from stretto.simulator.network import NetworkTopology
 from stretto.simulator.network.shapes import dragonfly, fat_tree, ring, switch, torus
-
-
-@dataclass(frozen=True)
-class SimulatedDlrmSetting:
-    """Which runs of Punniyamurthy et al.'s section 4.4 are simulated. ValueError for ranks without a torus."""
-
-    ranks: Annotated[tuple[int, ...], Option("Nodes of the study of growth: 128, 256, 512 or 1024.")] = (
-        128, 256, 512, 1024,
-    )  # fmt: skip
-    kernels: Annotated[tuple[str, ...], Option("Whose kernel times, the first for all tables: mi210, h200.")] = (
-        "mi210",
-        "h200",
-    )
-    batch: Annotated[int, Option("Samples of each rank.")] = 512
-    tables: Annotated[int, Option("Tables of each rank.")] = 4
-    is_quick: Annotated[bool, Option("Leave out other shapes and assumptions.", flags="--quick/--full")] = False
-
-    def __post_init__(self) -> None:
-        require_known("kernels", self.kernels, ("mi210", "h200"))
-        require_known("ranks", map(str, self.ranks), ("128", "256", "512", "1024"))
-        require_least(1, batch=self.batch, tables=self.tables)
-
 
 Row = dict[str, Any]
 
@@ -99,42 +76,66 @@ class Average:
     published: float = column("published", "{:.0%}")
 
 
-def simulate_tables(setting: SimulatedDlrmSetting) -> Measured:
-    """Simulate 128 nodes, more nodes, and what the paper leaves open."""
-    step = RecommendationStep(batch=setting.batch, tables=setting.tables)
-    rates = [find_kernels(name) for name in setting.kernels]
+def study_dlrm(
+    step: RecommendationStep | None = None,
+    kernels: Sequence[str] = ("mi210", "h200"),
+    ranks: Iterable[int] = tuple(SIZES),
+    *,
+    is_quick: bool = False,
+) -> Iterator[Measured | Compared]:
+    """Simulate 128 nodes, more nodes, and what the paper leaves open (unless quick).
+
+    step: None is 512 samples and 4 tables a rank. kernels: whose times, the first for all tables.
+    """
+    step = step or RecommendationStep(batch=512, tables=4)
+    rates = [find_kernels(name) for name in kernels]
     fused = [
         compare_fusions(step, each, torus_of(128), collective, fidelity)
         for each in rates
         for collective in EXCHANGES
         for fidelity in FIDELITIES
     ]
-    shapes = [] if setting.is_quick else _vary_shapes(step, rates[0])
+    shapes = [] if is_quick else _vary_shapes(step, rates[0])
     scale = [
-        compare_fusions(step, rates[0], torus_of(ranks), "by-dimension", fidelity, slices=SLICES * 128 // ranks)
-        for ranks in setting.ranks
+        compare_fusions(step, rates[0], torus_of(count), "by-dimension", fidelity, slices=SLICES * 128 // count)
+        for count in ranks
         for fidelity in FIDELITIES
     ]
-    varied = [] if setting.is_quick else _vary_assumptions(step, rates[0])
     averages = [
-        Average(collective, mean(row["forward_less"] for row in shapes if row["collective"] == collective), PUBLISHED)
+        Average(collective, mean(row["forward_less"] for row in select(shapes, collective=collective)), PUBLISHED)
         for collective in EXCHANGES
         if shapes
     ]
-    first = rates[0].name
-    step_of = ("none_ms", "forward_ms", "both_ms", "forward_less", "both_less", "forward_predicted", "both_predicted")
-    fused_row = _columns("kernels", "collective", "fidelity", "lookup_ms", "exposed_ms", *step_of)
-    shapes_row = _columns("collective", "batch", "tables", *step_of)
-    scale_row = _columns("ranks", "torus", "fidelity", *step_of)
-    varied_row = _columns("changed", *step_of[:5])
+    first, less = rates[0].name, ("forward_less", "both_less", "forward_predicted", "both_predicted")
+    times = ("none_ms", "forward_ms", "both_ms", *less)
     tables = (
         Table("Means over the shapes below, beside the paper's", averages, key="averages"),
-        Table(f"Shapes that table 2 leaves open, {first}, event-driven", shapes, shapes_row, "shapes"),
-        Table(f"More nodes, {first}, by-dimension, the same samples and tables a rank", scale, scale_row, "scale"),
-        Table(f"Other assumptions, {first}, direct, event-driven, 128 ranks", varied, varied_row, "varied"),
+        Table(
+            f"Shapes that table 2 leaves open, {first}, event-driven",
+            shapes,
+            _columns("collective", "batch", "tables", *times),
+            "shapes",
+        ),
+        Table(
+            f"More nodes, {first}, by-dimension, the same samples and tables a rank",
+            scale,
+            _columns("ranks", "torus", "fidelity", *times),
+            "scale",
+        ),
+        Table(
+            f"Other assumptions, {first}, direct, event-driven, 128 ranks",
+            [] if is_quick else _vary_assumptions(step, rates[0]),
+            _columns("changed", *times[:5]),
+            "varied",
+        ),
     )
     about = {"step": asdict(step), "kernels": {each.name: asdict(each) for each in rates}, "published": PUBLISHED}
-    return Measured(fused, about, tables=tables, row=fused_row)
+    row = _columns("kernels", "collective", "fidelity", "lookup_ms", "exposed_ms", *times)
+    title = "128 nodes, 16 x 8 torus"
+    yield Measured(fused, about | {"machine": ANY_CPU}, name="simulated-dlrm", title=title, tables=tables, row=row)
+    saved = [row["forward_less"] for row in select(fused, kernels=first, collective="direct")]
+    paper = "Punniyamurthy et al.", "section 4.4"
+    yield Compared(*paper, "128 nodes", "part of a step saved", f"{PUBLISHED}", *saved)
 
 
 def _columns(*keys: str) -> tuple[Column, ...]:
@@ -229,13 +230,8 @@ def _vary_assumptions(step: RecommendationStep, rates: KernelRates) -> list[Row]
         ("a fat tree of 8-port switches", {"network": fat_tree(8, BANDWIDTH, LATENCY)}),
         ("a dragonfly of 8 groups of 4 routers", {"network": dragonfly(8, 4, 4, BANDWIDTH, LATENCY)}),
     ]
-    base: dict[str, Any] = {
-        "step": step,
-        "rates": rates,
-        "network": network,
-        "collective": "direct",
-        "fidelity": "event-driven",
-    }
+    base: dict[str, Any] = {"step": step, "rates": rates, "network": network, "collective": "direct"}
+    base["fidelity"] = "event-driven"
     return [{"changed": what} | compare_fusions(**(base | dict(change))) for what, change in changes]
 
 
@@ -245,7 +241,7 @@ def plot_simulated_dlrm(result: Path, picture: Path) -> None:
     from stretto.report.style import SERIES
 
     data = json.loads(result.read_text())
-    rows = [row for row in data["rows"] if row["fidelity"] == "event-driven"]
+    rows = select(data["rows"], fidelity="event-driven")
     names = (("none_ms", "separate"), ("forward_ms", "forward fused"), ("both_ms", "both passes fused"))
     with drawing(picture, 9.4, 3.6) as drawn:
         steps, growth = drawn.panels(1, 2)[0]
@@ -254,33 +250,18 @@ def plot_simulated_dlrm(result: Path, picture: Path) -> None:
             steps.barh(places[series], [row[key] for row in rows], width, label=name, **SERIES[series].bar)
         name_bars(steps, range(len(rows)), [f"{row['kernels']}, {row['collective']}" for row in rows])
         steps.invert_yaxis()
-        steps.set_xlabel("ms a step")
-        steps.set_title("128 nodes")
-        scale = [row for row in data["scale"] if row["fidelity"] == "event-driven"]
+        steps.set(xlabel="ms a step", title="128 nodes")
+        scale = select(data["scale"], fidelity="event-driven")
         ranks = [row["ranks"] for row in scale]
         for series, (key, name) in enumerate(names[1:], start=1):
             less = [100 * row[key.replace("_ms", "_less")] for row in scale]
             growth.plot(ranks, less, label=name, **SERIES[series].line)
         growth.axhline(100 * data["published"], color=SERIES[3].colour, linestyle="--", label="published, forward")
         drawn.log_ticks(growth.xaxis, ranks)
-        growth.set_xlabel("nodes")
-        growth.set_ylabel("% less time a step")
-        growth.set_title("More nodes, by dimension")
+        growth.set(xlabel="nodes", ylabel="% less time a step", title="More nodes, by dimension")
         drawn.title = "A DLRM's step with look-up and all-to-all separate and fused, simulated"
         drawn.subtitle = describe_origin(data, simulated="nodes of one GPU")
         drawn.caption = (
             "Event-driven on a 2D torus of 200 Gb/s links with 700 ns. Kernels' times: an MI210's datasheet, an H200's "
             "as measured. The paper does not publish its MI210's times, nor its batch and tables."
         )
-
-
-BENCH = Bench(
-    "simulated-dlrm",
-    "A DLRM's step on a torus of 128+ nodes, compared with section 4.4 of Punniyamurthy et al. (needs no GPU).",
-    SimulatedDlrmSetting,
-    simulate_tables,
-    Times,
-    title="128 nodes, 16 x 8 torus",
-    plot=plot_simulated_dlrm,
-    about=lambda setting: {"machine": ANY_CPU, "setting": asdict(setting)},
-)
