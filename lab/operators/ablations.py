@@ -102,11 +102,12 @@ def _vary_pieces(config: KernelConfig, smallest: int) -> dict[str, KernelConfig]
 
 def measure_all(setting: OperatorAblationsSetting) -> list[Row]:
     """The job of each rank."""
+    assert setting.ranks is not None
     device = Grid(data=setting.ranks).device
     return [
         row
         for name in setting.operators
-        for case in setting.models
+        for case in setting.cases
         for m in setting.ms or ROWS[name]
         for row in _measure(name, case, m, device)
     ]
