@@ -108,7 +108,12 @@ class ExpertsSetting:
     @property
     def model(self) -> GPTConfig:
         """The GPT that is trained."""
-        sizes = {"vocab": 256, "max_seq_len": self.seq_len, "num_experts": self.data, "experts_per_token": 1}
+        sizes: dict[str, Any] = {
+            "vocab": 256,
+            "max_seq_len": self.seq_len,
+            "num_experts": self.data,
+            "experts_per_token": 1,
+        }
         return GPTConfig(self.layers, self.hidden, self.hidden // 16, moe_layers="every:2", **sizes)
 
 
@@ -231,8 +236,8 @@ def count_calls(grid: Grid, bar: ComparedRun) -> dict[str, int]:
     """
     tokens, heads = 128, grid.size("x")
     least = tokens * 32  # bytes: a quarter of what is sent where experts have as many tokens each
-    sizes = {"ffn": 16 * heads, "vocab": 64, "max_seq_len": tokens}
-    experts = {"num_experts": 4 * grid.size("expert"), "experts_per_token": 2}
+    sizes: dict[str, Any] = {"ffn": 16 * heads, "vocab": 64, "max_seq_len": tokens}
+    experts: dict[str, Any] = {"num_experts": 4 * grid.size("expert"), "experts_per_token": 2}
     counts: list[Counter[str]] = []
     for layers in (2, 1):
         config = GPTConfig(layers, 32 * heads, heads, **sizes, **experts)
