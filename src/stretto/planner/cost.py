@@ -18,15 +18,15 @@ from stretto.planner.experts.cost import expert_seconds, expert_volume
 from stretto.planner.optimizer_state import exposed_sums, steps_in_chunks
 from stretto.planner.step import (
     HOST,
+    AwaitCollective,
     BlockRecord,
     Computation,
     EndRecord,
     GroupCollective,
     Pass,
-    Start,
+    StartCollective,
     StepRecord,
     UseWeight,
-    Wait,
     WeightCollectives,
     overlap_slowdown,
 )
@@ -161,10 +161,10 @@ def total_pass(recorded: Pass) -> PassTotals:
                 total["host" if step.stream == HOST else "computation"] += step.seconds
                 if running:
                     running = {start: (each, beside + step.seconds) for start, (each, beside) in running.items()}
-            case Start():
+            case StartCollective():
                 total[step.collective.axis] += step.collective.seconds
                 running[place] = step.collective, 0.0
-            case Wait():
+            case AwaitCollective():
                 collective, beside = running.pop(step.start)
                 if beside:
                     total[f"hidden_{collective.axis}"] += min(collective.seconds, beside)

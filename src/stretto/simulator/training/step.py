@@ -22,6 +22,7 @@ from stretto.planner.pipeline.stage_times import (
     tied_bytes,
 )
 from stretto.planner.step import (
+    AwaitCollective,
     AwaitRoom,
     BlockRecord,
     Computation,
@@ -29,10 +30,9 @@ from stretto.planner.step import (
     GroupCollective,
     Pass,
     SendGradient,
-    Start,
+    StartCollective,
     StepRecord,
     UseWeight,
-    Wait,
 )
 from stretto.planner.step_recorder import chunked_sums, record_step
 from stretto.planner.workload import StepConfig, StepWorkload
@@ -192,9 +192,9 @@ class RankRecorder:
             match step:
                 case Computation(name, seconds, stream):
                     tape.compute(name, seconds, stream)
-                case Start(name, collective):
+                case StartCollective(name, collective):
                     started[place] = tape.start(name, collective)
-                case Wait(start):
+                case AwaitCollective(start):
                     tape.wait(started[start])
                 case UseWeight() if weights is not None:
                     weights.use()
