@@ -114,7 +114,7 @@ class CheckoutsSetting:
 
 
 def has_part(name: str, part: str) -> bool:
-    """Whether a case's name contains a part, in which hyphens may stand for spaces."""
+    """True if a case's name contains a part, in which hyphens may stand for spaces."""
     return part in name or part in name.replace(" ", "-")
 
 

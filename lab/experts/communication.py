@@ -97,7 +97,7 @@ class ExpertsSetting:
 
     @property
     def ranks(self) -> int:
-        """How many processes are started."""
+        """Number of processes that are started."""
         return self.data * self.x
 
     @property
@@ -230,7 +230,7 @@ def _describe_messages(step: Step) -> dict[str, Any]:
 
 
 def count_calls(grid: Grid, bar: ComparedRun) -> dict[str, int]:
-    """How often a block with experts sends tokens or rows in a step, by part: two such blocks less one.
+    """Return how often a block with experts sends tokens or rows in a step, by part: two such blocks less one.
 
     Smaller messages (numbers of rows, routers' weights) are not counted.
     """

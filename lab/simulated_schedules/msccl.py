@@ -40,7 +40,7 @@ Times = dict[int, tuple[float, str]]
 
 @dataclass(frozen=True)
 class SimulatedMscclSetting:
-    """How finely the pipelining loop of large buffers is simulated."""
+    """Settings: how finely the pipelining loop of large buffers is simulated."""
 
     tiles: Annotated[int, Option("Tiles of a chunk that are simulated; further ones are extrapolated.")] = 4
 
@@ -118,7 +118,7 @@ class ClusterSimulation:
         return found
 
     def fits(self, schedule: Schedule, instances: int) -> bool:
-        """Whether so many instances can be resident."""
+        """True if so many instances can be resident."""
         most = self.costs.executor(self.executor).max_blocks
         return most is None or instances * max(len(program.thread_blocks) for program in schedule.ranks) <= most
 

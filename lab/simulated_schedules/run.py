@@ -206,7 +206,7 @@ def simulate_cases(setting: SimulatedCollectivesSetting, out: Path) -> Measured:
 
 
 def _is_seen(cases: Sequence[MeasuredSchedule], executor: str, name: str) -> bool:
-    """Whether the cases determine a figure: the host's time only shows in calls that are shorter."""
+    """True if the cases determine a figure: the host's time only shows in calls that are shorter."""
     return name != "host_seconds" or any(case.executor == executor and case.mode == "eager" for case in cases)
 
 

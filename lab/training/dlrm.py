@@ -38,7 +38,7 @@ from stretto.train.data import rank_rows
 
 @dataclass(frozen=True)
 class DlrmSetting:
-    """What `python -m lab dlrm` trains and times."""
+    """Settings of `python -m lab dlrm`."""
 
     model: Annotated[str, Option("small, kaggle, mlperf-v2 or paper.")] = "mlperf-v2"
     max_rows: Annotated[int | None, Option("Cut longer tables down to so many rows (default: none).", least=1)] = None

@@ -390,7 +390,7 @@ class BlockRecord:
             to.weight_gradient("", 0.0, weight)
 
     def _begins_with_norm(self, place: int) -> bool:
-        """Whether one of a block's two norms stands before a linear: the first, and that in the middle."""
+        """True if one of a block's two norms stands before a linear: the first, and that in the middle."""
         return place == 0 or place == len(self.linears) // 2
 
 
@@ -426,7 +426,7 @@ class StepRecord:
 
     @property
     def micro_batches(self) -> int:
-        """How many the step has."""
+        """Number of the step's micro-batches."""
         return self.config.micro_batches(self.workload)
 
     @property

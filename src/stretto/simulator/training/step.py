@@ -48,7 +48,7 @@ _I, _W = PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """What every rank issues in a step.
+    """Programs of all ranks in a step.
 
     ranks: a program for each rank of pipe, which all ranks of its stages run. messages: seconds of one from each rank
     of pipe to the next, of message_bytes; the gradient of tied embeddings has tied_bytes.
@@ -67,7 +67,7 @@ class StepPrograms:
 
     @property
     def operations(self) -> int:
-        """How many operations one rank of each stage has, all together."""
+        """Number of operations of one rank of each stage, all together."""
         return sum(map(len, self.ranks))
 
 
