@@ -39,7 +39,7 @@ LIBRARY = "torch's send and recv"
 
 @dataclass(frozen=True)
 class MessagesSetting:
-    """What `python -m lab messages` measures. Raises ValueError for settings that cannot work."""
+    """Settings of `python -m lab messages`. Raises ValueError for settings that cannot work."""
 
     sizes: Annotated[tuple[float, ...], Option("Sizes in MiB, with commas.")] = (1, 2, 5, 10, 20, 50)
     repeats: Repeats = 10

@@ -37,7 +37,7 @@ from stretto.train.optimizer import local_shard
 
 @dataclass(frozen=True)
 class TorchSetup:
-    """How torch runs the model.
+    """Options with which torch runs the model.
 
     frees_weights: reshard_after_forward. reduce_dtype: of FSDP2's gradients on the wire.
     precision: what makes the compute dtype bf16. "fsdp2": FSDP2's mixed precision (on one rank it only casts). For
@@ -164,7 +164,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FsdpOptions:
-    """How FSDP2 trains a GPT over all ranks, with gradients reduced in `dtype`, that of the computation.
+    """Options with which FSDP2 trains a GPT over all ranks, with gradients reduced in `dtype`, that of the computation.
 
     frees_weights: gather weights again in the backward pass. recompute: checkpoint every block's activations.
     is_on_host: parameters, gradients and optimizer state are on the CPU (`CPUOffloadPolicy`).

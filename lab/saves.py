@@ -95,9 +95,9 @@ class SavesSetting:
 class SaveRow:
     """Steps with a kind of saves, and what a save adds to them (None: there are none)."""
 
+    total: float
     saves: str = column("checkpoints")
     gigabytes: float = column("state (GB)", "{:.3f}")
-    total: float
     step_ms: float = column("step, median (ms)", "{:.1f}")
     save_ms: float | None = column("save call, median (ms)", "{:.1f}")
     added_ms: float | None = column("a save adds to the run (ms)", "{:.1f}", default=None)
@@ -238,7 +238,7 @@ def _time_saves(setting: SavesSetting, task: GPTTask, out: Path) -> Iterator[Sav
             total = time.perf_counter() - began
         size, saving = sum(sizes_of(task.state()).values()) / 1e9, 1e3 * statistics.median(saves) if saves else None
         if kind not in best or best[kind].total > total:
-            best[kind] = SaveRow(kind, size, total, 1e3 * statistics.median(steps), saving)
+            best[kind] = SaveRow(total, kind, size, 1e3 * statistics.median(steps), saving)
     plain = best["none"]
     for row in best.values():
         added = 1e3 * (row.total - plain.total) / (setting.steps // setting.every)

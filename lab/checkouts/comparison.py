@@ -86,7 +86,7 @@ class MeasuredCase:
         return "slower" if low > 1 + BOUND else "faster"
 
     def is_decided(self) -> bool:
-        """Whether the confidence interval of the ratio lies inside the bounds, or outside of them."""
+        """True if the confidence interval of the ratio lies inside the bounds, or outside of them."""
         _, low, high = self.estimate()
         return (low >= 1 - BOUND and high <= 1 + BOUND) or low > 1 + BOUND or high < 1 - BOUND
 

@@ -114,7 +114,7 @@ class CheckoutsSetting:
 
 
 def has_part(name: str, part: str) -> bool:
-    """Whether a case's name contains a part, in which hyphens may stand for spaces."""
+    """True if a case's name contains a part, in which hyphens may stand for spaces."""
     return part in name or part in name.replace(" ", "-")
 
 
@@ -122,12 +122,12 @@ def has_part(name: str, part: str) -> bool:
 class Row:
     """A case: microseconds a call of both checkouts, and their ratio with its interval. host: only of eager calls."""
 
-    case: str = column("case")
     kind: str
     mode: str
+    placements: int
+    case: str = column("case")
     is_bounded: bool = column("fills the GPU and waits")
     rounds: int = column("rounds")
-    placements: int
     before: float = column("before (us)", "{:.1f}")
     after: float = column("after (us)", "{:.1f}")
     ratio: float = column("after / before", "{:.3f}")
@@ -176,7 +176,7 @@ def _row(case: CheckoutCase, found: MeasuredCase) -> Row:
     before, after = (1e6 * statistics.median(each) for each in zip(*found.device, strict=True))
     host = [1e6 * statistics.median(each) if case.mode == "eager" else None for each in zip(*found.host, strict=True)]
     return Row(
-        case.name, case.kind, case.mode, case.is_bounded, len(found.device), len(set(found.placements)),
+        case.kind, case.mode, len(set(found.placements)), case.name, case.is_bounded, len(found.device),
         before, after, ratio, low, high, found.judge(), *host,
     )  # fmt: skip
 

@@ -245,7 +245,7 @@ def _composition_runs(
 
 
 def _works(name: str, run: TimedCall, *, is_graph: bool) -> bool:
-    """Whether the run can be launched (on all ranks, or on none), and in a CUDA graph captured on all ranks."""
+    """True if the run can be launched (on all ranks, or on none), and in a CUDA graph captured on all ranks."""
     try:
         run()
     except LaunchError as error:  # a schedule may need more blocks than the GPU holds

@@ -222,9 +222,9 @@ def _compare(part: str, runs: Mapping[str, Callable[[], Any]], num_bytes: int, s
     """Time "nccl" (where there is one), "stretto" and "work" (what overlaps a call), in units of 1 / scale seconds."""
     ran_as = _found_as(runs["stretto"])
     timed = time_interleaved(runs, num_bytes, is_graph=False, rests=part == "alone")
-    times = {name: one.seconds * scale for name, one in timed.items()}
+    times: dict[str, Any] = {name: one.seconds * scale for name, one in timed.items()}
     nccl, work = times.get("nccl"), times.get("work")
-    exposed = (
+    exposed: dict[str, Any] = (
         {} if work is None else {f"{name}_exposed": max(0.0, times[name] - work) for name in times.keys() - {"work"}}
     )
     ratio = None if nccl is None else nccl / times["stretto"]

@@ -69,7 +69,7 @@ class HandwrittenAllReduce:
             self._function.set(name, address + region.start)
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether the LL buffers are large enough for an array of `num_bytes` bytes."""
+        """True if the LL buffers are large enough for an array of `num_bytes` bytes."""
         return (
             num_bytes % (8 * self._world) == 0
             and 2 * num_bytes * (self._world if self._shots == 1 else 2) <= self._capacity

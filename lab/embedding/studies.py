@@ -32,7 +32,7 @@ SHOWN_PROGRAMS = 32
 
 @dataclass(frozen=True)
 class EmbeddingStudiesSetting(LookupShapes):
-    """Which look-ups are studied, and how."""
+    """Settings of the study of look-ups."""
 
     studies: Annotated[tuple[str, ...], Option("orders, slices, occupancy, timeline, with commas.")] = STUDIES
     ranks: Ranks = None

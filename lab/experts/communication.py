@@ -97,7 +97,7 @@ class ExpertsSetting:
 
     @property
     def ranks(self) -> int:
-        """How many processes are started."""
+        """Number of processes that are started."""
         return self.data * self.x
 
     @property
@@ -108,7 +108,12 @@ class ExpertsSetting:
     @property
     def model(self) -> GPTConfig:
         """The GPT that is trained."""
-        sizes = {"vocab": 256, "max_seq_len": self.seq_len, "num_experts": self.data, "experts_per_token": 1}
+        sizes: dict[str, Any] = {
+            "vocab": 256,
+            "max_seq_len": self.seq_len,
+            "num_experts": self.data,
+            "experts_per_token": 1,
+        }
         return GPTConfig(self.layers, self.hidden, self.hidden // 16, moe_layers="every:2", **sizes)
 
 
@@ -225,14 +230,14 @@ def _describe_messages(step: Step) -> dict[str, Any]:
 
 
 def count_calls(grid: Grid, bar: ComparedRun) -> dict[str, int]:
-    """How often a block with experts sends tokens or rows in a step, by part: two such blocks less one.
+    """Return how often a block with experts sends tokens or rows in a step, by part: two such blocks less one.
 
     Smaller messages (numbers of rows, routers' weights) are not counted.
     """
     tokens, heads = 128, grid.size("x")
     least = tokens * 32  # bytes: a quarter of what is sent where experts have as many tokens each
-    sizes = {"ffn": 16 * heads, "vocab": 64, "max_seq_len": tokens}
-    experts = {"num_experts": 4 * grid.size("expert"), "experts_per_token": 2}
+    sizes: dict[str, Any] = {"ffn": 16 * heads, "vocab": 64, "max_seq_len": tokens}
+    experts: dict[str, Any] = {"num_experts": 4 * grid.size("expert"), "experts_per_token": 2}
     counts: list[Counter[str]] = []
     for layers in (2, 1):
         config = GPTConfig(layers, 32 * heads, heads, **sizes, **experts)

@@ -254,7 +254,7 @@ def _build(
 
 
 def _count_host_waits(device: torch.device, step: Step) -> dict[str, Any]:
-    """How often a step makes the host wait for the GPU, by torch's synchronization warnings, and in which files'
+    """Return how often a step makes the host wait for the GPU, by torch's synchronization warnings, and in which files'
     lines; None on a CPU."""
     if device.type != "cuda":
         return {"host_waits": None}

@@ -102,6 +102,7 @@ def _vary_pieces(config: KernelConfig, smallest: int) -> dict[str, KernelConfig]
 
 def measure_all(setting: OperatorAblationsSetting) -> list[Row]:
     """The job of each rank."""
+    assert setting.ranks is not None
     device = Grid(data=setting.ranks).device
     return [
         row

@@ -50,7 +50,7 @@ class MeasuredSchedule:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether parameters are fitted to it: to every second size.
+        """True if parameters are fitted to it: to every second size.
 
         Of GPUs, these are 1 KB, 16 KB, ... of 1 KB, 4 KB, 16 KB, ...; of processes, sizes double from one to the next.
         """

@@ -29,15 +29,15 @@ class Choice:
     loss: by how much the measured choice is slower than the simulated one, in the simulation; None where they are one.
     """
 
+    is_same: bool
+    is_same_algorithm: bool
+    is_close: bool
     collective: str = column("collective")
     ranks: int = column("ranks")
     bytes: int = column("bytes", "{:,}")
     measured: str = column("fastest, measured")
     simulated: str = column("fastest, simulated")
     loss: str | None = column("simulated: slower by")
-    is_same: bool
-    is_same_algorithm: bool
-    is_close: bool
 
 
 def list_choices(cases: Sequence[MeasuredSchedule], predictor: SchedulePredictor, costs: MachineCosts) -> list[Choice]:

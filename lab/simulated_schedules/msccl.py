@@ -40,7 +40,7 @@ Times = dict[int, tuple[float, str]]
 
 @dataclass(frozen=True)
 class SimulatedMscclSetting:
-    """How finely the pipelining loop of large buffers is simulated."""
+    """Settings: how finely the pipelining loop of large buffers is simulated."""
 
     tiles: Annotated[int, Option("Tiles of a chunk that are simulated; further ones are extrapolated.")] = 4
 
@@ -52,15 +52,15 @@ class SimulatedMscclSetting:
 class Row:
     """A variant's best simulated time at a size, and its speed-up over the study's baseline. claim: the paper's."""
 
+    bytes: int
+    claim: float | None
     study: str = column("study")
     variant: str = column("variant")
-    bytes: int
     size: str = column("bytes")
     best: str = column("as")
     time_us: float = column("simulated (us)", "{:,.1f}")
     baseline_us: float = column("baseline (us)", "{:,.1f}")
     speedup: float = column("speed-up", "{:.2f}")
-    claim: float | None
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class ClusterSimulation:
         return found
 
     def fits(self, schedule: Schedule, instances: int) -> bool:
-        """Whether so many instances can be resident."""
+        """True if so many instances can be resident."""
         most = self.costs.executor(self.executor).max_blocks
         return most is None or instances * max(len(program.thread_blocks) for program in schedule.ranks) <= most
 
@@ -144,7 +144,7 @@ def hierarchical_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) 
     """Figure 8c: hierarchical all-reduce and the same composed of NCCL's calls, over NCCL's all-reduce."""
     where = on_cluster(name, tiles)
     gpus = where.cluster.gpus_per_node
-    shape = {"nodes": nodes, "gpus": gpus}
+    shape: dict[str, Any] = {"nodes": nodes, "gpus": gpus}
     rings = rotated_rings_all_reduce.compile(rings=int(where.cluster.require("nics_per_node")), **shape)
     # NCCL 2.8 uses 24 channels on A100, and fewer for small buffers: a ring a NIC of a node, once or three times.
     nccl = where.best({"ring": rings, "tree": chained_trees_all_reduce.compile(**shape)}, sizes, instances=(1, 3))
@@ -223,7 +223,7 @@ def _rows(study: str, variant: str, times: Times, baseline: Times, claim: float 
     for num_bytes, (seconds, best) in times.items():
         base = baseline[num_bytes][0]
         size = name_size(num_bytes)
-        yield Row(study, variant, num_bytes, size, best, seconds * 1e6, base * 1e6, base / seconds, claim)
+        yield Row(num_bytes, claim, study, variant, size, best, seconds * 1e6, base * 1e6, base / seconds)
 
 
 @dataclass(frozen=True)

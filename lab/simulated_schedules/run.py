@@ -126,13 +126,13 @@ class SimulatedCollectivesSetting:
 class Row:
     """A measured time of a schedule, and the simulated one. use: whether costs were fitted to its size, or not."""
 
-    contest: str = column("contest")
-    schedule: str = column("schedule")
-    ran: str = column("ran as")
     executor: str
     ranks: int
     bytes: int
     mode: str
+    contest: str = column("contest")
+    schedule: str = column("schedule")
+    ran: str = column("ran as")
     measured_us: float = column("measured (us)", "{:,.1f}")
     predicted_us: float = column("simulated (us)", "{:,.1f}")
     error: float = column("error", "{:+.0%}")
@@ -206,7 +206,7 @@ def simulate_cases(setting: SimulatedCollectivesSetting, out: Path) -> Measured:
 
 
 def _is_seen(cases: Sequence[MeasuredSchedule], executor: str, name: str) -> bool:
-    """Whether the cases determine a figure: the host's time only shows in calls that are shorter."""
+    """True if the cases determine a figure: the host's time only shows in calls that are shorter."""
     return name != "host_seconds" or any(case.executor == executor and case.mode == "eager" for case in cases)
 
 

@@ -34,7 +34,7 @@ BLOCK_MODELS = ("translator", "vision-transformer", "u-net")
 
 @dataclass(frozen=True)
 class BlocksSetting:
-    """What `python -m lab blocks` trains and times. Raises ValueError for settings that cannot work."""
+    """Settings of `python -m lab blocks`. Raises ValueError for settings that cannot work."""
 
     models: Annotated[tuple[str, ...], Option("translator, vision-transformer, u-net, with commas.")] = BLOCK_MODELS
     ranks: Annotated[

@@ -36,7 +36,7 @@ SUMS_TO_STEPS = 2.5
 
 @dataclass(frozen=True)
 class ChunksSetting:
-    """What `python -m lab chunks` measures. Raises ValueError for settings that cannot work."""
+    """Settings of `python -m lab chunks`. Raises ValueError for settings that cannot work."""
 
     ranks: Annotated[int, Option("Processes.")] = 2
     buckets: Annotated[int, Option("Buckets of a rank.")] = 64

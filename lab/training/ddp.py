@@ -29,7 +29,7 @@ from stretto.train.observe.timeline import Interval, Intervals, merge, subtract,
 
 @dataclass(frozen=True)
 class DdpSetting:
-    """Which checkouts `python -m lab ddp` compares. Raises ValueError for settings that cannot work.
+    """Settings of `python -m lab ddp`, which compares checkouts. Raises ValueError for settings that cannot work.
 
     before, after: folders that hold the package `stretto`, or a `src` that does.
     """

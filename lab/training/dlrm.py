@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -31,14 +31,15 @@ from stretto.bench.settings import Needs, Option, Ranks, Repeats, Rounds, WarmUp
 from stretto.parallel import Grid
 from stretto.recommendation import DLRM, DLRMConfig, ShardedTables, distribute_tables
 from stretto.recommendation.data import SyntheticClicks
-from stretto.recommendation.pooled_exchange import Implementation
 from stretto.recommendation.table_optimizer import TableOptimizer
 from stretto.train.data import rank_rows
+
+Implementation = Literal["library", "kernel"]
 
 
 @dataclass(frozen=True)
 class DlrmSetting:
-    """What `python -m lab dlrm` trains and times."""
+    """Settings of `python -m lab dlrm`."""
 
     model: Annotated[str, Option("small, kaggle, mlperf-v2 or paper.")] = "mlperf-v2"
     max_rows: Annotated[int | None, Option("Cut longer tables down to so many rows (default: none).", least=1)] = None

@@ -36,7 +36,7 @@ WITHOUT_EXPERTS = [
 
 @dataclass(frozen=True)
 class MoeDemoSetting:
-    """What `python -m lab moe-demo` trains. Raises ValueError for settings that cannot work."""
+    """Settings of `python -m lab moe-demo`. Raises ValueError for settings that cannot work."""
 
     steps: Annotated[int, Option("Steps of each run.")] = 300
 

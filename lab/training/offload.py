@@ -52,7 +52,7 @@ OFFLOAD_PARTS = ("buckets", "tiles", "train", "peers", "largest")
 
 @dataclass(frozen=True)
 class OffloadSetting:
-    """What `python -m lab offload` measures. Raises ValueError for settings that cannot work."""
+    """Settings of `python -m lab offload`. Raises ValueError for settings that cannot work."""
 
     parts: Annotated[tuple[str, ...], Option("buckets, tiles, train, peers, largest, with commas.")] = (
         "buckets",

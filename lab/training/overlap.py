@@ -25,7 +25,7 @@ from stretto.parallel import Grid, Overlap
 
 @dataclass(frozen=True)
 class OverlapSetting:
-    """What `python -m lab overlap` trains and times."""
+    """Settings of `python -m lab overlap`."""
 
     model: Annotated[str, Option("llama-7b, or gpt-5b to gpt-640b.")] = "gpt-5b"
     layers: Layers = None
@@ -43,7 +43,7 @@ class OverlapSetting:
             self.workload()
 
     def workload(self) -> TrainingWorkload:
-        """What is trained. Raises ValueError for an unknown model."""
+        """The workload that is trained. Raises ValueError for an unknown model."""
         config = model_config(self.model, self.layers, self.seq_len)
         batch = 2 * (self.ranks or 1) if self.batch is None else self.batch
         return TrainingWorkload(config, batch, self.seq_len, self.warm_up, self.repeats, self.rounds)

@@ -34,7 +34,7 @@ from stretto.planner.grids import divisors
 
 @dataclass(frozen=True)
 class PeersSetting:
-    """What `python -m lab peers` trains and times."""
+    """Settings of `python -m lab peers`."""
 
     models: Annotated[tuple[str, ...], Option("llama-7b, or gpt-5b to gpt-640b, with spaces between.")] = ("llama-7b",)
     layers: Layers = None

@@ -46,7 +46,7 @@ from stretto.schedules import (
 
 @dataclass(frozen=True)
 class PipelineSetting:
-    """What `python -m lab pipeline` measures. Raises ValueError for settings that cannot work."""
+    """Settings of `python -m lab pipeline`. Raises ValueError for settings that cannot work."""
 
     stages: Annotated[tuple[int, ...], Option("Of each pipeline, one on each process, with commas.")] = (4, 8)
     micro_batches: Annotated[tuple[int, ...], Option("Of a step of each pipeline, with commas.")] = (16, 32)

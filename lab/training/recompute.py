@@ -31,7 +31,7 @@ from stretto.planner import predict
 
 @dataclass(frozen=True)
 class RecomputeSetting:
-    """What `python -m lab recompute` trains, over which links. Raises ValueError for settings that cannot work."""
+    """Settings of `python -m lab recompute`, over which links. Raises ValueError for settings that cannot work."""
 
     ranks: Annotated[int, Option("Processes of the CPU, along x.")] = 2
     modes: Annotated[tuple[str, ...], Option("Modes of recomputation in addition to full, with commas.")] = (

@@ -29,7 +29,7 @@ from stretto.schedules import Action, PipelineOperation, PipelineSchedule, build
 
 @dataclass(frozen=True)
 class StagesSetting:
-    """What `python -m lab stages` trains. Raises ValueError for settings that cannot work."""
+    """Settings of `python -m lab stages`. Raises ValueError for settings that cannot work."""
 
     layers: Annotated[int, Option("Transformer blocks of a Llama of width 4096.")] = 16
     seq_len: SeqLen = 4096
@@ -209,7 +209,7 @@ def _torch_pipeline(setting: StagesSetting, grid: Grid, *, is_compiled: bool) ->
 
 
 def _inspect(device: torch.device, step: Step) -> dict[str, Any]:
-    """How much the memory grows over some steps, and the host's time for a stage."""
+    """Return how much the memory grows over some steps, and the host's time for a stage."""
     found: dict[str, Any] = {}
     sizes = []
     for _ in range(STEPS_FOR_GROWTH):

@@ -55,7 +55,7 @@ class Network:
 
     @property
     def leaves(self) -> int:
-        """How many switches there are."""
+        """Number of switches."""
         return self.nodes // self.leaf_nodes
 
 

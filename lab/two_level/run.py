@@ -103,20 +103,20 @@ class TwoLevelSetting:
 class Row:
     """Times of a collective in ms: median, least and most of each algorithm, and the model's; and what it chooses."""
 
-    collective: str = column("collective")
     shard_bytes: int
-    shard_kib: float = column("a rank (KiB)", "{:g}")
-    recursive_ms: float = column("recursive (ms)", "{:.1f}")
     recursive_least_ms: float
     recursive_most_ms: float
-    recursive_model_ms: float = column("model", "{:.1f}")
-    ring_ms: float = column("ring (ms)", "{:.1f}")
     ring_least_ms: float
     ring_most_ms: float
-    ring_model_ms: float = column("model", "{:.1f}")
-    flat_ms: float = column("flat (ms)", "{:.1f}")
     flat_least_ms: float
     flat_most_ms: float
+    collective: str = column("collective")
+    shard_kib: float = column("a rank (KiB)", "{:g}")
+    recursive_ms: float = column("recursive (ms)", "{:.1f}")
+    recursive_model_ms: float = column("model", "{:.1f}")
+    ring_ms: float = column("ring (ms)", "{:.1f}")
+    ring_model_ms: float = column("model", "{:.1f}")
+    flat_ms: float = column("flat (ms)", "{:.1f}")
     flat_model_ms: float = column("model", "{:.1f}")
     library_ms: float = column("gloo, no delay (ms)", "{:.1f}")
     fastest: str = column("fastest")
@@ -128,13 +128,13 @@ class Row:
 class Crossover:
     """The first size at which two algorithms cross, measured and predicted (None: never), and all such sizes."""
 
+    all_measured_kib: list[float]
+    all_predicted_kib: list[float]
     collective: str = column("collective")
     between: str = column("from, to")
     measured_kib: float | None = column("measured (KiB a rank)", "{:.0f}")
     predicted_kib: float | None = column("predicted", "{:.0f}")
     ratio: float | None = column("measured / predicted", "{:.2f}")
-    all_measured_kib: list[float]
-    all_predicted_kib: list[float]
 
 
 def measure_network(setting: TwoLevelSetting) -> Measured:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands print and refuse, without starting a run."""
+"""Tests of what the commands print and refuse, without starting a run."""
 
 import errno
 import io

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands say when the machine fails them: an output that is full or closed, too little memory."""
+"""Tests of what commands say when the machine fails them: an output that is full or closed, too little memory."""
 
 import importlib
 import os

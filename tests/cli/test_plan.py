@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `stretto plan` prints of plans that differ."""
+"""Tests of what `stretto plan` prints of plans that differ."""
 
 import pytest
 from typer.testing import CliRunner

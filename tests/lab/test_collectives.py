@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bench of collectives keeps is what communicators read, and a file that is no table is left alone."""
+"""Tests that what the bench of collectives keeps is what communicators read,
+and a file that is no table is left alone.
+"""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benches' commands refuse, and what needs no ranks."""
+"""Tests of what the benches' commands refuse, and what needs no ranks."""
 
 import json
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all benches have in common: ranks of their own, and an end."""
+"""Tests of what all benches have in common: ranks of their own, and an end."""
 
 import json
 import tempfile

@@ -81,7 +81,7 @@ def test_an_eager_call_takes_at_least_the_hosts_time():
 
 def row(contest: str, measured: float, predicted: float, use: str = "predicted", executor: str = "nccl"):
     error = predicted / measured - 1
-    return Row(contest, "ring", executor, executor, 2, 1024, "graph", measured, predicted, error, use)
+    return Row(executor, 2, 1024, "graph", contest, "ring", executor, measured, predicted, error, use)
 
 
 def test_winners_count_only_where_the_best_two_differ():

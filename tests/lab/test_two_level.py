@@ -145,7 +145,7 @@ def test_tables_have_the_prediction_the_measurement_and_both_crossovers(monkeypa
     links = setting.links(OVERHEADS)
 
     def run(given: TwoLevelSetting) -> dict[str, object]:
-        """What a machine would measure that is as the model says, but 10% slower, and ring 5% more."""
+        """Measure as a machine would that is as the model says, but 10% slower, and ring 5% more."""
         rows = []
         for collective in ("all_gather", "reduce_scatter"):
             for size in given.shard_bytes:

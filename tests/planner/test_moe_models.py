@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner reads off mixtures of experts: their parameters, which blocks have experts, and what is refused."""
+"""Tests of what the planner reads off mixtures of experts: their parameters, which blocks have experts,
+and what is refused.
+"""
 
 import warnings
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mixtures of experts compute, send and keep on a grid, by hand; and how plans divide experts."""
+"""Tests of what mixtures of experts compute, send and keep on a grid, by hand; and how plans divide experts."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What real ranks hold and send of mixtures of experts, beside the planner's predictions."""
+"""Tests of what real ranks hold and send of mixtures of experts, beside the planner's predictions."""
 
 import warnings
 from math import prod

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modes of recomputation keep, send and compute: predictions against ranks, and against arithmetic by hand."""
+"""Tests of what modes of recomputation keep, send and compute: predictions against ranks,
+and against arithmetic by hand.
+"""
 
 import gc
 import json

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waits for signals that never come: who is named, and what the next call of the channel raises."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,3 +158,15 @@ def begin_after_another_failure():
 
 def test_polls_of_a_call_that_begins_after_a_failure_give_up_on_a_tile_that_there_is(interpret):
     assert interpret(2, begin_after_another_failure) == [1, 1]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("forks_torch_processes")
+def test_the_call_after_a_kernel_was_loaded_has_time_for_a_peer_that_compiles_it(tmp_path: Path) -> None:
+    """With an empty cache on disk, and with a warm one, as the rank has that waits."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    for _ in range(2):
+        command = [sys.executable, "-m", "tests.tiles.limits"]
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert ended.returncode == 0, ended.stderr[-3000:]

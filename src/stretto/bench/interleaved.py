@@ -16,7 +16,7 @@ from stretto.bench.settings import require_least
 
 @dataclass(frozen=True)
 class TimingEffort:
-    """How often to measure: rounds over all callables, and replays of a graph (or rows of calls) in a round."""
+    """Extent of a measurement: rounds over all callables, and replays of a graph (or rows of calls) in a round."""
 
     rounds: int = 3
     replays: int = 7

@@ -23,7 +23,7 @@ from stretto.suggestions import name_known
 
 
 class Needs(Enum):
-    """What a bench needs of the machine; the value heads its group in `stretto bench --help`."""
+    """Needs of a bench on the machine; the value heads its group in `stretto bench --help`."""
 
     NO_GPU = "Need no GPU"
     RANKS = "Need GPUs, or --ranks N for processes on the CPU"
@@ -33,7 +33,7 @@ class Needs(Enum):
 
 @dataclass(frozen=True)
 class Option:
-    """How a command line sets a field of a bench's settings.
+    """Description of how a command line sets a field of a bench's settings.
 
     help: what `--help` says. flags: the option's name where it is not the field's ("--only", "--graph/--no-graph").
     separator: between the items of a tuple in the default that is shown; a user may write commas or spaces. A tuple

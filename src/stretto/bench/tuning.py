@@ -99,7 +99,7 @@ def measure_collectives(communicator: Any, setting: CollectivesTuning, device: t
 
 
 def _is_hopeless(choice: AlgorithmChoice, size: int) -> bool:
-    """Whether a choice is too slow at that size to be worth timing; a graph launches copies at no cost to the host."""
+    """True if a choice is too slow at that size to be worth timing; a graph launches copies at no cost to the host."""
     if choice.protocol == "Copy":
         return size < COPY_ENGINE_MIN_BYTES
     return choice.algorithm == "one-shot-all-reduce" and size > 8 << 20

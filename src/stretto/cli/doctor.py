@@ -81,7 +81,7 @@ def _check_kernels(ranks: int, *, as_json: bool) -> None:
 
 
 def _found(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """What a look finds, as far as it gets: without torch, or with little memory, the others still report."""
+    """Return what a look finds, as far as it gets: without torch, or with little memory, the others still report."""
     try:
         yield from look()
     except (ImportError, MemoryError, OSError, RuntimeError) as error:
@@ -160,7 +160,7 @@ def _links(count: int) -> Iterator[Finding]:
 
 
 def _host_memory() -> Iterator[Finding]:
-    """How much optimizer state host memory could hold, and how much of that a rank could pin, one rank a GPU."""
+    """Return how much optimizer state host memory could hold, and how much of that a rank could pin, one rank a GPU."""
     import torch
 
     from stretto.cluster.host_memory import host_memory_available, host_memory_limit

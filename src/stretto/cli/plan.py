@@ -228,7 +228,7 @@ def _read_pipe(pipe: str | None) -> int | str | None:
 
 
 def _check_memory(memory: str | None) -> bool:
-    """Whether `--memory auto` was given. ValueError for another value."""
+    """True if `--memory auto` was given. ValueError for another value."""
     if memory not in (None, "auto"):
         raise ValueError(
             f"--memory is {memory!r}, but can be auto alone; --optimizer-state and --recompute take values"
@@ -310,7 +310,7 @@ _OF_PREDICT = (
 
 
 def _schedule_of(plan: "GridPlan") -> dict[str, Any]:
-    """How a plan's pipeline runs, as `predict` takes it."""
+    """Return how a plan's pipeline runs, as `predict` takes it."""
     options = {name: getattr(plan, name) for name in ("schedule", "virtual_stages", "limit", "serve_first")}
     options["extra_warm_up"] = plan.extra_warm_up or None
     return {name: value for name, value in options.items() if value is not None} if plan.schedule else {}

@@ -56,7 +56,7 @@ def train_silently(config: JobConfig) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process is the launcher, or the first of torchrun's ranks."""
+    """True if this process is the launcher, or the first of torchrun's ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 

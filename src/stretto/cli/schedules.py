@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of `stretto collective` share: schedules by name or from files, described for people."""
+"""Parts that the commands of `stretto collective` share: schedules by name or from files, described for people."""
 
 import re
 import sys
@@ -39,13 +39,13 @@ class Compilation:
 
     @property
     def is_for_programs(self) -> bool:
-        """Whether an option is given that a compiled schedule cannot take."""
+        """True if an option is given that a compiled schedule cannot take."""
         numbers = (self.ranks, self.nodes, self.gpus, self.sets)
         return any(numbers) or (self.instances, self.protocol) != (1, "Simple")
 
 
 def is_schedule_file(name: str) -> bool:
-    """Whether a name means a file with a schedule, and not an algorithm or file.py:function."""
+    """True if a name means a file with a schedule, and not an algorithm or file.py:function."""
     return ":" not in name and (any(letter in name for letter in "./") or Path(name).is_file())
 
 

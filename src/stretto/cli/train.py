@@ -72,7 +72,7 @@ def train(
 
 
 def _result(out: Path, run: "RunRecord | None", stopped_by: "Signals | None") -> dict[str, Any]:
-    """What --json prints: the run's summary, its last step, and where to continue from."""
+    """Return what --json prints: the run's summary, its last step, and where to continue from."""
     from stretto.train.checkpoint import newest_checkpoint
 
     trained = {} if run is None else dict(run.summary) | {"step": run.steps[-1], "loss": run.losses[-1]}

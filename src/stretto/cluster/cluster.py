@@ -100,7 +100,7 @@ class Cluster:
 
     @property
     def has_nvlink(self) -> bool:
-        """Whether NVLink connects a node's GPUs, inferred from the name and a bandwidth above that of PCI Express."""
+        """True if NVLink connects a node's GPUs, inferred from the name and a bandwidth above that of PCI Express."""
         is_nvidia = self.gpu.name.startswith(("NVIDIA", "Tesla"))
         return is_nvidia and (self.in_node.bandwidth or self.in_node.pair_bandwidth or 0) > _PCI_EXPRESS
 

@@ -29,7 +29,7 @@ def count_gpus() -> int:
 
 
 def may_have_gpus() -> bool:
-    """Whether torch might find a GPU: the process may see some, and a driver's device files are there."""
+    """True if torch might find a GPU: the process may see some, and a driver's device files are there."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return False
     if sys.platform != "linux":

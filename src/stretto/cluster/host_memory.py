@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of this machine's memory its processes may use, how much of it is left, and whether a run fits. No torch.
+"""Host memory: the processes' limit, what is left of it, and whether a run fits. No torch.
 
 The tightest limit counts: the memory limits of the process's cgroup and of those around it (a container's, a Slurm
 job's), version 2 or 1, and the machine's memory. Pinned memory counts towards a cgroup's limit as any other does.
@@ -28,7 +28,7 @@ class HostMemoryLimit(NamedTuple):
 
 
 def host_memory_limit(given: float | None = None, *, root: Path = _ROOT) -> HostMemoryLimit:
-    """What may be used of this machine's memory in all: `given` bytes, else its cgroup's limit, else all of it.
+    """Return what may be used of this machine's memory in all: `given` bytes, else its cgroup's limit, else all of it.
 
     root: the folder that has /proc and /sys. Raises ValueError for a number that is none of bytes, OSError where the
     system does not report its memory.
@@ -40,7 +40,7 @@ def host_memory_limit(given: float | None = None, *, root: Path = _ROOT) -> Host
 
 
 def host_memory_available(given: float | None = None, *, root: Path = _ROOT) -> HostMemoryLimit:
-    """What is left of this machine's memory now: the least of `given`, what its cgroups leave, and MemAvailable.
+    """Return what is left of this machine's memory now: the least of `given`, what its cgroups leave, and MemAvailable.
 
     A cgroup's cached files do not count as used, since the kernel drops them when memory is needed. Raises as
     `host_memory_limit`.
@@ -89,7 +89,7 @@ class _CgroupMemory(NamedTuple):
 
 
 class _CgroupFiles(NamedTuple):
-    """What a version of cgroups calls its files, and the counters of cached files in memory.stat."""
+    """Names of a version of cgroups for its files, and the counters of cached files in memory.stat."""
 
     limit: str
     used: str

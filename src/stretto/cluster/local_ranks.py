@@ -17,7 +17,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # distinguishes machines tha
 
 
 class Store(Protocol):
-    """What this module needs of `torch.distributed.Store`."""
+    """The methods that this module needs of `torch.distributed.Store`."""
 
     def add(self, key: str, amount: int, /) -> int: ...
     def append(self, key: str, value: str, /) -> None: ...
@@ -26,7 +26,7 @@ class Store(Protocol):
 
 
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun, or something similar, has started this process as a rank of a job."""
+    """True if torchrun, or something similar, has started this process as a rank of a job."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
@@ -78,7 +78,7 @@ def agree_on_local_rank(store: Store, rank: int, world_size: int) -> int:
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """Whether the job's ranks are the tasks of a Slurm step, and this one is the task with its number.
+    """True if the job's ranks are the tasks of a Slurm step, and this one is the task with its number.
 
     A script that srun starts once and that starts several ranks itself has the variables of one task in all of them.
     """

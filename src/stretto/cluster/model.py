@@ -37,7 +37,7 @@ class FlopRates:
 
 @dataclass(frozen=True)
 class GPU:
-    """What one rank computes on: a GPU, a die of one where each die is a device, or a core of a CPU."""
+    """Device on which one rank computes: a GPU, a die of one where each die is a device, or a core of a CPU."""
 
     name: str = field(metadata=figure(Kind.TEXT))  # as torch.cuda.get_device_name gives it
     memory: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "bytes"))

@@ -39,7 +39,7 @@ LAYOUTS = ("NN", "NT", "TN")
 
 @dataclass(frozen=True)
 class ProbeEffort:
-    """How much is measured: `message_bytes` of whole arrays, `sides` of matrices, repeats of each."""
+    """Extent of a measurement: `message_bytes` of whole arrays, `sides` of matrices, repeats of each."""
 
     message_bytes: tuple[int, ...]
     sides: tuple[int, ...]

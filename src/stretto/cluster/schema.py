@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Kind(Enum):
-    """What a field holds; the value is the rule in words, for error messages."""
+    """Kind of a field's content; the value is the rule in words, for error messages."""
 
     COUNT = f"a whole number from 1 to {LARGEST_COUNT}"
     QUANTITY = f"a finite number greater than 0 and at most {LARGEST_QUANTITY:g}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What blocks keep for the backward pass of a micro-batch, in every mode of recomputation."""
+"""Activations that blocks keep for the backward pass of a micro-batch, in every mode of recomputation."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ def _activations(model: Architecture, seq_len: int, grid: GridSizes, token_parts
 
 @dataclass(frozen=True)
 class RecomputedBlocks:
-    """What a mode of recomputation keeps of a model's blocks. Numbers are of elements, a token.
+    """Activations that a mode of recomputation keeps of a model's blocks. Numbers are of elements, a token.
 
     between: all blocks, from their forward passes to the backward pass. on_host: of all blocks, in host memory.
     again: what stands beside `between` once blocks have been computed again. blocks: how many of them are, at once.
@@ -50,7 +50,7 @@ class RecomputedBlocks:
 def recomputed_blocks(
     workload: StepWorkload, grid: GridSizes, recomputation: Recomputation, token_parts: int = 1
 ) -> RecomputedBlocks:
-    """What a mode keeps: `RecomputedBlocks`, by these formulas for each of L blocks.
+    """Count what a mode keeps: `RecomputedBlocks`, by these formulas for each of L blocks.
 
     none: all that its layers keep, A. full: its input, I. every:k: I of one in k. host: I in host memory, and on the
     GPU that of two blocks, one in use and one on its way. products: I, and every linear's output. communication: I, the
@@ -81,7 +81,7 @@ def recomputed_blocks(
 def _kept_of_a_block(
     workload: StepWorkload, model: Architecture, grid: GridSizes, recomputation: Recomputation, token_parts: int
 ) -> tuple[float, float]:
-    """What "products" or "communication" keeps of a block between the passes, and what is recomputed."""
+    """Return what "products" or "communication" keeps of a block between the passes, and what is recomputed."""
     kept, own_input, _ = _activations(model, workload.seq_len, grid, token_parts)
     only_summed = recomputation.kind == "communication"
     linears = [linear for linear in model.linears if recomputation.keeps_product(linear.input_shards(grid))]

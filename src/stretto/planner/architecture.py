@@ -110,7 +110,7 @@ class Architecture:
 
     @property
     def moe_blocks(self) -> int:
-        """How many blocks have it."""
+        """Number of blocks that have it."""
         return sum(self.has_moe)
 
     @cached_property
@@ -167,7 +167,7 @@ class Architecture:
 
     @cached_property
     def ends_with_linear(self) -> bool:
-        """Whether nothing but an addition follows the last linear of a block, of a model whose blocks are all alike.
+        """True if nothing but an addition follows the last linear of a block, of a model whose blocks are all alike.
 
         When such a block is recomputed, that linear's output is skipped, since it would not be read.
         """
@@ -195,7 +195,7 @@ class Architecture:
 
     @property
     def has_own_head(self) -> bool:
-        """Whether the head's weight is separate from the embedding's."""
+        """True if the head's weight is separate from the embedding's."""
         return self.head_outputs > 0 and not (self.labels is None and self.is_tied and self.is_first)
 
     @property
@@ -295,11 +295,11 @@ class Architecture:
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
-        """What is computed once of a block on each grid, by its name and the sizes that it depends on."""
+        """Cache of what is computed once of a block on each grid, by its name and the sizes that it depends on."""
         return {}
 
     def copies(self, grid: GridSizes) -> int:
-        """How many ranks compute and hold the same: those of x and y, if the model is sharded by blocks."""
+        """Number of ranks that compute and hold the same: those of x and y, if the model is sharded by blocks."""
         return grid.x * grid.y if self.is_sharded_by_blocks else 1
 
     def splitting_sizes(self, grid: GridSizes) -> GridSizes:

@@ -30,7 +30,7 @@ GROUP_OF = AXIS_OF | {"all_reduce_data": REPLICAS}  # an axis, or a group over s
 
 @dataclass(frozen=True)
 class Volume:
-    """What one rank sends in a step, in bytes (or, over a bandwidth, in seconds), by collective and axis."""
+    """Bytes that one rank sends in a step (or, over a bandwidth, in seconds), by collective and axis."""
 
     all_gather_z: float = 0.0
     reduce_scatter_z: float = 0.0
@@ -59,7 +59,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """What one rank sends for one weight, or all of a block's, in a step, in numbers (not bytes), by equation."""
+    """Numbers (not bytes) that one rank sends for one weight, or all of a block's, in a step, by equation."""
 
     all_gather: float  # 5.1: the weight, over z, once
     reduce_scatter: float  # 5.2: its gradient, over z
@@ -75,7 +75,7 @@ class WeightTraffic:
 
 @dataclass(frozen=True)
 class LinearTraffic(WeightTraffic):
-    """What one rank sends for one linear in a step, in numbers (not bytes), by equation."""
+    """Numbers (not bytes) that one rank sends for one linear in a step, by equation."""
 
     output: float  # 5.3: the output's partial sums, in the forward pass, over `output_sum_axis`
     gradient: float  # 5.4: those of the input's gradient, in the backward pass, over `gradient_sum_axis`
@@ -172,7 +172,7 @@ def network_bandwidth(cluster: Cluster) -> float:
 
 
 def leaves_node(cluster: Cluster, grid: GridSizes, pipe_rank: int) -> bool:
-    """Whether some rank of a stage has the rank after it, of the next stage, on another node.
+    """True if some rank of a stage has the rank after it, of the next stage, on another node.
 
     The ranks of a stage are consecutive. Of the last rank of pipe, the next is the first, where interleaved stages go
     on.
@@ -208,7 +208,7 @@ def message_numbers(model: Architecture, grid: GridSizes, tokens: float, token_p
 
 
 def has_nvlink_over_z(cluster: Cluster, grid: GridSizes) -> bool:
-    """Whether NVLink reaches all ranks of z, which are x * y apart."""
+    """True if NVLink reaches all ranks of z, which are x * y apart."""
     return cluster.has_nvlink and grid.preceding("z") * grid.z <= cluster.gpus_per_node
 
 

@@ -87,7 +87,9 @@ def _first(config: StepConfig, cost: Cost, cluster: Cluster) -> str:
 
 
 def _differences(cost: Cost, best: Cost) -> str:
-    """What is longer and what is shorter than in the best step, the largest first: together, the times' difference."""
+    """Return what is longer and what is shorter than in the best step, the largest first: together,
+    the times' difference.
+    """
     names = dict.fromkeys((*cost.terms, *best.terms))
     by_name = {name: cost.terms.get(name, 0.0) - best.terms.get(name, 0.0) for name in names}
     largest = max(map(abs, by_name.values()))

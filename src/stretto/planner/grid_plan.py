@@ -121,7 +121,8 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """What can run comes first, then what fits, then no ranks that compute the same, then the fastest; then who
+        """Sort key: what can run comes first, then what fits, then no ranks that compute the same,
+        then the fastest; then who
         computes nothing twice."""
         config, sizes = self.config, self.config.grid
         order = (
@@ -149,7 +150,7 @@ class Candidate:
         return (not self.fits, peak(self.memory) if is_too_large else 0.0, self.rank)
 
     def settles(self, choice: StepChoice, workload: StepWorkload) -> bool:
-        """Whether no other choice can be faster: this one covers a rank's whole part of the batch, and
+        """True if no other choice can be faster: this one covers a rank's whole part of the batch, and
         computes or sends no more often."""
         takes_all = self.fits and self.config.micro_batch == workload.batch // self.config.grid.batch_parts
         return takes_all and choice.repeats_as_much_as(StepChoice(self.config.options, self.config.state))

@@ -57,11 +57,11 @@ class Linear:
         return "x" if self.is_rowwise else "y"
 
     def output_shards(self, grid: GridSizes) -> int:
-        """How many ranks of a grid compute parts of the outputs."""
+        """Number of ranks of a grid that compute parts of the outputs."""
         return 1 if self.keeps_outputs_whole else grid[self.output_axis]
 
     def copies(self, grid: GridSizes) -> int:
-        """How many ranks hold each unit: several where units that are shared are fewer than ranks."""
+        """Number of ranks that hold each unit: several where units that are shared are fewer than ranks."""
         shards = self.output_shards(grid)
         return shards // self.units if self.shared and shards > self.units and shards % self.units == 0 else 1
 
@@ -76,7 +76,7 @@ class Linear:
 
     @property
     def weights(self) -> int:
-        """How many numbers the weight has."""
+        """Count of the weight's numbers."""
         return self.inputs * self.outputs
 
     def local_weights(self, grid: GridSizes) -> float:
@@ -96,11 +96,13 @@ class BlockLayer(ABC):
 
     @abstractmethod
     def kept(self, grid: GridSizes, token_parts: int) -> float:
-        """What it keeps for its backward pass."""
+        """Numbers that it keeps for its backward pass."""
 
     @abstractmethod
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
-        """What its element-wise kernels read and write, in the forward and in the backward pass, without biases."""
+        """Numbers that its element-wise kernels read and write, in the forward and in the backward pass,
+        without biases.
+        """
 
     @abstractmethod
     def widest(self, grid: GridSizes) -> float:

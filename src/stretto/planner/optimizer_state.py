@@ -45,7 +45,7 @@ class NumberBytes(NamedTuple):
 
     @property
     def state(self) -> int:
-        """What a step reads and writes in addition to weight and gradient."""
+        """Bytes that a step reads and writes in addition to weight and gradient."""
         return self.master + self.moments
 
 
@@ -175,7 +175,7 @@ def state_on_host(types: NumberTypes, options: StateOptions, parameters: float) 
 
 
 def max_parameters(needed: Callable[[int], float], num_bytes: float) -> int:
-    """How many parameters a rank may have if so many need `needed` bytes, and there are `num_bytes`."""
+    """Return how many parameters a rank may have if so many need `needed` bytes, and there are `num_bytes`."""
     low, high = 0, int(num_bytes) + 1  # each takes more than a byte
     while high - low > 1:
         middle = (low + high) // 2
@@ -275,7 +275,7 @@ def gradient_chunks(options: StateOptions, parameters: float) -> int:
 
 
 def steps_in_chunks(types: NumberTypes, config: StepConfig) -> bool:
-    """Whether buckets are stepped as soon as their own chunk is summed: nothing needs the norm of all gradients."""
+    """True if buckets are stepped as soon as their own chunk is summed: nothing needs the norm of all gradients."""
     return config.state.is_separate and not config.clips and types.dtype != "fp16"
 
 

@@ -34,7 +34,7 @@ class FixedKeywords(TypedDict, total=False):
 
 
 class SearchKeywords(FixedKeywords, total=False):
-    """What `plan` searches, as keyword arguments.
+    """Search space of `plan`, as keyword arguments.
 
     recompute, reshard: fixed where given; searched where not or None, recompute among "none" and "full", and reshard
         among "after_backward" and "after_forward" (the paper's model keeps weights gathered: Algorithm 3).
@@ -96,13 +96,13 @@ class PredictKeywords(ExecutionKeywords, total=False):
 
 
 class StepChoice(NamedTuple):
-    """How a step executes, and where its optimizer state is stored."""
+    """A step's execution, and where its optimizer state is stored."""
 
     options: ExecutionOptions
     state: StateOptions
 
     def repeats_as_much_as(self, other: "StepChoice") -> bool:
-        """Whether this one recomputes and resends at least as much as another, and is otherwise equal."""
+        """True if this one recomputes and resends at least as much as another, and is otherwise equal."""
         mode, of_other = self.options.recomputation, other.options.recomputation
         recomputes_as_much = not of_other.is_on or self.options.recompute == other.options.recompute
         if mode.kind in ("full", "every"):

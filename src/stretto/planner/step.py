@@ -76,14 +76,14 @@ class Computation(NamedTuple):
     stream: str = COMPUTE
 
 
-class Start(NamedTuple):
-    """Issues a collective of what was computed last; it overlaps with what follows, up to its Wait."""
+class StartCollective(NamedTuple):
+    """Issues a collective of what was computed last; it overlaps with what follows, up to where it is awaited."""
 
     name: str
     collective: GroupCollective
 
 
-class Wait(NamedTuple):
+class AwaitCollective(NamedTuple):
     """Lets the next computation wait for the collective that was issued at this place of the pass."""
 
     start: int
@@ -105,14 +105,14 @@ class SendGradient(NamedTuple):
     weight: WeightCollectives
 
 
-Pass = tuple[Computation | Start | Wait | UseWeight | AwaitRoom | SendGradient, ...]
+Pass = tuple[Computation | StartCollective | AwaitCollective | UseWeight | AwaitRoom | SendGradient, ...]
 
 
 class PassRecorder:
     """Records the steps of a pass, in the order in which a rank issues them."""
 
     def __init__(self) -> None:
-        self.steps: list[Computation | Start | Wait | UseWeight | AwaitRoom | SendGradient] = []
+        self.steps: list[Computation | StartCollective | AwaitCollective | UseWeight | AwaitRoom | SendGradient] = []
 
     def compute(self, name: str, seconds: float, stream: str = COMPUTE) -> None:
         """Compute for so many seconds."""
@@ -123,12 +123,12 @@ class PassRecorder:
         """Issue a collective. Returns its place, to be waited for; None for none."""
         if collective is None:
             return None
-        self.steps.append(Start(name, collective))
+        self.steps.append(StartCollective(name, collective))
         return len(self.steps) - 1
 
     def wait(self, *starts: int | None) -> None:
         """Wait for collectives."""
-        self.steps += [Wait(start) for start in starts if start is not None]
+        self.steps += [AwaitCollective(start) for start in starts if start is not None]
 
     def run(self, name: str, *collectives: GroupCollective | None) -> None:
         """Issue collectives, and wait for each."""
@@ -390,7 +390,7 @@ class BlockRecord:
             to.weight_gradient("", 0.0, weight)
 
     def _begins_with_norm(self, place: int) -> bool:
-        """Whether one of a block's two norms stands before a linear: the first, and that in the middle."""
+        """True if one of a block's two norms stands before a linear: the first, and that in the middle."""
         return place == 0 or place == len(self.linears) // 2
 
 
@@ -426,7 +426,7 @@ class StepRecord:
 
     @property
     def micro_batches(self) -> int:
-        """How many the step has."""
+        """Number of the step's micro-batches."""
         return self.config.micro_batches(self.workload)
 
     @property

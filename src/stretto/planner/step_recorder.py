@@ -312,7 +312,7 @@ class _StepRecorder:
 
 
 def is_halved(linear: Linear, config: StepConfig, token_bytes: float) -> bool:
-    """Whether `parallelize` sums this linear's output in halves; `token_bytes`: m times the bytes of a number."""
+    """True if `parallelize` sums this linear's output in halves; `token_bytes`: m times the bytes of a number."""
     grid = config.grid
     into = linear.input_shards(grid)
     is_large = token_bytes / grid.z * linear.local_outputs(grid) >= HALVED_BYTES
@@ -320,7 +320,8 @@ def is_halved(linear: Linear, config: StepConfig, token_bytes: float) -> bool:
 
 
 def _around(messages: Sequence[GroupCollective]) -> tuple[tuple[GroupCollective, ...], tuple[GroupCollective, ...]]:
-    """Which collectives come before experts' products: the router's gather over y, the first all-to-all, and the gather
+    """Return which collectives come before experts' products: the router's gather over y, the first all-to-all,
+    and the gather
     of rows over x. The rest, sums over y among them, follows."""
     before: list[GroupCollective] = []
     after: list[GroupCollective] = []

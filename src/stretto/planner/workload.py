@@ -119,7 +119,7 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """How a workload's step runs.
+    """Options of a workload's step.
 
     micro_batch: sequences per pass of a rank (it accumulates gradients). state: where optimizer state is stored.
     clips: whether gradients are clipped, so that separate optimizer state waits for the norm of all of them.
@@ -135,12 +135,12 @@ class StepConfig:
 
     @property
     def drops_duplicates(self) -> bool:
-        """Whether ranks of x that cut experts send each its own part of the tokens (Singh, section 7.3.1)."""
+        """True if ranks of x that cut experts send each its own part of the tokens (Singh, section 7.3.1)."""
         return self.options.drop_duplicates
 
     @property
     def gathers_once(self) -> bool:
-        """Whether weights are gathered over z once a step, and kept to its end: by stages of a pipeline, and where it
+        """True if weights are gathered over z once a step, and kept to its end: by stages of a pipeline, and where it
         is asked for."""
         return self.options.keeps_weights and (self.grid.pipe > 1 or self.options.gathers_once)
 
@@ -150,14 +150,15 @@ class StepConfig:
         return self.grid.x if self.options.shard_sequence else 1
 
     def weight_gathers(self, micro_batches: int) -> tuple[int, int]:
-        """How often weights are gathered over z for forward passes in a step, and those that are freed or computed
+        """Number of times that weights are gathered over z for forward passes in a step,
+        and those that are freed or computed
         with again for backward passes."""
         return (1, 0) if self.gathers_once else (micro_batches, micro_batches)
 
     def gradient_scatters(self, micro_batches: int) -> int:
-        """How often weights' gradients are sent over z in a step."""
+        """Number of times that weights' gradients are sent over z in a step."""
         return 1 if self.options.scatters_once else micro_batches
 
     def micro_batches(self, workload: StepWorkload) -> int:
-        """How many a step has."""
+        """Number of a step's micro-batches."""
         return max(1, workload.batch // self.grid.batch_parts // self.micro_batch)

@@ -16,7 +16,7 @@ from stretto.report.style import BLUE, GREY, GUIDE, SERIES, STRETTO, VERMILION, 
 
 @dataclass(frozen=True)
 class RoutingHistory:
-    """What the routers of a run did, step by step. Each list has a number for each of `blocks` in each step.
+    """Statistics of a run's routers, step by step. Each list has a number for each of `blocks` in each step.
 
     loads: the fullest expert's tokens, as a multiple of the mean. dropped: choices that found no slot. bias_ranges: the
     largest bias minus the smallest.

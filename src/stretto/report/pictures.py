@@ -10,7 +10,7 @@ HOW_TO_GET = "matplotlib is not installed: pip install 'stretto[plots]'"
 
 
 def can_draw() -> bool:
-    """Whether pictures can be drawn. If not, says on stderr, once in a process, how to get them.
+    """True if pictures can be drawn. If not, says on stderr, once in a process, how to get them.
 
     Ask before a module that imports matplotlib is imported.
     """

@@ -67,7 +67,7 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Look:
-    """How a series is drawn, as a line or as bars."""
+    """Looks of a series, drawn as a line or as bars."""
 
     colour: str
     marker: str

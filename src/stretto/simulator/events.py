@@ -54,5 +54,5 @@ class EventQueue:
         return self.now
 
     def __len__(self) -> int:
-        """How many events are left."""
+        """Number of events that are left."""
         return sum(map(len, self._buckets.values()))

@@ -25,7 +25,7 @@ from stretto.simulator.network.closed_form import NetworkModel
 
 
 class OperationType(IntEnum):
-    """What an operation is: a computation, a message, or a join, which takes no time."""
+    """Kind of an operation: a computation, a message, or a join, which takes no time."""
 
     COMPUTE = 0
     MESSAGE = 1

@@ -37,7 +37,7 @@ class ChosenGrid:
 
 
 class ModelKind(ABC, Generic[Config]):
-    """What training asks of a kind of model before it has a task. Only `make_task` needs torch."""
+    """Functions that training asks of a kind of model before it has a task. Only `make_task` needs torch."""
 
     @abstractmethod
     def check(self, config: Config) -> "CheckpointMetadata | None":

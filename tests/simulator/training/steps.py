@@ -37,7 +37,7 @@ def workload(layers: int = 4, batch: int = 16, **model: Any) -> StepWorkload:
 
 
 def configure(grid: dict[str, Any], micro_batch: int = 2, **options: Any) -> StepConfig:
-    """How a step runs. schedule, state: of StepConfig; other options: of execution."""
+    """Describe how a step runs. schedule, state: of StepConfig; other options: of execution."""
     schedule, state = options.pop("schedule", None), options.pop("state", StateOptions())
     execution = ExecutionOptions().replace(**options)
     chosen = ScheduleChoice(schedule) if isinstance(schedule, str) else schedule

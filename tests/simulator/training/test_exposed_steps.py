@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulated step exposes: known answers of small programs, and bounds of whole steps."""
+"""Tests of what a simulated step exposes: known answers of small programs, and bounds of whole steps."""
 
 import itertools
 

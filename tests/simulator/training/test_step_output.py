@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes out of simulated steps: traces that timelines are read from, plans in simulated order, use over time."""
+"""Tests of what comes out of simulated steps: traces that timelines are read from, plans in simulated order,
+use over time.
+"""
 
 import json
 

@@ -37,7 +37,7 @@ class CollectiveSizes:
 
 @dataclass(frozen=True)
 class CollectivesSetting(CollectiveSizes):
-    """What `stretto bench collectives` measures, and in which modes.
+    """Settings of `stretto bench collectives`, and in which modes.
 
     table: the file with the times by which algorithms are selected (None: the store).
     """
@@ -59,7 +59,7 @@ class CollectivesSetting(CollectiveSizes):
 
 @dataclass(frozen=True)
 class CollectivesTuning(Tuning, CollectiveSizes):
-    """What `stretto tune collectives` measures. table: the file that keeps the times (None: the store)."""
+    """Settings of `stretto tune collectives`. table: the file that keeps the times (None: the store)."""
 
     table: Annotated[
         Path | None,

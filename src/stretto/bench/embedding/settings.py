@@ -72,7 +72,7 @@ class LookupShapes:
 
 @dataclass(frozen=True)
 class EmbeddingTuning(Tuning, LookupShapes):
-    """What `stretto tune embedding` measures."""
+    """Settings of `stretto tune embedding`."""
 
     def problems(self, ranks: int) -> list[str]:
         """Names of the look-ups that are measured."""
@@ -81,7 +81,7 @@ class EmbeddingTuning(Tuning, LookupShapes):
 
 @dataclass(frozen=True)
 class EmbeddingSetting(LookupShapes):
-    """What `stretto bench embedding` measures: look-ups and peers."""
+    """Settings of `stretto bench embedding`: look-ups and peers."""
 
     is_graph: Annotated[bool, Option("Time CUDA graphs, not eager calls.", "--graph/--no-graph")] = False
     has_backward: Annotated[bool, Option("Measure the backward pass too.", "--backward/--no-backward")] = True

@@ -65,7 +65,7 @@ class OperatorShapes:
 
 @dataclass(frozen=True)
 class OperatorsSetting(OperatorShapes):
-    """What `stretto bench ops` measures, in which modes and with which implementation of Stretto's calls."""
+    """Settings of `stretto bench ops`, in which modes and with which implementation of Stretto's calls."""
 
     modes: Modes = MODES
     implementation: Annotated[str, Option("Implementation of Stretto's calls: auto, kernel, library.")] = "auto"
@@ -83,7 +83,7 @@ class OperatorsSetting(OperatorShapes):
 
 @dataclass(frozen=True)
 class OperatorsTuning(Tuning, OperatorShapes):
-    """What `stretto tune operators` measures."""
+    """Settings of `stretto tune operators`."""
 
     def problems(self, ranks: int) -> list[str]:
         """Names of the calls that are measured, with a rank's m, n and k."""

@@ -61,7 +61,7 @@ def grids_of(ranks: int) -> list[dict[str, int]]:
 
 @dataclass(frozen=True)
 class ProductsTuning(Tuning):
-    """What `stretto tune products` measures: the products of a model's blocks, on every grid of the ranks."""
+    """Settings of `stretto tune products`: the products of a model's blocks, on every grid of the ranks."""
 
     model: Annotated[str, Option("gpt-5b to gpt-640b, or gpt2-small.")] = "gpt-5b"
     vocab: Vocab = PADDED_VOCAB
@@ -86,7 +86,7 @@ class ProductsTuning(Tuning):
 
 @dataclass(frozen=True)
 class ThroughputSetting:
-    """What `stretto bench train` trains and times."""
+    """Settings of `stretto bench train`."""
 
     model: Annotated[str, Option("gpt-5b to gpt-640b, or gpt2-small.")] = "gpt-5b"
     layers: Layers = None

@@ -93,7 +93,7 @@ def dlrm(
 
 
 def _reduction(row: "SimulatedRecommendation", rows: "list[SimulatedRecommendation]") -> float:
-    """How much less time than the separate step of its fidelity."""
+    """Return the time saved against the separate step of its fidelity."""
     separate = next(each for each in rows if each.fidelity == row.fidelity and each.fused == "none")
     return 1 - row.seconds / separate.seconds
 

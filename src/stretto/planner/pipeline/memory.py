@@ -31,7 +31,7 @@ _MESSAGES_AHEAD = 2
 
 
 def count_live(schedule: ScheduleChoice, pipe: int, rank: int, micro_batches: int) -> tuple[int, ...]:
-    """How many micro-batches each stage of a rank keeps at the moment when the rank keeps most.
+    """Return how many micro-batches each stage of a rank keeps at the moment when the rank keeps most.
 
     As `stretto.schedules.live_micro_batches` counts. Message-driven order keeps at most its limit, on every rank but
     the last.
@@ -106,7 +106,8 @@ def max_local_parameters(model: Architecture, grid: GridSizes) -> float:
 
 
 class RankMemory(NamedTuple):
-    """What one rank of a pipeline needs: bytes by component at its peak, and at that of a step; which rank it is.
+    """Memory that one rank of a pipeline needs: bytes by component at its peak, and at that of a step;
+    which rank it is.
 
     live: micro-batches that each of its stages keeps. kept: bytes of activations that its blocks keep of all of them,
     in all and on the host.
@@ -124,7 +125,7 @@ class RankMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a rank needs for its stages and one micro-batch, whatever its schedule.
+    """Memory that a rank needs for its stages and one micro-batch, whatever its schedule.
 
     beginning: when fp32 parameters are taken over, by component; None where none are. between, on_host: bytes of
     activations that each stage keeps of a micro-batch, and those of them on the host. deferred: by how much what a

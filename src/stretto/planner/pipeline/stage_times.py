@@ -71,18 +71,18 @@ class RankStages(NamedTuple):
 
 
 class StageLayout(NamedTuple):
-    """Which blocks each stage has, and which rank of pipe has each stage. pattern: as of `PipelineParts`."""
+    """Assignment of blocks to stages, and of stages to ranks of pipe. pattern: as of `PipelineParts`."""
 
     cuts: tuple[int, ...]
     ranks: tuple[int, ...]
     pattern: tuple[bool, ...] = ()
 
     def blocks(self, stage: int) -> int:
-        """How many blocks a stage has."""
+        """Return the number of a stage's blocks."""
         return self.cuts[stage + 1] - self.cuts[stage]
 
     def moe_blocks(self, stage: int) -> int:
-        """How many of them have a mixture of experts."""
+        """Return how many of them have a mixture of experts."""
         return sum(self.pattern[self.cuts[stage] : self.cuts[stage + 1]])
 
     def stages(self, numbers: Sequence[int], *, is_first: bool, is_last: bool) -> RankStages:
@@ -192,7 +192,7 @@ class StepEdges(NamedTuple):
 
     @property
     def sums(self) -> float:
-        """What follows the last backward pass, before the optimizer."""
+        """Operations that follow the last backward pass, before the optimizer."""
         return self.scatter + self.data + self.tie
 
 
@@ -241,7 +241,7 @@ def edges_of_rank(
 
 
 def has_tied_message(workload: StepWorkload, stages: RankStages) -> bool:
-    """Whether a rank exchanges the gradient of tied embeddings, which the first and the last stage both have."""
+    """True if a rank exchanges the gradient of tied embeddings, which the first and the last stage both have."""
     return workload.model.is_tied and workload.model.labels is None and stages.is_first != stages.is_last
 
 

@@ -33,7 +33,7 @@ Value = bool | int | float | str | bytes | tuple[bool | int | float | str | byte
 
 
 class NodeType(IntEnum):
-    """What a node does."""
+    """Kind of a node's work."""
 
     INVALID_NODE = 0
     METADATA_NODE = 1
@@ -122,7 +122,7 @@ class ChakraNode:
         return default
 
     def describe(self, rank: int) -> str:
-        """How messages for users name the node."""
+        """Name the node in messages for users."""
         return f"rank {rank}'s node {self.id} {self.name!r}"
 
 

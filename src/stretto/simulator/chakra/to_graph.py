@@ -41,7 +41,7 @@ _Key = tuple[int, int]  # rank and the node's place in the order of issue
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTimes:
-    """How long nodes take whose trace does not say: a roofline of FLOP/s and memory bandwidth in bytes/s.
+    """Estimate of the time of nodes whose trace does not say: a roofline of FLOP/s and memory bandwidth in bytes/s.
 
     is_replayed: communication takes the measured durations of the trace, and the network is not used.
     """

@@ -16,7 +16,7 @@ _BITS = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class WireType(IntEnum):
-    """How a field's value is stored. Groups (3 and 4) are not in proto3."""
+    """Encoding of a field's value. Groups (3 and 4) are not in proto3."""
 
     VARINT = 0
     EIGHT_BYTES = 1

@@ -29,7 +29,7 @@ class CollectivePhase:
 
     @property
     def messages(self) -> int:
-        """How many messages all groups send."""
+        """Number of messages that all groups send."""
         return len(self.groups) * sum(each.repeats * len(each.messages) for each in self.pattern.rounds)
 
 

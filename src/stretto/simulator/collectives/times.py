@@ -24,7 +24,7 @@ _STEADY = 1e-9  # relative difference of rounds that count as equal
 
 @dataclass(frozen=True)
 class CollectiveOptions:
-    """How a collective runs, as `add_collective` takes it. uses_symmetry: see `simulate_collective`."""
+    """Options of a collective, as `add_collective` takes it. uses_symmetry: see `simulate_collective`."""
 
     ranks_per_node: int | None = None
     in_node: str = "ring"
@@ -34,7 +34,7 @@ class CollectiveOptions:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """What a simulated collective took: seconds until the last rank had ended, and how long it was simulated."""
+    """Result of a simulated collective: seconds until the last rank had ended, and how long it was simulated."""
 
     seconds: float
     events: int
@@ -45,7 +45,7 @@ class CollectiveTime:
 
 @dataclass
 class _Effort:
-    """What simulations have cost so far."""
+    """Cost of simulations so far."""
 
     events: int = 0
     execution_seconds: float = 0.0

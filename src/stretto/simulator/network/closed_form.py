@@ -46,7 +46,7 @@ class ClosedFormNetwork:
         self._costs: dict[tuple[int, int], tuple[float, float]] = {}  # ns, ns a byte
 
     def message_nanoseconds(self, source: int, target: int, num_bytes: float) -> float:
-        """What a message takes. ValueError for ranks between which none can be sent."""
+        """Return what a message takes. ValueError for ranks between which none can be sent."""
         costs = self._costs.get((source, target))
         if costs is None:
             links = [self.topology.links[number] for number in self.topology.routes(source, target)[0]]

@@ -99,7 +99,7 @@ def of_cluster(cluster: Cluster, gpus: int) -> NetworkTopology:
 
 
 def is_switched(cluster: Cluster) -> bool:
-    """Whether a switch joins a node's GPUs: one sends to one peer almost as fast as to all of them together.
+    """True if a switch joins a node's GPUs: one sends to one peer almost as fast as to all of them together.
 
     A probe measures a little less to one peer than to all even behind a switch (84% on 4 H200). GPUs that are wired in
     pairs have links to two peers at least, or one peer alone, where it makes no difference.

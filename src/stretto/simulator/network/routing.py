@@ -63,7 +63,7 @@ class ShortestPaths:
         return tuple(found)
 
     def reachable(self, source: int, *, is_reverse: bool = False) -> list[bool]:
-        """Which vertices a vertex reaches, or, in reverse, which reach it."""
+        """Return which vertices a vertex reaches, or, in reverse, which reach it."""
         links = self._entering if is_reverse else self._leaving
         end = 0 if is_reverse else 1
         reached = [False] * self._vertices

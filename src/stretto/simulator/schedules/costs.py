@@ -63,7 +63,7 @@ class ProtocolCosts:
 
 @dataclass(frozen=True)
 class ExecutorCosts:
-    """How one executor runs schedules on one machine.
+    """Costs of one executor that runs schedules on one machine.
 
     launch: seconds of a call before the first step and after the last one; protocols: inside a node; between_nodes: of
     messages that leave the node (a protocol that is not there costs the same as inside); tile_bytes: of each chunk,

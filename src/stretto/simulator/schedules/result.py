@@ -66,7 +66,7 @@ class ScheduleTime:
 
     @property
     def is_extrapolated(self) -> bool:
-        """Whether only a part of the tiles was simulated."""
+        """True if only a part of the tiles was simulated."""
         return self.simulated_tiles < self.tiles
 
     @property
@@ -75,7 +75,7 @@ class ScheduleTime:
         return self.num_bytes / self.seconds if self.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """What `stretto collective simulate --json` prints of it: times as whole nanoseconds."""
+        """Return what `stretto collective simulate --json` prints of it: times as whole nanoseconds."""
         return {
             "fidelity": self.fidelity,
             "time_ns": nanoseconds(self.seconds),

@@ -20,7 +20,7 @@ _STEP, _MESSAGE, _SLOT = 0, 1, 2
 
 @dataclass(frozen=True)
 class TileRun:
-    """What one run of the event loop gave: nanoseconds, and by thread block (busy, step, message, slot)."""
+    """Result of one run of the event loop: nanoseconds, and by thread block (busy, step, message, slot)."""
 
     nanoseconds: float
     events: int

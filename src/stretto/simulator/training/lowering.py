@@ -26,7 +26,7 @@ BY_COPY_ENGINES = ", by copy engines"
 
 @dataclass(frozen=True)
 class RankFactors:
-    """How much slower than the cluster says each rank is; () where none is. compute: at computing. links: at what it
+    """Slowness of each rank beside what the cluster says; () where none is. compute: at computing. links: at what it
     sends and receives. nics: at what of that leaves its node, which has gpus_per_node ranks.
 
     is_first_slowest: the first rank of each stage is slowest in everything, and so stands for all.
@@ -195,7 +195,7 @@ class StepLowering:
         return rank * self.stage_ranks + self.represented[place]
 
     def _reach(self, group: str) -> int:
-        """How far the last rank of a group is from the first."""
+        """Return how far the last rank of a group is from the first."""
         return sum(stride * (size - 1) for stride, size in group_dims(self.grid, group))
 
 
@@ -205,7 +205,7 @@ def stream_of(collective: GroupCollective) -> str:
 
 
 def group_dims(grid: GridSizes, group: str) -> tuple[tuple[int, int], ...]:
-    """How the ranks of a group differ: (how far apart, how many) for each axis, the innermost first.
+    """Return how the ranks of a group differ: (how far apart, how many) for each axis, the innermost first.
 
     group: an axis, a group over several, or one of experts' axes (`stretto.axes`).
     """

@@ -35,7 +35,9 @@ MAX_AVERAGED = 64
 
 
 class StepSpan(NamedTuple):
-    """What runs on a rank: its row (COMPUTE, HOST or an axis), name, and start and end in seconds."""
+    """Span of an operation that runs on a rank: its row (COMPUTE, HOST or an axis), name,
+    and start and end in seconds.
+    """
 
     row: str
     name: str
@@ -124,7 +126,7 @@ class StepSimulation:
         return left if left > 1e-12 * self.step_time else 0.0  # else it is what rounding leaves
 
     def spans(self, rank: int | None = None) -> Iterator[StepSpan]:
-        """What runs on a rank of the graph (default: `rank`), in the order in which it was issued."""
+        """Return what runs on a rank of the graph (default: `rank`), in the order in which it was issued."""
         rank = self.rank if rank is None else rank
         rows, execution = self._rows, self.execution
         chosen = np.zeros(len(rows), bool)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a change of the machine would do to a step: one more NIC, GPUs twice as fast, a lost link."""
+"""Predicts what a change of the machine would do to a step: one more NIC, GPUs twice as fast, a lost link."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -93,7 +93,7 @@ def _faster_matmuls(cluster: Cluster, factor: float) -> Any:
 
 
 def _lose_link(cluster: Cluster, ranks: int) -> tuple[RankFactors, str]:
-    """How much slower the first node's NICs are without one, or the first GPU's links are, and which that is."""
+    """Return how much slower the first node's NICs are without one, or the first GPU's links are, and which that is."""
     size = cluster.gpus_per_node
     if ranks > size:
         nics = int(cluster.require("nics_per_node"))
