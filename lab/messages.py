@@ -26,7 +26,7 @@ from lab.harness import Bench, Measured, column
 from lab.pictures import describe_origin
 from lab.shared_gpus import shared_where_few
 from stretto.bench.harness import FAILURES, in_one_line, run_ranks
-from stretto.bench.settings import Needs, Option, Ranks, Repeats, require_least
+from stretto.bench.settings import Needs, Option, Ranks, Repeats
 from stretto.memory import shared_gpus
 from stretto.parallel.pipeline.messages import MessageKey, MessageTransport
 from stretto.parallel.pipeline.transports import TRANSPORTS, choose_transport
@@ -43,11 +43,10 @@ class MessagesSetting:
 
     sizes: Annotated[tuple[float, ...], Option("Sizes in MiB, with commas.")] = (1, 2, 5, 10, 20, 50)
     repeats: Repeats = 10
-    rounds: Annotated[int, Option("Rounds over all transports; the median of all rounds' runs counts.")] = 5
+    rounds: Annotated[int, Option("Rounds over all transports; the median of all rounds' runs counts.", least=1)] = 5
     ranks: Ranks = None
 
     def __post_init__(self) -> None:
-        require_least(1, repeats=self.repeats, rounds=self.rounds)
         for size in self.sizes:
             if not 0 < size <= LARGEST_MIB:
                 raise ValueError(f"a size of {size:g} MiB: must be more than 0 and at most {LARGEST_MIB}")

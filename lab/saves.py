@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lab.harness import Bench, Measured, column
 from stretto.bench.harness import empty_memory, run_ranks, time_steps
-from stretto.bench.settings import Needs, Option, Repeats, require_known, require_least
+from stretto.bench.settings import Needs, Option, Repeats, require_known
 from stretto.cluster.host_memory import host_memory_available
 from stretto.cluster.probe import measure_host_link
 from stretto.memory import failures
@@ -71,13 +71,14 @@ class SavesSetting:
     write_gigabytes: Annotated[float, Option("Of that state, how much `size` writes to the disk.")] = 8.0
     writers: Annotated[tuple[int, ...], Option("Writer threads to compare, with commas.")] = (1, 2, 4, 8)
     repeats: Repeats = 3
-    kills: Annotated[int, Option("Kill runs so often while they save, on the CPU, and measure nothing else.")] = 0
-    seed: Annotated[int, Option("Of the kills' moments.")] = 0
+    kills: Annotated[
+        int, Option("Kill runs so often while they save, on the CPU, and measure nothing else.", least=0)
+    ] = 0
+    seed: Annotated[int, Option("Of the kills' moments.", least=0)] = 0
     cpu: Annotated[bool, Option("On processes of the CPU; `size` is then a try.")] = False
 
     def __post_init__(self) -> None:
         require_known("part", self.parts, PARTS)
-        require_least(0, kills=self.kills, seed=self.seed)
         if self.hidden < 64 or self.hidden % 64:
             raise ValueError(f"hidden is {self.hidden}, but must be a multiple of 64; 512 would do")
         if self.write_gigabytes <= 0:

@@ -42,12 +42,12 @@ class CheckoutsSetting:
     after: Annotated[Path, Option("Another one (default: where this command is from).")] = field(
         default_factory=lambda: Path(stretto.__file__).parents[1]
     )
-    ranks: Annotated[int, Option("Processes of each checkout; all share one GPU.")] = 4
-    rounds: Annotated[int, Option("Rounds over all cases.")] = 30
+    ranks: Annotated[int, Option("Processes of each checkout; all share one GPU.", least=1)] = 4
+    rounds: Annotated[int, Option("Rounds over all cases.", least=2)] = 30
     most_rounds: Annotated[
         int | None, Option("Rounds at most, of a case that --rounds do not decide (default: ten times --rounds).")
     ] = None
-    seconds: Annotated[float, Option("Time limit of the whole run.")] = 270.0
+    seconds: Annotated[float, Option("Time limit of the whole run.", least=1)] = 270.0
     only: Annotated[tuple[str, ...], Option("Parts of the names of cases, with commas; hyphens match spaces.")] = ()
     skip: Annotated[tuple[str, ...], Option("The same, of cases to leave out.")] = ()
     percentage: Annotated[
@@ -62,10 +62,7 @@ class CheckoutsSetting:
     on_cpu: Annotated[bool, Option("Only two cases, with interpreted kernels, to try the command.", "--cpu")] = False
 
     def __post_init__(self) -> None:
-        require_least(1, ranks=self.ranks)
-        require_least(2, rounds=self.rounds)
         require_least(self.rounds, most_rounds=self.round_limit)
-        require_least(1, seconds=self.seconds)
         if self.placements not in (None, 1, 2):
             raise ValueError(f"--placements is {self.placements}, but two sets of ranks have 1 or 2")
         if self.share * self.ranks > 100 or self.share < 1:

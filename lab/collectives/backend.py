@@ -26,7 +26,7 @@ from stretto.bench.collectives.peers import CollectiveBuffers
 from stretto.bench.collectives.settings import COLLECTIVES
 from stretto.bench.harness import run_ranks
 from stretto.bench.interleaved import TimingEffort, name_size, time_interleaved
-from stretto.bench.settings import LargestBytes, Needs, Option, Ranks, Step, list_sizes, require_known, require_least
+from stretto.bench.settings import LargestBytes, Needs, Option, Ranks, Step, list_sizes, require_known
 from stretto.cluster.detection import count_gpus
 
 _PRODUCT = 4096  # rows, columns and inner size of the products that overlap a collective
@@ -51,9 +51,9 @@ class BackendSetting:
     work: Annotated[
         float, Option("Time of the products that overlap a collective, in multiples of the collective's by NCCL.")
     ] = 1.5
-    width: Annotated[int, Option("Width of DDP's linear layers.")] = 4096
-    layers: Annotated[int, Option("Number of DDP's linear layers.")] = 8
-    rows: Annotated[int, Option("Rows of DDP's batch on each rank.")] = 8192
+    width: Annotated[int, Option("Width of DDP's linear layers.", least=1)] = 4096
+    layers: Annotated[int, Option("Number of DDP's linear layers.", least=1)] = 8
+    rows: Annotated[int, Option("Rows of DDP's batch on each rank.", least=1)] = 8192
     bucket_mb: Annotated[tuple[float, ...], Option("Sizes of DDP's buckets in MiB, with commas.")] = (25.0, 100.0)
     ranks: Ranks = None
 
@@ -61,7 +61,6 @@ class BackendSetting:
         require_known("part", self.parts, BACKEND_PARTS)
         require_known("collective", self.collectives, COLLECTIVES)
         list_sizes(self.smallest, self.largest, self.step)
-        require_least(1, width=self.width, layers=self.layers, rows=self.rows)
         for name, number in (("--work", self.work), ("--bucket-mb", min(self.bucket_mb))):
             if not 0 < number < math.inf:
                 raise ValueError(f"{name} is {number:g}, but must be a finite number above 0")

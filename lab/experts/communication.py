@@ -25,7 +25,7 @@ from lab.harness import Bench, Measured, Table, column
 from lab.pictures import describe_origin
 from lab.training.steps import cluster_of_a_byte_a_second, whole_gpt
 from stretto.bench.harness import print_table, run_ranks
-from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp, require_least
+from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, local_batch, measure
 from stretto.models.gpt_config import GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, parallelize
@@ -60,23 +60,19 @@ class ExpertsSetting:
     passes one. Links are in MB/s: of x, whose ranks are in one node there, and of all others.
     """
 
-    data: Annotated[int, Option("Ranks along data, and experts: each of these ranks has one.")] = 2
-    x: Annotated[int, Option("Ranks along x, which have the same tokens.")] = 4
+    data: Annotated[int, Option("Ranks along data, and experts: each of these ranks has one.", least=2)] = 2
+    x: Annotated[int, Option("Ranks along x, which have the same tokens.", least=2)] = 4
     link: Annotated[float, Option("Bandwidth between nodes in MB/s, for all axes but x.")] = 0.125
     node_link: Annotated[float, Option("Bandwidth within a node in MB/s, for x.")] = 0.75
-    layers: Annotated[int, Option("Transformer blocks; every second one has experts.")] = 2
-    hidden: Annotated[int, Option("Width of a token's vector; heads are of 16.")] = 64
-    batch: Annotated[int, Option("Sequences of a step.")] = 8
+    layers: Annotated[int, Option("Transformer blocks; every second one has experts.", least=2)] = 2
+    hidden: Annotated[int, Option("Width of a token's vector; heads are of 16.", least=1)] = 64
+    batch: Annotated[int, Option("Sequences of a step.", least=1)] = 8
     seq_len: SeqLen = 128
     warm_up: WarmUp = 0
     repeats: Repeats = 2
     rounds: Rounds = 1
 
     def __post_init__(self) -> None:
-        numbers = {"hidden": self.hidden, "batch": self.batch, "seq_len": self.seq_len}
-        require_least(1, repeats=self.repeats, rounds=self.rounds, **numbers)
-        require_least(2, data=self.data, x=self.x, layers=self.layers)
-        require_least(0, warm_up=self.warm_up)
         for name, rate in (("link", self.link), ("node_link", self.node_link)):
             if rate <= 0:
                 raise ValueError(f"{name} is {rate} MB/s, but must be more than 0; 1 would do")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lab.harness import Bench, Measured, column
 from stretto.bench.harness import run_ranks
-from stretto.bench.settings import Needs, Option, Repeats, Rounds, SeqLen, Vocab, WarmUp, require_known, require_least
+from stretto.bench.settings import Needs, Option, Repeats, Rounds, SeqLen, Vocab, WarmUp, require_known
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, measure
 from stretto.cluster import Cluster
 from stretto.models import GPT, GPTConfig
@@ -42,9 +42,9 @@ class MoeLayersSetting:
     experts in the same way; auto takes transformers', where it is installed.
     """
 
-    layers: Annotated[int, Option("How many layers of Qwen3-30B-A3B, which has 48.")] = 8
+    layers: Annotated[int, Option("How many layers of Qwen3-30B-A3B, which has 48.", least=1)] = 8
     seq_len: SeqLen = 4096
-    batch: Annotated[int, Option("Sequences of a step.")] = 1
+    batch: Annotated[int, Option("Sequences of a step.", least=1)] = 1
     vocab: Vocab = 151_936
     peer: Annotated[str, Option("transformers, torch, or auto.")] = "auto"
     compiled: Annotated[bool, Option("Also with compiled layers.")] = True
@@ -58,9 +58,6 @@ class MoeLayersSetting:
     on_cpu: Annotated[bool, Option("A tiny model on the CPU, to try the command.", "--cpu")] = False
 
     def __post_init__(self) -> None:
-        numbers = {"layers": self.layers, "seq_len": self.seq_len, "batch": self.batch, "vocab": self.vocab}
-        require_least(1, repeats=self.repeats, rounds=self.rounds, **numbers)
-        require_least(0, warm_up=self.warm_up)
         require_known("peer", [self.peer], PEERS)
 
     def shape(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from lab.planning.plan import name_measured, why_not
 from lab.shared_gpus import shared_where_few
 from stretto.axes import OUTER_TO_INNER
 from stretto.bench.harness import TORCH_DTYPES, run_ranks
-from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp, require_least
+from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, measure
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import Cluster
@@ -84,10 +84,6 @@ class LayoutsSetting:
     warm_up: WarmUp = 1
     repeats: Repeats = 3
     rounds: Rounds = 2
-
-    def __post_init__(self) -> None:
-        require_least(1, repeats=self.repeats, rounds=self.rounds)
-        require_least(0, warm_up=self.warm_up)
 
 
 def run_layouts(setting: LayoutsSetting, out: Path) -> Iterator[Measured] | Measured:

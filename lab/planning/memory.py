@@ -17,7 +17,7 @@ import torch
 
 from lab.harness import Bench, Measured, column
 from stretto.bench.harness import empty_memory, in_one_line, run_ranks
-from stretto.bench.settings import Needs, Option, require_least
+from stretto.bench.settings import Needs, Option
 from stretto.bench.training.runs import build_stretto
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import Cluster
@@ -35,15 +35,14 @@ class MemorySetting:
     smallest, largest: percent of the GPU's memory. Raises ValueError for a range that is empty or beyond 120%.
     """
 
-    runs: Annotated[int, Option("Number of training runs.")] = 24
+    runs: Annotated[int, Option("Number of training runs.", least=1)] = 24
     smallest: Annotated[float, Option("Predicted memory of the smallest run, in percent of the GPU's.")] = 60.0
     largest: Annotated[float, Option("The same of the largest run.")] = 98.0
-    steps: Annotated[int, Option("Steps of each run.")] = 3
+    steps: Annotated[int, Option("Steps of each run.", least=1)] = 3
     seconds: Annotated[float | None, Option("Start no run after so many seconds.", least=0)] = None
     on_cpu: Annotated[bool, Option("Two tiny runs that measure nothing, to try the command.", "--cpu")] = False
 
     def __post_init__(self) -> None:
-        require_least(1, runs=self.runs, steps=self.steps)
         if not 0 < self.smallest <= self.largest <= 120:
             raise ValueError(
                 f"--smallest {self.smallest:g} --largest {self.largest:g} is no range of percents: 0 < smallest <= "

@@ -42,11 +42,10 @@ class SchedulesSetting:
     sizes: Annotated[tuple[str, ...], Option("Stages x micro-batches.", separator=" ")] = ("4x16", "8x32")
     latencies: Annotated[tuple[float, ...], Option("Latencies of a message, in forward passes.")] = (0.0, 0.25)
     jitters: Annotated[tuple[float, ...], Option("How much the time of a unit varies: 0.2 is 20%.")] = (0.0, 0.2, 0.5)
-    seeds: Annotated[int, Option("Seeds of the jitter; medians are of these.")] = 200
+    seeds: Annotated[int, Option("Seeds of the jitter; medians are of these.", least=1)] = 200
 
     def __post_init__(self) -> None:
         self.pipelines()
-        require_least(1, seeds=self.seeds)
         require_least(0, **{f"--latencies {value:g}": value for value in self.latencies})
         for jitter in self.jitters:
             if not 0 <= jitter <= 1:

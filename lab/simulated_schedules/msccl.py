@@ -24,7 +24,7 @@ from lab.simulated_schedules.peers import (
     two_step_exchanges,
 )
 from stretto.bench.interleaved import name_size
-from stretto.bench.settings import Option, require_least
+from stretto.bench.settings import Option
 from stretto.cluster import Cluster
 from stretto.collectives.algorithms import find
 from stretto.collectives.schedule import Schedule
@@ -42,10 +42,7 @@ Times = dict[int, tuple[float, str]]
 class SimulatedMscclSetting:
     """Settings: how finely the pipelining loop of large buffers is simulated."""
 
-    tiles: Annotated[int, Option("Tiles of a chunk that are simulated; further ones are extrapolated.")] = 4
-
-    def __post_init__(self) -> None:
-        require_least(2, tiles=self.tiles)
+    tiles: Annotated[int, Option("Tiles of a chunk that are simulated; further ones are extrapolated.", least=2)] = 4
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from lab.simulated_schedules.sockets import (
 from stretto.atomic_files import write_atomically
 from stretto.bench.harness import Column, write_result
 from stretto.bench.interleaved import name_size
-from stretto.bench.settings import Option, require_least
+from stretto.bench.settings import Option
 from stretto.cluster import Cluster
 from stretto.simulator.schedules import ExecutorCosts, MachineCosts, ProtocolCosts
 
@@ -104,14 +104,11 @@ class SimulatedCollectivesSetting:
             "--measure/--no-measure",
         ),
     ] = True
-    smallest: Annotated[int, Option("Bytes of the smallest buffer of the 8 processes.")] = 16 << 10
-    sizes: Annotated[int, Option("How many sizes of the 8 processes.")] = 7
-    repeats: Annotated[int, Option("Runs of each; their median counts.")] = 5
+    smallest: Annotated[int, Option("Bytes of the smallest buffer of the 8 processes.", least=4096)] = 16 << 10
+    sizes: Annotated[int, Option("How many sizes of the 8 processes.", least=2)] = 7
+    repeats: Annotated[int, Option("Runs of each; their median counts.", least=1)] = 5
 
     def __post_init__(self) -> None:
-        require_least(4096, smallest=self.smallest)
-        require_least(2, sizes=self.sizes)
-        require_least(1, repeats=self.repeats)
         for name in ("collectives/collectives.json", "collectives-2-gpus/collectives.json", "two-level/two-level.json"):
             if not (self.results / name).is_file():
                 raise ValueError(f"{self.results / name} is not there: name the folder of results with --results")

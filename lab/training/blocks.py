@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from lab.harness import Bench, column
 from lab.shared_gpus import shared_where_few
 from stretto.bench.harness import run_ranks
-from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp, require_known, require_least
+from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp, require_known
 from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, TrainingRun, measure
 from stretto.cluster.detection import count_gpus
@@ -41,20 +41,16 @@ class BlocksSetting:
         int | None, Option("Processes (default: the machine's GPUs); more than GPUs share these.", least=1)
     ] = None
     layers: Annotated[
-        int | None, Option("Of an encoder or decoder, a third of a vision transformer's, blocks of a U-Net's level.")
+        int | None,
+        Option("Of an encoder or decoder, a third of a vision transformer's, blocks of a U-Net's level.", least=1),
     ] = None
-    samples: Annotated[int | None, Option("Samples a rank (default: 8 pairs of sentences, 16 images).")] = None
+    samples: Annotated[int | None, Option("Samples a rank (default: 8 pairs of sentences, 16 images).", least=1)] = None
     warm_up: WarmUp = 3
     repeats: Repeats = 5
     rounds: Rounds = 3
 
     def __post_init__(self) -> None:
         require_known("model", self.models, BLOCK_MODELS)
-        require_least(1, repeats=self.repeats, rounds=self.rounds)
-        require_least(0, warm_up=self.warm_up)
-        for name, number in (("layers", self.layers), ("samples", self.samples)):
-            if number is not None:
-                require_least(1, **{name: number})
 
 
 def run_blocks(setting: BlocksSetting) -> Iterator[dict[str, Any]]:

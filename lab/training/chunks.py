@@ -24,7 +24,7 @@ from torch import Tensor
 from lab.harness import Bench, Measured, column
 from lab.pictures import describe_origin
 from stretto.bench.harness import run_ranks
-from stretto.bench.settings import Option, Repeats, require_least
+from stretto.bench.settings import Option, Repeats
 from stretto.execution import StateOptions
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
 from stretto.planner.optimizer_state import exposed_sums
@@ -38,16 +38,15 @@ SUMS_TO_STEPS = 2.5
 class ChunksSetting:
     """Settings of `python -m lab chunks`. Raises ValueError for settings that cannot work."""
 
-    ranks: Annotated[int, Option("Processes.")] = 2
-    buckets: Annotated[int, Option("Buckets of a rank.")] = 64
-    bucket: Annotated[int, Option("Numbers of a bucket.")] = 1 << 16
+    ranks: Annotated[int, Option("Processes.", least=1)] = 2
+    buckets: Annotated[int, Option("Buckets of a rank.", least=1)] = 64
+    bucket: Annotated[int, Option("Numbers of a bucket.", least=64)] = 1 << 16
     latencies: Annotated[
         tuple[float, ...], Option("A message's fixed time, relative to that of a bucket's bytes, with commas.")
     ] = (0.4, 0.02)
     repeats: Repeats = 5
 
     def __post_init__(self) -> None:
-        require_least(1, ranks=self.ranks, buckets=self.buckets, bucket=self.bucket // 64, repeats=self.repeats)
         if self.bucket % 64:
             raise ValueError(f"bucket is {self.bucket}, but must be a multiple of 64")
         if not self.latencies or min(self.latencies) < 0:

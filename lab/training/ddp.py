@@ -21,7 +21,7 @@ from lab.checkouts.cases import find_source
 from lab.harness import Bench, Measured, column
 from lab.pictures import describe_origin
 from lab.processes import Processes
-from stretto.bench.settings import Needs, Option, require_least
+from stretto.bench.settings import Needs, Option
 from stretto.cluster.detection import count_gpus
 from stretto.memory.mps import mps_daemon, share_for
 from stretto.train.observe.timeline import Interval, Intervals, merge, subtract, total
@@ -38,15 +38,13 @@ class DdpSetting:
     after: Annotated[Path, Option("Another one (default: where this command is from).")] = field(
         default_factory=lambda: Path(stretto.__file__).parents[1]
     )
-    ranks: Annotated[int, Option("Processes; all share one GPU.")] = 4
-    steps: Annotated[int, Option("Timed steps of each start.")] = 20
-    turns: Annotated[int, Option("Starts of each checkout.")] = 2
-    seconds: Annotated[float, Option("Time limit of each start.")] = 150.0
+    ranks: Annotated[int, Option("Processes; all share one GPU.", least=2)] = 4
+    steps: Annotated[int, Option("Timed steps of each start.", least=1)] = 20
+    turns: Annotated[int, Option("Starts of each checkout.", least=1)] = 2
+    seconds: Annotated[float, Option("Time limit of each start.", least=1)] = 150.0
     on_cpu: Annotated[bool, Option("A small model on the CPU, to try the command: no trace.", "--cpu")] = False
 
     def __post_init__(self) -> None:
-        require_least(2, ranks=self.ranks)
-        require_least(1, steps=self.steps, turns=self.turns, seconds=self.seconds)
         for name, path in (("before", self.before), ("after", self.after)):
             find_source(name, path)
 

@@ -27,7 +27,7 @@ from stretto.bench.harness import (
     run_ranks,
     time_steps,
 )
-from stretto.bench.settings import Needs, Option, Ranks, Repeats, Rounds, WarmUp, require_least
+from stretto.bench.settings import Needs, Option, Ranks, Repeats, Rounds, WarmUp
 from stretto.parallel import Grid
 from stretto.recommendation import DLRM, DLRMConfig, ShardedTables, distribute_tables
 from stretto.recommendation.data import SyntheticClicks
@@ -53,8 +53,6 @@ class DlrmSetting:
     rounds: Rounds = 3
 
     def __post_init__(self) -> None:
-        require_least(1, batch=self.batch, repeats=self.repeats, rounds=self.rounds)
-        require_least(0, warm_up=self.warm_up)
         for name in self.implementations:
             if name not in get_args(Implementation):
                 raise ValueError(f"there is no implementation {name!r} to measure: there are library and kernel")

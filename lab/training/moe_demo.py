@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from lab.harness import Bench, Measured, column
 from lab.pictures import describe_origin
 from stretto.bench.harness import run_ranks
-from stretto.bench.settings import Option, require_least
+from stretto.bench.settings import Option
 from stretto.models.gpt_config import GPTConfig
 from stretto.report.run import read_metrics, read_run
 from stretto.train.config import TrainConfig, config_to_toml, load_config
@@ -38,10 +38,7 @@ WITHOUT_EXPERTS = [
 class MoeDemoSetting:
     """Settings of `python -m lab moe-demo`. Raises ValueError for settings that cannot work."""
 
-    steps: Annotated[int, Option("Steps of each run.")] = 300
-
-    def __post_init__(self) -> None:
-        require_least(2, steps=self.steps)
+    steps: Annotated[int, Option("Steps of each run.", least=2)] = 300
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ and memory of a model with state on the host and, where that fits, on the device
 with `CPUOffloadPolicy`. largest: the largest model that the planner predicts to fit, and one layer more.
 """
 
-import gc
 import json
 import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,10 +24,10 @@ from torch import Tensor
 
 from lab.harness import Bench, Measured, column
 from lab.peers import build_offloaded
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, points, select
 from lab.training.models import LLAMA_7B
-from stretto.bench.harness import FAILURES, in_one_line, run_ranks, time_steps
-from stretto.bench.settings import Needs, Option, Repeats, SeqLen, require_known, require_least
+from stretto.bench.harness import FAILURES, empty_memory, in_one_line, run_ranks, time_steps
+from stretto.bench.settings import Needs, Option, Repeats, SeqLen, require_known
 from stretto.cluster import Cluster, HostLink
 from stretto.cluster.probe import measure_host_link
 from stretto.execution import StateOptions
@@ -59,25 +58,18 @@ class OffloadSetting:
         "tiles",
         "train",
     )
-    layers: Annotated[int, Option("Of the model that is trained, a Llama of width 4096.")] = 32
+    layers: Annotated[int, Option("Of the model that is trained, a Llama of width 4096.", least=1)] = 32
     seq_len: SeqLen = 4096
-    micro_batch: Annotated[int, Option("Sequences of a micro-batch.")] = 2
+    micro_batch: Annotated[int, Option("Sequences of a micro-batch.", least=1)] = 2
     micro_batches: Annotated[tuple[int, ...], Option("How many a step has, with commas.")] = (1, 4, 16)
-    numbers: Annotated[int, Option("Parameters that are stepped without a model, for buckets and tiles.")] = 1 << 29
+    numbers: Annotated[int, Option("Parameters that are stepped without a model, for buckets and tiles.", least=1)] = (
+        1 << 29
+    )
     repeats: Repeats = 2
     cpu: Annotated[bool, Option("Small sizes on the CPU: a try, no figure.")] = False
 
     def __post_init__(self) -> None:
         require_known("part", self.parts, OFFLOAD_PARTS)
-        require_least(
-            1,
-            layers=self.layers,
-            seq_len=self.seq_len,
-            micro_batch=self.micro_batch,
-            numbers=self.numbers,
-            repeats=self.repeats,
-            micro_batches=min(self.micro_batches, default=0),
-        )
 
     def model(self) -> GPTConfig:
         """The model that is trained."""
@@ -119,7 +111,7 @@ class TileRow:
 
     name: str = column("step")
     milliseconds: float = column("time (ms)", "{:.2f}")
-    spike_mib: float = column("memory above what lies there (MiB)", "{:.1f}")
+    spike_mib: float | None = column("memory above what lies there (MiB)", "{:.1f}")
 
 
 @dataclass(frozen=True)
@@ -166,7 +158,7 @@ def _measure(setting: OffloadSetting) -> dict[str, Any]:
     links = measure_links(device)
     found: dict[str, Any] = {"links": (LinkRow, [links])}
     duplex = links["both"] * 1e9
-    parts: dict[str, tuple[type[Any], Callable[[], Iterator[dict[str, Any]]]]] = {
+    parts: dict[str, tuple[type[Any], Callable[[], Iterator[Any]]]] = {
         "buckets": (BucketRow, partial(_buckets, setting, device, duplex)),
         "tiles": (TileRow, partial(_tiles, setting, device)),
         "train": (TrainRow, partial(_train, setting, grid, duplex)),
@@ -186,7 +178,7 @@ def measure_links(device: torch.device) -> dict[str, float]:
     return {name: (rate or 0.0) / 1e9 for name, rate in zip(("to_device", "to_host", "both"), rates, strict=True)}
 
 
-def _buckets(setting: OffloadSetting, device: torch.device, duplex: float) -> Iterator[dict[str, Any]]:
+def _buckets(setting: OffloadSetting, device: torch.device, duplex: float) -> Iterator[BucketRow]:
     """Steps of AdamW over flat state, for each size of a bucket."""
     numbers = setting.numbers if not setting.cpu else 1 << 16
     scale = 1 if not setting.cpu else 1 << 10
@@ -205,17 +197,10 @@ def _buckets(setting: OffloadSetting, device: torch.device, duplex: float) -> It
         seconds = statistics.median(_time_step(store) for _ in range(3 + setting.repeats))
         bytes_each = 4 if place == "host" else 2 * (10 if is_split else 12)
         limit = numbers * bytes_each / duplex
-        yield {
-            "step_on": place,
-            "weights": "split" if is_split else "whole",
-            "bucket": size,
-            "buffers": buffers,
-            "seconds": seconds,
-            "limit_seconds": limit,
-            "ratio": seconds / limit,
-        }
+        weights = "split" if is_split else "whole"
+        yield BucketRow(place, weights, size, buffers, seconds, limit, ratio=seconds / limit)
         del store
-        _free(device)
+        empty_memory()
 
 
 def _flat_store(
@@ -239,7 +224,7 @@ def _time_step(store: OptimizerStateStore) -> float:
     return time.perf_counter() - began
 
 
-def _tiles(setting: OffloadSetting, device: torch.device) -> Iterator[dict[str, Any]]:
+def _tiles(setting: OffloadSetting, device: torch.device) -> Iterator[TileRow]:
     """SGD with momentum over bf16 gradients: in tiles, all at once, and by torch's optimizer over fp32 gradients."""
     numbers = 1_100_000_000 if not setting.cpu else 1 << 16  # of a rank of Singh's figure 7.4: 4.4 GB in fp32
     is_cuda = device.type == "cuda"
@@ -255,12 +240,8 @@ def _tiles(setting: OffloadSetting, device: torch.device) -> Iterator[dict[str, 
         store = _flat_store(numbers, device, update, options)
         _time_step(store)  # the first one makes the momentum
         store.update._scratch = torch.empty(0)  # type: ignore[attr-defined]
-        _free(device)
-        spike = _spike(device, partial(_time_step, store))
-        seconds = [_time_step(store) for _ in range(3 + setting.repeats)]
-        yield {"name": name, "milliseconds": 1e3 * statistics.median(seconds), "spike_mib": spike}
+        yield _tile_row(setting, device, name, partial(_time_step, store))
         del store
-        _free(device)
     master = torch.nn.Parameter(torch.zeros(numbers, device=device))
     gradient = torch.full((numbers,), 1e-3, dtype=torch.bfloat16, device=device)
     weight = torch.zeros(numbers, dtype=torch.bfloat16, device=device)
@@ -277,21 +258,22 @@ def _tiles(setting: OffloadSetting, device: torch.device) -> Iterator[dict[str, 
         return time.perf_counter() - began
 
     step()
-    _free(device)
-    spike = _spike(device, step)
+    yield _tile_row(setting, device, "torch.optim.SGD", step)
+
+
+def _tile_row(setting: OffloadSetting, device: torch.device, name: str, step: Callable[[], float]) -> TileRow:
+    """Measure steps. step: takes one, and returns its seconds."""
+    added = _added_bytes(device, step)
     seconds = [step() for _ in range(3 + setting.repeats)]
-    yield {"name": "torch.optim.SGD", "milliseconds": 1e3 * statistics.median(seconds), "spike_mib": spike}
+    return TileRow(name, 1e3 * statistics.median(seconds), None if added is None else added / (1 << 20))
 
 
-def _spike(device: torch.device, step: Callable[[], Any]) -> float | None:
-    """MiB that a step allocates in addition to the memory allocated before it."""
-    if device.type != "cuda":
-        step()
-        return None
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    return (torch.cuda.max_memory_allocated(device) - before) / (1 << 20)
+def _added_bytes(device: torch.device, run: Callable[[], Any]) -> int | None:
+    """Bytes that `run` allocates at most in addition to those allocated before it; None on a CPU."""
+    empty_memory()
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    run()
+    return torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
 
 
 def _train(setting: OffloadSetting, grid: Grid, duplex: float) -> Iterator[dict[str, Any]]:
@@ -299,7 +281,7 @@ def _train(setting: OffloadSetting, grid: Grid, duplex: float) -> Iterator[dict[
     for name, place in (("host, split", "host"), ("device", "device")):
         options = StateOptions(place)  # type: ignore[arg-type]
         yield from _or_errors(name, setting.micro_batches, _train_one(setting, grid, name, options, duplex))
-        _free(grid.device)
+        empty_memory()
 
 
 def _train_one(
@@ -327,9 +309,8 @@ def _train_one(
 
     pass_once(1, True)
     store.step(0.0)
-    _free(device)
     fixed = 4 * phi + (options.buffer_sets * options.bucket_size * state if is_on_host else state * phi)
-    activations = _activations(device, store, lambda: pass_once(1, False))
+    activations = _added_bytes(device, lambda: pass_once(1, False))
     store.drop()
     pass_once(1, True)
     store.step(0.0)
@@ -344,7 +325,7 @@ def _train_one(
             "name": name,
             "parameters": phi / 1e9,
             "optimizer_ratio": row["optimizer_seconds"] / (2 * state * phi / duplex) if is_on_host else None,
-            "predicted_gib": (fixed + activations) / GIB if device.type == "cuda" else None,
+            "predicted_gib": None if activations is None else (fixed + activations) / GIB,
         }
 
 
@@ -384,18 +365,6 @@ def _time_micro_batches(
     }
 
 
-def _activations(device: torch.device, store: OptimizerStateStore, run: Callable[[], Any]) -> float:
-    """Bytes that a forward and backward pass takes in addition to weights, gradients and state."""
-    if device.type != "cuda":
-        run()
-        return 0.0
-    _synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    return torch.cuda.max_memory_allocated(device) - before
-
-
 def _largest(setting: OffloadSetting, grid: Grid, links: dict[str, float]) -> Iterator[dict[str, Any]]:
     """Train the most layers that the planner predicts to fit this machine; and one layer more, which it refuses."""
     machine = Cluster.detect()
@@ -433,14 +402,14 @@ def _largest(setting: OffloadSetting, grid: Grid, links: dict[str, float]) -> It
             yield row | {
                 name: measured[name] for name in ("peak_gib", "step_seconds", "loss", "error") if name in measured
             }
-        _free(grid.device)
+        empty_memory()
 
 
 def _peers(setting: OffloadSetting, grid: Grid, duplex: float) -> Iterator[dict[str, Any]]:
     """The same model by Stretto and by FSDP2 with CPUOffloadPolicy, each after the other."""
     ours, peer = "Stretto, host", "FSDP2, CPUOffloadPolicy"
     yield from _or_errors(ours, setting.micro_batches, _train_one(setting, grid, ours, StateOptions("host"), duplex))
-    _free(grid.device)
+    empty_memory()
     yield from _or_errors(peer, setting.micro_batches, _train_fsdp(setting, grid, peer))
 
 
@@ -492,13 +461,6 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-
-
 def plot_buckets(result: Path, picture: Path) -> None:
     """Draw the time of a step with state on the host, over the link's, against the size of buckets."""
     from lab.style import drawing
@@ -512,16 +474,16 @@ def plot_buckets(result: Path, picture: Path) -> None:
         panel.axhline(1, **GUIDE)
         limits = {row["weights"]: row["limit_seconds"] for row in rows}
         for weights, look in zip(limits, SERIES, strict=False):
-            mine = sorted((row["bucket"], row["ratio"]) for row in rows if _is_of(row, weights, sets))
-            panel.plot(*zip(*mine, strict=True), label=f"{weights} fp32 weights, {_name_sets(sets)}", **look.line)
+            mine = sorted(select(rows, weights=weights, buffers=sets), key=lambda row: row["bucket"])
+            label = f"{weights} fp32 weights, {_name_sets(sets)}"
+            panel.plot(*points(mine, "bucket", "ratio"), label=label, **look.line)
         others = sorted({(row["buffers"], row["weights"]) for row in rows if row["buffers"] != sets})
         for (count, weights), look in zip(others, SERIES[len(limits) :], strict=False):
-            mine = [(row["bucket"], row["ratio"]) for row in rows if _is_of(row, weights, count)]
-            points = look.line | {"linestyle": "", "markerfacecolor": "white", "markersize": 6}
-            panel.plot(*zip(*mine, strict=True), label=f"{weights}, {_name_sets(count)}", **points)
+            mine = select(rows, weights=weights, buffers=count)
+            hollow = look.line | {"linestyle": "", "markerfacecolor": "white", "markersize": 6}
+            panel.plot(*points(mine, "bucket", "ratio"), label=f"{weights}, {_name_sets(count)}", **hollow)
         drawn.log_ticks(panel.xaxis, [row["bucket"] for row in rows])
-        panel.set_xlabel("numbers of a bucket (millions)")
-        panel.set_ylabel("step time / link time")
+        panel.set(xlabel="numbers of a bucket (millions)", ylabel="step time / link time")
         drawn.title = "A step of AdamW with state on the host, beside the time that its bytes take on the link"
         drawn.subtitle = describe_origin(data)
         times = ", ".join(f"{seconds:.3f} s ({weights})" for weights, seconds in limits.items())
@@ -530,10 +492,6 @@ def plot_buckets(result: Path, picture: Path) -> None:
             for row in data["rows"]
             if row["step_on"] == "host"
         )
-
-
-def _is_of(row: Mapping[str, Any], weights: str, sets: int) -> bool:
-    return bool(row["weights"] == weights and row["buffers"] == sets)
 
 
 def _name_sets(count: int) -> str:

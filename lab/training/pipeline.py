@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lab.harness import Bench, column
 from lab.pictures import describe_origin
 from stretto.bench.harness import run_ranks
-from stretto.bench.settings import Option, Repeats, require_least
+from stretto.bench.settings import Option, Repeats
 from stretto.execution import StageOptions
 from stretto.parallel import Grid, Pipeline, parallelize
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -55,7 +55,6 @@ class PipelineSetting:
     repeats: Repeats = 3
 
     def __post_init__(self) -> None:
-        require_least(1, repeats=self.repeats)
         if not self.stages or len(self.stages) != len(self.micro_batches):
             raise ValueError(f"stages is {self.stages} and micro_batches {self.micro_batches}, but must be as many")
         for stages, micro_batches in zip(self.stages, self.micro_batches, strict=True):

@@ -20,7 +20,7 @@ import torch
 from lab.harness import Bench, column
 from lab.training.steps import cluster_of_a_byte_a_second, whole_gpt
 from stretto.bench.harness import run_ranks
-from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp, require_least
+from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, local_batch, measure
 from stretto.execution import Recomputation
 from stretto.models import GPTConfig
@@ -33,24 +33,20 @@ from stretto.planner import predict
 class RecomputeSetting:
     """Settings of `python -m lab recompute`, over which links. Raises ValueError for settings that cannot work."""
 
-    ranks: Annotated[int, Option("Processes of the CPU, along x.")] = 2
+    ranks: Annotated[int, Option("Processes of the CPU, along x.", least=2)] = 2
     modes: Annotated[tuple[str, ...], Option("Modes of recomputation in addition to full, with commas.")] = (
         "communication",
     )
     links: Annotated[tuple[int, ...], Option("Bandwidths of links in MB/s, with commas.")] = (10, 3)
-    layers: Annotated[int, Option("Transformer blocks.")] = 4
-    hidden: Annotated[int, Option("Width of a token's vector; heads are of 64.")] = 128
-    batch: Annotated[int, Option("Sequences of a step.")] = 4
+    layers: Annotated[int, Option("Transformer blocks.", least=1)] = 4
+    hidden: Annotated[int, Option("Width of a token's vector; heads are of 64.", least=1)] = 128
+    batch: Annotated[int, Option("Sequences of a step.", least=1)] = 4
     seq_len: SeqLen = 128
     warm_up: WarmUp = 1
     repeats: Repeats = 5
     rounds: Rounds = 3
 
     def __post_init__(self) -> None:
-        numbers = {"layers": self.layers, "hidden": self.hidden, "batch": self.batch, "seq_len": self.seq_len}
-        require_least(2, ranks=self.ranks)
-        require_least(1, repeats=self.repeats, rounds=self.rounds, **numbers)
-        require_least(0, warm_up=self.warm_up)
         if self.hidden % 64 or self.hidden // 64 % self.ranks:
             raise ValueError(
                 f"hidden is {self.hidden}, but must be 64 times a number of heads that the {self.ranks} ranks divide; "

@@ -18,7 +18,7 @@ from lab.harness import Bench, column
 from lab.peers import build_torch_pipeline
 from lab.training.models import LLAMA_7B
 from stretto.bench.harness import TORCH_DTYPES, run_ranks
-from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp, require_least
+from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, compile_blocks, measure, meta_gpt
 from stretto.execution import StageOptions
 from stretto.memory import allocated_bytes
@@ -31,10 +31,10 @@ from stretto.schedules import Action, PipelineOperation, PipelineSchedule, build
 class StagesSetting:
     """Settings of `python -m lab stages`. Raises ValueError for settings that cannot work."""
 
-    layers: Annotated[int, Option("Transformer blocks of a Llama of width 4096.")] = 16
+    layers: Annotated[int, Option("Transformer blocks of a Llama of width 4096.", least=1)] = 16
     seq_len: SeqLen = 4096
-    batch: Annotated[int, Option("Micro-batches of a step, of one sequence each.")] = 8
-    virtual_stages: Annotated[int, Option("Stages on the rank.")] = 4
+    batch: Annotated[int, Option("Micro-batches of a step, of one sequence each.", least=1)] = 8
+    virtual_stages: Annotated[int, Option("Stages on the rank.", least=2)] = 4
     dtype: Annotated[str, Option("Of the computation: bf16, or fp32.")] = "bf16"
     compiled: Annotated[bool, Option("Also with compiled blocks.")] = True
     small: Annotated[bool, Option("A model of width 64, for a try without a GPU.")] = False
@@ -43,10 +43,6 @@ class StagesSetting:
     rounds: Rounds = 2
 
     def __post_init__(self) -> None:
-        numbers = {"layers": self.layers, "seq_len": self.seq_len, "batch": self.batch}
-        require_least(1, repeats=self.repeats, rounds=self.rounds, **numbers)
-        require_least(2, virtual_stages=self.virtual_stages)
-        require_least(0, warm_up=self.warm_up)
         if self.dtype not in ("bf16", "fp32"):
             raise ValueError(f"dtype is {self.dtype!r}, but must be bf16 or fp32")
         if self.layers % self.virtual_stages:

@@ -18,7 +18,7 @@ from lab.harness import Bench, Measured, Table, column
 from lab.pictures import describe_origin
 from lab.processes import Processes
 from lab.two_level.namespaces import Network, command_in, require_namespaces, shaped_network
-from stretto.bench.settings import Option, require_least
+from stretto.bench.settings import Option
 
 if TYPE_CHECKING:
     from stretto.collectives.two_level import Links
@@ -39,23 +39,19 @@ class TwoLevelSetting:
     share it, as they do in most machines' networks.
     """
 
-    ranks_per_node: Annotated[int, Option("Ranks in each of the namespaces.")] = 2
+    ranks_per_node: Annotated[int, Option("Ranks in each of the namespaces.", least=1)] = 2
     nodes: Annotated[int, Option("Network namespaces.")] = 4
     bandwidth: Annotated[float, Option("Bandwidth of a node's link, Mbit/s.")] = 50.0
     loopback: Annotated[float, Option("Bandwidth inside a node, Mbit/s.")] = 200.0
     trunk: Annotated[float, Option("Bandwidth of the link between the halves of the nodes, Mbit/s.")] = 50.0
-    delay: Annotated[float, Option("Delay of a message between nodes, ms.")] = 40.0
-    smallest: Annotated[int, Option("Bytes a rank of the smallest collective.")] = 4096
-    sizes: Annotated[int, Option("How many sizes, each twice the one before.")] = 8
-    repeats: Annotated[int, Option("Runs of each; their median counts.")] = 7
+    delay: Annotated[float, Option("Delay of a message between nodes, ms.", least=0)] = 40.0
+    smallest: Annotated[int, Option("Bytes a rank of the smallest collective.", least=4)] = 4096
+    sizes: Annotated[int, Option("How many sizes, each twice the one before.", least=2)] = 8
+    repeats: Annotated[int, Option("Runs of each; their median counts.", least=1)] = 7
 
     def __post_init__(self) -> None:
         if self.nodes % 2:
             raise ValueError(f"{self.nodes} nodes have no two halves; {self.nodes + 1} would do")
-        require_least(0, delay=self.delay)
-        require_least(1, ranks_per_node=self.ranks_per_node, repeats=self.repeats)
-        require_least(2, sizes=self.sizes)
-        require_least(4, smallest=self.smallest)
         self.network()
 
     @property
