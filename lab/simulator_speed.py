@@ -34,14 +34,12 @@ class SimulatorSpeedSetting:
     """The all-gather that `python -m lab simulator-speed` simulates, and among how many ranks at the most."""
 
     largest: Annotated[int, Option("Most ranks, a power of two; the fewest are 32.")] = 2048
-    megabytes: Annotated[int, Option("The gathered buffer, in MB.")] = 256
+    megabytes: Annotated[int, Option("The gathered buffer, in MB.", least=1)] = 256
 
     def __post_init__(self) -> None:
         if self.largest < SMALLEST or self.largest & (self.largest - 1):
             near = max(SMALLEST, 1 << (max(self.largest, 1).bit_length() - 1))
             raise ValueError(f"--largest is {self.largest}, but must be a power of two from 32 on; {near} would do")
-        if self.megabytes < 1:
-            raise ValueError(f"--megabytes is {self.megabytes}, but must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from lab.papers.machines import MACHINES, MIB, RCCL_HOPS, StudiedMachine, name_m
 from lab.pictures import describe_origin, points, select
 from lab.two_level.crossovers import find_crossovers
 from stretto.bench.harness import Column
-from stretto.collectives.two_level import Links, predict
 from stretto.collectives.two_level.inter_node import InterNodeAlgorithm
-from stretto.collectives.two_level.model import TYPICAL, Collective
+from stretto.collectives.two_level.model import Collective
 from stretto.models.gpt_config import PRESETS
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ class Claim:
     speedup: float = column("closed-form", "{:.2f}")
     event_speedup: float | None = column("event-driven", "{:.2f}")
     is_within: str = column("within 10%")
-    typical_speedup: float | None = column("with 10 and 20 us a hop", "{:.2f}", default=None)
     implied_hop_us: float | None = column("hop that would give the published (us)", "{:.1f}", default=None)
     hop_us: float | None = column("hop of the tables (us)", "{:.1f}", default=None)
 
@@ -241,27 +239,9 @@ def _compare(cell: Cell, figure: str, low: float, high: float | str | None = Non
         cell.speedup,
         cell.event_speedup,
         is_within="yes" if 0.9 * low <= judged <= 1.1 * most else "no",
-        typical_speedup=_typical_speedup(machine, cell),
         implied_hop_us=max(0.0, low * cell.two_level_ms / 1e3 - carried) / (cell.ranks - 1) * 1e6,
         hop_us=average * 1e6,
     )
-
-
-def _typical_speedup(machine: StudiedMachine, cell: Cell) -> float:
-    """The same with the latencies that `TwoLevelGroup` assumes for unknown machines, for all messages."""
-    nodes, size = cell.ranks // machine.gpus_per_node, machine.gpus_per_node
-    two_level = machine.two_level_links()
-    shard = cell.mb * MIB / cell.ranks
-
-    def typical(links: Links) -> Links:
-        return Links(TYPICAL.in_node_latency, links.in_node_bandwidth, TYPICAL.latency, links.node_bandwidth)
-
-    alone = machine.two_level_seconds(cell.collective, "recursive", cell.mb * MIB, cell.ranks) - predict(
-        cell.collective, "recursive", shard, nodes, size, two_level
-    )
-    flat_links = typical(machine.flat_links(machine.simple))
-    of_flat = machine.simple.start + predict(cell.collective, "flat", shard, nodes, size, flat_links)
-    return of_flat / (alone + predict(cell.collective, "recursive", shard, nodes, size, typical(two_level)))
 
 
 def find_wins(rows: list[Cell]) -> Iterator[Crossover]:

@@ -10,12 +10,13 @@ from lab.papers import Compared
 from lab.papers.collectives import plot_curves, plot_two_level_heat_maps, study_collectives
 from lab.papers.dlrm import plot_simulated_dlrm, study_dlrm
 from lab.papers.experts import study_experts
+from lab.papers.msccl import plot_simulated_msccl, study_msccl
 from lab.papers.pipelines import plot_simulated_pipelines, study_pipelines
 from lab.papers.training import plot_scaling, study_training
 from lab.papers.zero3 import plot_zero3, study_zero3
 from stretto.bench.settings import Option, require_known
 
-PARTS = ("pipelines", "training", "collectives", "zero3", "experts", "dlrm")
+PARTS = ("pipelines", "training", "collectives", "zero3", "experts", "dlrm", "msccl")
 STUDIES: dict[str, Callable[[], Iterator[Measured | Compared]]] = {
     "pipelines": study_pipelines,
     "training": study_training,
@@ -23,6 +24,7 @@ STUDIES: dict[str, Callable[[], Iterator[Measured | Compared]]] = {
     "zero3": study_zero3,
     "experts": study_experts,
     "dlrm": study_dlrm,
+    "msccl": study_msccl,
 }
 
 
@@ -56,6 +58,7 @@ BENCH = Bench(
         "simulated-curves": plot_curves,
         "simulated-zero3": plot_zero3,
         "simulated-dlrm": plot_simulated_dlrm,
+        "simulated-msccl": plot_simulated_msccl,
     },
     about=lambda setting: {"machine": ANY_CPU, "parts": list(setting.only)},
 )

@@ -7,7 +7,7 @@ reduce-scatters and all-gathers are overlapped there; the all-reduces over data 
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,12 +84,9 @@ class PlannedRun(Run):
 
 
 @dataclass(frozen=True)
-class LadderRow:
-    """A run of Table 5.2: the baseline, the model's grid, and overlap (figure 5.5)."""
+class LadderRow(Run):
+    """A run: the baseline, the model's grid, and overlap (figure 5.5)."""
 
-    cluster: str = column("machine")
-    gpus: int = column("GPUs", "{:,}")
-    model: str = column("model")
     baseline_grid: str | None = column("baseline")
     baseline_seconds: float | None = column("its step (s)", "{:.2f}")
     model_grid: str = column("best of the model's ten")
@@ -100,7 +97,7 @@ class LadderRow:
     overlap_seconds: float = column("with overlap (s)", "{:.2f}")
     overlap_saved: float = column("saved", "{:.0%}")
     published_overlap_saved: str | None = column("published")
-    petaflops: float = column("PFLOP/s, simulated", "{:,.1f}")
+    simulated_petaflops: float = column("PFLOP/s, simulated", "{:,.1f}")
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ def study_training(batch: int = BATCH) -> Iterator[Measured | Compared]:
     yield Measured(ladder, about, name="simulated-scaling", title=title, tables=tables)
     for planned, step in zip(runs, ladder, strict=True):
         what, flops = f"{step.model} on {step.gpus:,} GPUs of {step.cluster}", planned.predicted_petaflops
-        yield Compared("Singh", "table 5.2", what, "PFLOP/s", f"{planned.petaflops}", flops, step.petaflops)
+        yield Compared("Singh", "table 5.2", what, "PFLOP/s", f"{step.petaflops}", flops, step.simulated_petaflops)
     for row in strong:
         if row.published_days is not None:
             what = f"{row.model} on {row.gpus:,} GCDs of Frontier"
@@ -194,10 +191,7 @@ def plan_run(run: Run, batch: int) -> PlannedRun:
     assert products.compute_time is not None
     assert waiting.compute_time is not None
     return PlannedRun(
-        run.cluster,
-        run.gpus,
-        run.model,
-        run.petaflops,
+        *astuple(run),
         paper_grid=name_grid(paper.grid),
         paper_seconds=paper.step_time,
         full_grid=name_grid(best.grid),
@@ -228,9 +222,7 @@ def climb(run: Run, batch: int) -> LadderRow:
     of_model, overlapped = seconds(chosen, WAITING), seconds(chosen, ALL_HIDDEN)
     is_in_figure = run.cluster == "frontier" and run.gpus <= 8192
     return LadderRow(
-        run.cluster,
-        run.gpus,
-        run.model,
+        *astuple(run),
         baseline_grid=None if baseline is None else name_grid(baseline.grid),
         baseline_seconds=of_baseline,
         model_grid=name_grid(chosen.grid),
@@ -241,7 +233,7 @@ def climb(run: Run, batch: int) -> LadderRow:
         overlap_seconds=overlapped,
         overlap_saved=1 - overlapped / of_model,
         published_overlap_saved=("22%" if run.model == "gpt-80b" else "up to 22%") if is_in_figure else None,
-        petaflops=model_flops(paper_model(run.model), batch, SEQ_LEN) / overlapped / 1e15,
+        simulated_petaflops=model_flops(paper_model(run.model), batch, SEQ_LEN) / overlapped / 1e15,
     )
 
 

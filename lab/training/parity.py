@@ -47,11 +47,7 @@ MODELS = {
 class ParitySetting:
     """On how many ranks `python -m lab parity` trains."""
 
-    ranks: Annotated[int, Option("Largest number of ranks; its powers of two below are run too.")] = 8
-
-    def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ValueError(f"parity is shown on 1 rank or more, not {self.ranks}")
+    ranks: Annotated[int, Option("Largest number of ranks; its powers of two below are run too.", least=1)] = 8
 
 
 @dataclass(frozen=True)

@@ -69,13 +69,6 @@ class PipelineSetting:
             raise ValueError(f"latencies is {self.latencies}, but must be numbers of 0 and more")
 
 
-def run_pipelines(setting: PipelineSetting) -> Iterator[dict[str, Any]]:
-    """Measure each schedule on each pipeline and link."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # stages sleep, and messages are between processes of the CPU
-    for pipe, micro_batches in zip(setting.stages, setting.micro_batches, strict=True):
-        yield from run_ranks(pipe, measure, setting, pipe, micro_batches)
-
-
 @dataclass(frozen=True)
 class Row:
     """A schedule on one pipeline and link."""
@@ -89,6 +82,13 @@ class Row:
     model_units: float = column("model (units)", "{:.2f}")
     to_model: float = column("to the model", "{:.3f}")
     to_1f1b: float = column("to 1f1b", "{:.3f}")
+
+
+def run_pipelines(setting: PipelineSetting) -> Iterator[Row]:
+    """Measure each schedule on each pipeline and link."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # stages sleep, and messages are between processes of the CPU
+    for pipe, micro_batches in zip(setting.stages, setting.micro_batches, strict=True):
+        yield from run_ranks(pipe, measure, setting, pipe, micro_batches)
 
 
 _BACKWARD_FIRST: ServeFirst = "backward"
@@ -200,7 +200,8 @@ class DelayedTransport(SharedMemoryTransport):
     def begin_step(self, expected: Any) -> None:
         """Begin a step."""
         self.pace.free_at = time.perf_counter()
-        self._early: dict[MessageKey, tuple[float, list[Tensor | None]]] = {}
+        self._held: dict[MessageKey, tuple[float, list[Tensor | None]]] = {}  # by key: when it is due, and its tensors
+        self._reported: set[MessageKey] = set()
         super().begin_step(expected)
 
     def send(self, destination: int, key: MessageKey, tensors: Any) -> None:
@@ -210,46 +211,38 @@ class DelayedTransport(SharedMemoryTransport):
 
     def poll(self) -> list[MessageKey]:
         """Report the messages that are due."""
-        for key in super().poll():
-            self._keep(key, super().take(key))
-        return self._pop_due()
+        found = self._find_due()
+        self._reported.update(found)
+        return found
 
     def wait_any(self) -> MessageKey:
         """Wait until a message is due."""
-        while not (found := self.poll()):
-            if self._early:
+        while not (found := self._find_due()):
+            if self._held.keys() - self._reported:
                 time.sleep(2e-4)
             else:
                 key = super().wait_any()
-                self._keep(key, super().take(key))
-        for key in found[1:]:
-            due, tensors = self._seen.pop(key)
-            self._early[key] = due, tensors
+                self._held[key] = _split(super().take(key))
+        self._reported.add(found[0])
         self.pace.waited()
         return found[0]
 
     def take(self, key: MessageKey, source: int | None = None) -> list[Tensor | None]:
         """Take a message once it is due."""
         began = time.perf_counter()
-        found = self._seen.pop(key, None) or self._early.pop(key, None)
-        due, tensors = found or _split(super().take(key, source))
+        due, tensors = self._held.pop(key, None) or _split(super().take(key, source))
+        self._reported.discard(key)
         time.sleep(max(0.0, due - time.perf_counter()))
         if time.perf_counter() - began > MIN_WAIT:
             self.pace.waited()
         return tensors
 
-    @property
-    def _seen(self) -> dict[MessageKey, tuple[float, list[Tensor | None]]]:
-        return self.__dict__.setdefault("_reported", {})
-
-    def _keep(self, key: MessageKey, message: list[Tensor | None]) -> None:
-        self._early[key] = _split(message)
-
-    def _pop_due(self) -> list[MessageKey]:
+    def _find_due(self) -> list[MessageKey]:
+        """Messages that are due and were not reported, the first one first."""
+        for key in super().poll():
+            self._held[key] = _split(super().take(key))
         now = time.perf_counter()
-        due = sorted((when, key) for key, (when, _) in self._early.items() if when <= now)
-        for _, key in due:
-            self._seen[key] = self._early.pop(key)
+        due = sorted((when, key) for key, (when, _) in self._held.items() if when <= now and key not in self._reported)
         return [key for _, key in due]
 
 
@@ -314,13 +307,13 @@ def _schedule(case: Case, pipe: int, micro_batches: int) -> PipelineSchedule:
     return build_schedule(case.schedule, pipe, micro_batches, case.virtual_stages, case.extra_warm_up)
 
 
-def measure(setting: PipelineSetting, pipe: int, micro_batches: int) -> list[dict[str, Any]]:
+def measure(setting: PipelineSetting, pipe: int, micro_batches: int) -> list[Row]:
     """The job of each rank: every case, in turn, `repeats` times."""
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     grid = Grid(pipe=pipe, device="cpu")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for latency in setting.latencies:
         cases = list_cases(pipe, micro_batches, latency / setting.unit)
         runs = {case: prepare_pipeline(case, grid, setting.unit, latency) for case in cases}
@@ -335,28 +328,15 @@ def measure(setting: PipelineSetting, pipe: int, micro_batches: int) -> list[dic
                 times[case].append(_makespan(pipeline))
         for pipeline in runs.values():
             pipeline.close()
-        found = [
-            _row(case, pipe, micro_batches, latency, setting.unit, statistics.median(times[case])) for case in cases
-        ]
-        base = next(row["units"] for row in found if row["schedule"] == "1f1b")
-        rows += [row | {"to_1f1b": row["units"] / base} for row in found]
+        units = {case: statistics.median(found) / setting.unit for case, found in times.items()}
+        base = next(units[case] for case in cases if case.label == "1f1b")
+        for case, measured in units.items():
+            timeline = model_of(case, pipe, micro_batches, latency / setting.unit)
+            live = max(live_micro_batches(timeline.schedule).ranks) / case.virtual_stages
+            about = pipe, micro_batches, latency * 1e3, case.label, live
+            predicted = timeline.makespan
+            rows.append(Row(*about, measured, predicted, to_model=measured / predicted, to_1f1b=measured / base))
     return rows
-
-
-def _row(case: Case, pipe: int, micro_batches: int, latency: float, unit: float, seconds: float) -> dict[str, Any]:
-    timeline = model_of(case, pipe, micro_batches, latency / unit)
-    live = live_micro_batches(timeline.schedule)
-    return {
-        "stages": pipe,
-        "micro_batches": micro_batches,
-        "latency_ms": latency * 1e3,
-        "schedule": case.label,
-        "live": max(live.ranks) / case.virtual_stages,
-        "units": seconds / unit,
-        "model_units": timeline.makespan,
-        "to_model": seconds / unit / timeline.makespan,
-        "idle": list(timeline.idle),
-    }
 
 
 def prepare_pipeline(case: Case, grid: Grid, unit: float, latency: float) -> Pipeline:

@@ -70,7 +70,6 @@ def test_every_bench_has_help(command):
         (["two-level", "--nodes", "1"], "1"),
         (["simulated-collectives", "--sizes", "1"], "sizes is 1, but must be at least 2"),
         (["simulated-collectives", "--no-measure", "--results", "nowhere"], "nowhere"),
-        (["simulated-msccl", "--tiles", "1"], "tiles is 1, but must be at least 2"),
         (["blocks", "--ranks", "2", "--models", "unet"], "there is no model 'unet'"),
         (["recompute", "--hidden", "100"], "must be 64 times a number of heads"),
         (["recompute", "--modes", "most"], "recompute is 'most', but must be one of"),

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from lab.simulated_schedules.cases import MeasuredSchedule, read_gpu_cases
-from lab.simulated_schedules.fit import SchedulePredictor, fit, get, put
-from lab.simulated_schedules.msccl import CLAIMS, list_claims
-from lab.simulated_schedules.msccl import Row as StudyRow
-from lab.simulated_schedules.peers import (
+from lab.papers.msccl import CLAIMS, list_claims
+from lab.papers.msccl import Row as StudyRow
+from lab.papers.msccl_peers import (
     DGX1_PAIRS,
     chained_trees_all_reduce,
     direct_sends,
     rotated_rings_all_reduce,
     two_step_exchanges,
 )
+from lab.simulated_schedules.cases import MeasuredSchedule, read_gpu_cases
+from lab.simulated_schedules.fit import SchedulePredictor, fit, get, put
 from lab.simulated_schedules.run import Row, SimulatedCollectivesSetting, list_groups, list_winners
 from lab.simulated_schedules.sockets import RANKS, RANKS_PER_NODE, list_two_level, socket_topology
 from stretto.collectives.verifier import verify

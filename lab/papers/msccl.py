@@ -1,30 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lab simulated-msccl`: MSCCLang's figures 8c, 8e, 8g and 11 simulated, compared with the paper.
+"""MSCCLang's figures 8c, 8e, 8g and 11 simulated, compared with the claims of the paper's text.
 
-Costs are those of NCCL 2.8's own model (`nccl-2.8-a100` and `-v100`), on which MSCCLang's runtime is built; nothing is
-fitted to the paper. `CLAIMS` has predictions made by hand before the first run. The paper's figures are curves without
-numbers, so only the numbers in its text are compared.
+Costs are those of NCCL 2.8's own model (`nccl-2.8-a100` and `-v100`), on which MSCCLang's runtime is built.
 """
 
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from lab.harness import Bench, Measured, Table, column
-from lab.pictures import describe_origin
-from lab.simulated_schedules.peers import (
+from lab.harness import Measured, Table, column
+from lab.papers import Compared, read_paper
+from lab.papers.msccl_peers import (
     chained_trees_all_reduce,
     dgx1_topology,
     direct_sends,
     rotated_rings_all_reduce,
     two_step_exchanges,
 )
+from lab.pictures import describe_origin, points, select
 from stretto.bench.interleaved import name_size
-from stretto.bench.settings import Option
 from stretto.cluster import Cluster
 from stretto.collectives.algorithms import find
 from stretto.collectives.schedule import Schedule
@@ -33,16 +31,10 @@ from stretto.simulator.schedules import MachineCosts, simulate_schedule
 
 MEMORY_BANDWIDTH = {"azure-ndv4": 1555e9, "dgx-2": 900e9}  # bytes/s, reads and writes together
 COSTS = {"azure-ndv4": "nccl-2.8-a100", "dgx-2": "nccl-2.8-v100"}
+CLAIMS: list[dict[str, Any]] = read_paper("mscclang")["claims"]
 TITLES = {"azure-ndv4": "NDv4", "dgx-2": "DGX-2"}
 Times = dict[int, tuple[float, str]]
 """By bytes: the best simulated seconds, and the configuration that reached them."""
-
-
-@dataclass(frozen=True)
-class SimulatedMscclSetting:
-    """Settings: how finely the pipelining loop of large buffers is simulated."""
-
-    tiles: Annotated[int, Option("Tiles of a chunk that are simulated; further ones are extrapolated.", least=2)] = 4
 
 
 @dataclass(frozen=True)
@@ -223,102 +215,47 @@ def _rows(study: str, variant: str, times: Times, baseline: Times, claim: float 
         yield Row(num_bytes, claim, study, variant, size, best, seconds * 1e6, base * 1e6, base / seconds)
 
 
-@dataclass(frozen=True)
-class PublishedClaim:
-    """One claim of the paper. value: finds our number in the rows of a study; low, high: the range of agreement."""
-
-    figure: str
-    study: str
-    claim: str
-    prediction: str
-    value: Callable[[Sequence[Row]], float]
-    low: float
-    high: float
-
-
-def most(variant: str, least: int = 0, largest: int = 1 << 62) -> Callable[[Sequence[Row]], float]:
-    """The largest speed-up of a variant between two sizes."""
-    return lambda rows: max(
-        row.speedup for row in rows if row.variant.startswith(variant) and least <= row.bytes <= largest
-    )
-
-
-def _two_step_over_nccl(rows: Sequence[Row]) -> float:
-    ours, nccl = ({row.bytes: row.time_us for row in rows if row.variant == name} for name in ("MSCCLang", "NCCL"))
-    return max(nccl[size] / ours[size] for size in ours if size > 512 << 20)
-
-
-_MB, _GB = 1 << 20, 1 << 30
-CLAIMS = (
-    PublishedClaim(
-        "8c", "8c: hierarchical all-reduce, 2 NDv4", "small sizes: up to 1.4x NCCL",
-        "1.0 to 1.2x: NCCL's trees take as many hops", most("MSCCLang", largest=_MB), 1.2, 1.6,
-    ),
-    PublishedClaim(
-        "8c", "8c: hierarchical all-reduce, 2 NDv4", "above 1 GB: up to 11% faster than NCCL",
-        "0 to 10%: both fill the NICs", most("MSCCLang", least=_GB), 1.0, 1.2,
-    ),
-    PublishedClaim(
-        "8c", "8c: hierarchical all-reduce, 2 NDv4", "composed of NCCL calls: slower than NCCL",
-        "0.3x below 1 MB, 0.7x above 1 GB: phases do not overlap", most("composed"), 0.0, 1.0,
-    ),
-    PublishedClaim(
-        "8e", "8e: two-step all-to-all, 8 NDv4", "large sizes: up to 1.3x hand-written",
-        "1.2 to 1.4x: the phases overlap", most("MSCCLang", least=64 * _MB), 1.15, 1.45,
-    ),
-    PublishedClaim(
-        "8e", "8e: two-step all-to-all, 8 NDv4", "above 512 MB: NCCL is faster than hand-written",
-        "1.2x: it sends as many bytes over the NICs, in one kernel", most("NCCL", least=512 * _MB + 1), 1.0, 9.0,
-    ),
-    PublishedClaim(
-        "8e", "8e: two-step all-to-all, 8 NDv4", "above 512 MB: 20% faster than NCCL",
-        "0 to 5%: what a message costs beside its bytes no longer counts", _two_step_over_nccl, 1.1, 1.3,
-    ),
-    PublishedClaim(
-        "8g", "8g: AllToNext, 3 NDv4", "small buffers: slower than direct sends",
-        "0.4 to 0.8x at 1 KB", most("r=1", largest=16 << 10), 0.0, 1.0,
-    ),
-    PublishedClaim(
-        "8g", "8g: AllToNext, 3 NDv4", "large buffers: up to 14.5x direct sends",
-        "at most 8x: 8 NICs instead of one", most("r="), 12.0, 17.0,
-    ),
-    PublishedClaim(
-        "11", "11: ", "small sizes: LL is faster than SCCL",
-        "2x: a third of the latency", most("LL", largest=64 << 10), 1.0, 99.0,
-    ),
-    PublishedClaim(
-        "11", "11: ", "middle sizes: Simple is slower than SCCL",
-        "0.6 to 0.8x: each byte is copied twice more", most("Simple", least=_MB, largest=16 * _MB), 0.0, 0.99,
-    ),
-)  # fmt: skip
-
-
-def simulate_studies(setting: SimulatedMscclSetting) -> Measured:
-    """Simulate all studies."""
+def study_msccl(tiles: int = 4) -> Iterator[Measured | Compared]:
+    """Simulate all figures. tiles: of a chunk that are simulated, at least 2; further ones are extrapolated."""
     all_reduce = [1 << power for power in (12, 16, 20, 24, 28, 30, 32)]
     large, every = ([1 << power for power in range(first, 31, 2)] for first in (18, 10))
     rows: list[Row] = []
     for study in (
-        hierarchical_study("azure-ndv4", 2, setting.tiles, all_reduce),
-        hierarchical_study("dgx-2", 2, setting.tiles, all_reduce),
-        two_step_study("azure-ndv4", 8, setting.tiles, large),
-        two_step_study("dgx-2", 4, setting.tiles, large),
-        next_study("azure-ndv4", 3, setting.tiles, every),
-        next_study("dgx-2", 3, setting.tiles, every),
-        sccl_study(setting.tiles, every[:-1]),
+        hierarchical_study("azure-ndv4", 2, tiles, all_reduce),
+        hierarchical_study("dgx-2", 2, tiles, all_reduce),
+        two_step_study("azure-ndv4", 8, tiles, large),
+        two_step_study("dgx-2", 4, tiles, large),
+        next_study("azure-ndv4", 3, tiles, every),
+        next_study("dgx-2", 3, tiles, every),
+        sccl_study(tiles, every[:-1]),
     ):
         rows += study
         print(f"{rows[-1].study}: done", file=sys.stderr, flush=True)
-    return Measured(rows, tables=(Table("Beside the paper's text", list_claims(rows), key="claims"),))
+    claims = list_claims(rows)
+    title, tables = "MSCCLang's figures 8 and 11, simulated", (Table("Beside the paper's text", claims, key="claims"),)
+    yield Measured(rows, name="simulated-msccl", title=title, tables=tables)
+    for claim, found in zip(CLAIMS, claims, strict=True):
+        speedup = float(found.simulated.removesuffix("x"))
+        yield Compared(
+            "Cowan et al.", f"figure {claim['figure']}", claim["study"], "speed-up", claim["claim"], None, speedup
+        )
 
 
 def list_claims(rows: Sequence[Row]) -> list[Claim]:
     """Each claim with the simulated number, and whether that is in the claim's range."""
     found = []
     for claim in CLAIMS:
-        number = claim.value([row for row in rows if row.study.startswith(claim.study)])
-        met = "met" if claim.low <= number <= claim.high else "missed"
-        found.append(Claim(claim.figure, claim.claim, claim.prediction, f"{number:.2f}x", met))
+        of_study = [row for row in rows if row.study.startswith(claim["study"])]
+        over = {row.bytes: row.time_us for row in of_study if row.variant == claim.get("over")}
+        number = max(
+            over[row.bytes] / row.time_us if over else row.speedup
+            for row in of_study
+            if row.variant.startswith(claim["variant"])
+            and claim.get("least", 0) <= row.bytes <= claim.get("largest", row.bytes)
+        )
+        low, high = claim["agrees"]
+        met = "met" if low <= number <= high else "missed"
+        found.append(Claim(claim["figure"], claim["claim"], claim["prediction"], f"{number:.2f}x", met))
     return found
 
 
@@ -332,7 +269,7 @@ def plot_simulated_msccl(result: Path, picture: Path) -> None:
     with drawing(picture, 4.6 * columns, 2.6 * -(-len(studies) // columns)) as drawn:
         panels = drawn.panels(-(-len(studies) // columns), columns)
         for panel, study in zip(panels.flat, studies, strict=False):
-            _plot_study(drawn, panel, study, [row for row in data["rows"] if row["study"] == study])
+            _plot_study(drawn, panel, study, select(data["rows"], study=study))
         for panel in list(panels.flat)[len(studies) :]:
             panel.remove()
         for panel in panels[:, 0]:
@@ -354,9 +291,8 @@ def _plot_study(drawn: Any, panel: Any, study: str, rows: Sequence[Mapping[str, 
     looks = dict(zip(variants, SERIES, strict=True))
     looks |= {"LL": Look(BLACK, "P", (0, (1, 1))), "Simple": Look(YELLOW, "p", (0, (6, 1)))}
     for variant in dict.fromkeys(row["variant"] for row in rows):
-        mine = [row for row in rows if row["variant"] == variant]
-        speedups = [row["speedup"] for row in mine]
-        panel.plot([row["bytes"] for row in mine], speedups, label=variant, **looks.get(variant, SERIES[0]).line)
+        known = points(select(rows, variant=variant), "bytes", "speedup")
+        panel.plot(*known, label=variant, **looks.get(variant, SERIES[0]).line)
     claims = {row["claim"] for row in rows if row["claim"] is not None}
     for claim in claims:
         panel.axhline(claim, linestyle=(0, (4, 2)), **GUIDE)
@@ -366,15 +302,3 @@ def _plot_study(drawn: Any, panel: Any, study: str, rows: Sequence[Mapping[str, 
     panel.set_title(study)
     panel.set_xlabel("bytes of the larger buffer")
     plain_log(panel.yaxis)
-
-
-BENCH = Bench(
-    "simulated-msccl",
-    "MSCCLang's figures 8 and 11 simulated: hierarchical, two-step and AllToNext on clusters (needs no GPU).",
-    SimulatedMscclSetting,
-    simulate_studies,
-    Row,
-    title="MSCCLang's figures 8 and 11, simulated",
-    plot=plot_simulated_msccl,
-    about=lambda setting: {},
-)
