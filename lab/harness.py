@@ -33,7 +33,7 @@ LAB = Path(__file__).parent
 ANY_CPU = {"devices": "any CPU"}
 """The machine of results that are computed, and the same everywhere."""
 _DECLARATION = "\nBENCH = Bench("
-Plot = Callable[[Path, Path], None]
+Plot = Callable[[dict[str, Any], Path], None]
 Columns: TypeAlias = "type[Any] | Sequence[Column]"
 """A dataclass of rows, or columns that are known only when the bench runs."""
 
@@ -124,8 +124,8 @@ class Bench:
     if it has a second parameter), and yields rows, or returns `Measured`, or yields several of them, each of which is
     written when it comes (again, where the name is the same). A dict that it returns is only what `--json` prints.
     row: their dataclass, whose fields are `column`s; rows may also be dicts with these keys. title: of the table; takes
-    the settings where it depends on them. plot: draws a result into a picture; a dict of several, by patterns of files'
-    names. about: what the JSON says besides rows, made of the settings. shares_gpus: whether it takes more ranks than
+    the settings where it depends on them. plot: draws a result's JSON into a picture; a dict of several, by patterns of
+    files' names. about: what the JSON says besides rows, made of the settings. shares_gpus: whether it takes more ranks than
     there are GPUs.
     """
 

@@ -7,7 +7,6 @@ from `send` until the other rank can use the tensor. The transports are compared
 All runs of a size are measured in turn, for several rounds.
 """
 
-import json
 import os
 import statistics
 import time
@@ -223,12 +222,11 @@ def _synchronize(tensor: Tensor) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def plot_messages(result: Path, picture: Path) -> None:
+def plot_messages(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel for messages and one for all-reduces: times over size, a line a transport or back end."""
     from lab.style import PEER, drawing, plain_log
     from stretto.report.style import SERIES
 
-    data = json.loads(result.read_text())
     titles = {"message": "a message, half of a round trip", "all-reduce": f"an all-reduce of all {data['ranks']} ranks"}
     parts = list(dict.fromkeys(row["part"] for row in data["rows"]))
     names = list(dict.fromkeys(row["by"] for row in data["rows"]))

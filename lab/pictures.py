@@ -4,6 +4,7 @@
 A picture has the path of the JSON that it is drawn from, with another suffix.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatch
 from importlib import import_module
@@ -36,8 +37,8 @@ def draw_result(result: Path) -> Path | None:
         return None
     picture = result.with_suffix(".png")
     module, name = plot.split(":")
-    draw: Callable[[Path, Path], None] = getattr(import_module(module), name)
-    draw(result, picture)
+    draw: Callable[[dict[str, Any], Path], None] = getattr(import_module(module), name)
+    draw(json.loads(result.read_text()), picture)
     return picture
 
 

@@ -5,7 +5,6 @@ Times are CPU times of this process on one core, which other load affects little
 messages, and of executing them.
 """
 
-import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -124,13 +123,12 @@ def _time(run: Callable[[], tuple[int, float, float]]) -> dict[str, Any]:
     }
 
 
-def plot_simulator_speed(result: Path, picture: Path) -> None:
+def plot_simulator_speed(data: dict[str, Any], picture: Path) -> None:
     """Draw the seconds of a simulation, and events a second, over ranks: a line a case."""
     from lab.pictures import describe_origin
     from lab.style import drawing, plain_log
     from stretto.report.style import SERIES
 
-    data = json.loads(result.read_text())
     cases = list(dict.fromkeys(row["case"] for row in data["rows"]))
     with drawing(picture, 9.0, 3.2) as drawn:
         (left, right), *_ = drawn.panels(1, 2)

@@ -5,7 +5,6 @@ All ranks share one GPU under MPS, so the times only serve to compare two checko
 """
 
 import hashlib
-import json
 import math
 import random
 import statistics
@@ -219,12 +218,11 @@ def _digest(source: Path) -> str:
     return found.hexdigest()[:12]
 
 
-def plot_checkouts(result: Path, picture: Path) -> None:
+def plot_checkouts(data: dict[str, Any], picture: Path) -> None:
     """Draw a line a case: the median of after / before with its interval, and the bounds; the first case on top."""
     from lab.style import drawing
     from stretto.report.style import EXPOSED, GREY, GUIDE, STRETTO
 
-    data = json.loads(result.read_text())
     rows = data["rows"]
     kinds = (
         ("median and 95% interval", STRETTO, False),

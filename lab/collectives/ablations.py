@@ -5,7 +5,6 @@ Both ablations are MSCCLang's (section 7). With pipelining, a chunk's second til
 (section 6.2). A composition of NCCL calls waits for each of its steps to end, which one kernel does not.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from lab.collectives.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
 from lab.harness import Bench, Measured, column
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, select
 from stretto.bench.collectives.settings import MODES, PROTOCOLS
 from stretto.bench.harness import Column, run_ranks
 from stretto.bench.interleaved import name_size, time_interleaved
@@ -270,20 +269,20 @@ def _works(name: str, run: TimedCall, *, is_graph: bool) -> bool:
     return bool(everywhere)
 
 
-def plot_pipelining(result: Path, picture: Path) -> None:
+def plot_pipelining(data: dict[str, Any], picture: Path) -> None:
     """Draw one tile compared with every tile size."""
     from lab.style import PEER
     from stretto.report.style import SERIES
 
-    tiles = sorted({int(name[5:]) for row in _rows(result) for name in row if name.startswith("tile ")})
+    tiles = sorted({int(name[5:]) for row in data["rows"] for name in row if name.startswith("tile ")})
     names = [(f"tile {tile}", f"tiles of {name_size(tile)}") for tile in tiles]
     series = [(WHOLE, "a chunk in one tile", PEER)]
     series += [(*each, SERIES[number % len(SERIES)]) for number, each in enumerate(names)]
     caption = "With tiles, a thread block passes a part of a chunk on before it has received the rest."
-    _plot_ablation(result, picture, series, "Pipelining over tiles", caption)
+    _plot_ablation(data, picture, series, "Pipelining over tiles", caption)
 
 
-def plot_composition(result: Path, picture: Path) -> None:
+def plot_composition(data: dict[str, Any], picture: Path) -> None:
     """Draw one kernel compared with library calls."""
     from lab.style import OTHER_PEER, PEER, THIRD_PEER
     from stretto.report.style import STRETTO
@@ -296,28 +295,22 @@ def plot_composition(result: Path, picture: Path) -> None:
     ]
     title = "One kernel beside the same algorithm composed of calls"
     caption = "Interpreted: the kernel reads the schedule's steps from memory. Fused: it is generated for the schedule."
-    _plot_ablation(result, picture, series, title, caption)
-
-
-def _rows(result: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(result.read_text())["rows"]
-    return sorted(rows, key=lambda row: row["bytes"])
+    _plot_ablation(data, picture, series, title, caption)
 
 
 def _plot_ablation(
-    result: Path, picture: Path, series: Sequence[tuple[str, str, Any]], title: str, caption: str
+    data: dict[str, Any], picture: Path, series: Sequence[tuple[str, str, Any]], title: str, caption: str
 ) -> None:
     """Draw a panel an algorithm and mode: microseconds over size, a line for each of (key, label, look)."""
     from lab.collectives.peers_plot import _MODES
     from lab.style import drawing, plain_log
 
-    data = json.loads(result.read_text())
     algorithms, modes = (list(dict.fromkeys(row[key] for row in data["rows"])) for key in ("algorithm", "mode"))
     with drawing(picture, max(6.0, 3.1 * len(algorithms)), 2.3 * max(1, len(modes))) as drawn:
         panels = drawn.panels(len(modes), len(algorithms), sharey="col")
         for across, mode in zip(panels, modes, strict=False):
             for panel, algorithm in zip(across, algorithms, strict=False):
-                rows = [row for row in _rows(result) if (row["algorithm"], row["mode"]) == (algorithm, mode)]
+                rows = sorted(select(data["rows"], algorithm=algorithm, mode=mode), key=lambda row: row["bytes"])
                 for key, label, look in series:
                     points = [(row["bytes"], row[key]) for row in rows if row.get(key) is not None]
                     if points:

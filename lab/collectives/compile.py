@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab compile`: seconds and memory to compile and verify collectives as they grow. Needs no GPU."""
 
-import json
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -82,12 +81,11 @@ def measure(name: str, sizes: dict[str, Any]) -> Row:
     )
 
 
-def plot_compile(result: Path, picture: Path) -> None:
+def plot_compile(data: dict[str, Any], picture: Path) -> None:
     """Draw the seconds to compile and verify over the schedule's steps, a line an algorithm."""
     from lab.style import FOURTH_PEER, drawing, plain_log
     from stretto.report.style import GREY, SERIES, STRETTO
 
-    data = json.loads(result.read_text())
     rows = data["rows"]
     seconds = [row["compile_seconds"] + row["verify_seconds"] for row in rows]
     with drawing(picture, 7, 3.8) as drawn:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of `stretto bench collectives`, `ablations` and `compile`, drawn from their JSON."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ _NAMES = {
 _MODES = {"graph": "in CUDA graphs", "eager": "without CUDA graphs"}
 
 
-def plot_collectives(result: Path, picture: Path) -> None:
+def plot_collectives(data: dict[str, Any], picture: Path) -> None:
     """Draw a row a collective: microseconds, GB/s with the machine's limits, ratio. Prefers bf16 and graphs."""
-    data = json.loads(result.read_text())
     mode = "graph" if any(row["mode"] == "graph" for row in data["rows"]) else "eager"
     dtype = "bf16" if any(row["dtype"] == "bf16" for row in data["rows"]) else data["rows"][0]["dtype"]
     shown = [row for row in data["rows"] if row["mode"] == mode and row["dtype"] == dtype]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picture of `stretto bench embedding`: its peers."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ _PEERS_CAPTION = (
 )
 
 
-def plot_embedding(result: Path, picture: Path) -> None:
+def plot_embedding(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel for the forward pass, and one for the backward pass."""
-    data = json.loads(result.read_text())
     passes: dict[str, list[dict[str, Any]]] = {}
     for row in data["rows"]:
         passes.setdefault(row["what"], []).append(row)

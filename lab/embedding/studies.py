@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab embedding-studies`: launch configs of the fused look-up, and its programs on a time axis."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -162,11 +161,10 @@ def trace_programs(batch: LookupBatch) -> list[dict[str, Any]]:
     return [{"what": "timeline", "setting": str(config), "stretto": timeline["milliseconds"], "timeline": timeline}]
 
 
-def plot_studies(result: Path, picture: Path) -> None:
+def plot_studies(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel for each study of each case."""
     from lab.style import drawing
 
-    data = json.loads(result.read_text())
     panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in data["rows"]:
         panels.setdefault((row["what"], row["case"]), []).append(row)

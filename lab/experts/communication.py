@@ -8,7 +8,6 @@ begins after the time that a ring algorithm's bytes take. x has a fast link, as 
 one. Nothing is overlapped (overlap=False). The planner predicts the bytes before anything is timed.
 """
 
-import json
 import os
 import time
 from collections import Counter, defaultdict
@@ -309,12 +308,11 @@ def _measured_parts(run: Mapping[str, Any]) -> dict[str, tuple[float | None, flo
     return parts | {STEP: (None, run["step_milliseconds"])}
 
 
-def plot_experts(result: Path, picture: Path) -> None:
+def plot_experts(data: dict[str, Any], picture: Path) -> None:
     """Draw a step of each run as a bar of its parts, and next to it the savings relative to the baseline."""
     from lab.style import OTHER_PEER, PEER, THIRD_PEER, drawing, name_bars
     from stretto.report.style import EXPOSED, LIGHT, SERIES, STRETTO
 
-    data = json.loads(result.read_text())
     rows = {(row["name"], row["part"]): row for row in data["rows"]}
     names = list(dict.fromkeys(row["name"] for row in data["rows"]))[::-1]
     parts = (ALL_TO_ALL, ALL_REDUCE, IN_ITS_PLACE, GRADIENTS)

@@ -6,7 +6,6 @@ moved by copy engines or by programs (how many), pushed or pulled, and in which 
 two, with partial sums as tiles or as packets.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -132,13 +131,12 @@ def _measure(name: str, case: str, rows: int, device: torch.device) -> Iterator[
     torch.cuda.empty_cache()
 
 
-def plot_ablations(result: Path, picture: Path) -> None:
+def plot_ablations(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel an operator and m: the time of each variation, as a bar."""
     from lab.operators.peers_plot import _BAR, _NAMES
     from lab.style import PEER, drawing, name_bars
     from stretto.report.style import STRETTO
 
-    data = json.loads(result.read_text())
     rows_of: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for row in data["rows"]:
         rows_of.setdefault((row["operator"], row["case"], row["m"]), []).append(row)

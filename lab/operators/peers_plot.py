@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of `stretto bench ops`, drawn from its JSON."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ _MODES = {"graph": "in CUDA graphs", "eager": "without CUDA graphs"}
 _BAR = 0.2  # inches
 
 
-def plot_operators(result: Path, picture: Path) -> None:
+def plot_operators(data: dict[str, Any], picture: Path) -> None:
     """Draw a row an operator: time beyond the GEMM over m, overlap efficiency, and speed-ups of all cases."""
-    data = json.loads(result.read_text())
     mode = "graph" if any(row["mode"] == "graph" for row in data["rows"]) else "eager"
     shown = [row for row in data["rows"] if row["mode"] == mode]
     rows_of = {

@@ -5,7 +5,6 @@ Each all-gather and reduce-scatter is predicted twice: in closed form (`machines
 queue on links (`symmetric`). Two levels are recursive between nodes, as in the figures.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -308,12 +307,11 @@ def _messages() -> Iterator[Message]:
 
 @contextmanager
 def _drawing_cells(
-    result: Path, picture: Path, height: float
+    data: dict[str, Any], picture: Path, height: float
 ) -> "Iterator[tuple[Chart, list[tuple[Axes, list[Any]]]]]":
     """A picture of a panel a machine and collective, and the cells of each."""
     from lab.style import drawing
 
-    data = json.loads(result.read_text())
     machines, collectives = (list(dict.fromkeys(row[key] for row in data["rows"])) for key in ("machine", "collective"))
     with drawing(picture, 4.2 * len(collectives), height * len(machines)) as drawn:
         axes = drawn.panels(len(machines), len(collectives))
@@ -326,14 +324,14 @@ def _drawing_cells(
         yield drawn, panels
 
 
-def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
+def plot_two_level_heat_maps(data: dict[str, Any], picture: Path) -> None:
     """Draw figures 6.9 and 6.11: a panel a machine and collective, the speed-up of two levels by ranks and MiB."""
     import numpy as np
     from matplotlib.colors import LogNorm
 
     from stretto.report.style import SMALL
 
-    with _drawing_cells(result, picture, 3.2) as (drawn, panels):
+    with _drawing_cells(data, picture, 3.2) as (drawn, panels):
         for panel, rows in panels:
             ranks = sorted({row["ranks"] for row in rows})
             sizes = sorted({row["mb"] for row in rows}, reverse=True)
@@ -357,14 +355,14 @@ def plot_two_level_heat_maps(result: Path, picture: Path) -> None:
         )
 
 
-def plot_curves(result: Path, picture: Path) -> None:
+def plot_curves(data: dict[str, Any], picture: Path) -> None:
     """Draw figures 6.7, 6.8 and 6.10: a panel a machine and collective, the times of each library by ranks."""
     from lab.style import plain_log
     from stretto.report.style import SERIES
 
     # Cray MPICH's ring is not simulated event by event.
     libraries = (("two_level_event_ms", "two levels"), ("flat_event_ms", "vendor's ring"), ("mpi_ms", "Cray MPICH"))
-    with _drawing_cells(result, picture, 3.0) as (drawn, panels):
+    with _drawing_cells(data, picture, 3.0) as (drawn, panels):
         for panel, rows in panels:
             sizes = sorted({row["mb"] for row in rows})
             for nth, mb in enumerate(sizes):

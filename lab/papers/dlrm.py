@@ -5,7 +5,6 @@ The paper's nodes and network (table 2); unstated parameters are varied. Its ker
 published: they are estimated from that GPU's datasheet, or measured on an H200.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -235,12 +234,11 @@ def _vary_assumptions(step: RecommendationStep, rates: KernelRates) -> list[Row]
     return [{"changed": what} | compare_fusions(**(base | dict(change))) for what, change in changes]
 
 
-def plot_simulated_dlrm(result: Path, picture: Path) -> None:
+def plot_simulated_dlrm(data: dict[str, Any], picture: Path) -> None:
     """Draw section 4.4 of Punniyamurthy et al.: steps by fusion, and what fusing saves by the number of nodes."""
     from lab.style import drawing, group_bars, name_bars
     from stretto.report.style import SERIES
 
-    data = json.loads(result.read_text())
     rows = select(data["rows"], fidelity="event-driven")
     names = (("none_ms", "separate"), ("forward_ms", "forward fused"), ("both_ms", "both passes fused"))
     with drawing(picture, 9.4, 3.6) as drawn:

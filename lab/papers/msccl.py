@@ -4,7 +4,6 @@
 Costs are those of NCCL 2.8's own model (`nccl-2.8-a100` and `-v100`), on which MSCCLang's runtime is built.
 """
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -259,11 +258,10 @@ def list_claims(rows: Sequence[Row]) -> list[Claim]:
     return found
 
 
-def plot_simulated_msccl(result: Path, picture: Path) -> None:
+def plot_simulated_msccl(data: dict[str, Any], picture: Path) -> None:
     """A panel a study: speed-ups over size, a line a variant, and the paper's claim as a dashed line."""
     from lab.style import drawing
 
-    data = json.loads(result.read_text())
     studies = list(dict.fromkeys(row["study"] for row in data["rows"]))
     columns = 2 if len(studies) > 1 else 1
     with drawing(picture, 4.6 * columns, 2.6 * -(-len(studies) // columns)) as drawn:

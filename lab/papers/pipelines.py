@@ -6,7 +6,6 @@ to 384 GPUs (figure 3.7). AxoNN overlaps the same collectives as Stretto; for De
 then, every collective is assumed to be exposed in the simulation.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -275,12 +274,11 @@ def _phase(step: StepSimulation) -> float:
     return float(step.execution.ends[passes].max())
 
 
-def plot_simulated_pipelines(result: Path, picture: Path) -> None:
+def plot_simulated_pipelines(data: dict[str, Any], picture: Path) -> None:
     """Draw the pipeline's phase by stages, and each framework's step over AxoNN's and part of the peak by GPUs."""
     from lab.style import PEER, drawing
     from stretto.report.style import SERIES, STRETTO
 
-    data = json.loads(result.read_text())
     with drawing(picture, 12, 3.2) as drawn:
         stages, shares, ratios = drawn.panels(1, 3)[0]
         for name, label, look in (

@@ -5,7 +5,6 @@ Grids are those of `stretto.planner`. Steps of figures 5.4 and 5.5 are simulated
 reduce-scatters and all-gathers are overlapped there; the all-reduces over data follow the backward pass.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -310,14 +309,13 @@ def scale_strongly(model: str, counts: tuple[int, ...], batch: int) -> list[Stro
     return rows
 
 
-def plot_scaling(result: Path, picture: Path) -> None:
+def plot_scaling(data: dict[str, Any], picture: Path) -> None:
     """Draw figure 5.5 (steps of the ladder by run) and figure 5.7 (days by GCDs, with the published ones)."""
     import numpy as np
 
     from lab.style import drawing, group_bars, name_bars, plain_log
     from stretto.report.style import SERIES
 
-    data = json.loads(result.read_text())
     names = (("baseline_seconds", "baseline"), ("model_seconds", "model's grid"), ("overlap_seconds", "with overlap"))
     rows = data["rows"]
     with drawing(picture, 9.4, max(3.2, 0.4 * len(rows))) as drawn:

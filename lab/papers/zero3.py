@@ -5,12 +5,11 @@ All ranks act identically, so one is simulated: a stream of products, and one of
 the order in which DeepSpeed issues them. The durations of collectives are those of `lab.papers.collectives`.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lab.harness import ANY_CPU, Measured, column
 from lab.papers import Compared, read_paper, symmetric
@@ -197,12 +196,11 @@ def _reduce(builder: GraphBuilder, seconds: Seconds, numbers: float, done: list[
     builder.compute(0, time, stream="collectives", after=done[-1:], category="communication")
 
 
-def plot_zero3(result: Path, picture: Path) -> None:
+def plot_zero3(data: dict[str, Any], picture: Path) -> None:
     """Draw figure 6.12: a panel a machine, the batch time of each model and library by ranks."""
     from lab.style import drawing, plain_log
     from stretto.report.style import SERIES
 
-    data = json.loads(result.read_text())
     machines = list(dict.fromkeys(row["machine"] for row in data["rows"]))
     with drawing(picture, 4.2 * len(machines), 3.2) as drawn:
         panels = drawn.panels(1, len(machines))[0]

@@ -7,7 +7,6 @@ measured; measuring reads it. Each run is trained by the task that `stretto trai
 torch's FSDP2 trains the same model in the same job. Runs of a job are interleaved, round by round.
 """
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -274,9 +273,9 @@ def _build_peer(layout: TrainConfig, peer: FsdpPeer, device: torch.device) -> St
     return build_accumulating(model, tokens, peer.micro_batch, device, options)
 
 
-def plot_layouts(result: Path, picture: Path) -> None:
+def plot_layouts(data: dict[str, Any], picture: Path) -> None:
     """Draw a line a layout, from its predicted to its measured time, and memory; peers have no prediction."""
-    plot_predicted(json.loads(result.read_text()), picture, "layout", "Layouts are grids with how they run")
+    plot_predicted(data, picture, "layout", "Layouts are grids with how they run")
 
 
 BENCH = Bench(

@@ -277,9 +277,9 @@ def why_not(row: Mapping[str, Any], device: torch.device) -> str | None:
     return None
 
 
-def plot_plan(result: Path, picture: Path) -> None:
+def plot_plan(data: dict[str, Any], picture: Path) -> None:
     """Draw a row of panels a workload: a line a grid, from its predicted to its measured time, and memory."""
-    plot_predicted(json.loads(result.read_text()), picture, "grid", "Grids are the sizes of data, x, y and z")
+    plot_predicted(data, picture, "grid", "Grids are the sizes of data, x, y and z")
 
 
 BENCH = Bench(

@@ -7,7 +7,6 @@ equal memory (as many live micro-batches as there are stages), and at twice that
 number drawn uniformly from [1 - jitter, 1 + jitter]; all orders have the same numbers.
 """
 
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -143,14 +142,13 @@ def _compare(stages: int, micro_batches: int, setting: SchedulesSetting) -> Iter
                 )
 
 
-def plot_schedules(result: Path, picture: Path) -> None:
+def plot_schedules(data: dict[str, Any], picture: Path) -> None:
     """Draw a row of panels for each size: a panel for each latency, at equal memory and at twice that."""
     from matplotlib.ticker import MaxNLocator
 
     from lab.style import drawing
     from stretto.report.style import GUIDE, SERIES
 
-    data = json.loads(result.read_text())
     sizes, latencies, memories, orders = (
         list(dict.fromkeys(row[key] for row in data["rows"])) for key in ("size", "latency", "memory", "order")
     )

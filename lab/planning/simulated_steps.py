@@ -188,12 +188,11 @@ def _read(file: Path) -> dict[str, Any]:
     return found
 
 
-def plot_simulated_steps(result: Path, picture: Path) -> None:
+def plot_simulated_steps(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel a workload: of each step the planner's and the simulator's time over the measured one."""
     from lab.style import drawing
     from stretto.report.style import SERIES, STRETTO
 
-    data = json.loads(result.read_text())
     rows_of: dict[str, list[Mapping[str, Any]]] = {}
     for row in data["rows"]:
         rows_of.setdefault(row["workload"], []).append(row)

@@ -299,12 +299,11 @@ _NAMES = {
 }
 
 
-def plot_simulated_collectives(result: Path, picture: Path) -> None:
+def plot_simulated_collectives(data: dict[str, Any], picture: Path) -> None:
     """A panel a machine: simulated over measured time by size, of fitted sizes hollow and of the others filled."""
     from lab.style import drawing, plain_log
     from stretto.report.style import GUIDE, SERIES
 
-    data = json.loads(result.read_text())
     with drawing(picture, 9.5, 3.4) as drawn:
         panels = drawn.panels(1, 2, sharey=True)[0]
         looks = dict(zip(_NAMES, SERIES, strict=False))

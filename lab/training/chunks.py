@@ -8,7 +8,6 @@ of all gradients takes 2.5 times as long (figure 3.4), and `latency` is a messag
 bucket's bytes.
 """
 
-import json
 import os
 import statistics
 import time
@@ -192,14 +191,13 @@ def _agree(seconds: float) -> float:
     return float(found)
 
 
-def plot_chunks(result: Path, picture: Path) -> None:
+def plot_chunks(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel a latency: measured and predicted time of sums and step, against k (Singh, figure 3.6)."""
     from matplotlib.ticker import MaxNLocator
 
     from lab.style import PEER, drawing
     from stretto.report.style import GUIDE, STRETTO
 
-    data = json.loads(result.read_text())
     latencies = list(dict.fromkeys(row["latency"] for row in data["rows"]))
     with drawing(picture, max(5.0, 4.2 * len(latencies)), 3) as drawn:
         panels = drawn.panels(1, len(latencies), sharey=True)[0]

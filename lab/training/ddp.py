@@ -142,12 +142,11 @@ def split_kernels(kernels: list[list[Any]]) -> tuple[Intervals, Intervals]:
     return merge(times[False]), merge(times[True])
 
 
-def plot_ddp(result: Path, picture: Path) -> None:
+def plot_ddp(data: dict[str, Any], picture: Path) -> None:
     """Draw rank 0's kernels over a step of each checkout: a row for the model's and one for the all-reduces."""
     from lab.style import PEER, drawing
     from stretto.report.style import EXPOSED, STRETTO
 
-    data = json.loads(result.read_text())
     kernels = data["kernels"]
     ends = [end for each in kernels.values() for _, _, end in each]
     with drawing(picture, 10, 1.1 * len(kernels)) as drawn:

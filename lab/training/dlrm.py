@@ -6,7 +6,6 @@ is the baseline of Punniyamurthy et al.: nn.functional.embedding_bag a table, al
 Adagrad on the sparse gradients. "kernel" updates the tables in the fused backward pass.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -213,12 +212,11 @@ def _sum_over_ranks(loss: Tensor) -> float:
     return float(total)
 
 
-def plot_dlrm(result: Path, picture: Path) -> None:
+def plot_dlrm(data: dict[str, Any], picture: Path) -> None:
     """Draw the step time of each implementation as a bar, with the look-up and its all-to-all hatched."""
     from lab.style import drawing, name_bars
     from stretto.report.style import EXPOSED, STRETTO, Look
 
-    data = json.loads(result.read_text())
     rows = [row for row in data["rows"] if "step_milliseconds" in row][::-1]
     names = {"library": "PyTorch's functions", "kernel": "Stretto's fused operator"}
     looks: tuple[Look, Look] = (STRETTO, EXPOSED)

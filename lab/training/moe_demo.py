@@ -6,7 +6,6 @@ as `stretto init moe` has it, with its experts divided among ranks; the dense mo
 experts.
 """
 
-import json
 import tempfile
 from dataclasses import dataclass
 from importlib.resources import as_file, files
@@ -106,13 +105,12 @@ def _read(config: TrainConfig, name: str) -> tuple[Row, dict[str, Any]]:
     return row, curves
 
 
-def plot_moe_demo(result: Path, picture: Path) -> None:
+def plot_moe_demo(data: dict[str, Any], picture: Path) -> None:
     """Draw the losses of all runs over steps, and the load of each block of those that have experts."""
     from lab.style import drawing
     from stretto.report.expert_plot import draw_loads
     from stretto.report.style import SERIES
 
-    data = json.loads(result.read_text())
     curves = data["curves"]
     with drawing(picture, 7.5, 4.8) as drawn:
         losses, loads = drawn.panels(2, 1, sharex=True, height_ratios=(3, 2))[:, 0]

@@ -7,7 +7,6 @@ and memory of a model with state on the host and, where that fits, on the device
 with `CPUOffloadPolicy`. largest: the largest model that the planner predicts to fit, and one layer more.
 """
 
-import json
 import statistics
 import time
 from bisect import bisect_right
@@ -461,12 +460,11 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def plot_buckets(result: Path, picture: Path) -> None:
+def plot_buckets(data: dict[str, Any], picture: Path) -> None:
     """Draw the time of a step with state on the host, over the link's, against the size of buckets."""
     from lab.style import drawing
     from stretto.report.style import GUIDE, SERIES
 
-    data = json.loads(result.read_text())
     rows = [row for row in data["rows"] if row["step_on"] == "device"]
     sets = mode(row["buffers"] for row in rows)  # of the lines; other rows are single points
     with drawing(picture, 7.5, 3.2) as drawn:

@@ -5,7 +5,6 @@ One job measures all stages on one grid, then on the next. The results have the 
 copy engines, the last stage, gradients over more than two ranks of z are added in another order.
 """
 
-import json
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,13 +93,12 @@ def measure_overlap(workload: TrainingWorkload, ranks: int, grids: str) -> list[
     return rows
 
 
-def plot_overlap(result: Path, picture: Path) -> None:
+def plot_overlap(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel a grid: step time of each stage, with its exposed communication (if measured) hatched."""
     from lab.style import drawing, name_bars
     from lab.training.throughput_plot import _BAR
     from stretto.report.style import EXPOSED, STRETTO
 
-    data = json.loads(result.read_text())
     rows = [row for row in data["rows"] if "step_milliseconds" in row]
     grids = list(dict.fromkeys(row["grid"] for row in rows))
     most = max((sum(row["grid"] == grid for row in rows) for grid in grids), default=1)

@@ -9,7 +9,6 @@ also run as torch's async-TP ("async"), which is compiled, and not captured: tor
 """
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -199,11 +198,10 @@ def _build(workload: TrainingWorkload, mesh: DeviceMesh, device: torch.device, s
     return build_torch(workload, whole_gpt(workload.model, device), mesh, device, setup)
 
 
-def plot_peers(result: Path, picture: Path) -> None:
+def plot_peers(data: dict[str, Any], picture: Path) -> None:
     """Draw tokens/s a GPU and peak memory of each run as bars, peers in another colour."""
     from lab.training.throughput_plot import plot_runs
 
-    data = json.loads(result.read_text())
     work = data["workload"]
     what = (
         f"Training {data['model']}, {work['model']['layers']} layers, "

@@ -8,7 +8,6 @@ latency after they were sent. Measured are the order in which ranks compute and 
 processes show even where they share a few cores.
 """
 
-import json
 import os
 import statistics
 import time
@@ -372,12 +371,11 @@ def _makespan(pipeline: Pipeline) -> float:
     return float(bounds.sum())
 
 
-def plot_pipeline(result: Path, picture: Path) -> None:
+def plot_pipeline(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel for each pipeline and latency: measured makespan and the timing model's, by schedule."""
     from lab.style import PEER, drawing
     from stretto.report.style import STRETTO
 
-    data = json.loads(result.read_text())
     keys = list(dict.fromkeys((row["stages"], row["micro_batches"], row["latency_ms"]) for row in data["rows"]))
     most = max(sum(_panel_of(row) == key for row in data["rows"]) for key in keys)
     unit = data["setting"]["unit"] * 1e3

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of the benches of training (`stretto bench train`, `overlap`, `chunks` ...), drawn from their JSON."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,9 +27,8 @@ _TERMS = {
 """Explanations of words in runs' names, by pattern."""
 
 
-def plot_train(result: Path, picture: Path) -> None:
+def plot_train(data: dict[str, Any], picture: Path) -> None:
     """Draw tokens/s a GPU and peak memory of each run as bars, peers in another colour."""
-    data = json.loads(result.read_text())
     model = data["workload"]["model"]
     what = (
         f"Training a GPT on every grid: {model['layers']} layers, hidden {model['hidden']}, "

@@ -223,12 +223,11 @@ def _find_crossovers(rows: Sequence[Row], setting: TwoLevelSetting, links: "Link
             )
 
 
-def plot_two_level(result: Path, picture: Path) -> None:
+def plot_two_level(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel a collective: times over size, predictions dashed, and where recursive and ring cross."""
     from lab.style import PEER, drawing, plain_log
     from stretto.report.style import GREEN, INK, ORANGE, STRETTO, Look
 
-    data = json.loads(result.read_text())
     collectives = list(dict.fromkeys(row["collective"] for row in data["rows"]))
     setting, dashed = data["setting"], (0, (4, 2))
     looks = {"recursive": STRETTO, "ring": Look(ORANGE, "^"), "flat": Look(PEER.colour, "s")}

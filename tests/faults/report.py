@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of `python -m lab faults`: a line for each fault, a table by kind, and a picture drawn from its JSON."""
 
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -65,11 +64,10 @@ def summarize(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def plot_faults(result: Path, picture: Path) -> None:
+def plot_faults(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel for each of the two times, with a row for each kind of fault and a point for each fault."""
     from lab.style import PEER, drawing
 
-    data = json.loads(result.read_text())
     kinds = [kind for kind in KINDS.values() if any(row["kind"] == kind for row in data["faults"])]
     with drawing(picture, 9.0, 1.4 + 0.45 * len(kinds)) as drawn:
         for panel, (key, title) in zip(drawn.panels(1, 2)[0], _PANELS.items(), strict=True):
