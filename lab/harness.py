@@ -125,8 +125,8 @@ class Bench:
     written when it comes (again, where the name is the same). A dict that it returns is only what `--json` prints.
     row: their dataclass, whose fields are `column`s; rows may also be dicts with these keys. title: of the table; takes
     the settings where it depends on them. plot: draws a result's JSON into a picture; a dict of several, by patterns of
-    files' names. about: what the JSON says besides rows, made of the settings. shares_gpus: whether it takes more ranks than
-    there are GPUs.
+    files' names. about: what the JSON says besides rows, made of the settings. shares_gpus: whether it takes more ranks
+    than there are GPUs.
     """
 
     name: str

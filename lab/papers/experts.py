@@ -111,7 +111,7 @@ class ModernRow:
     gpus: int = column("H100")
     whose: str = column("plan")
     grid: str = column("grid")
-    schedule: str = column("schedule")
+    schedule: str | None = column("schedule")
     micro_batch: int = column("micro-batch")
     recompute: str = column("recompute")
     step_seconds: float = column("step (s)", "{:.2f}")
@@ -314,7 +314,7 @@ def _modern_row(model: str, batch: int, whose: str, found: GridPlan, plan_second
         grid.ranks,
         whose if found.fits else f"{whose}, does not fit",
         str(grid),
-        f"{found.schedule}{stages if found.schedule == 'interleaved' else ''}",
+        f"{found.schedule}{stages}" if found.schedule == "interleaved" else found.schedule,
         found.micro_batch,
         found.recompute,
         found.step_time,
