@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.harness import Bench, Measured, column
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, group, points
 from lab.shared_gpus import shared_where_few
 from stretto.bench.harness import FAILURES, in_one_line, run_ranks
 from stretto.bench.settings import Needs, Option, Ranks, Repeats
@@ -228,20 +228,16 @@ def plot_messages(data: dict[str, Any], picture: Path) -> None:
     from stretto.report.style import SERIES
 
     titles = {"message": "a message, half of a round trip", "all-reduce": f"an all-reduce of all {data['ranks']} ranks"}
-    parts = list(dict.fromkeys(row["part"] for row in data["rows"]))
+    parts = group(data["rows"], "part")
     names = list(dict.fromkeys(row["by"] for row in data["rows"]))
     looks = dict(zip([name for name in names if name != LIBRARY], cycle(SERIES), strict=False)) | {LIBRARY: PEER}
     with drawing(picture, max(5.0, 4.4 * len(parts)), 3.2) as drawn:
-        for panel, part in zip(drawn.panels(1, len(parts))[0], parts, strict=True):
-            rows = [row for row in data["rows"] if row["part"] == part]
-            for name in dict.fromkeys(row["by"] for row in rows):
-                measured = [(row["megabytes"], row["milliseconds"]) for row in rows if row["by"] == name]
-                panel.plot(*zip(*measured, strict=True), label=name, **looks[name].line)
+        for panel, (part, rows) in zip(drawn.panels(1, len(parts))[0], parts.items(), strict=True):
+            for name, mine in group(rows, "by").items():
+                panel.plot(*points(mine, "megabytes", "milliseconds"), label=name, **looks[name].line)
             drawn.log_ticks(panel.xaxis, [row["megabytes"] for row in rows])
             plain_log(panel.yaxis)
-            panel.set_xlabel("MiB")
-            panel.set_ylabel("ms")
-            panel.set_title(titles[part])
+            panel.set(xlabel="MiB", ylabel="ms", title=titles[part])
         drawn.title = "Messages between two ranks by transport, and all-reduces by back end"
         drawn.subtitle = describe_origin(data)
         drawn.caption = (

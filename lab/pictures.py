@@ -83,6 +83,14 @@ def select(rows: Iterable[Mapping[str, Any]], **values: Any) -> list[Mapping[str
     return [row for row in rows if all(row[key] == value for key, value in values.items())]
 
 
+def group(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[Any, list[Mapping[str, Any]]]:
+    """The rows of a result by their value of a column (or values of several), in the order of the first rows."""
+    found: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row[keys[0]] if len(keys) == 1 else tuple(row[key] for key in keys), []).append(row)
+    return found
+
+
 def points(rows: Iterable[Mapping[str, Any]], x: str, y: str) -> tuple[list[Any], list[Any]]:
     """The values of two columns, of the rows in which the second one has a value."""
     known = [row for row in rows if row[y] is not None]

@@ -125,23 +125,20 @@ def _time(run: Callable[[], tuple[int, float, float]]) -> dict[str, Any]:
 
 def plot_simulator_speed(data: dict[str, Any], picture: Path) -> None:
     """Draw the seconds of a simulation, and events a second, over ranks: a line a case."""
-    from lab.pictures import describe_origin
+    from lab.pictures import describe_origin, group
     from lab.style import drawing, plain_log
     from stretto.report.style import SERIES
 
-    cases = list(dict.fromkeys(row["case"] for row in data["rows"]))
     with drawing(picture, 9.0, 3.2) as drawn:
         (left, right), *_ = drawn.panels(1, 2)
-        for case, look in zip(cases, SERIES, strict=False):
-            rows = [row for row in data["rows"] if row["case"] == case]
+        for (case, rows), look in zip(group(data["rows"], "case").items(), SERIES, strict=False):
             ranks = [row["ranks"] for row in rows]
             whole = [row["preparation_seconds"] + row["execution_seconds"] for row in rows]
             left.plot(ranks, whole, label=case, **look.line)
             right.plot(ranks, [row["events_per_second"] / 1e6 for row in rows], **look.line)
         for panel, what in ((left, "seconds of one core"), (right, "million events a second")):
             drawn.log_ticks(panel.xaxis, [row["ranks"] for row in data["rows"]])
-            panel.set_xlabel("ranks")
-            panel.set_ylabel(what)
+            panel.set(xlabel="ranks", ylabel=what)
         plain_log(left.yaxis)
         right.set_ylim(bottom=0)
         drawn.title = "How long a simulation takes, event-driven, on one core"

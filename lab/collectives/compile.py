@@ -106,8 +106,7 @@ def plot_compile(data: dict[str, Any], picture: Path) -> None:
         )
         plain_log(panel.xaxis)
         plain_log(panel.yaxis)
-        panel.set_xlabel("steps of the schedule")
-        panel.set_ylabel("seconds to compile and verify")
+        panel.set(xlabel="steps of the schedule", ylabel="seconds to compile and verify")
         drawn.title = "Compiling and verifying a collective, in one process"
         drawn.subtitle = describe_origin(data)
 

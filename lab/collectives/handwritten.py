@@ -86,13 +86,6 @@ class HandwrittenAllReduce:
         self._function.launch(max(1, min(-(-num_vectors // threads), 128)), threads)
 
 
-def measure(setting: HandwrittenSetting) -> list[Row]:
-    """Measure on a GPU a rank."""
-    assert setting.ranks is not None  # the harness has counted the GPUs
-    found: list[Row] = run_ranks(setting.ranks, _measure_all, setting, trains=False)
-    return found
-
-
 def _measure_all(setting: HandwrittenSetting) -> list[Row]:
     assert setting.ranks is not None
     device = Grid(data=setting.ranks).device
@@ -118,7 +111,7 @@ BENCH = Bench(
     "handwritten",
     "All-reduces as compiled schedules and as kernels written by hand, beside NCCL's.",
     HandwrittenSetting,
-    measure,
+    lambda setting: run_ranks(setting.ranks, _measure_all, setting, trains=False),
     Row,
     title=lambda setting: f"All-reduces of bf16, {setting.ranks} ranks",
     needs=Needs.TWO_GPUS,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.harness import Bench, column
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, group
 from stretto import ops
 from stretto.bench.embedding.peers import LookupBatch
 from stretto.bench.embedding.run import make_batch
@@ -51,13 +51,6 @@ class Row:
     stretto: float = column("Stretto (ms)", "{:.3f}")
     skew: float | None = column("skew", "{:.1%}", default=None)
     timeline: dict[str, Any] | None = None
-
-
-def run_studies(setting: EmbeddingStudiesSetting) -> list[Row]:
-    """Measure every study of every case."""
-    assert setting.ranks is not None  # the harness has counted the GPUs
-    found: list[Row] = run_ranks(setting.ranks, _measure_all, setting, trains=False)
-    return found
 
 
 def _measure_all(setting: EmbeddingStudiesSetting) -> list[Row]:
@@ -165,9 +158,7 @@ def plot_studies(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel for each study of each case."""
     from lab.style import drawing
 
-    panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in data["rows"]:
-        panels.setdefault((row["what"], row["case"]), []).append(row)
+    panels = group(data["rows"], "what", "case")
     width = max(8.5, *(1.3 * len(rows) for rows in panels.values()))
     with drawing(picture, width, 2.3 * len(panels)) as drawn:
         for panel, ((what, case), rows) in zip(drawn.panels(len(panels), 1)[:, 0], panels.items(), strict=True):
@@ -224,7 +215,7 @@ BENCH = Bench(
     "embedding-studies",
     "The fused look-up's launch configs (orders, slices, occupancy), and its programs on a time axis.",
     EmbeddingStudiesSetting,
-    run_studies,
+    lambda setting: run_ranks(setting.ranks, _measure_all, setting, trains=False),
     Row,
     title=lambda setting: f"Launch configs of embedding look-ups, {setting.ranks} ranks",
     plot=plot_studies,

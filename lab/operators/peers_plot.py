@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, group
 from lab.style import OTHER_PEER, PEER, Chart, drawing, name_bars
 from stretto.report.style import GUIDE, STRETTO
 
@@ -21,10 +21,7 @@ def plot_operators(data: dict[str, Any], picture: Path) -> None:
     """Draw a row an operator: time beyond the GEMM over m, overlap efficiency, and speed-ups of all cases."""
     mode = "graph" if any(row["mode"] == "graph" for row in data["rows"]) else "eager"
     shown = [row for row in data["rows"] if row["mode"] == mode]
-    rows_of = {
-        name: [row for row in shown if row["operator"] == name]
-        for name in dict.fromkeys(row["operator"] for row in shown)
-    }
+    rows_of = group(shown, "operator")
     heights = [max(2.0, _BAR * len(rows) + 0.5) for rows in rows_of.values()]
     with drawing(picture, 10, sum(heights)) as drawn:
         panels = drawn.panels(len(rows_of), 3, height_ratios=heights)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lab.harness import ANY_CPU, Measured, Table, column
 from lab.papers import Compared, read_paper, symmetric
 from lab.papers.machines import MACHINES, MIB, RCCL_HOPS, StudiedMachine, name_machines, with_rccl_table
-from lab.pictures import describe_origin, points, select
+from lab.pictures import describe_origin, group, points, select
 from lab.two_level.crossovers import find_crossovers
 from stretto.bench.harness import Column
 from stretto.collectives.two_level.inter_node import InterNodeAlgorithm
@@ -365,11 +365,10 @@ def plot_curves(data: dict[str, Any], picture: Path) -> None:
     with _drawing_cells(data, picture, 3.0) as (drawn, panels):
         for panel, rows in panels:
             sizes = sorted({row["mb"] for row in rows})
-            for nth, mb in enumerate(sizes):
+            for nth, (_, cells) in enumerate(sorted(group(rows, "mb").items())):
                 for place, (key, name) in enumerate(libraries):
                     label = f"{name}, {'smaller' if nth == 0 else 'larger'}"
-                    known = points(select(rows, mb=mb), "ranks", key)
-                    panel.plot(*known, label=label, **SERIES[place + 3 * (nth % 2)].line)
+                    panel.plot(*points(cells, "ranks", key), label=label, **SERIES[place + 3 * (nth % 2)].line)
             drawn.log_ticks(panel.xaxis, [row["ranks"] for row in rows])
             plain_log(panel.yaxis)
             panel.set(title=f"{panel.get_title()}, {' and '.join(map(str, sizes))} MiB", ylabel="ms")

@@ -20,7 +20,7 @@ from lab.papers.msccl_peers import (
     rotated_rings_all_reduce,
     two_step_exchanges,
 )
-from lab.pictures import describe_origin, points, select
+from lab.pictures import describe_origin, group, points
 from stretto.bench.interleaved import name_size
 from stretto.cluster import Cluster
 from stretto.collectives.algorithms import find
@@ -262,12 +262,12 @@ def plot_simulated_msccl(data: dict[str, Any], picture: Path) -> None:
     """A panel a study: speed-ups over size, a line a variant, and the paper's claim as a dashed line."""
     from lab.style import drawing
 
-    studies = list(dict.fromkeys(row["study"] for row in data["rows"]))
+    studies = group(data["rows"], "study")
     columns = 2 if len(studies) > 1 else 1
     with drawing(picture, 4.6 * columns, 2.6 * -(-len(studies) // columns)) as drawn:
         panels = drawn.panels(-(-len(studies) // columns), columns)
-        for panel, study in zip(panels.flat, studies, strict=False):
-            _plot_study(drawn, panel, study, select(data["rows"], study=study))
+        for panel, (study, rows) in zip(panels.flat, studies.items(), strict=False):
+            _plot_study(drawn, panel, study, rows)
         for panel in list(panels.flat)[len(studies) :]:
             panel.remove()
         for panel in panels[:, 0]:
@@ -288,15 +288,13 @@ def _plot_study(drawn: Any, panel: Any, study: str, rows: Sequence[Mapping[str, 
     variants = ("MSCCLang", "composed of NCCL calls", "NCCL", "r=1", "r=4", "r=12")
     looks = dict(zip(variants, SERIES, strict=True))
     looks |= {"LL": Look(BLACK, "P", (0, (1, 1))), "Simple": Look(YELLOW, "p", (0, (6, 1)))}
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        known = points(select(rows, variant=variant), "bytes", "speedup")
-        panel.plot(*known, label=variant, **looks.get(variant, SERIES[0]).line)
+    for variant, mine in group(rows, "variant").items():
+        panel.plot(*points(mine, "bytes", "speedup"), label=variant, **looks.get(variant, SERIES[0]).line)
     claims = {row["claim"] for row in rows if row["claim"] is not None}
     for claim in claims:
         panel.axhline(claim, linestyle=(0, (4, 2)), **GUIDE)
     panel.axhline(1, **GUIDE)
     panel.set_xscale("log", base=2)
     drawn.log_ticks(panel.xaxis, sorted({row["bytes"] for row in rows}), name_size)
-    panel.set_title(study)
-    panel.set_xlabel("bytes of the larger buffer")
+    panel.set(title=study, xlabel="bytes of the larger buffer")
     plain_log(panel.yaxis)

@@ -15,7 +15,7 @@ import numpy as np
 
 from lab.harness import Measured, Table, column
 from lab.papers import Compared, by_number, model_flops, read_paper
-from lab.pictures import describe_origin, points, select
+from lab.pictures import describe_origin, group, points
 from stretto.axes import GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import StateOptions
@@ -292,8 +292,7 @@ def plot_simulated_pipelines(data: dict[str, Any], picture: Path) -> None:
         stages.set(xlabel="stages", ylabel="pipeline (s)")
         stages.set_title("12B parameters, 48 GPUs", loc="left")
         stages.set_ylim(bottom=0)
-        for framework, look in zip(dict.fromkeys(row["framework"] for row in data["rows"]), SERIES[2:], strict=False):
-            rows = select(data["rows"], framework=framework)
+        for (framework, rows), look in zip(group(data["rows"], "framework").items(), SERIES[2:], strict=False):
             gpus, of_peak = points(rows, "gpus", "peak_share")
             shares.plot(gpus, [100 * share for share in of_peak], label=framework, **look.line)
             ratios.plot(*points(rows, "gpus", "over_axonn"), **look.line)

@@ -14,7 +14,7 @@ from typing import Any
 from lab.harness import ANY_CPU, Measured, Table, column
 from lab.papers import Compared, model_flops, read_paper
 from lab.papers.machines import MACHINES, name_machines
-from lab.pictures import describe_origin, points, select
+from lab.pictures import describe_origin, group, points
 from stretto.cluster import Cluster, name_grid
 from stretto.execution import Overlap
 from stretto.models import GPTConfig
@@ -216,9 +216,9 @@ def climb(run: Run, batch: int) -> LadderRow:
     nodes = run.gpus // cluster.gpus_per_node
     batch = batch // nodes * nodes  # data parallelism over all nodes divides it
     baseline, chosen = _choose(run.model, cluster, run.gpus, batch)
-    seconds = partial(_simulated_seconds, run.model, cluster, batch)
-    of_baseline = None if baseline is None else seconds(baseline, WAITING)
-    of_model, overlapped = seconds(chosen, WAITING), seconds(chosen, ALL_HIDDEN)
+    simulate = partial(_simulate, run.model, cluster, batch)
+    of_baseline = None if baseline is None else simulate(baseline, WAITING).step_time
+    of_model, overlapped = (simulate(chosen, overlap).step_time for overlap in (WAITING, ALL_HIDDEN))
     is_in_figure = run.cluster == "frontier" and run.gpus <= 8192
     return LadderRow(
         *astuple(run),
@@ -245,8 +245,8 @@ def _grid_gain_of_rings(run: Run, cluster: Cluster, batch: int) -> float | None:
     baseline, chosen = _choose(run.model, slower, run.gpus, batch)
     if baseline is None:
         return None
-    seconds = partial(_simulated_seconds, run.model, slower, batch, overlap=WAITING)
-    return 1 - seconds(chosen) / seconds(baseline)
+    simulate = partial(_simulate, run.model, slower, batch, overlap=WAITING)
+    return 1 - simulate(chosen).step_time / simulate(baseline).step_time
 
 
 def _choose(model: str, cluster: Cluster, gpus: int, batch: int) -> tuple[GridPlan | None, GridPlan]:
@@ -268,15 +268,11 @@ def _simulate(model: str, cluster: Cluster, batch: int, chosen: GridPlan, overla
     return simulate_step(workload, step_of_plan(chosen, overlap=overlap), cluster)
 
 
-def _simulated_seconds(model: str, cluster: Cluster, batch: int, chosen: GridPlan, overlap: Overlap) -> float:
-    return _simulate(model, cluster, batch, chosen, overlap).step_time
-
-
 def _overlap(model: str, batch: int) -> Iterator[OverlapRow]:
     """Figure 5.4 for one model: one overlap after the other, on the grid of figure 5.5."""
     cluster = Cluster.preset("frontier")
     _, chosen = _choose(model, cluster, OVERLAPPED_GPUS, batch)
-    first = _simulated_seconds(model, cluster, batch, chosen, WAITING)
+    first = _simulate(model, cluster, batch, chosen, WAITING).step_time
     for bar, overlap in HIDDEN.items():
         step = _simulate(model, cluster, batch, chosen, overlap)
         yield OverlapRow(
@@ -327,8 +323,7 @@ def plot_scaling(data: dict[str, Any], picture: Path) -> None:
         name_bars(ladder, range(len(rows)), [f"{row['cluster'].capitalize()} {row['gpus']:,}" for row in rows])
         ladder.invert_yaxis()
         ladder.set(xlabel="s a step", title="Figure 5.5: grid and overlap")
-        for look, model in zip(SERIES[3:], dict.fromkeys(row["model"] for row in data["strong"]), strict=False):
-            found = select(data["strong"], model=model)
+        for look, (model, found) in zip(SERIES[3:], group(data["strong"], "model").items(), strict=False):
             strong.plot(*points(found, "gpus", "days"), label=model, **look.line)
             star: dict[str, Any] = {"color": look.colour, "marker": "*", "markersize": 8, "linestyle": "none"}
             strong.plot(*points(found, "gpus", "published_days"), label=f"{model}, published", **star)

@@ -15,7 +15,7 @@ from lab.harness import ANY_CPU, Measured, column
 from lab.papers import Compared, read_paper, symmetric
 from lab.papers.collectives import PACKET
 from lab.papers.machines import MACHINES, StudiedMachine, name_machines
-from lab.pictures import describe_origin, points, select
+from lab.pictures import describe_origin, group, points
 from stretto.axes import GridSizes
 from stretto.collectives.two_level.model import Collective
 from stretto.models import GPTConfig
@@ -201,14 +201,13 @@ def plot_zero3(data: dict[str, Any], picture: Path) -> None:
     from lab.style import drawing, plain_log
     from stretto.report.style import SERIES
 
-    machines = list(dict.fromkeys(row["machine"] for row in data["rows"]))
+    machines = group(data["rows"], "machine")
     with drawing(picture, 4.2 * len(machines), 3.2) as drawn:
         panels = drawn.panels(1, len(machines))[0]
-        for panel, machine in zip(panels, machines, strict=True):
-            rows = select(data["rows"], machine=machine)
-            for nth, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        for panel, (machine, rows) in zip(panels, machines.items(), strict=True):
+            for nth, (model, mine) in enumerate(group(rows, "model").items()):
                 for place, (key, name) in enumerate((("vendor", "vendor's ring"), ("two_level", "two levels"))):
-                    known = points(select(rows, model=model), "ranks", f"{key}_seconds")
+                    known = points(mine, "ranks", f"{key}_seconds")
                     panel.plot(*known, label=f"{model}, {name}", **SERIES[2 * nth + place].line)
             drawn.log_ticks(panel.xaxis, [row["ranks"] for row in rows])
             plain_log(panel.yaxis)

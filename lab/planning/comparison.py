@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.harness import column
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, group
 
 # A predicted fastest grid that is slower than the truly fastest by less than this is within a run's noise.
 NEAR = 0.03
@@ -118,10 +118,7 @@ def plot_predicted(data: Mapping[str, Any], picture: Path, kind: str, what_they_
     from lab.style import drawing
 
     quantities_known = (("step time", "milliseconds", "ms"), ("peak memory", "gib", "GiB"))
-    rows_of: dict[str, list[Mapping[str, Any]]] = {}
-    for row in data["rows"]:
-        if row.get("measured_milliseconds") is not None:
-            rows_of.setdefault(row["workload"], []).append(row)
+    rows_of = group((row for row in data["rows"] if row.get("measured_milliseconds") is not None), "workload")
     quantities = [
         each for each in quantities_known if any(_has_both(row, each[1]) for rows in rows_of.values() for row in rows)
     ]

@@ -179,15 +179,9 @@ def measure_memory(setting: MemorySetting) -> Measured:
         runs = choose_runs(replace(setting, runs=min(setting.runs, 2)), TINY_KINDS, cluster)
     else:
         runs = choose_runs(setting, KINDS, cluster)
-    rows = [_compare(run, measured, memory) for run, measured in zip(runs, _measure(setting, runs), strict=True)]
+    found = run_ranks(1, measure_runs, [run.workload for run in runs], setting.steps, setting.seconds)
+    rows = [_compare(run, measured, memory) for run, measured in zip(runs, found, strict=True)]
     return Measured(rows, {"gpu_memory_gib": memory / 2**30})
-
-
-def _measure(setting: MemorySetting, runs: Sequence[PlannedRun]) -> list[dict[str, Any]]:
-    measured: list[dict[str, Any]] = run_ranks(
-        1, measure_runs, [run.workload for run in runs], setting.steps, setting.seconds
-    )
-    return measured
 
 
 def _compare(run: PlannedRun, measured: dict[str, Any], memory: float) -> dict[str, Any]:

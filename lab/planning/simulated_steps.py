@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, Table, column
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, group
 from lab.planning.comparison import rank_correlation
 from stretto.axes import check_sizes
 from stretto.bench.settings import Option
@@ -48,7 +48,7 @@ def simulate_steps(setting: SimulatedStepsSetting) -> Measured:
     """Simulate each step that was measured. Raises ValueError where a file is missing."""
     rows = [row for folder in setting.plans for row in compare_plans(Path(folder))]
     rows += _compare_overlaps(setting.overlaps, Path(setting.plans[0]))
-    summaries = [_summarize(workload, own) for workload, own in _by_workload(rows).items()]
+    summaries = [_summarize(*each) for each in group(rows, "workload").items()]
     return Measured(rows, tables=(Table("The order of grids", summaries, Summary, "summaries"),))
 
 
@@ -103,10 +103,9 @@ def compare_plans(folder: Path) -> Iterator[dict[str, Any]]:
         batch, seq_len = map(int, re.findall(r"batch (\d+) x (\d+) tokens", row["workload"])[0])
         name, _, sharded = row["grid"].partition(", ")
         options = ExecutionOptions(overlap, shard_sequence=bool(sharded))
-        about = {"workload": row["workload"], "grid": row["grid"]}
-        yield _compare(about, models[row["workload"]], batch, seq_len, name, options, cluster) | _errors(
-            row["measured_milliseconds"], planned=row["predicted_milliseconds"]
-        )
+        times = row["measured_milliseconds"], row["predicted_milliseconds"]
+        found = _compare(models[row["workload"]], batch, seq_len, name, options, cluster, *times)
+        yield {"workload": row["workload"], "grid": row["grid"], **found}
 
 
 def _compare_overlaps(file: Path, folder: Path) -> Iterator[dict[str, Any]]:
@@ -121,44 +120,31 @@ def _compare_overlaps(file: Path, folder: Path) -> Iterator[dict[str, Any]]:
             switches[row["overlap"].removeprefix("+ ")] = True
         options = ExecutionOptions(Overlap(**switches, copy_engines=measured["date"] > BEFORE_COPY_ENGINES))
         about = {"workload": f"{measured['model']}, overlaps of {row['grid']}", "grid": row["overlap"]}
-        found = _compare(about, work["model"], work["batch"], work["seq_len"], row["grid"], options, cluster)
-        yield found | _errors(row["step_milliseconds"]) | {"measured_exposed_milliseconds": row["exposed_milliseconds"]}
+        step = work["model"], work["batch"], work["seq_len"], row["grid"], options, cluster
+        found = _compare(*step, row["step_milliseconds"])
+        yield about | found | {"measured_exposed_milliseconds": row["exposed_milliseconds"]}
 
 
 def _compare(
-    about: dict[str, Any],
     model: Mapping[str, Any],
     batch: int,
     seq_len: int,
     grid: str,
     options: ExecutionOptions,
     cluster: Cluster,
+    measured: float,
+    planned: float | None = None,
 ) -> dict[str, Any]:
-    """Simulate a step in which each rank computes its whole part of the batch at once."""
+    """Simulate a step in which each rank computes its whole part of the batch at once. measured, planned: ms."""
     sizes = check_sizes({axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", grid)})
     workload = StepWorkload(read_architecture(GPTConfig(**model), seq_len), batch, seq_len)
     config = StepConfig(sizes, batch // sizes.batch_parts, options)
     simulated, queued = (simulate_step(workload, config, cluster, fidelity=fidelity) for fidelity in FIDELITIES)
-    return about | {
-        "simulated_milliseconds": simulated.step_time * 1e3,
-        "queued_milliseconds": queued.step_time * 1e3,
-        "exposed_milliseconds": simulated.exposed_total * 1e3,
-    }
-
-
-def _errors(measured: float, planned: float | None = None) -> dict[str, Any]:
-    return {"measured_milliseconds": measured, "planned_milliseconds": planned}
-
-
-def _by_workload(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows by workload, each with its errors."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        for name in ("planned", "simulated", "queued"):
-            time = row[f"{name}_milliseconds"]
-            row[f"{name}_error"] = None if time is None else time / row["measured_milliseconds"] - 1
-        found.setdefault(row["workload"], []).append(row)
-    return found
+    times = {"planned": planned, "simulated": simulated.step_time * 1e3, "queued": queued.step_time * 1e3}
+    row: dict[str, Any] = {"measured_milliseconds": measured, "exposed_milliseconds": simulated.exposed_total * 1e3}
+    for name, time in times.items():
+        row |= {f"{name}_milliseconds": time, f"{name}_error": None if time is None else time / measured - 1}
+    return row
 
 
 def _summarize(workload: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -193,11 +179,8 @@ def plot_simulated_steps(data: dict[str, Any], picture: Path) -> None:
     from lab.style import drawing
     from stretto.report.style import SERIES, STRETTO
 
-    rows_of: dict[str, list[Mapping[str, Any]]] = {}
-    for row in data["rows"]:
-        rows_of.setdefault(row["workload"], []).append(row)
     series = (("planned_error", "plan --cost full", SERIES[1]), ("simulated_error", "simulated", STRETTO))
-    workloads = list(rows_of.items())
+    workloads = list(group(data["rows"], "workload").items())
     pairs = [workloads[place : place + 2] for place in range(0, len(workloads), 2)]
     heights = [0.2 * max(len(rows) for _, rows in pair) + 1.0 for pair in pairs]
     with drawing(picture, 13, sum(heights) or 1) as drawn:

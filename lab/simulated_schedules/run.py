@@ -315,8 +315,7 @@ def plot_simulated_collectives(data: dict[str, Any], picture: Path) -> None:
             panel.axhspan(0.85, 1.15, color="#e4e4e4", zorder=0)
             panel.set_xscale("log", base=2)
             drawn.log_ticks(panel.xaxis, sorted({row["bytes"] for row in rows}), name_size)
-            panel.set_xlabel("bytes of the larger buffer")
-            panel.set_title(title)
+            panel.set(xlabel="bytes of the larger buffer", title=title)
         plain_log(panels[0].yaxis)
         panels[0].set_ylabel("simulated / measured time")
         drawn.title = "Simulated schedules beside measured ones"

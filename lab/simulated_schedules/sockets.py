@@ -148,14 +148,10 @@ def list_two_level(results: Path) -> Iterator[dict[str, Any]]:
             network = EventDrivenNetwork(topology, PACKET_BYTES)
             whole = row["shard_bytes"] * RANKS
             predicted = simulate_collective(row["collective"], algorithm, network, whole, options).seconds
-            yield {
+            case = {"executor": "two-level", "ran": "two-level", "ranks": RANKS, "bytes": whole, "mode": "sockets"}
+            yield case | {
                 "contest": f"two-level {row['collective']}, {row['shard_kib']:g} KiB a rank",
                 "schedule": f"{row['collective']}, {name}",
-                "ran": "two-level",
-                "executor": "two-level",
-                "ranks": RANKS,
-                "bytes": whole,
-                "mode": "sockets",
                 "measured_us": row[f"{name}_ms"] * 1e3,
                 "predicted_us": predicted * 1e6,
                 "error": predicted * 1e3 / row[f"{name}_ms"] - 1,

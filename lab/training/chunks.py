@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.harness import Bench, Measured, column
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, group
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Option, Repeats
 from stretto.execution import StateOptions
@@ -198,11 +198,10 @@ def plot_chunks(data: dict[str, Any], picture: Path) -> None:
     from lab.style import PEER, drawing
     from stretto.report.style import GUIDE, STRETTO
 
-    latencies = list(dict.fromkeys(row["latency"] for row in data["rows"]))
+    latencies = group(data["rows"], "latency")
     with drawing(picture, max(5.0, 4.2 * len(latencies)), 3) as drawn:
         panels = drawn.panels(1, len(latencies), sharey=True)[0]
-        for panel, latency in zip(panels, latencies, strict=True):
-            rows = [row for row in data["rows"] if row["latency"] == latency]
+        for panel, (latency, rows) in zip(panels, latencies.items(), strict=True):
             sizes = [row["coarsening"] for row in rows]
             panel.plot(sizes, [row["seconds"] for row in rows], label="measured", **STRETTO.line)
             predicted = [row["predicted_seconds"] for row in rows]
@@ -211,8 +210,7 @@ def plot_chunks(data: dict[str, Any], picture: Path) -> None:
                 if row["chunks"] == 1:
                     panel.axhline(row["seconds"], linestyle="--", label="measured without overlap", **GUIDE)
             drawn.log_ticks(panel.xaxis, sizes)
-            panel.set_xlabel("k: buckets an all-reduce")
-            panel.set_title(f"latency of a message: {latency:g} of a bucket's time")
+            panel.set(xlabel="k: buckets an all-reduce", title=f"latency of a message: {latency:g} of a bucket's time")
         panels[0].yaxis.set_major_locator(MaxNLocator(5))  # the same ticks whatever the panel's height becomes
         panels[0].set_ylabel("seconds")
         drawn.title = "Gradients' sum and the optimizer's step together, by the size of all-reduces"

@@ -121,8 +121,7 @@ def plot_moe_demo(data: dict[str, Any], picture: Path) -> None:
             if curve["load"]:
                 draw_loads(loads, list(steps), curve["load"], [f"load of block {block}" for block in curve["blocks"]])
         losses.set_ylabel("loss (nats a byte)")
-        loads.set_ylabel("load: max / mean")
-        loads.set_xlabel("step")
+        loads.set(ylabel="load: max / mean", xlabel="step")
         drawn.title = "A mixture of experts beside a dense model of the same FLOPs a token"
         drawn.subtitle = describe_origin(data)
         drawn.caption = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, column
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, group
 from lab.training.exposed import profile_exposed
 from lab.training.models import model_config, parse_grids
 from stretto.bench.harness import run_ranks
@@ -100,12 +100,12 @@ def plot_overlap(data: dict[str, Any], picture: Path) -> None:
     from stretto.report.style import EXPOSED, STRETTO
 
     rows = [row for row in data["rows"] if "step_milliseconds" in row]
-    grids = list(dict.fromkeys(row["grid"] for row in rows))
-    most = max((sum(row["grid"] == grid for row in rows) for grid in grids), default=1)
+    grids = group(rows, "grid")
+    most = max(map(len, grids.values()), default=1)
     has_exposed = any(row.get("exposed_milliseconds") for row in rows)
     with drawing(picture, max(6.0, 4.4 * len(grids)), _BAR * most + 0.9) as drawn:
-        for panel, grid in zip(drawn.panels(1, len(grids))[0], grids, strict=False):
-            stages = [row for row in rows if row["grid"] == grid][::-1]
+        for panel, (grid, stages) in zip(drawn.panels(1, len(grids))[0], grids.items(), strict=False):
+            stages.reverse()
             exposed = [row.get("exposed_milliseconds") or 0.0 for row in stages]
             rest = [row["step_milliseconds"] - part for row, part in zip(stages, exposed, strict=True)]
             places = range(len(stages))
@@ -114,8 +114,7 @@ def plot_overlap(data: dict[str, Any], picture: Path) -> None:
                 bars = panel.barh(places, exposed, 0.75, left=rest, label="exposed communication", **EXPOSED.bar)
             drawn.label_bars(panel, bars, [f"{row['step_milliseconds']:,.0f}" for row in stages])
             name_bars(panel, places, [row["overlap"] for row in stages])
-            panel.set_title(grid)
-            panel.set_xlabel("ms a step")
+            panel.set(title=grid, xlabel="ms a step")
         drawn.title = f"What overlap is worth: {data['model']}"
         drawn.subtitle = describe_origin(data)
         drawn.caption = "Each row switches on one more option of [overlap]." + (

@@ -11,7 +11,7 @@ processes show even where they share a few cores.
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.harness import Bench, column
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, group
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Option, Repeats
 from stretto.execution import StageOptions
@@ -376,35 +376,30 @@ def plot_pipeline(data: dict[str, Any], picture: Path) -> None:
     from lab.style import PEER, drawing
     from stretto.report.style import STRETTO
 
-    keys = list(dict.fromkeys((row["stages"], row["micro_batches"], row["latency_ms"]) for row in data["rows"]))
-    most = max(sum(_panel_of(row) == key for row in data["rows"]) for key in keys)
+    rows_of = group(data["rows"], "stages", "micro_batches", "latency_ms")
+    most = max(map(len, rows_of.values()))
     unit = data["setting"]["unit"] * 1e3
-    columns = min(2, len(keys))
-    lines = -(-len(keys) // columns)
+    columns = min(2, len(rows_of))
+    lines = -(-len(rows_of) // columns)
     with drawing(picture, 5.2 * columns, (1.2 + 0.3 * most) * lines) as drawn:
         panels = list(drawn.panels(lines, columns).flat)
-        for panel in panels[len(keys) :]:
+        for panel in panels[len(rows_of) :]:
             panel.remove()
-        for panel, key in zip(panels, keys, strict=False):
-            rows = [row for row in data["rows"] if _panel_of(row) == key][::-1]
+        for panel, (key, rows) in zip(panels, rows_of.items(), strict=False):
+            rows.reverse()
             places = range(len(rows))
             panel.barh(places, [row["units"] for row in rows], height=0.6, color=STRETTO.colour, label="measured")
             panel.scatter(
                 [row["model_units"] for row in rows], places, label="timing model", color=PEER.colour, zorder=3
             )
             panel.set_yticks(places, [row["schedule"] for row in rows])
-            panel.set_xlabel(f"units of {unit:g} ms")
-            panel.set_title(f"{key[0]} x {key[1]}, {key[2]:g} ms")
+            panel.set(xlabel=f"units of {unit:g} ms", title=f"{key[0]} x {key[1]}, {key[2]:g} ms")
         drawn.title = "A step in pipeline stages that sleep"
         drawn.subtitle = describe_origin(data)
         drawn.caption = (
             "Panels: stages x micro-batches, and the latency of messages. F, I and W of a stage take a unit of "
             f"{unit:g} ms each."
         )
-
-
-def _panel_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["stages"], row["micro_batches"], row["latency_ms"]
 
 
 BENCH = Bench(

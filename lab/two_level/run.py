@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lab.harness import Bench, Measured, Table, column
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, group
 from lab.processes import Processes
 from lab.two_level.namespaces import Network, command_in, require_namespaces, shaped_network
 from stretto.bench.settings import Option
@@ -228,13 +228,12 @@ def plot_two_level(data: dict[str, Any], picture: Path) -> None:
     from lab.style import PEER, drawing, plain_log
     from stretto.report.style import GREEN, INK, ORANGE, STRETTO, Look
 
-    collectives = list(dict.fromkeys(row["collective"] for row in data["rows"]))
+    collectives = group(data["rows"], "collective")
     setting, dashed = data["setting"], (0, (4, 2))
     looks = {"recursive": STRETTO, "ring": Look(ORANGE, "^"), "flat": Look(PEER.colour, "s")}
     with drawing(picture, max(6.0, 4.5 * len(collectives)), 3.2) as drawn:
         panels = drawn.panels(1, len(collectives), sharey=True)[0]
-        for panel, collective in zip(panels, collectives, strict=True):
-            rows = [row for row in data["rows"] if row["collective"] == collective]
+        for panel, (collective, rows) in zip(panels, collectives.items(), strict=True):
             sizes = [row["shard_kib"] for row in rows]
             for name, look in looks.items():
                 panel.plot(sizes, [row[f"{name}_ms"] for row in rows], label=name, **look.line)
@@ -248,8 +247,7 @@ def plot_two_level(data: dict[str, Any], picture: Path) -> None:
                     panel.axvline(size, color=colour, linestyle=dashes, linewidth=1, label=label)
             drawn.log_ticks(panel.xaxis, sizes)
             plain_log(panel.yaxis)
-            panel.set_xlabel("KiB of each rank")
-            panel.set_title(collective.replace("_", "-"))
+            panel.set(xlabel="KiB of each rank", title=collective.replace("_", "-"))
         panels[0].set_ylabel("ms")
         drawn.title = (
             f"Two-level collectives: {setting['nodes']} network namespaces of {setting['ranks_per_node']} ranks, "
