@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab embedding-studies`: launch configs of the fused look-up, and its programs on a time axis."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -174,7 +174,7 @@ def plot_studies(data: dict[str, Any], picture: Path) -> None:
         )
 
 
-def _plot_study(drawn: Any, panel: Any, what: str, case: str, rows: list[dict[str, Any]]) -> None:
+def _plot_study(drawn: Any, panel: Any, what: str, case: str, rows: list[Mapping[str, Any]]) -> None:
     """Bars of milliseconds, one a setting, labelled with the skew between ranks."""
     from lab.style import name_bars
     from stretto.report.style import STRETTO

@@ -6,7 +6,7 @@ reduce-scatters and all-gathers are overlapped there; the all-reduces over data 
 """
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ def plan_run(run: Run, batch: int) -> PlannedRun:
     assert products.compute_time is not None
     assert waiting.compute_time is not None
     return PlannedRun(
-        *astuple(run),
+        **asdict(run),
         paper_grid=name_grid(paper.grid),
         paper_seconds=paper.step_time,
         full_grid=name_grid(best.grid),
@@ -221,7 +221,7 @@ def climb(run: Run, batch: int) -> LadderRow:
     of_model, overlapped = (simulate(chosen, overlap).step_time for overlap in (WAITING, ALL_HIDDEN))
     is_in_figure = run.cluster == "frontier" and run.gpus <= 8192
     return LadderRow(
-        *astuple(run),
+        **asdict(run),
         baseline_grid=None if baseline is None else name_grid(baseline.grid),
         baseline_seconds=of_baseline,
         model_grid=name_grid(chosen.grid),

@@ -229,7 +229,7 @@ class DelayedTransport(SharedMemoryTransport):
     def take(self, key: MessageKey, source: int | None = None) -> list[Tensor | None]:
         """Take a message once it is due."""
         began = time.perf_counter()
-        due, tensors = self._held.pop(key, None) or _split(super().take(key, source))
+        due, tensors = self._held.pop(key) if key in self._held else _split(super().take(key, source))
         self._reported.discard(key)
         time.sleep(max(0.0, due - time.perf_counter()))
         if time.perf_counter() - began > MIN_WAIT:

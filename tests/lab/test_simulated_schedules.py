@@ -18,7 +18,7 @@ from lab.papers.msccl_peers import (
 )
 from lab.simulated_schedules.cases import MeasuredSchedule, read_gpu_cases
 from lab.simulated_schedules.fit import SchedulePredictor, fit, get, put
-from lab.simulated_schedules.run import Row, SimulatedCollectivesSetting, list_groups, list_winners
+from lab.simulated_schedules.run import Row, list_groups, list_winners
 from lab.simulated_schedules.sockets import RANKS, RANKS_PER_NODE, list_two_level, socket_topology
 from stretto.collectives.verifier import verify
 from stretto.simulator.network.shapes import switch
@@ -157,13 +157,6 @@ def test_hand_written_exchanges_send_each_block_once():
 def test_a_v100_of_a_dgx1_has_six_links():
     for gpu in range(8):
         assert sum(count for pair, count in DGX1_PAIRS.items() if gpu in pair) == 6
-
-
-def test_bad_settings_are_refused():
-    with pytest.raises(ValueError, match="sizes is 1, but must be at least 2"):
-        SimulatedCollectivesSetting(sizes=1)
-    with pytest.raises(ValueError, match="smallest is 64, but must be at least 4096"):
-        SimulatedCollectivesSetting(smallest=64)
 
 
 def test_committed_predictions_are_within_15_percent_and_find_the_winners():
