@@ -145,7 +145,7 @@ def test_runs_to_measure_the_memory_of_are_spread_over_the_range_and_over_all_ki
 
 def test_memory_is_compared_run_by_run_with_what_was_measured_or_why_it_was_not(tmp_path, monkeypatch):
     measured = [{"allocated_gib": 0.03, "reserved_gib": 0.04, "outside_gib": 0.5}, {"reason": "out of memory"}]
-    monkeypatch.setattr(memory, "_measure", lambda setting, runs: measured)
+    monkeypatch.setattr(memory, "run_ranks", lambda *given: measured)
     first, second = memory.BENCH(MemorySetting(on_cpu=True), tmp_path)["rows"]
     assert first["reserved_ratio"] == pytest.approx(first["predicted_reserved_gib"] / 0.04)
     assert first["allocated_ratio"] == pytest.approx(first["predicted_allocated_gib"] / 0.03)
