@@ -16,7 +16,7 @@ from lab.studies import recommendation, scaling, two_level, zero3
 from lab.studies.machines import MACHINES
 from stretto.bench.settings import Option, require_known
 from stretto.cluster import Cluster
-from stretto.simulator.dlrm import find_kernels
+from stretto.recommendation.simulation import find_kernels
 
 PARTS = ("pipelines", "training", "strong-scaling", "collectives", "zero3", "experts", "dlrm")
 
