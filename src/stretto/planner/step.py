@@ -12,7 +12,9 @@ rank. Rules of overlap (docs/overlap.md) are the places in a pass at which a col
 - weight gradients scattered during later computation, at most `StepRecord.scatters_in_flight` at a time
   (reduce_scatter), and summed over data under what follows (data), in the last micro-batch.
 
-Everything else is waited for where it is issued.
+The last two rules cross passes, which only mark their weights (`UseWeight`, `SendGradient`): `planner.cost` computes
+what they hide, and `WeightGathers` and `GradientSums` of `simulator.training.program` issue it. Everything else is
+waited for where it is issued.
 """
 
 from collections.abc import Iterator
@@ -77,13 +79,13 @@ class Computation(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Issues a collective of what was computed last; it overlaps with what follows, up to its Wait."""
+    """Issues a collective of what was computed last; it overlaps with what follows, up to its AwaitCollective."""
 
     name: str
     collective: GroupCollective
 
 
-class Wait(NamedTuple):
+class AwaitCollective(NamedTuple):
     """Lets the next computation wait for the collective that was issued at this place of the pass."""
 
     start: int
@@ -105,14 +107,14 @@ class SendGradient(NamedTuple):
     weight: WeightCollectives
 
 
-Pass = tuple[Computation | Start | Wait | UseWeight | AwaitRoom | SendGradient, ...]
+Pass = tuple[Computation | Start | AwaitCollective | UseWeight | AwaitRoom | SendGradient, ...]
 
 
 class PassRecorder:
     """Records the steps of a pass, in the order in which a rank issues them."""
 
     def __init__(self) -> None:
-        self.steps: list[Computation | Start | Wait | UseWeight | AwaitRoom | SendGradient] = []
+        self.steps: list[Computation | Start | AwaitCollective | UseWeight | AwaitRoom | SendGradient] = []
 
     def compute(self, name: str, seconds: float, stream: str = COMPUTE) -> None:
         """Compute for so many seconds."""
@@ -128,7 +130,7 @@ class PassRecorder:
 
     def wait(self, *starts: int | None) -> None:
         """Wait for collectives."""
-        self.steps += [Wait(start) for start in starts if start is not None]
+        self.steps += [AwaitCollective(start) for start in starts if start is not None]
 
     def run(self, name: str, *collectives: GroupCollective | None) -> None:
         """Issue collectives, and wait for each."""
@@ -390,7 +392,7 @@ class BlockRecord:
             to.weight_gradient("", 0.0, weight)
 
     def _begins_with_norm(self, place: int) -> bool:
-        """Whether one of a block's two norms stands before a linear: the first, and that in the middle."""
+        """Check whether one of a block's two norms stands before a linear: the first, and that in the middle."""
         return place == 0 or place == len(self.linears) // 2
 
 
@@ -426,7 +428,7 @@ class StepRecord:
 
     @property
     def micro_batches(self) -> int:
-        """How many the step has."""
+        """The number of micro-batches of the step."""
         return self.config.micro_batches(self.workload)
 
     @property

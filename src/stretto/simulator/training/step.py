@@ -22,6 +22,7 @@ from stretto.planner.pipeline.stage_times import (
     tied_bytes,
 )
 from stretto.planner.step import (
+    AwaitCollective,
     AwaitRoom,
     BlockRecord,
     Computation,
@@ -32,7 +33,6 @@ from stretto.planner.step import (
     Start,
     StepRecord,
     UseWeight,
-    Wait,
 )
 from stretto.planner.step_recorder import chunked_sums, record_step
 from stretto.planner.workload import StepConfig, StepWorkload
@@ -48,7 +48,7 @@ _I, _W = PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """What every rank issues in a step.
+    """The programs of all ranks in a step.
 
     ranks: a program for each rank of pipe, which all ranks of its stages run. messages: seconds of one from each rank
     of pipe to the next, of message_bytes; the gradient of tied embeddings has tied_bytes.
@@ -194,7 +194,7 @@ class RankRecorder:
                     tape.compute(name, seconds, stream)
                 case Start(name, collective):
                     started[place] = tape.start(name, collective)
-                case Wait(start):
+                case AwaitCollective(start):
                     tape.wait(started[start])
                 case UseWeight() if weights is not None:
                     weights.use()
