@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds what will be put into a model: its parallel modules, and each parameter's shard. The model is not changed, so
-that everything that can fail does so here, or in `parallel.resolve` before."""
+"""Builds what will be put into a model: its parallel modules, and each parameter's shard. The model is not changed,
+except that it is cut into pipeline stages, which an error undoes. Everything that can fail does so here, or in
+`parallel.resolve` before."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What blocks keep for the backward pass of a micro-batch, in every mode of recomputation."""
+"""Activations that blocks keep for the backward pass of a micro-batch, in every mode of recomputation."""
 
 from dataclasses import dataclass
 
