@@ -4,7 +4,7 @@
 In these collectives all nodes act identically at the same time: what node n sends to node n - d, node n + d sends to n.
 So one node sends to a second, whose links only receive, and its own sent messages serve as its received ones. The
 queues equal those of the whole system as long as nodes only share one non-blocking switch. Tests compare this with a
-simulation of all nodes (`simulated_nodes`).
+simulation of all nodes (`NodeRows` with whole=True).
 
 A rank sends to the next of its node over one link, and to other nodes through the network interface of its place; these
 are one hop each to the switch. The latency of a message between nodes is counted on its first link.
