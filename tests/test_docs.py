@@ -5,6 +5,7 @@ import re
 import runpy
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -59,6 +60,21 @@ def test_the_reference_has_an_entry_for_every_name_that_a_package_exports() -> N
         page = reference["write_page"](package, packages)
         assert [name for name in names if f"heading: {name}\n" not in page and f"## {name}\n" not in page] == []
         assert f"({package}.md)" in index
+
+
+def exists(name: str) -> bool:
+    try:
+        resolve_name(name)
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+def test_names_of_the_library_that_pages_mention_exist() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    names = {name for page in pages for name in re.findall(r"`(stretto(?:\.[A-Za-z_]\w*)+)", prose(page))}
+    assert len(names) > 20
+    assert {name for name in names if not exists(name)} == set()
 
 
 def test_every_page_is_in_the_sites_navigation() -> None:

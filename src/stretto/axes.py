@@ -15,8 +15,9 @@ innermost: pipe, data, context, z, y, x. Write these by hand:
 - Which data its ranks are fed, if it is not whole rows of the batch: train/gpt/task.py, and for tables
   recommendation/training/task.py, which cut the batch by train/data/sampler.py.
 - What it costs, in bytes, time and memory, unless it only makes more ranks sum gradients: planner/communication.py,
-  planner/cost.py, planner/compute.py, planner/activations.py and planner/memory.py; the grids that a model cannot run
-  on: planner/grids.py.
+  planner/step_recorder.py (which collectives a layer issues over it), planner/experts/cost.py, planner/cost.py,
+  planner/compute.py, planner/activations.py and planner/memory.py; the grids that a model cannot run on:
+  planner/grids.py.
 - Type hints: the keywords of `GridSizes` here, of `Grid` (parallel/grid.py), and of `GridConfig`
   (train/config/options.py) for type checkers. At run time all three take the axes of `AXES`.
 - Docs: docs/configuration.md is written anew by `python -m stretto.train.config.reference docs/configuration.md`;

@@ -92,7 +92,7 @@ _NO_ACQUIRE_OF_FLAG = Edit(_PTX, "ld.acquire.sys.global.u64", "ld.relaxed.sys.gl
 _NO_FENCE_OF_FLAG = Edit(_PTX, '  asm volatile("fence.acq_rel.sys;" ::: "memory");\n', "")
 _NO_RELEASE_OF_FLAG = Edit(_PTX, "st.release.sys.global.u64", "st.relaxed.sys.global.u64")
 
-# tests/lab/test_stress.py compiles both. The source keeps its own barriers: nothing guarantees the compiler's.
+# tests/stress/test_stress.py compiles both. The source keeps its own barriers: nothing guarantees the compiler's.
 _BEFORE_ATOMICS = "Triton puts a barrier before this atomic by itself, since its result goes by way of shared memory"
 
 _BARRIER_TESTS = (f"{_TILES}test_a_barrier_of_the_block_stands_between_a_tiles_stores_and_its_signal",)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that the commands of `stretto collective` share: schedules by name or from files, described for people."""
+"""Shared by the commands of `stretto collective`: schedules by name or from files, described for people."""
 
 import re
 import sys

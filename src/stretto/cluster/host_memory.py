@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory: the processes' limit, what is left of it, and whether a run fits. No torch.
+"""This machine's memory: how much its processes may use, how much is left, and whether a run fits. No torch.
 
 The tightest limit counts: the memory limits of the process's cgroup and of those around it (a container's, a Slurm
 job's), version 2 or 1, and the machine's memory. Pinned memory counts towards a cgroup's limit as any other does.

@@ -12,6 +12,17 @@ def ring(ranks: int) -> None:
 
 schedule = ring.compile(ranks=4, instances=2)
 assert verify(schedule).ok
+
+Modules, from a program to its run:
+
+    language, algorithm, collective     programs of chunks, and the conditions that they fulfil
+    algorithms, msccl                   those that come with Stretto; msccl-tools' scripts
+    compiler, schedule, verifier        a program is compiled to a schedule, and proved; `xml` stores schedules
+    executor                            runs a schedule: on CPUs, and in `executor.cuda` as a GPU kernel
+    selection                           the fastest measured way to run a call
+    backend                             torch.distributed's calls; its docstring follows one to its kernel
+    limits, host_trial, host_benchmark  checks for other runtimes, and timed runs on processes of this machine
+    two_level                           collectives between and inside nodes (experimental)
 """
 
 from typing import TYPE_CHECKING

@@ -2,6 +2,13 @@
 """The table of transformers' families: roles that Stretto has for them, and sizes of those that the planner knows.
 
 Plain data, without imports of torch or transformers.
+
+To add a family, add it to `FAMILIES`, and what it needs:
+
+- For `parallelize`: `roles`, a function of family_roles.py, unless transformers has a tensor-parallel plan that ranks
+  can follow; a case in tests/huggingface/test_families.py; its name in docs/parallelize.md.
+- For the planner: `decoder`, which tests/huggingface/test_config_json.py compares with transformers' model; its name
+  in docs/planning.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -86,7 +93,7 @@ _EXPERTS = (
 )
 _OLMO_NORM = "its norms (input_layernorm, say) have no weights, and a formula that Stretto does not know how to split"
 
-# By what transformers calls a family (`config.model_type`).
+# By `config.model_type`.
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(Decoder("GPT2", defaults={"attn_pdrop": 0.1, "resid_pdrop": 0.1}), family_roles.gpt2),
     "llama": Family(Decoder("Llama", *_BIASED, "mlp_bias")),

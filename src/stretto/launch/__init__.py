@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the ranks of a job on this machine, watches them, stops them, and starts them again: for any `LaunchJob`.
 
-Modules: `launcher` (starts ranks), `rank` (the process of one), `supervisor` (forwards signals, ends all ranks when one
-has failed), `failures` (kinds of failures, and which is the cause), `restarts` with `slots` and `journal`, `elastic`
-(jobs that torchrun starts again), `leftovers`, `run_lock`; `watching` finds stuck and slow ranks, under torchrun too.
+Modules: `job`, `launcher` (starts ranks), `rank` (the process of one), `supervisor` (forwards signals, ends all ranks
+when one has failed), `failures` (kinds of failures, and which is the cause), `restarts` with `slots` and `journal`,
+`elastic` (jobs that torchrun starts again), `leftovers`, `run_lock`; `watching` finds stuck and slow ranks.
+
+A rank hangs: the launcher finds it by `watch`, which looks at least once a second at the counters of
+all ranks (`watching.monitor`, which also writes the message); under torchrun, the process `watching.watcher` does.
 """
 
 from typing import TYPE_CHECKING

@@ -21,7 +21,7 @@ from stretto.launch.watching.slow_ranks import SLOW_RANK_FILE
 
 logger = logging.getLogger(__name__)
 
-LAST_LOOK = 1.0  # seconds, and two looks, until the counters of ranks show what has just happened
+COUNTER_DELAY = 1.0  # seconds, and two looks, until the counters of ranks show what has just happened
 
 
 class RankWatch:
@@ -76,7 +76,7 @@ class RankWatch:
         monitor = self.monitor
         has_waited = any(failure.kind != "lost connection" for failure in failures)
         failed = [failure.rank for failure in failures]
-        deadline = time.monotonic() + (LAST_LOOK + 2 * monitor.interval if has_waited else 0.0)
+        deadline = time.monotonic() + (COUNTER_DELAY + 2 * monitor.interval if has_waited else 0.0)
         while True:
             monitor.look()
             if (stall := monitor.find_stall(running, self._job.timeout / 2, failed)) is not None:

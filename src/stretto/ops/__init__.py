@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overlapped operators: computation fused with its collective, as torch.library operators with gradients."""
+"""Overlapped operators: computation fused with its collective, as torch.library operators with gradients.
+
+An operator and its kernels are in the file of its name; a kernel's docstring says what it signals and waits for, by
+`stretto.tiles`. GEMMs share `operator` (definition, gradients), `config` and `tuning` (choice of a kernel), `gemm` (the
+tiles' products) and `small_m` (few rows).
+"""
 
 from stretto.ops import moe
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered

@@ -4,8 +4,16 @@
 `Grid` arranges the ranks along axes, and `parallelize` shards an nn.Module over them in place; the other names are for
 training loops.
 
-Modules: api, resolve, place (builder), install: `parallelize`, in this order. roles: the roles of submodules. layers:
-the parallel modules that replace a model's own. comm: collectives, weight gathering, gradient reduction.
+Modules of `parallelize`, in the order of its passes:
+
+    api                    `parallelize`
+    resolve, blocks        finds the role of each submodule, or the blocks of a model without roles, and checks them
+      roles                `plan`: roles, and how each shards parameters; `validation`: whether the grid can hold them
+    place, builder, meta   builds parallel modules and shards (`layout`, `sharded_parameter`); the last that may fail
+    install                puts them into the model
+
+The model that this makes: `layers` (parallel modules), `comm` (collectives; `weight_gathering` before a weight is used,
+`gradient_reducer` from a gradient to `.grad`), `forward_passes`, `model_loss`, `recomputation`, `pipeline` (stages).
 """
 
 from typing import TYPE_CHECKING

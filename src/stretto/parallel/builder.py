@@ -340,8 +340,7 @@ class Builder:
         return self._made[id(original)]
 
     def block_shard(self, name: str, places: Sequence[tuple[nn.Module, str]], *, frees: bool) -> BlockShard:
-        """The gatherer of the parameters in these places, all together, for the forward pass of the module that is
-        called
+        """The gatherer of the parameters in these places, all together, for the forward pass of the module
         `name`."""
         gatherer, gradients = self.gatherer, self.gradient_reducer
         group = self.grid.communicator("z")

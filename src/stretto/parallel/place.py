@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds what will be put into a model: its parallel modules, and each parameter's shard. The model is not changed, so
-that everything that can fail does so here, or in `parallel.resolve` before."""
+"""Builds what will be put into a model: its parallel modules, and each parameter's shard. The model is not changed,
+except that it is cut into pipeline stages, which an error undoes. Everything that can fail does so here, or in
+`parallel.resolve` before."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from stretto.parallel.pipeline.cutting import Cut, cut_into_stages, restrict_pla
 from stretto.parallel.roles.plan import PlainPart, Role, ShardingPlan
 from stretto.parallel.state import BlockPlan, ShardingRequest
 
-_MUCH = 0.05  # part of a model's parameters above which a warning says that all ranks compute them
+_WARNED_PART = 0.05  # part of a model's parameters above which a warning says that all ranks compute them
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ def place(model: nn.Module, request: ShardingRequest, plan: ShardingPlan | Block
         initializer.remember(cut.stages.skeleton)
     try:
         placement = _place(model, request, plan, initializer, cut)
-        cut.refusal.meet()
+        cut.refusal.exchange()
     except Exception as error:
         cut.undo()
-        cut.refusal.meet(error)
+        cut.refusal.exchange(error)
         raise
     return placement
 
@@ -146,7 +147,7 @@ def _warn_of_whole_parts(model: nn.Module, plan: ShardingPlan, grid: Grid) -> No
     own = [part for part in plan.replicated if part.whose in plan.of_own_plan]
     count = sum(model.get_parameter(name).numel() for part in own for name in part.parameters)
     whole = sum(parameter.numel() for parameter in model.parameters())
-    if copies > 1 and count > _MUCH * whole and dist.get_rank() == 0:
+    if copies > 1 and count > _WARNED_PART * whole and dist.get_rank() == 0:
         names = ", ".join(dict.fromkeys(wildcard(part.whose) for part in own))
         warnings.warn(
             f"{count / whole:.0%} of the parameters of {type(model).__name__} are split neither over x nor over y "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU memory that a plan may allocate, after the overhead of the allocator and the process."""
+"""The part of a GPU's memory that a plan may allocate, after the overhead of the allocator and the process."""
 
 from collections.abc import Mapping
 

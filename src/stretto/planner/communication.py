@@ -30,7 +30,7 @@ GROUP_OF = AXIS_OF | {"all_reduce_data": REPLICAS}  # an axis, or a group over s
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes that one rank sends in a step (or, over a bandwidth, in seconds), by collective and axis."""
+    """The communication of one rank in a step, in bytes (or, over a bandwidth, in seconds), by collective and axis."""
 
     all_gather_z: float = 0.0
     reduce_scatter_z: float = 0.0

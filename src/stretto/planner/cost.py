@@ -41,9 +41,9 @@ SLOWDOWN_BESIDE_COPIES = 0.3
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """Cost to a step of a model that is cut into stages, in seconds on the rank that computes most.
+    """The time that a step takes because its model is cut into stages, in seconds on the rank that computes most.
 
-    cuts: stage s has the blocks cuts[s]:cuts[s + 1]. bubble: how long the rank waits although messages took no time.
+    cuts: stage s has the blocks cuts[s]:cuts[s + 1]. bubble: how long the rank would wait if messages took no time.
     messages: all messages that an inner rank sends in a step, hidden or not. is_replayed: whether the whole schedule
     was simulated, in place of a closed form. phase: all forward and backward passes, from the first to the last.
     """
@@ -141,7 +141,7 @@ class PassTotals(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Seconds of all communication that computation hides."""
+        """Seconds of communication that computation hides."""
         return self.hidden_x + self.hidden_y + self.hidden_z
 
     @property
@@ -290,8 +290,7 @@ def _exposed_over_z_and_data(
     data: float,
     sums: int,
 ) -> tuple[float, float, float]:
-    """Return what computation does not hide of gathered weights, scattered gradients, and their sums over data,
-    all of blocks.
+    """Exposed seconds of blocks' gathered weights, of scattered gradients, and of their sums over data.
 
     The next weight is gathered under this linear, and weights' gradients are sent during the rest of the backward pass,
     which sums over x and y have not taken. gathered: in forward and in backward passes. sums: all-reduces of `data`.
@@ -320,7 +319,5 @@ def _exposed_over_z_and_data(
 
 
 def left_over(time: float, room: float, parts: float) -> float:
-    """Return what does not fit into `room`; at least one of its parts,
-    the first gathered or the last to be scattered.
-    """
+    """The seconds that `room` does not hide: at least those of one part, the first gather or the last scatter."""
     return max(time - room, time / parts) if time else 0.0

@@ -12,7 +12,9 @@ rank. Rules of overlap (docs/overlap.md) are the places in a pass at which a col
 - weight gradients scattered during later computation, at most `StepRecord.scatters_in_flight` at a time
   (reduce_scatter), and summed over data under what follows (data), in the last micro-batch.
 
-Everything else is waited for where it is issued.
+The last two rules cross passes, which only mark their weights (`UseWeight`, `SendGradient`): `planner.cost` computes
+what they hide, and `WeightGathers` and `GradientSums` of `simulator.training.program` issue it. Everything else is
+waited for where it is issued.
 """
 
 from collections.abc import Iterator
@@ -390,7 +392,7 @@ class BlockRecord:
             to.weight_gradient("", 0.0, weight)
 
     def _begins_with_norm(self, place: int) -> bool:
-        """True if one of a block's two norms stands before a linear: the first, and that in the middle."""
+        """Check whether one of a block's two norms stands before a linear: the first, and that in the middle."""
         return place == 0 or place == len(self.linears) // 2
 
 
@@ -426,7 +428,7 @@ class StepRecord:
 
     @property
     def micro_batches(self) -> int:
-        """Number of the step's micro-batches."""
+        """The number of micro-batches of the step."""
         return self.config.micro_batches(self.workload)
 
     @property

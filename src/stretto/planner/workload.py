@@ -119,7 +119,7 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Options of a workload's step.
+    """One configuration of a workload's step.
 
     micro_batch: sequences per pass of a rank (it accumulates gradients). state: where optimizer state is stored.
     clips: whether gradients are clipped, so that separate optimizer state waits for the norm of all of them.

@@ -21,7 +21,7 @@ import triton.language as tl
 from stretto.tiles.call_state import call_number, may_publish
 from stretto.tiles.data import peer_pointer
 from stretto.tiles.intrinsics import INTERPRETED, count_threads, require_own
-from stretto.tiles.waits import LOOKS_A_TIME, OF_PACKETS, watch_clock
+from stretto.tiles.waits import OF_PACKETS, READS_PER_CLOCK, watch_clock
 
 _ZERO = tl.constexpr(-(1 << 31))  # data of 0 is sent as this
 
@@ -94,7 +94,7 @@ def take_packets(channel, pointers, mask, part, peer):  # type: ignore[no-untype
         packets = tl.load(pointers, mask=mask, other=_ZERO, volatile=True)
         waits = _misses(packets)
         looks += 1
-        if waits & (looks % LOOKS_A_TIME == 0):
+        if waits & (looks % READS_PER_CLOCK == 0):
             began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, peer, 0, call_number(channel))
     tl.store(pointers, tl.zeros(pointers.shape, tl.int32), mask=mask)
     return tl.where(packets == _ZERO, 0, packets)
@@ -141,7 +141,7 @@ def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constex
         low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype)
         waits = late >= 0
         looks += 1
-        if waits & (looks % LOOKS_A_TIME == 0):
+        if waits & (looks % READS_PER_CLOCK == 0):
             began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, late, 0, call_number(channel))
     for rank in tl.static_range(channel.world):
         tl.store(pointer + rank * stride + offsets, tl.zeros(offsets.shape, tl.int32), mask=mask)

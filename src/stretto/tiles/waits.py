@@ -5,7 +5,7 @@ Synchronization. A wait reads with acquire at system scope until `(int32)(seen -
 zero: an int32 0 computed from the value that it saw. Add the zero to the offset of whatever is loaded after the wait,
 so that no compiler, the software pipeliner included, can move the load above the wait.
 
-Time limit. Every LOOKS_A_TIME reads, the wait reads a clock that all programs of the GPU share, and at the process's
+Time limit. Every READS_PER_CLOCK reads, the wait reads a clock that all programs of the GPU share, and at the process's
 failure flag. A wait that exceeds the channel's limit sets the flag, writes the channel's failure record
 (`stretto.memory.failures`), and the kernel runs to its end without its other waits. Interpreted kernels raise
 immediately. While the flag is set, no kernel of this process signals (`may_publish`): its stores may be wrong, and no
@@ -35,7 +35,7 @@ OF_PACKETS = tl.constexpr(5)
 _FAR_AHEAD = tl.constexpr(1 << 20)
 
 # Reads of a signal per read of the clock, which costs more. An interpreted read yields to other programs anyway.
-LOOKS_A_TIME = tl.constexpr(1 if INTERPRETED.value else 256)
+READS_PER_CLOCK = tl.constexpr(1 if INTERPRETED.value else 256)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def wait_until(channel, word, target, kind: tl.constexpr, tile, index, peer, bef
         seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
         waits = _is_before(seen, target, kind)
         looks += 1
-        if waits & (looks % LOOKS_A_TIME == 0):
+        if waits & (looks % READS_PER_CLOCK == 0):
             began, waits = watch_clock(channel, began, looks, kind, tile, index, peer, seen, target)
     return opaque_zero(seen, before_tma)
 
@@ -86,12 +86,12 @@ def _is_before(seen, target, kind: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def watch_clock(channel, began, looks, kind: tl.constexpr, tile, index, peer, seen, target):  # type: ignore[no-untyped-def]
-    """Check a wait's time limit; called after every LOOKS_A_TIME reads. Returns (start time, whether to keep waiting).
+    """Check a wait's time limit, after every READS_PER_CLOCK reads. Returns (start time, whether to keep waiting).
 
     The first call starts the clock: most waits end before it, and reading the clock takes longer than they do.
     """
     goes_on = True
-    if looks == LOOKS_A_TIME:
+    if looks == READS_PER_CLOCK:
         began = _read_clock(channel)
     else:
         goes_on = _has_time(channel, began, kind, tile, index, peer, seen, target)

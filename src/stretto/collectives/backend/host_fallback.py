@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks share GPUs (stretto.memory.shared_gpus), for tests: stages calls that no schedule runs on the host."""
+"""Stages calls that no schedule runs on the host, for tests in which ranks share GPUs (stretto.memory.shared_gpus)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host executor: runs any schedule on CPU tensors, on the processes of a group or with all ranks in this one."""
+"""Runs schedules: here on CPU tensors, by the processes of a group or with all ranks in this one; in `cuda` on GPUs."""
 
 from stretto.collectives.executor.host import run_on_host
 from stretto.collectives.executor.plan import REDUCTIONS

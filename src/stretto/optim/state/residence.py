@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where optimizer state is stored, and where a bucket is updated.
+"""Residences of optimizer state: where it is stored, and where a bucket is updated.
 
 `HostResidence` (Singh, section 3.3.1) fetches a bucket's state into device buffers, where it is updated, and returns
 it. With n sets of buffers, three buckets are in flight:

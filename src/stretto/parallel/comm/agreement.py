@@ -14,28 +14,28 @@ from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.grid import Grid
 from stretto.parallel.precision import DTYPES
 
-# How often the ranks of each group have met.
-_meetings: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
+# The number of exchanges of each group.
+_exchanges: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
 
 class JointRefusal:
     """Has all ranks of pipe refuse what one of them refuses: each sees its own stages alone.
 
-    what: is refused, for errors. Every rank calls `meet`, with its error if it has one; later calls do nothing.
+    what: is refused, for errors. Every rank calls `exchange`, with its error if it has one; later calls do nothing.
     """
 
     def __init__(self, grid: Grid, what: str) -> None:
         self._grid = grid
         self._what = what
-        self._has_met = False
+        self._has_exchanged = False
 
-    def meet(self, error: Exception | None = None) -> None:
-        """Wait for the other ranks of pipe. Raises ValueError if one of them has an error, and this rank has none."""
-        if self._has_met or self._grid.size("pipe") == 1:
+    def exchange(self, error: Exception | None = None) -> None:
+        """Exchange errors with the other ranks of pipe. Raises ValueError if another has one, and this rank none."""
+        if self._has_exchanged or self._grid.size("pipe") == 1:
             return
-        self._has_met = True
+        self._has_exchanged = True
         group = self._grid.group("pipe")
-        number = next(_meetings.setdefault(group, itertools.count(1)))
+        number = next(_exchanges.setdefault(group, itertools.count(1)))
         reason = "" if error is None else f": {type(error).__name__}: {str(error).partition(chr(10))[0][:1000]}"
         said = store_all_gather(
             f"{self._what}{reason}", group, "stretto refusals", number, self._grid.timeout.total_seconds()

@@ -111,9 +111,9 @@ class Pipeline:
         try:
             self._check_options(limit, serve_first)
         except Exception as error:
-            refusal.meet(error)
+            refusal.exchange(error)
             raise
-        refusal.meet()
+        refusal.exchange()
         self._leaders: dist.ProcessGroup | None = None
         if self.is_message_driven and grid.size(STAGE) > 1:
             # Experts exchange tokens over data, too, and routers sum their choices.

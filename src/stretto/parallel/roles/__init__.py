@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles of a model's submodules: plans, their validation, and what Hugging Face models imply."""
+"""Roles of submodules: how each shards parameters (`plan`), and whether a grid can (`validation`, `unit_counts`)."""

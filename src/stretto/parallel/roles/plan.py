@@ -56,7 +56,7 @@ class Role:
     key and value in one: the last two). Then x may be a multiple of the number of units: each is copied to several
     ranks, which divide its other features. `shared_by`: the integer attribute, of the module around a linear, that
     counts what shares a unit (its queries), of which each rank has its part. `copies`: how many ranks of x hold each
-    unit; `read_plan` sets it.
+    unit; `parallel.resolve` sets it.
     """
 
     role: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages that the algorithms of a collective send, round by round, among n ranks that are counted from 0.
+"""Messages of the algorithms of a collective, round by round, among n ranks that are counted from 0.
 
 Sizes are fractions of the collective's bytes: the whole buffer of one rank (of all_gather its output, of reduce_scatter
 its input). Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005), has

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations that one rank issues in a training step, in order: computation, collectives over its groups, and messages.
+"""One rank's program of a training step, in order: computation, collectives over its groups, and messages.
 
 A program is recorded on a `Tape` as the host would issue it: kernels on the compute stream one after another, each
 collective on the stream of its group, and waits of the compute stream for what it needs. Nothing here knows times of
@@ -105,7 +105,7 @@ class Tape:
         self.wait(self._add(StepOperation("norm of all stages' gradients", PIPE, 0.0, self._done(), is_barrier=True)))
 
     def _done(self) -> tuple[int, ...]:
-        """Return what has ended when the host's stream comes here."""
+        """Operations that have ended when the host's stream comes here."""
         return tuple(self._pending) if self._last is None else (self._last, *self._pending)
 
     def _add(self, operation: StepOperation) -> int:

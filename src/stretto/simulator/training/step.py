@@ -48,7 +48,7 @@ _I, _W = PipelineOperation.BACKWARD_INPUT, PipelineOperation.BACKWARD_WEIGHT
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """Programs of all ranks in a step.
+    """The programs of all ranks in a step.
 
     ranks: a program for each rank of pipe, which all ranks of its stages run. messages: seconds of one from each rank
     of pipe to the next, of message_bytes; the gradient of tied embeddings has tied_bytes.

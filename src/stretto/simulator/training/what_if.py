@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts what a change of the machine would do to a step: one more NIC, GPUs twice as fast, a lost link."""
+"""Predicts what a change of the machine does to a step: one more NIC, GPUs twice as fast, a lost link."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's language model comes from: the shape of a GPT, the name of a public model, or a Hugging Face folder.
+"""The source of a run's language model: the shape of a GPT, the name of a public model, or a Hugging Face folder.
 
 The preflight and the task ask a source for all that differs between the two. Nothing here imports torch or
 transformers before a model is built, so that a wrong folder raises an error immediately.

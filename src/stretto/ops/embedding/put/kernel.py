@@ -16,7 +16,7 @@ from stretto.ops.embedding.forward_kernel import place_task
 from stretto.ops.embedding.index_errors import OTHER_TABLES, record_index_error
 from stretto.ops.embedding.pooling_kernel import find_table, pool_bags, read_bags, store_bags
 from stretto.tiles.call_state import EPOCH
-from stretto.tiles.waits import LOOKS_A_TIME, OF_BEGIN, OF_CONSUMER, watch_clock
+from stretto.tiles.waits import OF_BEGIN, OF_CONSUMER, READS_PER_CLOCK, watch_clock
 
 # From NVSHMEM's headers, device_host_transport/nvshmem_common_transport.h and nvshmem_constants.h. The values in the
 # documentation of torch's bindings (5 to add, 3 for "greater or equal") are wrong.
@@ -197,7 +197,7 @@ def await_word(channel, word, target, SHIFT: tl.constexpr, kind: tl.constexpr, i
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
         waits = ((seen >> SHIFT) - target).to(tl.int32) < 0
         looks += 1
-        if waits & (looks % LOOKS_A_TIME == 0):
+        if waits & (looks % READS_PER_CLOCK == 0):
             began, waits = watch_clock(
                 channel, began, looks, kind, index, index, source, (seen >> SHIFT).to(tl.int32), target.to(tl.int32)
             )
