@@ -265,7 +265,7 @@ def _first_win(counts: list[int], speedups: list[float | None]) -> float | None:
 
 
 def _compare_tables() -> Iterator[dict[str, str]]:
-    """How much the speed-ups depend on the table that RCCL selects."""
+    """Return how much the speed-ups depend on the table that RCCL selects."""
     for table in RCCL_HOPS:
         machine = with_rccl_table(MACHINES["frontier"], table)
         speedups = {

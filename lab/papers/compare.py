@@ -30,7 +30,7 @@ STUDIES: dict[str, Callable[[], Iterator[Measured | Compared]]] = {
 
 @dataclass(frozen=True)
 class PapersSetting:
-    """Which parts of the papers `python -m lab papers` compares."""
+    """Settings of `python -m lab papers`: parts of the papers to compare."""
 
     only: Annotated[tuple[str, ...], Option(", ".join(PARTS) + ", with commas.")] = PARTS
 

@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """How well a workload's grids were ordered, and the largest errors."""
+    """Quality of the order of a workload's grids, and the largest errors."""
 
     workload: str = column("workload")
     grids: int = column("measured")

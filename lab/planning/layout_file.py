@@ -38,7 +38,7 @@ StatePlace = Literal["fp32", "host"]
 
 @dataclass(frozen=True)
 class FsdpPeer:
-    """How torch's FSDP2 trains the model over all ranks. Raises ValueError for values that do not exist.
+    """Options of torch's FSDP2 over all ranks. Raises ValueError for values that do not exist.
 
     micro_batch: sequences of a forward and backward pass; gradients accumulate, unreduced, over those of a step.
     frees_weights: gather weights again in the backward pass. recompute: activation checkpointing of every block.

@@ -67,7 +67,9 @@ class Predicted:
 
 @dataclass(frozen=True)
 class LayoutsSetting:
-    """Which layouts `python -m lab layouts` predicts or measures. Raises ValueError for impossible numbers."""
+    """Settings of `python -m lab layouts`, which predicts or measures layouts.
+    Raises ValueError for impossible numbers.
+    """
 
     file: Annotated[Path, Option("The file of layouts.", "--file")] = Path("lab/results/layouts/llama.toml")
     cluster: Annotated[

@@ -30,7 +30,8 @@ from stretto.planner.workload import Dtype
 
 @dataclass(frozen=True)
 class MemorySetting:
-    """Which training runs `python -m lab memory` measures: those whose predicted memory is in a range of the GPU's.
+    """Settings of `python -m lab memory`, which measures training runs:
+    those whose predicted memory is in a range of the GPU's.
 
     smallest, largest: percent of the GPU's memory. Raises ValueError for a range that is empty or beyond 120%.
     """

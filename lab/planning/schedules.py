@@ -33,7 +33,8 @@ _MEMORY = {"equal": "live micro-batches as 1F1B", "twice": "twice as many"}
 
 @dataclass(frozen=True)
 class SchedulesSetting:
-    """Which pipelines `python -m lab schedules` simulates. A forward pass takes 1 unit of time, a backward pass 2.
+    """Settings of `python -m lab schedules`, which simulates pipelines. A forward pass takes 1 unit of time,
+    a backward pass 2.
 
     Raises ValueError for sizes and times that make no sense.
     """

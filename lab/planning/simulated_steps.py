@@ -28,7 +28,7 @@ from stretto.simulator.training.simulation import Fidelity
 
 @dataclass(frozen=True)
 class SimulatedStepsSetting:
-    """Which measured steps `python -m lab simulated-steps` simulates."""
+    """Settings of `python -m lab simulated-steps`: the measured steps that it simulates."""
 
     plans: Annotated[
         tuple[str, ...],
@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """How well the order of a workload's steps was found, and the largest errors."""
+    """Quality of the order that was found of a workload's steps, and the largest errors."""
 
     workload: str = column("workload")
     steps: int = column("steps")
@@ -148,7 +148,7 @@ def _compare(
 
 
 def _summarize(workload: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How well the order of measured steps was found, and the largest errors."""
+    """Return how well the order of measured steps was found, and the largest errors."""
     measured = [row["measured_milliseconds"] for row in rows]
     fastest = min(rows, key=lambda row: row["measured_milliseconds"])
     summary = {"workload": workload, "steps": len(rows), "fastest": fastest["grid"]}
