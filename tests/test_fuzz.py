@@ -197,6 +197,9 @@ def test_schedules_are_refused_or_judged_and_verified_ones_compute_what_they_pro
     texts = [schedule_to_xml(schedule) for schedule in schedules]
     verdicts = []
 
+    # A schedule that sends another chunk than it should: few random changes are read and yet are wrong.
+    assert not verify(from_xml(texts[0].replace('srcoff="0"', 'srcoff="1"', 1).encode())).ok
+
     def judge(rng):
         schedule = from_xml(mutate_schedule(rng, rng.choice(texts)))
         found = verify(schedule)
@@ -214,7 +217,7 @@ def test_schedules_are_refused_or_judged_and_verified_ones_compute_what_they_pro
                     assert right is None or torch.equal(output, right), (in_place, seed, rank)
 
     fuzz(judge, count, ScheduleFileError)
-    assert set(verdicts) == {True, False}
+    assert True in verdicts
 
 
 DEEP = "a" + ".a" * 2000
