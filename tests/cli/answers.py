@@ -186,6 +186,7 @@ ANSWERS = (
     Answer("probe --ranks 1", REFUSED, "1"),
     Answer("probe --ranks 2 --model gpt3 --batch 8", REFUSED, "gpt3"),
     Answer("tune --ranks 0", REFUSED, "--ranks is 0"),
+    Answer("tune --list products --ranks 2", REFUSED, "come after its name: stretto tune products"),
     Answer("tune collectives --only allreduc", REFUSED, "did you mean 'allreduce'"),
     Answer("tune operators --dtype fp7", REFUSED, "there is no dtype 'fp7'"),
     Answer("tune embedding --rows 0", REFUSED, "--rows is 0"),

@@ -38,9 +38,11 @@ def tune_all(
     as_json: Json = False,
 ) -> None:
     """Measure all kinds, unless a command for one is given."""
-    if context.invoked_subcommand is not None:
-        return
     with refusing_bad_input(as_json=as_json):
+        if (kind := context.invoked_subcommand) is not None:
+            if ranks is not None or lists or as_json:
+                raise ValueError(f"options of one kind come after its name: stretto tune {kind} --ranks 2, say")
+            return
         count = tuning.count_ranks(ranks)
 
         from stretto.bench.collectives.settings import CollectivesTuning
