@@ -9,14 +9,7 @@ from typing import Any
 from torch import nn
 
 from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes
-from stretto.huggingface.formulas import (
-    NormKind,
-    UnknownRolesError,
-    check_experts,
-    check_loss,
-    embedding_scale,
-    norm_kind,
-)
+from stretto.huggingface.formulas import UnknownRolesError, check_experts, check_loss, embedding_scale, norm_kind
 from stretto.huggingface.roles import refuse_alibi, roles_tried
 from stretto.parallel.roles.plan import (
     EXPERTS_PARAMETERS,
@@ -74,20 +67,18 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
     for kind in ("embedding", "head", "loss"):
         if len(plan.named(kind)) > 1 and kind != "embedding":
             raise ValueError(f"a model has one {kind}, but these have that role: {', '.join(plan.named(kind))}")
-    norms, scales = dict[str, NormKind](), dict[str, float]()
-    for name, role in plan.roles.items():
-        module = modules[name]
-        if role.role == "experts":
-            _check_experts(name, module, sizes)
-            continue
-        _check_parts(name, module, role)
-        # Before sizes: blocks take a model of an unknown formula.
-        if role.role in ("norm", "head_norm", "inner_norm"):
-            norms[name] = norm_kind(module, name)
-        elif role.role == "embedding" and isinstance(module, nn.Embedding):
-            scales[name] = embedding_scale(module, name)
-        _check_module(name, module, plan, sizes, hidden)
-    plan = replace(plan, norms=norms, scales=scales)
+    fitting: dict[str, Role] = {}
+    try:
+        for name, role in plan.roles.items():
+            if role.role == "experts":
+                _check_experts(name, modules[name], sizes)
+            else:
+                _check_module(name, modules[name], plan, sizes, hidden)
+            fitting[name] = role
+    except ValueError:
+        _find_formulas(modules, replace(plan, roles=fitting))  # an unknown one counts first: blocks take any size
+        raise
+    plan = _find_formulas(modules, plan)
     if sizes.expert > 1 and not plan.named("experts"):
         raise ValueError(
             f"expert is {sizes.expert}, but no submodule of {type(model).__name__} has the role 'experts': give one "
@@ -116,6 +107,22 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
     _check_sharers(modules, plan, sizes["x"])
     refuse_unnamed_counts(modules, plan, sizes)
     return plan
+
+
+def _find_formulas(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> ShardingPlan:
+    """The plan with what its norms and embeddings compute; what others compute is checked."""
+    norms, scales = {}, {}
+    for name, role in plan.roles.items():
+        module = modules[name]
+        match role.role:
+            case "norm" | "head_norm" | "inner_norm":
+                norms[name] = norm_kind(module, name)
+            case "embedding":
+                assert isinstance(module, nn.Embedding)
+                scales[name] = embedding_scale(module, name)
+            case "experts":
+                check_experts(module, name)
+    return replace(plan, norms=norms, scales=scales)
 
 
 def _check_sharers(modules: Mapping[str, nn.Module], plan: ShardingPlan, x: int) -> None:
@@ -158,8 +165,10 @@ def _hidden(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> int | None:
     return None
 
 
-def _check_parts(name: str, module: nn.Module, role: Role) -> None:
-    """Raise ValueError for a module with other parameters than its role has."""
+def _check_module(
+    name: str, module: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int], hidden: int | None
+) -> None:
+    role = plan.roles[name]
     if role.role != "loss":
         parts = {part for part, _ in module.named_parameters(recurse=False)}
         if parts - {"weight", "bias"} or (isinstance(module, nn.Linear) and "weight" not in parts):
@@ -167,12 +176,6 @@ def _check_parts(name: str, module: nn.Module, role: Role) -> None:
                 f"{name} ({type(module).__name__}) has the parameters {', '.join(sorted(parts)) or 'none'}, but a "
                 f"module with the role {role.role!r} has a weight and perhaps a bias: undo what has replaced them"
             )
-
-
-def _check_module(
-    name: str, module: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int], hidden: int | None
-) -> None:
-    role = plan.roles[name]
     match role.role:
         case kind if kind in LINEARS:
             _check_linear(name, module, plan, sizes, hidden)
@@ -191,7 +194,7 @@ def _check_module(
         case "norm" | "head_norm" | "inner_norm":
             features: Any = getattr(module, "weight", None)
             axis = "x" if role.role == "inner_norm" else "y"
-            if role.role != "head_norm" and features is not None and role.copies == 1:
+            if role.role != "head_norm" and role.copies == 1 and features is not None and features.dim() == 1:
                 check_divides(features.shape[0], sizes[axis], axis, name, "features")
         case "dropout" | "inner_dropout":
             _expect(name, module, role, nn.Dropout)
@@ -216,7 +219,6 @@ def _check_experts(name: str, module: nn.Module, sizes: GridSizes) -> None:
         )
     if not callable(getattr(module, "act_fn", None)):
         raise UnknownRolesError(f"{name} has the role 'experts', but no act_fn, a function of a tensor")
-    check_experts(module, name)
     check_divides(experts, sizes.expert, "expert", name, "experts")
     check_divides(inner, sizes.expert_x, "x", name, "inner features of an expert")
     check_divides(hidden, sizes["y"], "y", name, "hidden size")
