@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stretto.huggingface.formulas import UnknownRolesError
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Role, clip_grad_norm_, gather, no_sync, parallelize, validate
 from tests.conftest import Ranks
@@ -41,6 +42,30 @@ def test_a_model_that_an_axis_does_not_divide_is_refused_without_any_process_gro
     with pytest.raises(ValueError, match=message):
         validate(gpt(**options), sizes)
     assert not torch.distributed.is_initialized()
+
+
+def test_a_norm_of_an_unknown_formula_is_said_before_sizes_that_do_not_divide() -> None:
+    """Only then is a model that declares no roles sharded by blocks, which take any size."""
+    model = gpt()
+    model.blocks[0].attention_norm = SquaringNorm(24)
+    with pytest.raises(UnknownRolesError, match=r"attention_norm \(SquaringNorm\).*its formula, tried.*is another"):
+        validate(model, {"x": 4})
+
+
+class SquaringNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square()
+
+
+def test_a_model_without_parameters_is_parallelized_once(ranks: Ranks) -> None:
+    assert all("this Sequential is on a grid already" in text for text in ranks(2).run(parallelize_twice))
+
+
+def parallelize_twice() -> str:
+    model = parallelize(nn.Sequential(nn.ReLU()), Grid(z=2))
+    with pytest.raises(ValueError) as caught:
+        parallelize(model, Grid(z=2))
+    return str(caught.value)
 
 
 def test_units_without_a_name_are_counted_as_units() -> None:

@@ -32,10 +32,11 @@ from stretto.suggestions import did_you_mean
 def refuse_sharded(model: nn.Module) -> None:
     """Raise ValueError for a model on a grid, with a part that is on one or that others have sharded."""
     kind = type(model).__name__
+    first = next(model.parameters(), None)
+    if (first is None or has_layout(first)) and state_of(model) is not None:
+        raise ValueError(f"this {kind} is on a grid already: build another one to parallelize it anew")
     for name, parameter in model.named_parameters():
         if has_layout(parameter):
-            if state_of(model) is not None:
-                raise ValueError(f"this {kind} is on a grid already: build another one to parallelize it anew")
             raise ValueError(
                 f"{name} of this {kind} is on a grid already: parallelize the whole model once, and not its parts "
                 "(blocks= names those that are gathered one at a time)"

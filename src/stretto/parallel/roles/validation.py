@@ -67,11 +67,17 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
     for kind in ("embedding", "head", "loss"):
         if len(plan.named(kind)) > 1 and kind != "embedding":
             raise ValueError(f"a model has one {kind}, but these have that role: {', '.join(plan.named(kind))}")
-    for name, role in plan.roles.items():
-        if role.role == "experts":
-            _check_experts(name, modules[name], sizes)
-        else:
-            _check_module(name, modules[name], plan, sizes, hidden)
+    fitting: dict[str, Role] = {}
+    try:
+        for name, role in plan.roles.items():
+            if role.role == "experts":
+                _check_experts(name, modules[name], sizes)
+            else:
+                _check_module(name, modules[name], plan, sizes, hidden)
+            fitting[name] = role
+    except ValueError:
+        _find_formulas(modules, replace(plan, roles=fitting))  # an unknown one counts first: blocks take any size
+        raise
     plan = _find_formulas(modules, plan)
     if sizes.expert > 1 and not plan.named("experts"):
         raise ValueError(
