@@ -82,8 +82,10 @@ def exit_on_rank_0(config: TrainConfig) -> None:
 
 
 def exit_together(config: TrainConfig) -> None:
-    """Both ranks leave without an exception."""
+    """Both ranks leave without an exception, once both have written who they are."""
     write_pid(config)
+    while len([file for file in config.out.glob("pid-*") if file.read_text()]) < 2:
+        time.sleep(0.01)
     os._exit(3)
 
 

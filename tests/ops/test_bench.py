@@ -55,7 +55,7 @@ def test_every_operator_is_measured_with_its_peers_and_reports_what_ran(interpre
         assert row["efficiency"] == pytest.approx(1 - (row["stretto"] - 1) / 1)
         assert (row["async_tp"] is None) == (row["operator"] == "reduce")
     file = tmp_path / ("operators.json" if dtype == "bf16" else "operators-fp8.json")
-    plot_operators(file, tmp_path / "operators.png")
+    plot_operators(json.loads(file.read_text()), tmp_path / "operators.png")
     assert (tmp_path / "operators.png").stat().st_size > 10_000
 
 
