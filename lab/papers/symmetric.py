@@ -21,7 +21,7 @@ from stretto.simulator.network.topology import DirectedLink
 
 _INSIDE = 1e15  # bytes/s between a GPU and its network interface, which shall not be the bottleneck
 Ready = dict[tuple[int, int], list[int]]
-"""What the next operation of a rank (its node, and its place there) waits for."""
+"""The operations that the next one of a rank (its node, and its place there) waits for."""
 
 
 class Nodes:

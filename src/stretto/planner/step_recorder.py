@@ -50,7 +50,7 @@ from stretto.planner.workload import StepConfig, StepWorkload
 
 def record_step(workload: StepWorkload, config: StepConfig, device: Device, rates: Rates) -> StepRecord:
     """Record a step. rates: the grid's `bandwidths`. Raises ValueError like these, for a figure that is missing."""
-    return _StepRecorder(workload, config, device, rates).record()
+    return _WorkloadRecorder(workload, config, device, rates).record()
 
 
 def chunked_sums(
@@ -79,7 +79,7 @@ def chunked_sums(
     return chunks, GroupCollective("all_reduce", REPLICAS, whole, seconds) if seconds else None
 
 
-class _StepRecorder:
+class _WorkloadRecorder:
     """Records the parts of one step."""
 
     def __init__(self, workload: StepWorkload, config: StepConfig, device: Device, rates: Rates) -> None:

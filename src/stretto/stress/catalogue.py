@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stretto.stress.team import Team
 
 CATALOGUES = ("stretto.stress.operators", "stretto.stress.collectives")
-"""What users check on a machine of their own; tests/stress has the rest."""
+"""Configurations that users check on a machine of their own; tests/stress has the rest."""
 
 
 class Check(NamedTuple):
