@@ -85,7 +85,7 @@ class CollectiveCase(StressCase):
         self._kernel = _make_kernel(variant, self._schedule, team) if team.is_cuda else None
         self.leaves_room = variant.executor != "interpreted" or self._kernel is None or self._kernel.leaves_room
         self._dtype: torch.dtype = getattr(torch, variant.dtype)
-        self._blocks = _Blocks.find(self._collective)
+        self._blocks = _BlockCounts.find(self._collective)
         sizes = SMALL_SIZES if not team.is_cuda else LARGE_SIZES if variant.is_large else SIZES
         self.entries = len(sizes)
         self._inputs: list[tuple[Tensor, Tensor | None]] = []
@@ -192,7 +192,7 @@ class CollectiveCase(StressCase):
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _BlockCounts:
     """The numbers of blocks of input and output, and of the chunks of a block."""
 
     inputs: int
@@ -200,7 +200,7 @@ class _Blocks:
     chunks: int
 
     @classmethod
-    def find(cls, collective: Collective) -> "_Blocks":
+    def find(cls, collective: Collective) -> "_BlockCounts":
         from stretto.collectives.executor.layout import find_layout
 
         chunks = find_layout(collective, 0, None).block_chunks
