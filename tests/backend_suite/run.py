@@ -11,6 +11,7 @@ of the suite: MPI's has all-to-alls of CPU tensors.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,7 @@ def run(which: Run, patterns: list[str], jobs: int) -> bool:
         "WORLD_SIZE": str(which.ranks),
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else torch's import uses the GPU, and ranks are forked after it
     }
     environment.pop("STRETTO_SCHEDULES", None)
     with tempfile.TemporaryDirectory() as folder:
@@ -71,10 +73,20 @@ def run(which: Run, patterns: list[str], jobs: int) -> bool:
             with output.open("w") as file:
                 command = [*suite, "--part", f"{part}/{jobs}"]
                 running.append(subprocess.Popen(command, env=environment | inits, stdout=file, stderr=file))
-        failed = [process.wait() != 0 for process in running]
-        for output in outputs:
-            print(output.read_text(errors="replace"), flush=True)
+        try:
+            failed = [process.wait() != 0 for process in running]
+        finally:  # also of a run that is cut off
+            for process in running:
+                process.terminate()
+            for output in outputs:
+                print(output.read_text(errors="replace"), flush=True)
         return not any(failed)
+
+
+def leave(*_: object) -> None:
+    """Leave by an exception, once: `timeout` sends its signal twice."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def main() -> int:
@@ -85,6 +97,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, metavar="N", help="the N-th of the runs alone, from 1 on")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="parts of a run side by side")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, leave)
     sys.path[:0] = [str(ROOT / "src")]
     runs = ON_GPUS if options.gpus else ON_CPUS
     failed = []

@@ -12,6 +12,8 @@ import sys
 import tempfile
 import unittest
 from collections import Counter
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -73,8 +75,22 @@ def take_the_place() -> None:
         known.append("stretto")
 
 
+def fork_from_server(target: Callable[..., None], args: tuple[Any, ...], **options: Any) -> BaseProcess:
+    """Make a process from a server that has imported the suite: it has no GPU in use, and an older environment."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([suite.__name__, "stretto.collectives.backend.calls"])
+    process: BaseProcess = context.Process(target=run_in, args=(dict(os.environ), target, *args), **options)
+    return process
+
+
+def run_in(environment: dict[str, str], target: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Run the target with these environment variables: tests tell their ranks a folder by one."""
+    os.environ.update(environment)
+    target(*args, **options)
+
+
 class BackendTest(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
-    """The suite. Each test's ranks are forked, since that is faster, or spawned where they use GPUs."""
+    """The suite. Each test's ranks are forked, which is fast; where they use GPUs, from a process that uses none."""
 
     def __init__(self, *names: str, **named: str) -> None:
         super().__init__(*names, **named)
@@ -83,7 +99,7 @@ class BackendTest(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
 
     def setUp(self) -> None:
         super().setUp()
-        self._start_processes(torch.multiprocessing.get_context("spawn" if ON_GPUS else "fork").Process)
+        self._start_processes(fork_from_server if ON_GPUS else torch.multiprocessing.get_context("fork").Process)
 
     @classmethod
     def _run(cls, *args: Any, **options: Any) -> None:

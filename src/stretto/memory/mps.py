@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _CONTROL = "nvidia-cuda-mps-control"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 # Percentages by number of ranks. On an H100 they give 62, 32, 16 or 14 multiprocessors. Some numbers of ranks could
 # have more (31% for 3, 21% for 4), but cuBLAS leaves parts of products unwritten with 20, 26, 36, 38, 40 or 42
@@ -57,6 +58,10 @@ def mps_daemon(percentage: int) -> Iterator[dict[str, str]]:
     variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
     # A percentage in the daemon's own environment would limit all clients.
     environment = {name: value for name, value in os.environ.items() if name != _PERCENTAGE} | variables
+    gpus = os.environ.get(_VISIBLE, "").split(",")
+    if all(gpu.strip().isdecimal() for gpu in gpus):
+        # A daemon that sees some of the machine's GPUs numbers them from 0 on for its clients.
+        variables[_VISIBLE] = ",".join(str(number) for number in range(len(gpus)))
     # This process ends the daemon when its standard input is closed, as happens when its parent is killed.
     keeper = subprocess.Popen(
         [sys.executable, "-IS", __file__, control, folder],
