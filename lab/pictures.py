@@ -38,7 +38,11 @@ def draw_result(result: Path) -> Path | None:
     picture = result.with_suffix(".png")
     module, name = plot.split(":")
     draw: Callable[[dict[str, Any], Path], None] = getattr(import_module(module), name)
-    draw(json.loads(result.read_text()), picture)
+    try:
+        draw(json.loads(result.read_text()), picture)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:  # cut off, or not a result's rows
+        problem = f"has no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{result} is damaged, and cannot be drawn: {problem}") from error
     return picture
 
 

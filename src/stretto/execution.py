@@ -8,6 +8,7 @@ from the same numbers.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from textwrap import fill
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
@@ -293,7 +294,7 @@ class ExecutionOptions:
         if rows is not None and (isinstance(rows, bool) or rows < 1):
             raise ValueError(f"expert_rows is {rows!r}, but must be a whole number, at least 1, or None")
 
-    @property
+    @cached_property
     def recomputation(self) -> Recomputation:
         """`recompute`, parsed."""
         return Recomputation.parse(self.recompute)

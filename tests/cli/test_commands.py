@@ -299,6 +299,8 @@ def test_init_writes_a_configuration_with_its_comments(tmp_path: Path, monkeypat
     assert stretto_command("init", "qwen3-8b")[0] == 0
     config = load_config(tmp_path / "qwen3-8b.toml")
     assert (config.model.name, config.out) == ("qwen3-8b", Path("runs/qwen3-8b"))
+    assert stretto_command("init", "gpt2-xl")[0] == 0
+    assert load_config(tmp_path / "gpt2-xl.toml").train.seq_len == 1024  # as many positions as it has
     status, text = stretto_command("plan", "qwen3-8b.toml", "--cluster", "dgx-h200", "--gpus", 8, "--json")
     assert (status, json.loads(text)[0]["fits"]) == (0, True)
 

@@ -131,6 +131,14 @@ def test_bad_input_is_refused_before_any_rank_starts(arguments, words):
     assert (status, words in text) == (2, True), text
 
 
+@pytest.mark.parametrize(("text", "problem"), [('{"rows": [', "Expecting value"), ('{"rows": []}', "has no ")])
+def test_redraw_names_a_damaged_result(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "train.json").write_text(text)
+    status, output = bench("redraw", tmp_path)
+    assert (status, output.count("\n")) == (2, 1), output
+    assert f"{tmp_path / 'train.json'} is damaged, and cannot be drawn: {problem}" in output
+
+
 def test_predictions_for_a_preset_are_written_without_a_gpu(tmp_path):
     file = tmp_path / "predictions.json"
     arguments = ["--models", "gpt-5b gpt-10b:16", "--batches", "8,16", "--ranks", 4]

@@ -17,6 +17,11 @@ from stretto.train.gpt.model_source import HuggingFaceSource
 SEQ_LEN = 4096
 # As their model cards say: in all, and with which a token is multiplied.
 PARAMETERS = {
+    "gpt2-xl": 1_557_611_200,
+    "gpt-3-6.7b": 6_658_404_352,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "gemma-7b": 8_537_680_896,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
     "qwen3-8b": 8_190_735_360,
@@ -36,12 +41,14 @@ def test_a_public_model_has_the_sizes_and_operations_of_the_one_that_transformer
     assert sizes.parameters == local_parameters(sizes, GridSizes()) == count == PARAMETERS[name]
     embedding = model.get_input_embeddings().weight
     share = getattr(config, "num_experts_per_tok", 1) / (getattr(config, "num_local_experts", None) or 1)
-    multiplied = sum(
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    multiplied = embedding.numel() + sum(  # by the head
         parameter.numel() * (share if parameter.dim() == 3 else 1)
-        for parameter in model.parameters()
-        if parameter.dim() > 1 and parameter is not embedding
+        for each, parameter in model.named_parameters()
+        if parameter.dim() > 1 and id(parameter) not in looked_up and each != "lm_head.weight"
     )
-    attention = sum(SEQ_LEN * module.out_features for each, module in model.named_modules() if each.endswith("q_proj"))
+    queries = config.num_attention_heads * sizes.head_dim
+    attention = SEQ_LEN * queries * config.num_hidden_layers
     assert isinstance(model.lm_head, nn.Linear)
     assert HuggingFaceSource(name).flops_per_token(SEQ_LEN) == 6 * multiplied + 12 * attention
 

@@ -3,7 +3,7 @@
 
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,8 +33,8 @@ def init(
     """
     with refusing_bad_input(as_json=as_json):
         known = {each.name.removesuffix(".toml"): each.read_text() for each in (files("stretto") / "configs").iterdir()}
-        known |= {each: known["public"].replace("{name}", each) for each in PUBLIC_MODELS}
-        del known["public"]
+        public = known.pop("public")
+        known |= {each: _fill_in(public, each, config) for each, config in PUBLIC_MODELS.items()}
         if name is None:
             summaries = {each: known[each].partition("\n")[0].removeprefix("# ") for each in sorted(known)}
             if as_json:
@@ -50,6 +50,12 @@ def init(
         print_json({"file": file})
     else:
         print(f"wrote {file}: change it as you like, then run `stretto train {file}`")
+
+
+def _fill_in(template: str, name: str, config: dict[str, Any]) -> str:
+    """The configuration of a public model, in which sequences have at most as many tokens as its positions."""
+    positions = config.get("max_position_embeddings") or config["n_positions"]
+    return template.replace("{name}", name).replace("seq_len = 4096", f"seq_len = {min(4096, positions)}")
 
 
 def _write_new(file: Path, text: str) -> None:

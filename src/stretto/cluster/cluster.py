@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from stretto.atomic_files import write_atomically
@@ -40,7 +41,7 @@ class Cluster:
     def __post_init__(self) -> None:
         check(self)
         self._check_bandwidths()
-        keys = list(dotted_keys(Cluster))
+        keys = _figures()
         for key in self.sources:
             if key not in keys:
                 raise ValueError(f"sources names an unknown figure {key!r}; {suggest(key, keys)}")
@@ -143,8 +144,7 @@ class Cluster:
 
         Raises ValueError if the value is unknown, or if the key does not exist.
         """
-        keys = list(dotted_keys(Cluster))
-        if key not in keys:
+        if key not in (keys := _figures()):
             raise ValueError(f"no figure of a cluster is called {key!r}; {suggest(key, keys)}")
         value: object = self
         for part in key.split("."):
@@ -177,3 +177,9 @@ class Cluster:
             if pair in seen:
                 raise ValueError(f"{place}: preceding {row.preceding}, size {row.size} is there twice; keep one")
             seen.add(pair)
+
+
+@cache
+def _figures() -> tuple[str, ...]:
+    """The dotted keys of a cluster file."""
+    return tuple(dotted_keys(Cluster))

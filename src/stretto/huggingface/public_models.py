@@ -16,6 +16,24 @@ _LLAMA_3 = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+_LLAMA_2 = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+_GPT = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 50257,
+    # GPT-2's files say 0.1, which `parallelize` refuses in attention.
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
 _QWEN3 = {
     "vocab_size": 151936,
     "num_attention_heads": 32,
@@ -27,10 +45,33 @@ _QWEN3 = {
 }
 
 PUBLIC_MODELS: dict[str, dict[str, Any]] = {
+    "gpt2-xl": _GPT | {"n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024},
+    # Of table 2.1 in Brown et al. (2020), whose sizes GPT-2's code builds: all layers' attention is dense here.
+    "gpt-3-6.7b": _GPT | {"n_embd": 4096, "n_layer": 32, "n_head": 32, "n_positions": 2048},
+    "llama-2-7b": _LLAMA_2
+    | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "llama-2-13b": _LLAMA_2
+    | {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
     "llama-3-8b": _LLAMA_3
     | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "llama-3-70b": _LLAMA_3
     | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "gemma-7b": {
+        "model_type": "gemma",
+        "architectures": ["GemmaForCausalLM"],
+        "vocab_size": 256000,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
     "qwen3-8b": _QWEN3
     | {
         "model_type": "qwen3",

@@ -17,6 +17,7 @@ from stretto.planner.experts.cost import local_expert_parameters
 from stretto.planner.grids import every_grid, why_impossible
 from stretto.planner.memory import gathered_by_copy_engines, local_parameters
 from stretto.planner.optimizer_state import number_bytes, optimizer_seconds
+from stretto.planner.step import GroupCollective
 from stretto.planner.workload import ELEMENT_BYTES, StepConfig, StepWorkload
 
 # What real kernels reach, where the cluster does not say what was measured on it.
@@ -30,6 +31,8 @@ TILE_ROWS = 128
 # What element-wise kernels, norms and the optimizer reach of a copy's rate, gaps between them included: torch's own
 # copy kernel reaches 2.9 TB/s on an H200, where a plain Triton one reaches 4.2.
 ELEMENT_WISE_EFFICIENCY = 0.7
+
+CollectivesOfGrid = dict[tuple[str, str, float], GroupCollective | None]
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,11 @@ class Device:
         copied = cluster.gpu.measured_memory_bandwidth or COPY_EFFICIENCY * cluster.require("gpu.memory_bandwidth")
         self.memory_bandwidth = ELEMENT_WISE_EFFICIENCY * copied
         self._seconds: dict[tuple[int, int, int, str], float] = {}
+        self._collectives: dict[GridSizes, CollectivesOfGrid] = {}
+
+    def collectives(self, grid: GridSizes) -> CollectivesOfGrid:
+        """A grid's collectives by kind, group and bytes, as far as they were predicted; added to by its steps."""
+        return self._collectives.setdefault(grid, {})
 
     @cached_property
     def _measured(self) -> dict[str, list[tuple[tuple[float, float, float], float]]]:

@@ -9,6 +9,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import NamedTuple
 
 from stretto.cluster import Cluster
@@ -133,11 +134,11 @@ class PassTotals(NamedTuple):
 
     def times(self, count: float) -> "PassTotals":
         """Of so many such passes."""
-        return PassTotals(*(count * value for value in self))
+        return PassTotals(*[count * value for value in self])
 
     def plus(self, other: "PassTotals") -> "PassTotals":
         """Of both together."""
-        return PassTotals(*(a + b for a, b in zip(self, other, strict=True)))
+        return PassTotals(*map(add, self, other))
 
     @property
     def hidden(self) -> float:

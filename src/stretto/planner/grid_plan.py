@@ -3,8 +3,9 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 from stretto.axes import INNER_TO_OUTER
@@ -173,17 +174,17 @@ def judge(
     tokens = (micro_batch or local) * workload.seq_len
     if impossible is None and tokens % config.token_parts:
         impossible = f"with shard_sequence, x={config.grid.x} does not divide a rank's {tokens} tokens at once"
-    has_nvlink = has_nvlink_over_z(cluster, config.grid)
+    needed = cache(partial(_memory_at, workload, config, has_nvlink=has_nvlink_over_z(cluster, config.grid)))
     size = micro_batch
     if size is None and impossible is None and device is None and workload.model.moe is not None:
         size = local  # the paper's model of memory has no activations
     elif size is None and impossible is None:
-        size = largest_micro_batch(workload, config, limit, has_nvlink=has_nvlink)
+        size = largest_micro_batch(workload, config, limit, needed)
     config = replace(config, micro_batch=size or 1)
     if device is None and workload.model.moe is not None:
         components = list_memory(workload.model, config.grid)
     else:
-        components = memory(workload, config, has_nvlink=has_nvlink)
+        components = needed(config.micro_batch)
     parameters = local_parameters(workload.model, workload.model.splitting_sizes(config.grid))
     host = host_memory(workload, config, cluster, parameters, kept_activations(workload, config)[1])
     fits = impossible is None and peak(components) <= limit and host.fits
@@ -194,10 +195,19 @@ def judge(
     return Candidate(config, cost, components, host, fits, impossible, workload.model.copies(config.grid))
 
 
+def _memory_at(
+    workload: StepWorkload, config: StepConfig, micro_batch: int, *, has_nvlink: bool
+) -> Mapping[str, float]:
+    return memory(workload, replace(config, micro_batch=micro_batch), has_nvlink=has_nvlink)
+
+
 def largest_micro_batch(
-    workload: StepWorkload, config: StepConfig, limit: float, *, has_nvlink: bool = False
+    workload: StepWorkload, config: StepConfig, limit: float, needed: Callable[[int], Mapping[str, float]]
 ) -> int | None:
-    """The largest micro-batch at which the config stays within `limit` bytes (by `memory`); None if none does."""
+    """The largest micro-batch at which the config stays within `limit` bytes; None if none does.
+
+    needed: `memory` of a micro-batch.
+    """
     candidates = [
         size
         for size in divisors(workload.batch // config.grid.batch_parts)
@@ -205,7 +215,7 @@ def largest_micro_batch(
     ]
 
     def is_too_large(micro_batch: int) -> bool:
-        return peak(memory(workload, replace(config, micro_batch=micro_batch), has_nvlink=has_nvlink)) > limit
+        return peak(needed(micro_batch)) > limit
 
     # Alone among them, a rank's whole part is no accumulation, which may keep more than it saves.
     if candidates and not is_too_large(candidates[-1]):

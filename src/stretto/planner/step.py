@@ -130,7 +130,9 @@ class PassRecorder:
 
     def wait(self, *starts: int | None) -> None:
         """Wait for collectives."""
-        self.steps += [AwaitCollective(start) for start in starts if start is not None]
+        for start in starts:
+            if start is not None:
+                self.steps.append(AwaitCollective(start))
 
     def run(self, name: str, *collectives: GroupCollective | None) -> None:
         """Issue collectives, and wait for each."""

@@ -88,7 +88,7 @@ class _WorkloadRecorder:
         self.tokens, grid = config.micro_batch * workload.seq_len, config.grid
         sizes = {"x": grid.x, "y": grid.y, "z": grid.z, REPLICAS: grid.replicas}
         sizes |= {EXPERT: grid.expert, EXPERT_Z: grid.expert_z, EXPERT_DATA: grid.expert_data}
-        self._known: dict[tuple[str, str, float], GroupCollective | None] = {}
+        self._known = device.collectives(grid)
         self._several = {group for group, size in sizes.items() if size > 1}  # that have several ranks
         options, has_nvlink = config.options, has_nvlink_over_z(self.cluster, config.grid)
         is_plain, is_whole = not self.model.is_sharded_by_blocks, config.grid.pipe == 1

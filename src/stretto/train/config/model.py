@@ -36,7 +36,7 @@ class ModelConfig(Section):
         None,
         "a preset: gpt2-small, gpt-5b, gpt-10b, gpt-20b, gpt-40b, gpt-60b, gpt-80b, gpt-160b, gpt-320b, "
         "gpt-640b; or a public model, which is transformers' with random weights, and takes no other option but "
-        "`model.dropout = 0`: llama-3-8b, llama-3-70b, qwen3-8b, qwen3-30b-a3b, mixtral-8x7b",
+        f"`model.dropout = 0`: {', '.join(PUBLIC_MODELS)}",
     )
     layers: Annotated[int | None, CanBeNone] = option(None, "transformer blocks", unset=PRESETS, ge=1, le=MAX_LAYERS)
     hidden: Annotated[int | None, CanBeNone] = option(
