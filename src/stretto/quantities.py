@@ -7,6 +7,13 @@ from typing import Any
 
 MAX_BYTES = 2.0**60
 MAX_COUNT = 10**9  # of what a model has: products of a few stay exact and cheap
+# Bounds of a model's shape: far above any model that was ever trained, and low enough that checking a configuration
+# takes seconds.
+MAX_LAYERS = 1 << 12
+MAX_WIDTH = 1 << 20
+MAX_VOCAB = MAX_LENGTH = 1 << 24
+MAX_LOCAL_RANKS = 1 << 10  # processes that a command starts on one machine
+MAX_REPEATS = 10**6  # of what a bench times
 _PREFIXES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}

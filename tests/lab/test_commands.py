@@ -108,6 +108,10 @@ def test_every_bench_has_help(command):
         (["collectives", "--ranks", 2, "--only", "allreduce,all"], "there is no collective 'all'"),
         (["compile", "--largest", 1], "more than 1"),
         (["train", "--ranks", 2, "--batch", 0], "batch is 0, but must be at least 1"),
+        (["train", "--ranks", 2, "--layers", 2**62], "--layers is 4611686018427387904, but must be at most 4,096"),
+        (["train", "--ranks", 10**9], "--ranks is 1000000000, but must be at most 1,024"),
+        (["train", "--ranks", 2, "--seq-len", 10**9], "--seq-len is 1000000000, but must be at most 16,777,216"),
+        (["train", "--ranks", 2, "--repeats", 2**62], "but must be at most 1,000,000"),
         (["peers", "--ranks", 2, "--rounds", 0], "rounds is 0, but must be at least 1"),
         (["overlap", "--ranks", 4, "--warm-up", -1], "--warm-up is -1, but must be at least 0"),
         (["plan", "--ranks", 2, "--repeats", 0], "repeats is 0, but must be at least 1"),
@@ -129,6 +133,14 @@ def test_every_bench_has_help(command):
 def test_bad_input_is_refused_before_any_rank_starts(arguments, words):
     status, text = bench(*arguments)
     assert (status, words in text) == (2, True), text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train", "--batch", 10**9], ["train", "--layers", 4096], ["embedding", "--rows", 10**9]]
+)
+def test_a_bench_on_a_cpu_is_refused_where_the_machine_has_no_memory_for_it(arguments: list[object]) -> None:
+    status, text = bench(*arguments, "--ranks", 2)
+    assert (status, "for the 2 here, but this machine has" in text) == (2, True), text
 
 
 @pytest.mark.parametrize(("text", "problem"), [('{"rows": [', "Expecting value"), ('{"rows": []}', "has no ")])

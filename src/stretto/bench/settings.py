@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
 
+from stretto.quantities import MAX_LAYERS, MAX_LENGTH, MAX_LOCAL_RANKS, MAX_REPEATS, MAX_VOCAB
 from stretto.suggestions import name_known
 
 
@@ -37,7 +38,7 @@ class Option:
 
     help: what `--help` says. flags: the option's name where it is not the field's ("--only", "--graph/--no-graph").
     separator: between the items of a tuple in the default that is shown; a user may write commas or spaces. A tuple
-    with is_repeated is an option that may be given several times instead. least: the least number that it may be.
+    with is_repeated is an option that may be given several times instead. least, most: between which it may be.
     """
 
     help: str
@@ -47,16 +48,20 @@ class Option:
     separator: str = ","
     is_repeated: bool = False
     least: float | None = None
+    most: int | None = None
 
 
-Ranks = Annotated[int | None, Option("Processes (default: the machine's GPUs).", least=1)]
-WarmUp = Annotated[int, Option("Steps before timing.", least=0)]
-Repeats = Annotated[int, Option("Timed steps of a round; their median counts.", least=1)]
-Rounds = Annotated[int, Option("Rounds over all runs; a run's best median counts.", least=1)]
-Layers = Annotated[int | None, Option("How many of its layers (default: all).", least=1)]
-SeqLen = Annotated[int, Option("Tokens a sequence.", least=1)]
+Ranks = Annotated[int | None, Option("Processes (default: the machine's GPUs).", least=1, most=MAX_LOCAL_RANKS)]
+WarmUp = Annotated[int, Option("Steps before timing.", least=0, most=MAX_REPEATS)]
+Repeats = Annotated[int, Option("Timed steps of a round; their median counts.", least=1, most=MAX_REPEATS)]
+Rounds = Annotated[int, Option("Rounds over all runs; a run's best median counts.", least=1, most=MAX_REPEATS)]
+Layers = Annotated[int | None, Option("How many of its layers (default: all).", least=1, most=MAX_LAYERS)]
+SeqLen = Annotated[int, Option("Tokens a sequence.", least=1, most=MAX_LENGTH)]
 Vocab = Annotated[
-    int, Option("Vocabulary; GPT-2's 50,257 padded to a multiple of 64, since an odd GEMM is slow.", least=1)
+    int,
+    Option(
+        "Vocabulary; GPT-2's 50,257 padded to a multiple of 64, since an odd GEMM is slow.", least=1, most=MAX_VOCAB
+    ),
 ]
 Modes = Annotated[tuple[str, ...], Option("graph, eager, with commas.")]
 LargestBytes = Annotated[int, Option("Bytes of the whole array.")]
@@ -82,6 +87,13 @@ def require_least(least: int, **numbers: float) -> None:
     for name, number in numbers.items():
         if number < least:
             raise ValueError(f"{name} is {number}, but must be at least {least}")
+
+
+def require_most(most: int, **numbers: float) -> None:
+    """ValueError for a number that is larger, with its name."""
+    for name, number in numbers.items():
+        if number > most:
+            raise ValueError(f"{name} is {number}, but must be at most {most:,}")
 
 
 def list_sizes(smallest: int, largest: int, step: int) -> tuple[int, ...]:

@@ -25,8 +25,12 @@ def train(setting: ThroughputSetting, out: Path) -> Any:
     ranks = benches.count_ranks(setting.ranks)
     workload = setting.workload(ranks)
 
-    from stretto.bench.training.throughput import bench_train
     from stretto.cluster import Cluster
+    from stretto.cluster.detection import count_gpus
+
+    if not count_gpus():
+        workload.check_room(ranks)
+    from stretto.bench.training.throughput import bench_train
 
     return bench_train(workload, ranks, out, Cluster.detect().gpu.peak_flops.bf16, setting.has_peers)
 
@@ -42,6 +46,10 @@ def collectives(ranks: int, setting: CollectivesSetting, out: Path) -> Any:
 @benches.command("embedding", "stretto.bench.embedding.settings", needs=Needs.RANKS, count=benches.count_ranks)
 def embedding(ranks: int, setting: EmbeddingSetting, out: Path) -> Any:
     """Embedding look-ups fused with their all-to-all, compared with EmbeddingBag and with one batched kernel."""
+    from stretto.cluster.detection import count_gpus
+
+    if not count_gpus():
+        setting.check_room(ranks)
     from stretto.bench.embedding.run import bench_embedding
 
     return bench_embedding(ranks, out, setting)

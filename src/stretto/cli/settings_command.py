@@ -17,9 +17,10 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from stretto.atomic_files import require_writable_folder
-from stretto.bench.settings import Needs, Ranks, parse_number, require_least, split_words
+from stretto.bench.settings import Needs, Ranks, parse_number, require_least, require_most, split_words
 from stretto.cli.commands import App, LazyCommand, make_command
 from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input, stdout_on_stderr
+from stretto.quantities import MAX_LOCAL_RANKS
 
 
 class BenchApp:
@@ -87,6 +88,7 @@ class BenchApp:
         """The number of ranks to start: as given, else the machine's GPUs. Raises ValueError if there are none."""
         if ranks is not None and ranks < 1:
             raise ValueError(f"--ranks is {ranks}, but must be at least 1")
+        require_most(MAX_LOCAL_RANKS, **{"--ranks": ranks or 1})
         from stretto.cluster.detection import count_gpus
 
         count = ranks or count_gpus()
@@ -193,8 +195,12 @@ def _read(options: "Mapping[str, Field[Any]]", given: Mapping[str, Any]) -> dict
             if not words and options[name].default:
                 raise ValueError(f"{flag} is empty, but takes one name or more")
             value = tuple(_read_items(words, get_args(type_)[0], flag))
-        elif value is not None and option.least is not None:
-            require_least(option.least, **{option.flags or "--" + name.replace("_", "-"): value})
+        elif value is not None:
+            named = {option.flags or "--" + name.replace("_", "-"): value}
+            if option.least is not None:
+                require_least(option.least, **named)
+            if option.most is not None:
+                require_most(option.most, **named)
         values[name] = value
     return values
 

@@ -23,6 +23,7 @@ from stretto.cluster.model import (
     Matmul,
     MeasuredCollective,
 )
+from stretto.quantities import MAX_LOCAL_RANKS
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +76,8 @@ def require_links(ranks: int, gpus: int) -> None:
     """Raise ValueError for so few ranks that there is no link between two, and for ranks without a GPU each."""
     if ranks < 2:
         raise ValueError(f"a probe measures links, so it takes at least 2 ranks; it was given {ranks}")
+    if ranks > MAX_LOCAL_RANKS:
+        raise ValueError(f"--ranks is {ranks}, but a machine runs at most {MAX_LOCAL_RANKS:,} processes of a probe")
     if gpus and ranks > gpus:
         raise ValueError(f"{ranks} ranks need a GPU each, but there are {gpus}; --ranks {gpus} would do")
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from stretto.bench.settings import Option, Rounds, Tuning, require_known, require_least
+from stretto.cluster.host_memory import check_room
+from stretto.quantities import MAX_COUNT, MAX_REPEATS
 
 MLPERF = "mlperf"
 PEERS = ("bags", "batched", "chunked")
@@ -58,7 +60,7 @@ class LookupShapes:
         LookupShape(65536, 7, 128, 8),
         LookupShape.parse(MLPERF),
     )
-    rows: Annotated[int, Option("Rows of each table; of MLPerf's, at most.", least=1)] = 100_000
+    rows: Annotated[int, Option("Rows of each table; of MLPerf's, at most.", least=1, most=MAX_COUNT)] = 100_000
     dtype: Annotated[str, Option("float32, float16 or bfloat16.")] = "float32"
     is_jagged: Annotated[
         bool, Option("Bags of 0 to twice the pooling, not of exactly that.", "--jagged/--no-jagged")
@@ -68,6 +70,12 @@ class LookupShapes:
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype is float32, float16 or bfloat16, not {self.dtype!r}")
         require_least(1, rows=self.rows)
+
+    def check_room(self, ranks: int) -> None:
+        """Raise ValueError if the tables of the processes of a CPU need more memory than this machine has."""
+        largest = max(case.tables * case.dim for case in self.cases)
+        size = 4 if self.dtype == "float32" else 2
+        check_room(size * self.rows * largest, ranks, f"a case with tables of {self.rows:,} rows", "--rows")
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ class EmbeddingSetting(LookupShapes):
     has_backward: Annotated[bool, Option("Measure the backward pass too.", "--backward/--no-backward")] = True
     skip: Annotated[tuple[str, ...], Option("Peers to leave out: bags, batched, chunked, with commas.")] = ()
     rounds: Rounds = 2
-    replays: Annotated[int, Option("Timed rows of calls in a round.")] = 5
+    replays: Annotated[int, Option("Timed rows of calls in a round.", most=MAX_REPEATS)] = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()

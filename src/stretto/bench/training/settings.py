@@ -42,6 +42,20 @@ class TrainingWorkload:
         require_least(1, batch=self.batch, seq_len=self.seq_len, repeats=self.repeats, rounds=self.rounds)
         require_least(0, warm_up=self.warm_up)
 
+    def check_room(self, ranks: int) -> None:
+        """Raise ValueError if the processes of a CPU certainly need more memory than this machine has.
+
+        Counts the parameters with gradients and two moments in fp32, each once, and the inputs of all blocks.
+        """
+        from stretto.cluster.host_memory import check_room
+        from stretto.planner import read_architecture
+
+        numbers = read_architecture(self.model, self.seq_len).parameters
+        kept = 2 * self.batch * self.seq_len * self.model.hidden * self.model.layers
+        kind = "model" if 16 * numbers > kept else "batch"
+        what = f"{self.model.layers} layers of hidden {self.model.hidden} with a batch of {self.batch} x {self.seq_len}"
+        check_room((16 * numbers + kept) / ranks, ranks, f"a model of {what} tokens", kind)
+
     def flops(self) -> float:
         """Model FLOPs of a step, by Narayanan et al.'s formula: 72 B s l h^2 (1 + s / 6h + V / 12lh).
 

@@ -15,10 +15,9 @@ from stretto.execution import (
     StagePlacement,
     StateOptions,
 )
+from stretto.quantities import MAX_LAYERS, MAX_LENGTH
 from stretto.train.config.model import ModelConfig
 from stretto.train.config.options import (
-    MAX_LAYERS,
-    MAX_LENGTH,
     MAX_RANKS,
     CanBeNone,
     GridConfig,

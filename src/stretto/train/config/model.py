@@ -6,12 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import model_validator
 
 from stretto.huggingface.public_models import PUBLIC_MODELS
+from stretto.quantities import MAX_LAYERS, MAX_LENGTH, MAX_VOCAB, MAX_WIDTH
 from stretto.suggestions import are_missing
 from stretto.train.config.options import (
-    MAX_LAYERS,
-    MAX_LENGTH,
-    MAX_VOCAB,
-    MAX_WIDTH,
     PRESETS,
     CanBeNone,
     Section,

@@ -30,11 +30,6 @@ MAX_TIMEOUT = 30 * 24 * 3600  # seconds, as stretto.memory.groups allows
 MAX_STEPS = 1 << 53  # larger whole numbers are not exact in floating point
 MAX_GRIDS = 64
 MAX_RESTARTS = 1 << 20
-# Bounds of a model's shape: far above any model that was ever trained, and low enough that checking a configuration
-# takes seconds.
-MAX_LAYERS = 1 << 12
-MAX_WIDTH = 1 << 20
-MAX_VOCAB = MAX_LENGTH = 1 << 24
 PRESETS = "the preset's"
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.train.config.options import MAX_VOCAB
+from stretto.quantities import MAX_VOCAB
 from stretto.train.data.files import DataFile, modified_at
 
 # The sample that represents a whole stream of any size: 256 blocks of 16 Ki tokens.
