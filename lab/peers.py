@@ -30,8 +30,8 @@ from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_, draw_weights, 
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, compile_blocks, fused_adamw, local_batch
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.models import GPT, GPTConfig
-from stretto.models.fused import rotary_angles
 from stretto.parallel import checkpoint_activations
+from stretto.parallel.layers.fused import rotary_angles
 from stretto.train.optimizer import local_shard
 
 

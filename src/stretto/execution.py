@@ -220,6 +220,7 @@ class Recomputation(NamedTuple):
 RECOMPUTATION_KINDS = ("none", "full", "products", "communication", "host")  # and every:k
 
 
+Fused = Literal["auto", False]
 ReshardPolicy = Literal["after_forward", "after_backward", "weights_after_step", "gradients_after_step", "after_step"]
 
 
@@ -227,7 +228,8 @@ ReshardPolicy = Literal["after_forward", "after_backward", "weights_after_step",
 class ExecutionOptions:
     """Options of a step's execution, apart from its grid, micro-batch and dtypes.
 
-    Raises ValueError for an unknown reshard policy or mode of recomputation, and for expert_rows that are not positive.
+    Raises ValueError for an unknown reshard policy, mode of recomputation or value of fused, and for expert_rows that
+    are not positive.
     """
 
     overlap: Overlap = field(
@@ -265,6 +267,14 @@ class ExecutionOptions:
         default=False,
         metadata={"help": "autotune the layouts of each linear's matrix products in the first step"},
     )
+    fused: Fused = field(
+        default="auto",
+        metadata={
+            "help": "replace norms, rotary positions, gated SiLUs and the loss of a transformers model by fused "
+            "kernels: `auto`: on GPUs, where they compute the same and torch.compile does not; `false`: nowhere "
+            "([what it does to bits](parallelize.md#fused-kernels))"
+        },
+    )
     stages: StageOptions = field(
         default=StageOptions(),
         metadata={"help": "how the model is split into pipeline stages, if the grid or a rank has several"},
@@ -289,6 +299,8 @@ class ExecutionOptions:
     def __post_init__(self) -> None:
         if self.reshard not in get_args(ReshardPolicy):
             raise ValueError(f"reshard is {self.reshard!r}, but must be one of {', '.join(get_args(ReshardPolicy))}")
+        if self.fused not in ("auto", False):
+            raise ValueError(f"fused is {self.fused!r}, but must be 'auto' or False")
         Recomputation.parse(self.recompute)
         rows = self.expert_rows
         if rows is not None and (isinstance(rows, bool) or rows < 1):
@@ -350,6 +362,7 @@ class ExecutionKeywords(TypedDict, total=False):
     recompute: str
     shard_sequence: bool
     tune_matmuls: bool
+    fused: Fused
     stages: StageOptions
     drop_duplicates: bool
     expert_rows: int | None

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.models import GPT, GPTConfig, fused
+from stretto.models import GPT, GPTConfig
 from stretto.parallel.comm.autograd import SelectiveMode
+from stretto.parallel.layers import fused
 from tests.gpu.test_moe import no_host_waits, poison
-from tests.models.test_fused import expect_heads, far_from
+from tests.parallel.layers.test_fused import expect_heads, far_from
 
 pytestmark = pytest.mark.ranks(1, own=(1,), among=(1,))
 SHAPES = [(2, 4096, 8, 4, 128), (3, 1000, 5, 1, 80), (1, 1, 1, 7, 6)]

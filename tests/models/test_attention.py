@@ -9,9 +9,9 @@ from tests.parallel.training import my_rows
 from torch import Tensor
 
 from stretto.models import GPT, GPTConfig
-from stretto.models.fused import rotary_angles
 from stretto.models.gpt import Attention
 from stretto.parallel import Grid, gather, layout_of, parallelize
+from stretto.parallel.layers.fused import rotary_angles
 
 SEED = 5
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.execution import Recomputation
 from stretto.models import GPT, GPTConfig
-from stretto.models.fused import rotary_angles
 from stretto.parallel import (
     Grid,
     checkpoint_activations,
@@ -27,6 +26,7 @@ from stretto.parallel import (
     run_once,
 )
 from stretto.parallel.blocks import find_blocks
+from stretto.parallel.layers.fused import rotary_angles
 from stretto.parallel.recomputation import _HostInputs
 from stretto.recommendation.pooled_exchange import _ExchangePooled
 from tests.parallel import zoo

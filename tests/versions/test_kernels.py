@@ -17,7 +17,7 @@ from tests.stress.kernels import list_kernels
 from tests.tiles.machine_code import make_channel
 
 from stretto import tiles
-from stretto.ops import cross_entropy, rotary
+from stretto.ops import cross_entropy, rms_norm, rotary
 from stretto.ops.embedding import backward_kernel, forward_kernel
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
 from stretto.ops.moe import activation, permutation
@@ -104,9 +104,20 @@ def launch_clearing(name: str) -> Launch:
 
 def launch_cross_entropy(name: str) -> Launch:
     numbers = (FLOATS, FLOATS.clone(), FLOATS.clone())
-    return Launch(
-        getattr(cross_entropy, name), (FLOATS.bfloat16(), LONGS, *numbers, 4096, 4096, 4096), {"num_warps": 8}
-    )
+    logits = [FLOATS.bfloat16() for _ in range(1 if name == "reduce_rows" else 2)]
+    return Launch(getattr(cross_entropy, name), (*logits, LONGS, *numbers, 4096, 4096, 4096), {"num_warps": 8})
+
+
+def launch_norm(name: str) -> Launch:
+    halves = [FLOATS.bfloat16() for _ in range(3)]
+    if name == "normalize_rows":
+        return Launch(rms_norm.normalize_rows, (*halves, FLOATS, 4096, 4096, 1e-6, 0.0, 1, 4096), {"num_warps": 8})
+    arguments = *halves[:2], FLOATS, halves[2], FLOATS.bfloat16(), FLOATS, 4096, 4096, 0.0, 528, 1, 4096
+    return Launch(rms_norm.differentiate_norm, arguments, {"num_warps": 8})
+
+
+def launch_turn() -> Launch:
+    return Launch(rotary.turn_heads, (*(FLOATS.bfloat16() for _ in range(6)), 4096, 0, 32, 8, False, 64, 64, 16), {})
 
 
 def launch_hash() -> Launch:
@@ -171,7 +182,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         )
         for name in names
     },
+    **{
+        f"ops.rms_norm.{name}": lambda name=name: launch_norm(name) for name in ("normalize_rows", "differentiate_norm")
+    },
     **{f"ops.rotary.{name}": lambda name=name: launch_rotation(name) for name in ("join_heads", "split_heads")},
+    "ops.rotary.turn_heads": launch_turn,
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.execution import IGNORED_TARGET
-from stretto.models.fused import Angles, rotary_angles, rotate_heads, swiglu
 from stretto.models.gpt_config import GPTConfig
 from stretto.models.moe import Experts, MoE, Router, SharedExpert
+from stretto.parallel.layers.fused import Angles, rotary_angles, rotate_heads, swiglu
 
 
 class Attention(nn.Module):

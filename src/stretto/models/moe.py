@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import record_function
 
-from stretto.models.fused import swiglu
 from stretto.models.gpt_config import GPTConfig
 from stretto.models.router import Router, RouterOptions, RoutingStatistics, routers, scale_losses, update_biases
+from stretto.parallel.layers.fused import swiglu
 
 __all__ = [
     "Experts",

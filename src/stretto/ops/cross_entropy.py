@@ -38,15 +38,22 @@ def read_statistics(logits: Tensor, targets: Tensor, columns: int) -> tuple[Tens
 
 
 def write_gradients(
-    logits: Tensor, targets: Tensor, greatest: Tensor, sums: Tensor, scale: Tensor, columns: int
+    logits: Tensor,
+    targets: Tensor,
+    greatest: Tensor,
+    sums: Tensor,
+    scale: Tensor,
+    columns: int,
+    out: Tensor | None = None,
 ) -> None:
     """Replace each logit by scale * (softmax - [it is the target's]), and columns that do not count by zeros.
 
     logits, targets and columns are those of `read_statistics`; greatest, sums and scale are fp32 [t]: of the whole row,
-    whichever rank has its columns, and the factor of the row's loss. Rounded once, to logits' dtype.
+    whichever rank has its columns, and the factor of the row's loss. Rounded once, to logits' dtype. out: of logits'
+    shape and dtype, is written in their place.
     """
     if logits.numel():
-        arguments = logits, targets, greatest, sums, scale, columns, logits.shape[1]
+        arguments = logits, logits if out is None else out, targets, greatest, sums, scale, columns, logits.shape[1]
         with torch.cuda.device_of(logits):
             launch_cached(differentiate_rows, len(logits), *arguments, BLOCK=_BLOCK, num_warps=_WARPS)
 
@@ -81,7 +88,7 @@ def reduce_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def differentiate_rows(  # type: ignore[no-untyped-def]
-    logits, targets, greatest, sums, scale, columns, stride, BLOCK: tl.constexpr
+    logits, gradients, targets, greatest, sums, scale, columns, stride, BLOCK: tl.constexpr
 ):
     """The gradients of `write_gradients`, of one row a program. Synchronization: none: programs own their rows."""
     row = tl.program_id(0).to(tl.int64)
@@ -93,4 +100,4 @@ def differentiate_rows(  # type: ignore[no-untyped-def]
         value = tl.load(logits + row * stride + at, mask=at < columns, other=-float("inf")).to(tl.float32)
         gradient = tl.exp(value - top) * softmax - tl.where(at == target, factor, 0.0)
         gradient = tl.where(at < columns, gradient, 0.0)
-        tl.store(logits + row * stride + at, gradient.to(logits.dtype.element_ty), mask=at < stride)
+        tl.store(gradients + row * stride + at, gradient.to(logits.dtype.element_ty), mask=at < stride)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of rotary position embedding, which read and write each head once.
 
-`stretto.models.fused` calls them for CUDA tensors. They compute in fp32 (fp64 for fp64), and round once.
+They compute in fp32 (fp64 for fp64), and round once. `split_heads` and `join_heads` are of one tensor with queries,
+keys and values, for `stretto.parallel.layers.fused`; `turn_heads` of queries and keys apart, as transformers has them.
 """
 
 from typing import Any
@@ -11,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.ops.operator import Autograd, define_operator
 from stretto.tiles.launches import launch_cached
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TILE = 2048  # elements of each half of heads in a program
 
 
@@ -108,7 +111,7 @@ def join_heads(  # type: ignore[no-untyped-def]
 
 
 def rotate_and_split(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`stretto.models.fused.rotate_heads` of a tensor [batch, seq, groups, queries + 2, head_dim] on a GPU."""
+    """`stretto.parallel.layers.fused.rotate_heads` of a tensor [batch, seq, groups, queries + 2, head_dim] on a GPU."""
     batch, seq_len, groups, _, head_dim = qkv.shape
     heads = (
         qkv.new_empty(batch, seq_len, groups * queries, head_dim),
@@ -140,3 +143,118 @@ def _launch(kernel: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[Ten
             qkv, cos.contiguous(), sin.contiguous(), *heads, seq_len, groups,
             QUERIES=queries, HALF=head_dim // 2, LANES=lanes, HEADS=block,
         )  # fmt: skip
+
+
+@triton.jit
+def turn_heads(  # type: ignore[no-untyped-def]
+    queries, keys, cos, sin, new_queries, new_keys, seq_len, angles_of_batch, of_query, of_key,
+    BACK: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """new = heads * cos + (-second halves, first halves) * sin; of the gradient of that, if BACK.
+
+    queries and keys [tokens, of_query or of_key heads, 2 * HALF]; cos and sin [batches or 1, seq_len, 2 * HALF], where
+    angles_of_batch numbers are a batch's (0: all have the same). A program has HEADS heads of one token, and
+    LANES >= HALF features of each half. Bytes: all heads are read and written once. Synchronization: none: programs own
+    their heads.
+    """
+    dtype = tl.float64 if queries.dtype.element_ty == tl.float64 else tl.float32
+    heads = of_query + of_key
+    parts = tl.cdiv(heads, HEADS)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    head = tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS)[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    is_query, is_key = (head < of_query) & (lane < HALF), (head >= of_query) & (head < heads) & (lane < HALF)
+    at_query = (token * of_query + head) * 2 * HALF + lane
+    at_key = (token * of_key + head - of_query) * 2 * HALF + lane
+    angle = token // seq_len * angles_of_batch + token % seq_len * 2 * HALF + lane
+    c, s = tl.load(cos + angle, mask=lane < HALF, other=0.0), tl.load(sin + angle, mask=lane < HALF, other=0.0)
+    angle += HALF
+    other_c, other_s = (
+        tl.load(cos + angle, mask=lane < HALF, other=0.0),
+        tl.load(sin + angle, mask=lane < HALF, other=0.0),
+    )
+    first = tl.load(queries + at_query, mask=is_query, other=0.0).to(dtype)
+    first += tl.load(keys + at_key, mask=is_key, other=0.0).to(dtype)
+    second = tl.load(queries + at_query + HALF, mask=is_query, other=0.0).to(dtype)
+    second += tl.load(keys + at_key + HALF, mask=is_key, other=0.0).to(dtype)
+    if BACK:
+        turned = first * c.to(dtype) + second * other_s.to(dtype)
+        other = second * other_c.to(dtype) - first * s.to(dtype)
+    else:
+        turned = first * c.to(dtype) - second * s.to(dtype)
+        other = second * other_c.to(dtype) + first * other_s.to(dtype)
+    turned, other = turned.to(queries.dtype.element_ty), other.to(queries.dtype.element_ty)
+    tl.store(new_queries + at_query, turned, mask=is_query)
+    tl.store(new_queries + at_query + HALF, other, mask=is_query)
+    tl.store(new_keys + at_key, turned, mask=is_key)
+    tl.store(new_keys + at_key + HALF, other, mask=is_key)
+
+
+def _turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> tuple[Tensor, Tensor]:
+    batch, _, seq_len, head_dim = query.shape
+    old = [heads.transpose(1, 2).contiguous() for heads in (query, key)]
+    new = [torch.empty_like(heads) for heads in old]
+    lanes, of_query, of_key = triton.next_power_of_2(head_dim // 2), query.shape[1], key.shape[1]
+    block = min(triton.next_power_of_2(of_query + of_key), max(1, _TILE // lanes))
+    with torch.cuda.device_of(query):
+        launch_cached(
+            turn_heads, batch * seq_len * triton.cdiv(of_query + of_key, block),
+            *old, cos.contiguous(), sin.contiguous(), *new, seq_len, 0 if len(cos) == 1 else cos[0].numel(),
+            of_query, of_key, BACK=is_back, HALF=head_dim // 2, LANES=lanes, HEADS=block,
+        )  # fmt: skip
+    return new[0].transpose(1, 2), new[1].transpose(1, 2)
+
+
+def _fake_turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> tuple[Tensor, Tensor]:
+    query, key = (
+        torch.empty_like(heads.transpose(1, 2), memory_format=torch.contiguous_format) for heads in (query, key)
+    )
+    return query.transpose(1, 2), key.transpose(1, 2)
+
+
+def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, cos, sin, ctx.is_back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _turn_gradients(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    return *turn_on_gpu(query, key, cos, sin, not ctx.is_back), None, None, None
+
+
+turn_on_gpu = define_operator(
+    "rotary", _turn, fake=_fake_turn, autograd=Autograd(_save_angles, _turn_gradients), tensors=slice(4)
+)
+
+
+def rotate_halves(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """heads * cos + (-second halves, first halves) * sin, of queries and keys as `suits_kernel` describes them.
+
+    On a GPU it is one kernel forward and one backward, which compute in fp32 for 16-bit dtypes and round once.
+    """
+    if query.is_cuda:
+        return turn_on_gpu(query, key, cos, sin, False)
+    wide = [angle.to(torch.float64 if query.dtype == torch.float64 else torch.float32)[:, None] for angle in (cos, sin)]
+    rotated = []
+    for heads in (query, key):
+        first, second = heads.chunk(2, -1)
+        rotated.append((heads * wide[0] + torch.cat((-second, first), -1) * wide[1]).to(heads.dtype))
+    return rotated[0], rotated[1]
+
+
+def suits_kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """True if `rotate_halves` takes these.
+
+    Queries and keys are [batch, heads, seq, head_dim], angles [batch or 1, seq, head_dim]. They have one dtype, a head an even number of features, and the angles no gradients.
+    """
+    batch, _, seq_len, head_dim = query.shape
+    return (
+        query.dtype in _DTYPES
+        and {query.dtype} == {key.dtype, cos.dtype, sin.dtype}
+        and not head_dim % 2
+        and key.shape == (batch, key.shape[1], seq_len, head_dim)
+        and cos.shape == sin.shape
+        and cos.shape in ((1, seq_len, head_dim), (batch, seq_len, head_dim))
+        and not (cos.requires_grad or sin.requires_grad)
+        and query.numel() > 0
+    )

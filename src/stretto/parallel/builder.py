@@ -20,6 +20,7 @@ from stretto.parallel.comm.copy_engine_gather import (
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.rank_order import RankOrder
 from stretto.parallel.comm.weight_gathering import StepGatherer, WeightGatherer, WeightPrefetcher
+from stretto.parallel.fused_modules import fuses
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
@@ -88,6 +89,7 @@ class Builder:
         self.overlap = overlap = options.overlap
         self.tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
         self.matmuls = MatmulTuner(options.tune_matmuls and has_roles, grid.device, grid.communicator(STAGE))
+        self.is_fused = fuses(request, is_pretrained=plan.is_pretrained)
         self.linears = 0
         self.has_one_rank = grid.size("world") == 1 and not is_stage
         over_z = grid.communicator("z")
@@ -255,6 +257,7 @@ class Builder:
             gradients=self.gradient_reducer,
             name=name,
             axis=axis,
+            is_fused=self.is_fused,
         )
 
     def _experts(self, name: str, module: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ from stretto.parallel.blocks import has_forward
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.forward_passes import begin_forward, end_forward, explain_sizes
+from stretto.parallel.fused_modules import fuse_modules
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import AgreedRandomState
 from stretto.parallel.layers.plain_parts import (
@@ -54,6 +55,8 @@ def install(model: nn.Module, placement: Placement) -> None:
         cut.stages.tokens, cut.stages.has_roles = builder.tokens, has_roles
     for name, module in placement.modules.items():
         _replace_module(model, name, module)
+    if builder.is_fused:
+        fuse_modules(model)
     for owner, key, parameter in placement.shared:
         place_shared(owner, key, parameter)
     for part, parameters in placement.parts:
@@ -66,7 +69,7 @@ def install(model: nn.Module, placement: Placement) -> None:
         install_loss(model, plan, reducer, request.sharded_loss)
     else:
         is_pretrained, overlaps = plan.is_pretrained, options.overlap.all_reduce
-        install_loss_of_rows(model, reducer, is_pretrained=is_pretrained, overlaps=overlaps)
+        install_loss_of_rows(model, reducer, is_pretrained=is_pretrained, overlaps=overlaps, is_fused=builder.is_fused)
     if plan.is_pretrained and request.grid.size("z") > 1:
         pretrained_model.generate_in_step(model)
     pretrained_model.refuse_saving(model)

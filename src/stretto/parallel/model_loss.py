@@ -22,7 +22,7 @@ from stretto.huggingface.loss import (
 from stretto.huggingface.router_loss import RanksOfBatch
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.layers.loss import MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
+from stretto.parallel.layers.loss import LossOfRows, MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
 from stretto.parallel.layers.router import count_over_ranks
 from stretto.parallel.roles.plan import ShardingPlan
 
@@ -63,16 +63,23 @@ def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:
     router_loss.balance_over_batch(model, ranks)
 
 
-def install_loss_of_rows(model: nn.Module, gradients: GradientReducer, *, is_pretrained: bool, overlaps: bool) -> None:
+def install_loss_of_rows(
+    model: nn.Module, gradients: GradientReducer, *, is_pretrained: bool, overlaps: bool, is_fused: bool
+) -> None:
     """Have a model that is sharded by blocks compute its loss, and its routers' losses, over the global batch.
 
-    overlaps: whether a sum of routers' counts goes on while the model computes.
+    overlaps: whether a sum of routers' counts goes on while the model computes. is_fused: whether a loss that is known
+    is computed by kernels.
     """
     if is_pretrained:
         balance_over_batch(model, gradients)
     for module in model.modules():
         if hasattr(module, "sum_over_ranks"):  # a router of stretto.models
             count_over_ranks(module, gradients, None, overlaps=overlaps)
+    if is_fused and calls_loss_function(model):
+        loss = LossOfRows(gradients.grid, is_averaged=gradients.averages)
+        if replace_loss_function(model, loss):
+            return
     if is_pretrained and gradients.grid.size(LOSS) > 1:
         means = MeansOverBatch(gradients.grid, passes_others=True, is_averaged=gradients.averages)
         take_means_over_batch(model, means, only_with_labels=True)

@@ -29,8 +29,9 @@ def in_backward() -> bool:
 class SelectiveMode(TorchDispatchMode):
     """Base class of dispatch modes that look for some operators only, and call all others unchanged.
 
-    Under other modes `stretto.models.fused` uses PyTorch's operators in place of its kernels, whose results have other
-    last bits on GPUs. Under these it keeps its kernels, so that a step that is counted has the bits of all others.
+    Under other modes `stretto.parallel.layers.fused` uses PyTorch's operators in place of its kernels, whose results
+    have other last bits on GPUs. Under these it keeps its kernels, so that a step that is counted has the bits of all
+    others.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

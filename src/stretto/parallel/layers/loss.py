@@ -123,6 +123,14 @@ class _HeadLoss(torch.autograd.Function):
         return hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None, None
 
 
+def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of whole logits [..., vocabulary], summed over the targets [tokens] that are not ignored."""
+    logits = logits.flatten(0, -2)
+    if cross_entropy.suits_kernels(logits):
+        return _WholeLogitsLoss.apply(logits.contiguous(), targets)
+    return F.cross_entropy(logits.to(statistics_dtype(logits)), targets, ignore_index=IGNORED_TARGET, reduction="sum")
+
+
 def _tokens_of_slice(head: ParallelHead, dtype: torch.dtype, *, is_wide: bool) -> int:
     """The number of tokens whose logits are in memory at a time. is_wide: they are also stored in fp32.
 
@@ -178,6 +186,27 @@ def _cross_entropy(logits: Tensor, targets: Tensor, rows: int, group: dist.Proce
     logits /= sums[0].unsqueeze(-1)
     logits.scatter_add_(-1, index, -is_here.to(logits.dtype).unsqueeze(-1))
     return loss, logits
+
+
+class _WholeLogitsLoss(torch.autograd.Function):
+    """The loss of whole logits [tokens, vocabulary] summed over the tokens that have a target, by kernels.
+
+    They read the logits twice, and write the gradient once; torch's operators also write two fp32 copies.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        highest, sums, of_target = cross_entropy.read_statistics(logits, targets, logits.shape[1])
+        ctx.save_for_backward(logits, targets, highest, sums)
+        return torch.where(targets != IGNORED_TARGET, sums.log() + highest - of_target, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        logits, targets, highest, sums = ctx.saved_tensors
+        scales, of_logits = (targets != IGNORED_TARGET) * gradient, torch.empty_like(logits)
+        cross_entropy.write_gradients(logits, targets, highest, sums, scales, logits.shape[1], of_logits)
+        return of_logits, None
 
 
 class _SumOverLossGroup(torch.autograd.Function):
@@ -311,9 +340,7 @@ class ParallelLoss(nn.Module):
         if num_targets is None:
             num_targets = all_reduce((targets != IGNORED_TARGET).sum(), loss_group)
         if hidden is None:  # the model's forward has no targets: these are whole logits
-            wide = logits.to(statistics_dtype(logits)).flatten(0, -2)
-            total = F.cross_entropy(wide, targets, ignore_index=IGNORED_TARGET, reduction="sum")
-            return _SumOverLossGroup.apply(total / num_targets, loss_group, averages)
+            return _SumOverLossGroup.apply(_sum_of_losses(logits, targets) / num_targets, loss_group, averages)
         precision = head.plan.shard.precision
         hidden = precision.cast(hidden).flatten(0, -2)
         if head.plan.tokens is not None:
@@ -323,3 +350,26 @@ class ParallelLoss(nn.Module):
         # A Function's own flags say that gradients are needed under no_grad too.
         part = _HeadLoss.apply(hidden, head.weight, bias, targets, scale, head, torch.is_grad_enabled())
         return _SumOverLossGroup.apply(part, loss_group, averages)
+
+
+class LossOfRows(nn.Module):
+    """Cross-entropy of whole logits [..., vocabulary] of this rank's rows, over the global batch: one mean over all
+    valid targets.
+
+    It takes and returns what `ParallelLoss` does, for a model that is sharded block by block.
+    """
+
+    def __init__(self, grid: Grid, *, is_averaged: bool) -> None:
+        super().__init__()
+        self.grid = grid
+        self.is_averaged = is_averaged
+        self.was_computed = False
+
+    @torch.compiler.disable
+    def forward(self, logits: Tensor, targets: Tensor, num_targets: Tensor | int | None = None) -> Tensor:
+        check_ids(targets, logits.shape[-1], "target", ignored=IGNORED_TARGET)
+        total, targets = _sum_of_losses(logits, targets.flatten()), targets.flatten()
+        if num_targets is None:
+            count = (targets != IGNORED_TARGET).sum()
+            return _mean_over_batch(total, count, self.grid, is_averaged=self.is_averaged)
+        return _SumOverLossGroup.apply(total / num_targets, self.grid.communicator(LOSS), self.is_averaged)

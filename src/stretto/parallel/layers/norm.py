@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stretto.ops.rms_norm import rms_norm
 from stretto.parallel.comm.autograd import scale_gradient
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -90,7 +91,8 @@ class ParallelNorm(ShardedModule):
 
     `weight` and `bias` [hidden] are split over y too. `axis` x: the features are those that a colwise linear makes,
     [..., features / X], and `group` is that of x. Without a group the features are all here. `weight_offset` is
-    added to the weight (1 in Gemma's norms). Statistics are taken in fp32, or fp64 for fp64 input.
+    added to the weight (1 in Gemma's norms). Statistics are taken in fp32, or fp64 for fp64 input. is_fused: an RMSNorm
+    whose features are all here is one kernel (`ops.rms_norm`), except where torch.compile traces it.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class ParallelNorm(ShardedModule):
         gradients: GradientReducer,
         name: str,
         axis: str = "y",
+        is_fused: bool = False,
     ) -> None:
         super().__init__(gradients)
         self._scales = [1.0 if each is None else gradients.forward_scale(each) for each in (weight, bias)]
@@ -118,6 +121,7 @@ class ParallelNorm(ShardedModule):
         self.group = group
         self.name = name
         self.axis = axis
+        self.is_fused = is_fused and not is_centred and weight is not None and bias is None
 
     def forward(self, x: Tensor) -> Tensor:
         is_split = self.group is not None and self.group.size() > 1
@@ -125,10 +129,12 @@ class ParallelNorm(ShardedModule):
             check_features(x, self.axis, self.name)
         x = self.precision.cast(x)
         weight = None if self.weight is None else scale_gradient(local(self.weight), self._scales[0])
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps  # nn.RMSNorm's default
+        if self.is_fused and weight is not None and not is_split and not torch.compiler.is_compiling():
+            return rms_norm(x, weight, eps, self.weight_offset)
         if weight is not None and self.weight_offset:
             weight = weight + self.weight_offset
         bias = None if self.bias is None else scale_gradient(local(self.bias), self._scales[1])
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps  # nn.RMSNorm's default
         if is_split:
             return note_features(_SplitNorm.apply(x, weight, bias, eps, self.is_centred, self.group), self.axis)
         shape = x.shape[-1:]

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_vali
 
 from stretto.execution import (
     ExecutionOptions,
+    Fused,
     Overlap,
     Recomputation,
     ReshardPolicy,
@@ -20,6 +21,7 @@ from stretto.train.config.model import ModelConfig
 from stretto.train.config.options import (
     MAX_RANKS,
     CanBeNone,
+    CanBeSwitch,
     GridConfig,
     JobConfig,
     RunOptions,
@@ -87,6 +89,7 @@ class RunConfig(RunOptions):
     drop_duplicates: bool = execution_option("drop_duplicates")
     expert_rows: Annotated[int | None, CanBeNone] = execution_option("expert_rows", ge=1, lt=1 << 40)
     tune_matmuls: bool = execution_option("tune_matmuls")
+    fused: Annotated[Fused, CanBeSwitch] = execution_option("fused")
     shard_sequence: bool = execution_option("shard_sequence")
     cuda_graph: bool = option(
         False, "replay each step as one CUDA graph; faster where steps are so short that the host limits the GPU"

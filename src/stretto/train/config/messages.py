@@ -92,7 +92,7 @@ def _nearest(key: str, known_keys: Iterable[str]) -> str:
 
 def _choices(annotation: Any) -> list[str]:
     if get_origin(annotation) is Literal:
-        return [str(choice) for choice in get_args(annotation)]
+        return [str(choice).lower() if choice is False else str(choice) for choice in get_args(annotation)]
     return [choice for argument in get_args(annotation) for choice in _choices(argument)]
 
 

@@ -62,6 +62,9 @@ def _switch_of_text(value: Any) -> Any:
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 
+CanBeSwitch = BeforeValidator(_switch_of_text)
+
+
 def _folder_of_text(value: Any) -> Any:
     """Expand `~` to the home folder, as a shell does, and refuse names that UTF-8 files cannot hold."""
     if isinstance(value, str | Path):
@@ -205,7 +208,7 @@ class RunOptions(Section):
         None, "how often to write a checkpoint; one is also written when training ends or is stopped", unit="steps",
         ge=1,
     )  # fmt: skip
-    async_save: Annotated[Literal["auto"] | bool, BeforeValidator(_switch_of_text)] = option(
+    async_save: Annotated[Literal["auto"] | bool, CanBeSwitch] = option(
         "auto", "write checkpoints asynchronously, from a copy in host memory: `auto` if there is enough memory; with "
         "`false` training waits",
     )  # fmt: skip

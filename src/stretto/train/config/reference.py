@@ -117,7 +117,7 @@ def _number(bound: float) -> str:
 
 def _type_words(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
-        return " \\| ".join(f"`{choice}`" for choice in get_args(annotation))
+        return " \\| ".join(f"`{_word(choice)}`" for choice in get_args(annotation))
     if get_origin(annotation) in (Union, types.UnionType):
         return ", or ".join(_type_words(kind) for kind in get_args(annotation) if kind is not types.NoneType)
     if get_origin(annotation) is list:
@@ -132,10 +132,13 @@ def _default(field: FieldInfo) -> str:
     match field.default:
         case None:
             return str(_extra(field)["unset"])
-        case bool() as value:
-            return f"`{str(value).lower()}`"
         case value:
-            return f"`{value}`"
+            return f"`{_word(value)}`"
+
+
+def _word(value: Any) -> str:
+    """A value as TOML has it, as far as that differs from Python's text."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":

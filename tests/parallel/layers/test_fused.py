@@ -5,15 +5,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tests.tiles.machine_code import compile_to_ptx, find_spills
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from stretto.models import GPT, GPTConfig
-from stretto.models.fused import _is_watched, _rotate, rotary_angles, rotate_heads, swiglu
 from stretto.parallel import Grid, count_collectives, recomputation_contexts
+from stretto.parallel.layers.fused import _is_watched, _rotate, rotary_angles, rotate_heads, swiglu
+from tests.tiles.machine_code import compile_to_ptx, find_spills
 
 SEED = 3
 SHAPES = [(2, 5, 2, 3, 8), (1, 7, 3, 1, 6), (1, 1, 1, 4, 2), (3, 4, 1, 1, 130), (2, 0, 2, 1, 4)]
@@ -229,7 +229,7 @@ def test_a_model_trains_as_with_the_operators(monkeypatch):
         return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
     found = run()
-    monkeypatch.setattr("stretto.models.fused._needs_operators", lambda *tensors: True)
+    monkeypatch.setattr("stretto.parallel.layers.fused._needs_operators", lambda *tensors: True)
     for one, other in zip(found, run(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recognizes modules of transformers for whose computation there are fused kernels, by running them on random numbers.
+
+Some 180 families copy Llama's modules, and a few change them under the same name: so neither names nor the text of a
+forward decide, but what it computes. transformers is not imported.
+"""
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.huggingface.formulas import NormKind, norm_kind
+
+ROTATE = "apply_rotary_pos_emb"
+"""The function by which transformers' attention rotates queries and keys."""
+
+_FAILURES = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)  # of a module that takes something else
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """True if this is a module of transformers whose forward is its class's, which nobody has wrapped or replaced."""
+    return type(module).__module__.startswith("transformers.") and "forward" not in vars(module)
+
+
+def rms_norm_of(module: nn.Module, name: str) -> NormKind | None:
+    """The formula of a module that is an RMSNorm with a weight and nothing else; None for any other module."""
+    if not has_own_forward(module) or [key for key, _ in module.named_parameters()] != ["weight"]:
+        return None
+    try:
+        kind = norm_kind(module, name)
+    except _FAILURES:
+        return None
+    return None if kind.is_centred or kind.eps is None else kind
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """True if a module computes down_proj(act_fn(gate_proj(x)) * up_proj(x)), whatever these four are."""
+    parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
+    return has_own_forward(module) and all(hasattr(module, part) for part in parts) and _is_gated(type(module).forward)
+
+
+@functools.cache
+def _is_gated(forward: Callable[..., Any]) -> bool:
+    x = _draw(6, 5) * torch.tensor([0.1, 0.1, 1.0, 1.0, 50.0, 50.0], dtype=torch.float64, device="cpu")[:, None]
+    stand_in = SimpleNamespace(
+        gate_proj=lambda x: 2 * x + 1, up_proj=lambda x: x - 3, down_proj=lambda x: x.flip(-1), act_fn=torch.sin
+    )
+    return _computes(forward, (stand_in, x), (torch.sin(2 * x + 1) * (x - 3)).flip(-1))
+
+
+def is_gelu_by_tanh(module: nn.Module) -> bool:
+    """True if an activation computes by several operators what `torch.nn.functional.gelu(approximate="tanh")` does."""
+    return has_own_forward(module) and type(module).__module__ == "transformers.activations" and _is_gelu(type(module).forward)
+
+
+@functools.cache
+def _is_gelu(forward: Callable[..., Any]) -> bool:
+    x = 3 * _draw(64)
+    return _computes(forward, (SimpleNamespace(), x), nn.functional.gelu(x, approximate="tanh"))
+
+
+def rotates_halves(module: nn.Module) -> bool:
+    """True if an attention calls, as `apply_rotary_pos_emb`, heads * cos + (-second halves, first halves) * sin."""
+    forward: Any = type(module).forward
+    if not has_own_forward(module) or ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+        return False
+    return _rotates(forward.__globals__.get(ROTATE))
+
+
+@functools.cache
+def _rotates(function: Callable[..., Any]) -> bool:
+    query, key, cos, sin = _draw(2, 3, 4, 6), _draw(2, 1, 4, 6), _draw(2, 4, 6), _draw(2, 4, 6)
+
+    def turn(heads: Tensor) -> Tensor:
+        first, second = heads.chunk(2, -1)
+        return heads * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+
+    return _computes(function, (query, key, cos, sin), (turn(query), turn(key)))
+
+
+def _draw(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def _computes(function: Callable[..., Any], arguments: tuple[Any, ...], expected: Tensor | tuple[Tensor, ...]) -> bool:
+    try:
+        with torch.no_grad():
+            torch.testing.assert_close(function(*arguments), expected, rtol=1e-6, atol=1e-7, check_dtype=False)
+    except (*_FAILURES, AssertionError):
+        return False
+    return True

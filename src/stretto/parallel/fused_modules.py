@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces what transformers' modules compute by fused kernels, where these compute the same (`fused="auto"`).
+
+Modules, their parameters, names and hooks stay, and only their forward is replaced. torch.compile traces the module's
+own forward instead: Inductor fuses a norm, a rotation or a gate with what is next to it, for which a kernel of
+Stretto's would be a wall.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stretto.huggingface.formulas import NormKind
+from stretto.huggingface.known_modules import ROTATE, is_gated_mlp, is_gelu_by_tanh, rms_norm_of, rotates_halves
+from stretto.ops import rotary
+from stretto.ops.moe.activation import is_silu
+from stretto.ops.rms_norm import rms_norm
+from stretto.parallel.layers.fused import swiglu
+from stretto.parallel.state import ShardingRequest
+
+
+def fuses(request: ShardingRequest, *, is_pretrained: bool) -> bool:
+    """True if modules of this model are to be replaced: of a transformers model on GPUs, unless `fused` is False."""
+    return request.options.fused == "auto" and is_pretrained and request.grid.device.type == "cuda"
+
+
+def fuse_modules(model: nn.Module) -> None:
+    """Replace the forward of each module whose computation is known. Its parameters are still those of the model."""
+    for name, module in model.named_modules():
+        if (kind := rms_norm_of(module, name)) is not None:
+            module.forward = _unless_compiled(module.forward, _normalize(module, kind))
+        elif is_gated_mlp(module):
+            module.forward = _unless_compiled(module.forward, _multiply_by_silu(module))
+        elif is_gelu_by_tanh(module):
+            module.forward = _unless_compiled(module.forward, functools.partial(F.gelu, approximate="tanh"))
+        elif rotates_halves(module):
+            module.forward = _unless_compiled(module.forward, _rotate(module))
+
+
+def _unless_compiled(own: Callable[..., Any], fused: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs) if torch.compiler.is_compiling() else fused(*args, **kwargs)
+
+    return forward
+
+
+def _normalize(module: nn.Module, kind: NormKind) -> Callable[[Tensor], Tensor]:
+    own, eps, offset = module.forward, kind.eps, kind.weight_offset
+    assert eps is not None
+
+    def normalize(x: Tensor) -> Tensor:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        # Of two dtypes, Llama's product has the wider one, and Gemma's x's own.
+        return rms_norm(x, weight, eps, offset) if weight.dtype == x.dtype or offset else own(x)
+
+    return normalize
+
+
+def _multiply_by_silu(module: Any) -> Callable[[Tensor], Tensor]:
+    own = module.forward
+
+    def multiply(x: Tensor) -> Tensor:
+        if not is_silu(module.act_fn):  # Gemma's is GELU, and a user may hook or replace one
+            return own(x)
+        return module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))
+
+    return multiply
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a function, as they are when they are read, but for those that are given here."""
+
+    def __init__(self, others: dict[str, Any], **given: Any) -> None:
+        super().__init__(given, __builtins__=others["__builtins__"])
+        self._others = others
+
+    def __missing__(self, name: str) -> Any:
+        return self._others[name]
+
+
+def _rotate(module: nn.Module) -> Callable[..., Any]:
+    """The attention's own code, calling another function in place of `apply_rotary_pos_emb`. The module of
+    transformers, whose other attentions may not be of a parallelized model, is not changed."""
+    own: Any = type(module).forward
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
+        heads = query, key, cos, sin
+        if more or options or not rotary.suits_kernel(*heads):
+            return own.__globals__[ROTATE](*heads, *more, **options)
+        return rotary.rotate_halves(*heads)
+
+    code = types.FunctionType(
+        own.__code__, _Globals(own.__globals__, **{ROTATE: rotate}), own.__name__, own.__defaults__, own.__closure__
+    )
+    code.__kwdefaults__ = own.__kwdefaults__
+    return types.MethodType(code, module)
