@@ -5,7 +5,8 @@
     python tests/backend_suite/run.py --gpus    on two GPUs, in the place of NCCL
 
 With arguments, only tests whose names contain one of them. suite.py imports the suite, and expected.py lists the tests
-that fail, with the reasons: this fails if one of them passes, or if another fails. Each backend's place is another part
+that fail, with the reasons: this fails if one of them passes, or if another fails. The variable STRETTO_SUITE_PASSED
+names a file of what has passed: a run that was cut off goes on. Each backend's place is another part
 of the suite: MPI's has all-to-alls of CPU tensors.
 """
 

@@ -14,6 +14,7 @@ import unittest
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from stretto.collectives import call_counts, monitored_barrier
 from stretto.collectives.backend.native import find_extension
 
 ON_GPUS = suite.BACKEND == "nccl"
+PASSED = "STRETTO_SUITE_PASSED"  # names the file of what has passed
 CALLS = "STRETTO_SUITE_CALLS"  # names the file in which ranks count what ran their calls
 PATIENCE = 600  # seconds: limits of the suite's own are for machines that do nothing else
 
@@ -110,6 +112,11 @@ class BackendTest(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
         super()._barrier(wait_for, max(timeout, PATIENCE))
 
 
+def name_of(test: unittest.TestCase) -> str:
+    """The test in this configuration."""
+    return f"{suite.BACKEND} {os.environ['WORLD_SIZE']} {'schedules ' * HAS_SCHEDULES}{test._testMethodName}"
+
+
 HAS_SCHEDULES = "STRETTO_SCHEDULES" in os.environ
 EXPECTED = expected_failures(suite.BACKEND, int(os.environ["WORLD_SIZE"]))
 suite.default_pg_timeout = PATIENCE
@@ -119,14 +126,17 @@ common_distributed.logger.setLevel(logging.ERROR)
 
 
 class Result(unittest.TextTestResult):
-    """A result that also counts what has passed."""
+    """A result that counts what has passed, and names it in the file PASSED: a run that was cut off goes on."""
 
     passed = 0
 
     def addSuccess(self, test: unittest.TestCase) -> None:
-        """Count it."""
+        """Count it, and name it."""
         super().addSuccess(test)
         self.passed += 1
+        if PASSED in os.environ:
+            with open(os.environ[PASSED], "a") as file:
+                file.write(f"{name_of(test)}\n")
 
 
 def main(patterns: list[str], part: int, parts: int) -> bool:
@@ -135,10 +145,12 @@ def main(patterns: list[str], part: int, parts: int) -> bool:
     Prints a summary. Returns whether all is as expected.
     """
     find_extension()  # compiled once, rather than by the first test, whose limit would run
+    before = Path(os.environ.get(PASSED, ""))
+    passed = set(before.read_text().splitlines()) if before.is_file() else set()
     chosen = [
         test
         for test in unittest.TestLoader().loadTestsFromTestCase(BackendTest)
-        if not patterns or any(pattern in test.id() for pattern in patterns)
+        if name_of(test) not in passed and (not patterns or any(pattern in test.id() for pattern in patterns))
     ]
     chosen.sort(
         key=lambda test: hasattr(getattr(test, test._testMethodName), "__unittest_skip__")
@@ -165,7 +177,9 @@ def main(patterns: list[str], part: int, parts: int) -> bool:
         f"{len(result.unexpectedSuccesses)} passed against expectation, {len(result.skipped)} skipped"
     )
     print("calls in default groups: " + ", ".join(f"{number} by {by}" for by, number in ran_as.most_common()))
-    return result.wasSuccessful() and result.passed > 0 and (not HAS_SCHEDULES or ran_as["schedule"] > 0)
+    return (
+        result.wasSuccessful() and (result.passed > 0 or bool(passed)) and (not HAS_SCHEDULES or ran_as["schedule"] > 0)
+    )
 
 
 if __name__ == "__main__":
