@@ -65,7 +65,7 @@ def resolve(
     plan = _find_plan(model, sizes, roles, local_attributes, blocks)
     if isinstance(plan, ShardingPlan):
         if options.shard_sequence:
-            check_takes_sharded_sequence(model, plan)
+            plan = check_takes_sharded_sequence(model, plan)
     elif options.shard_sequence:
         raise ValueError("shard_sequence takes roles of all submodules, and this model is sharded block by block")
     if options.recomputation.is_on:
