@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' models with activations sharded by tokens over x between blocks train as plain ones on one rank."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stretto.execution import ExecutionOptions
 from stretto.huggingface.sequence import SHARDED_FAMILIES
 from stretto.parallel import Grid, clip_grad_norm_, gather, no_sync, parallelize
+from stretto.parallel.resolve import resolve
 from tests.conftest import Ranks
+from tests.parallel.comm.wire import WireCounter
 from tests.parallel.hugging_face import VOCAB, causal_lm
 from tests.parallel.training import IGNORED, Sizes, distance, my_rows
 
@@ -160,3 +164,48 @@ def test_five_steps_equal_those_of_one_rank(ranks: MakeRanks, case: Case) -> Non
     print(f"seed {SEED}")
     expected = trained_plainly(case.model_type, tuple(case.config.items()))
     assert ranks(prod(case.sizes)).run(differences, case, expected) == [{}] * prod(case.sizes)
+
+
+def messages_of_hidden(tokens: Tensor) -> tuple[Counter[str], list[float], str, str]:
+    """A Llama's messages over x of as many elements as hidden states have; how far hidden states are from a plain
+    model's; and the errors for tokens that x does not divide, at once and in decoding."""
+    case, grid = Case("llama", X2), Grid(x=2)
+    plain, model = build(case), parallelize(build(case), grid, shard_sequence=True)
+    with WireCounter({"x": grid.group("x")}) as wire:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    hidden = tokens.numel() * model.config.hidden_size
+    sent = Counter({message.kind: times for message, times in wire.messages.items() if message.numel == hidden})
+    with torch.no_grad():
+        ours = model(input_ids=tokens, output_hidden_states=True, use_cache=True)
+        theirs = plain(input_ids=tokens, output_hidden_states=True).hidden_states
+        refusals = []
+        for row, options in ((tokens[:1, :5], {}), (tokens[:1, :1], {"past_key_values": ours.past_key_values})):
+            with pytest.raises(ValueError, match="sequence sharding over x=2") as caught:
+                model(input_ids=row, **options)
+            refusals.append(str(caught.value))
+    return sent, [distance(*pair) for pair in zip(ours.hidden_states, theirs, strict=True)], *refusals
+
+
+def test_gathers_and_scatters_take_the_place_of_all_reduces_and_hidden_states_are_whole(ranks: MakeRanks) -> None:
+    tokens = torch.arange(16).view(2, 8)
+    for sent, distances, of_odd, of_decoding in ranks(2).run(messages_of_hidden, tokens):
+        # Of each of the two layers: gathered for q, k and v and for gate and up, and both outputs' gradients;
+        # scattered: both outputs, and the gradients of the inputs of q, k and v together, of gate and of up. Besides,
+        # the embedding's sum and its gradient, and the head's input and its gradient.
+        assert sent == {"all-gather": 2 * 4 + 2, "reduce-scatter": 2 * 5, "all-reduce": 2}
+        assert max(distances) < 1e-6
+        assert "the 5 tokens of a batch [1, 5] cannot be shared equally; 4 could" in of_odd
+        assert "the 1 tokens of a batch [1, 1] cannot be shared equally; 2 could" in of_decoding
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "pipe", "message"),
+    [
+        ("bloom", {"n_layer": 2, "n_head": 4}, 1, "of the family 'bloom', whose code has not been shown to work"),
+        ("qwen3_moe", QWEN_MOE | {"output_router_logits": True}, 1, "output_router_logits is set"),
+        ("llama", {}, 2, "2 pipeline stages would divide the blocks"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(family: str, options: dict[str, Any], pipe: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(causal_lm(family, **options), {"x": 2, "pipe": pipe}, options=ExecutionOptions(shard_sequence=True))
