@@ -25,6 +25,7 @@ from tests.parallel.training import IGNORED, Sizes, distance, my_rows
 SEED = 58
 BATCH, SEQ_LEN, STEPS = 8, 6, 5
 MAX_NORM = 0.5
+HIDDEN = 32  # of `causal_lm`
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
 QWEN_MOE = EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
@@ -173,17 +174,18 @@ def messages_of_hidden(tokens: Tensor) -> tuple[Counter[str], list[float], str, 
     plain, model = build(case), parallelize(build(case), grid, shard_sequence=True)
     with WireCounter({"x": grid.group("x")}) as wire:
         model(input_ids=tokens, labels=tokens).loss.backward()
-    hidden = tokens.numel() * model.config.hidden_size
+    hidden = tokens.numel() * HIDDEN
     sent = Counter({message.kind: times for message, times in wire.messages.items() if message.numel == hidden})
     with torch.no_grad():
         ours = model(input_ids=tokens, output_hidden_states=True, use_cache=True)
         theirs = plain(input_ids=tokens, output_hidden_states=True).hidden_states
-        refusals = []
+        refusals: list[str] = []
         for row, options in ((tokens[:1, :5], {}), (tokens[:1, :1], {"past_key_values": ours.past_key_values})):
             with pytest.raises(ValueError, match="sequence sharding over x=2") as caught:
                 model(input_ids=row, **options)
             refusals.append(str(caught.value))
-    return sent, [distance(*pair) for pair in zip(ours.hidden_states, theirs, strict=True)], *refusals
+    of_odd, of_decoding = refusals
+    return sent, [distance(*pair) for pair in zip(ours.hidden_states, theirs, strict=True)], of_odd, of_decoding
 
 
 def test_gathers_and_scatters_take_the_place_of_all_reduces_and_hidden_states_are_whole(ranks: MakeRanks) -> None:
