@@ -144,7 +144,7 @@ class Builder:
         owner = self.model.get_submodule(owner_name)
         original, source = owner.get_parameter(key), self._whole(owner_name, owner)
         is_gathered = role.role == "gathered"
-        sharding = gathered_sharding(original, self.grid.sizes) if is_gathered else self._sharding(role, key)
+        sharding = gathered_sharding(original, self.grid.sizes) if is_gathered else self._sharding(name, role, key)
         return self.parameter(original, getattr(source, key), sharding)
 
     def shared_places(self, plan: ShardingPlan) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -174,13 +174,14 @@ class Builder:
             case _:
                 assert isinstance(module, nn.Dropout)
                 if role.role == "dropout":
-                    return ParallelDropout(module.p, self.grid, "y", name, self.tokens)
+                    return ParallelDropout(module.p, self.grid, "y", name, self._tokens_of(name))
                 return ParallelDropout(module.p, self.grid, "x", name)
 
     def _linear(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         grid, source = self.grid, self._whole(name, module)
         output_axis, input_axis = LINEARS[role.role]
-        if self.tokens is not None and None in (output_axis, input_axis):
+        tokens = self._tokens_of(name)
+        if tokens is not None and None in (output_axis, input_axis):
             raise ValueError(f"shard_sequence: {name} has the role {role.role!r}, which takes whole sequences")
         is_transposed = name in self.plan.transposed
         sharding = sharding_of(role, "weight", is_transposed=is_transposed)
@@ -189,7 +190,7 @@ class Builder:
         weight, shard = self._weight(module, source, sharding, rows, may_keep=self.keeps_weights, ring=ring)
         bias = None
         if module.bias is not None:
-            bias = self.parameter(module.bias, source.bias, self._sharding(role, "bias"))  # type: ignore[arg-type]
+            bias = self.parameter(module.bias, source.bias, self._sharding(name, role, "bias"))  # type: ignore[arg-type]
         plan = LinearPlan(
             name,
             shard,
@@ -206,7 +207,7 @@ class Builder:
             matmuls=self.matmuls,
             linear_index=self.linears,
             is_rowwise=role.role == "rowwise",
-            tokens=self.tokens,
+            tokens=tokens,
             used_rows=self._used_rows(role),
         )
         self.linears += 1
@@ -227,15 +228,14 @@ class Builder:
 
     def _embedding(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        source, sharding = self._whole(name, module), self._sharding(role, "weight")
+        source, sharding = self._whole(name, module), self._sharding(name, role, "weight")
+        tokens = self._tokens_of(name)
         if role.role == "positions":
             weight = self.parameter(module.weight, source.weight, sharding)  # type: ignore[arg-type]
-            return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_reducer, self.tokens)
+            return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_reducer, tokens)
         weight, shard = self._weight(module, source, sharding, sharding.splits[0], may_keep=False, ring=None)
         first, scale = self._first(module.num_embeddings), self.plan.scales[name]
-        return ParallelEmbedding(
-            weight, first, shard, self.grid.communicator("x"), module.padding_idx, self.tokens, scale
-        )
+        return ParallelEmbedding(weight, first, shard, self.grid.communicator("x"), module.padding_idx, tokens, scale)
 
     def _norm(self, name: str, module: nn.Module, role: Role) -> nn.Module:
         source, kind = self._whole(name, module), self.plan.norms[name]
@@ -243,7 +243,7 @@ class Builder:
         weight, bias = (
             None
             if getattr(module, part, None) is None
-            else self.parameter(getattr(module, part), getattr(source, part), self._sharding(role, part))
+            else self.parameter(getattr(module, part), getattr(source, part), self._sharding(name, role, part))
             for part in ("weight", "bias")
         )
         return ParallelNorm(
@@ -262,7 +262,8 @@ class Builder:
 
     def _experts(self, name: str, module: nn.Module) -> nn.Module:
         grid, source = self.grid, self._whole(name, module)
-        flow = TokenFlow.of(grid, shards_sequence=self.tokens is not None, drops=self.options.drop_duplicates)
+        shards = self._tokens_of(name) is not None
+        flow = TokenFlow.of(grid, shards_sequence=shards, drops=self.options.drop_duplicates)
         group = grid.group(EXPERT) if grid.size(EXPERT) > 1 else None
         over_y, over_z, is_cut = (
             several(grid.communicator("y")),
@@ -290,11 +291,16 @@ class Builder:
             products[part] = ExpertProduct(shard, *sums, self.keeps_weights, self.overlap.all_reduce, feeds)
         return ParallelExperts(module, parameters, plan, products)
 
-    def _sharding(self, role: Role, part: str) -> ParameterSharding:
-        """The sharding of a role. With sequence sharding, one used on this rank's tokens is also summed over x."""
+    def _tokens_of(self, name: str) -> TokenShards | None:
+        """The division of tokens that a submodule sees; None if it sees all of them."""
+        return self.tokens if self.plan.sees_part_of_tokens(name) else None
+
+    def _sharding(self, name: str, role: Role, part: str) -> ParameterSharding:
+        """The sharding of the role of the submodule `name`. With sequence sharding, one used on this rank's tokens is
+        also summed over x."""
         sharding = sharding_of(role, part)
         is_of_tokens = role.role in ("norm", "positions", "router") or (role.role == "rowwise" and part == "bias")
-        if self.tokens is not None and is_of_tokens:
+        if is_of_tokens and self._tokens_of(name) is not None:
             return dataclasses.replace(sharding, sum_axes=(*sharding.sum_axes, "x"))
         return sharding
 

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from stretto.execution import MIN_COPIED_BYTES
 from stretto.huggingface import pretrained_model
+from stretto.huggingface.sequence import shard_between_blocks
 from stretto.parallel.blocks import has_forward
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
@@ -21,6 +22,7 @@ from stretto.parallel.forward_passes import begin_forward, end_forward, explain_
 from stretto.parallel.fused_modules import fuse_modules
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import AgreedRandomState
+from stretto.parallel.layers.joined_linears import join
 from stretto.parallel.layers.plain_parts import (
     gather_for_forward,
     keep_through_conversions,
@@ -79,6 +81,10 @@ def install(model: nn.Module, placement: Placement) -> None:
     reducer.name(model.named_parameters())
     _follow_passes(model, state, by_blocks=not has_roles)
     set_state(model, state)
+    if isinstance(plan, ShardingPlan) and plan.sharded_blocks and builder.tokens is not None:
+        shard_between_blocks(model, plan.sharded_blocks, plan.attentions, builder.tokens)
+        for names in plan.attentions.values():
+            join([model.get_submodule(name) for name in names])
     if has_roles and request.grid.size("x") * request.grid.size("y") > 1:
         model.register_forward_hook(torch.compiler.disable(explain_sizes), always_call=True)
     if options.recomputation.is_on:

@@ -65,7 +65,13 @@ def resolve(
     plan = _find_plan(model, sizes, roles, local_attributes, blocks)
     if isinstance(plan, ShardingPlan):
         if options.shard_sequence:
-            check_takes_sharded_sequence(model, plan)
+            plan = check_takes_sharded_sequence(model, plan)
+            stages = sizes.get("pipe", 1) * options.stages.virtual_stages
+            if plan.sharded_blocks and stages > 1:
+                raise ValueError(
+                    f"shard_sequence of {type(model).__name__}: its first block shards tokens and its last one gathers "
+                    f"them, but {stages} pipeline stages would divide the blocks: choose pipe=1 and one stage a rank"
+                )
     elif options.shard_sequence:
         raise ValueError("shard_sequence takes roles of all submodules, and this model is sharded block by block")
     if options.recomputation.is_on:

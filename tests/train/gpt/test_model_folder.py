@@ -52,7 +52,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("granite", False, ["train.micro_batch=2"]),  # scales its logits before the loss
         ("opt", True, ["train.micro_batch=2"]),  # has no roles: sharded by blocks
         ("opt", True, ["train.recompute=full"]),
-        ("mistral", False, []),
+        ("mistral", False, ["train.shard_sequence=true"]),
         ("qwen3", True, []),
         ("gpt_neox", False, []),  # transformers renames its head when it reads the file
         ("gpt_oss", False, ["train.micro_batch=2"]),  # attention sinks, experts
@@ -313,7 +313,7 @@ def break_weights(folder: Path) -> None:
     [
         (lambda folder: None, ["train.seq_len=64"], "is made for at most 32 tokens; train.seq_len=32 would do"),
         (lambda folder: None, ["grid.x=3", "train.batch=9"], "x=3 does not divide 8 heads?; .* would do"),
-        (lambda folder: None, ["train.shard_sequence=true"], "train.shard_sequence=false would do"),
+        (lambda folder: None, ["train.shard_sequence=true", "grid.pipe=2"], "2 pipeline stages would divide"),
         (lambda folder: None, ["cluster=perlmuter"], "did you mean 'perlmutter'"),
         (shutil.rmtree, [], "there is no such folder"),
         (lambda folder: (folder / "config.json").unlink(), [], "it has no config.json"),

@@ -110,6 +110,7 @@ class _Pass(AbstractContextManager["_Pass"]):
 
     def __enter__(self) -> "_Pass":
         self.position = 0
+        self.run = object()
         self._before, _running.current = _running.current, self
         return self
 
@@ -192,6 +193,11 @@ def recomputation_contexts(mode: str) -> tuple[AbstractContextManager[Any], Abst
 def is_recomputed() -> bool:
     """True while a block's forward pass runs that will be, or is, computed again."""
     return _running.current is not None
+
+
+def current_run() -> object | None:
+    """An object of the running pass of a block that will be, or is, computed again, another in each; None elsewhere."""
+    return None if _running.current is None else _running.current.run
 
 
 def is_given_back(name: str) -> bool:

@@ -13,7 +13,7 @@ all-gather and the reduce-scatter run within the product then (`stretto.ops`).
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ from stretto.parallel.layers.sharded_module import ShardedModule, check_features
 from stretto.parallel.layers.token_shards import GatheredInput, TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import Version, local
+
+if TYPE_CHECKING:
+    from stretto.parallel.layers.joined_linears import JoinedLinears
 
 
 @dataclass(frozen=True)
@@ -344,6 +347,7 @@ class ParallelLinear(ShardedModule):
         self.weight = weight
         self.register_parameter("bias", bias)
         self.plan = plan
+        self.joined: JoinedLinears | None = None  # the linears with which it is computed
         self._bias_scale = 1.0 if bias is None else plan.shard.gradients.forward_scale(bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -358,6 +362,10 @@ class ParallelLinear(ShardedModule):
         """The output, by Algorithm 3. A compiler's graph breaks here."""
         if x.dim() == 1:
             return self.forward_on_grid(x.unsqueeze(0)).squeeze(0)
+        if self.plan.tokens is not None and (stand_in := self.plan.tokens.find_stand_in(x)) is not None:
+            if self.joined is not None:
+                return self.joined.output_of(self, stand_in)
+            x = stand_in.part
         self.check_input(x)
         cast = self.plan.shard.precision.cast
         bias = None if self.bias is None else cast(self.plan.used(self.local_bias()))

@@ -7,17 +7,17 @@ Tokens are those of the rank's batch in order, [batch x seq] cut into equal part
 sequences nor parts of one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from stretto.parallel.comm.collectives import gather_rows, scatter_rows
-from stretto.parallel.comm.kept_outputs import keep_output
+from stretto.parallel.comm.kept_outputs import current_run, keep_output
 
 
 @dataclass
@@ -25,6 +25,17 @@ class GatheredInput:
     """A linear's input of all tokens, [tokens, k]: the first linear that takes the input fills it in, others use it."""
 
     rows: Tensor | None = None
+
+
+@dataclass
+class StandIn:
+    """This rank's tokens, `part`, in whose place a module's code has a tensor of the shape of all.
+
+    `outputs`: of linears that were computed together (`JoinedLinears`), and have not been called yet.
+    """
+
+    part: Tensor
+    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
 
 
 class TokenShards:
@@ -37,7 +48,9 @@ class TokenShards:
         self.group = group
         self.shape = (0, 0)
         # Inputs that linears have gathered, by their id, for as long as they live.
-        self._gathered: dict[int, tuple[ref[Tensor], int, GatheredInput]] = {}
+        self._gathered: dict[int, tuple[ref[Tensor], object, GatheredInput]] = {}
+        # Stand-ins by their id, for as long as they live.
+        self._stand_ins: dict[int, tuple[ref[Tensor], StandIn]] = {}
 
     def note(self, shape: torch.Size) -> None:
         """Begin a batch of ids [batch, seq]. ValueError for one whose tokens the ranks cannot divide equally."""
@@ -55,11 +68,44 @@ class TokenShards:
     def gathered_input(self, x: Tensor) -> GatheredInput:
         """The gathered input that all linears share that take `x` as it is now."""
         key, gathered = id(x), self._gathered
-        alive, version, found = gathered.get(key, (None, -1, GatheredInput()))
-        if alive is None or version != x._version:
+        # A block's own input may be alive when it is computed again, and there the same must be gathered and kept.
+        state = x._version, current_run()
+        alive, known, found = gathered.get(key, (None, None, GatheredInput()))
+        if alive is None or known != state:
             found = GatheredInput()
-            gathered[key] = ref(x, lambda _: gathered.pop(key, None)), x._version, found
+            gathered[key] = ref(x, lambda _: gathered.pop(key, None)), state, found
         return found
+
+    def forget_gathered(self) -> None:
+        """Free gathered inputs, those too that live on, such as a block's own: another block begins."""
+        self._gathered.clear()
+
+    def enter(self, whole: Tensor) -> Tensor:
+        """Begin a batch of hidden [batch, seq, features], of which all ranks have all: this rank's tokens of it,
+        [1, tokens / x, features]. ValueError as of `note`."""
+        self.note(whole.shape[:-1])
+        return cut_tokens(whole.flatten(0, -2), self.group).unsqueeze(0)
+
+    def leave(self, part: Tensor) -> Tensor:
+        """The reverse of `enter`. Its gradient must be the same on all ranks of x."""
+        return self.whole(self.gather(part.flatten(0, -2)))
+
+    def is_part(self, hidden: Tensor) -> bool:
+        """True for [1, tokens / x, features] of the last batch, and False for whole hidden states."""
+        return tuple(hidden.shape[:-1]) == (1, self.here.stop - self.here.start) != self.shape
+
+    def stand_in(self, part: Tensor) -> Tensor:
+        """A tensor of the shape of all tokens, for code that reads its input's shape: linears take `part` in its
+        place. Its elements are NaN, so that a result of anything else that computes with it is."""
+        whole = part.new_full((), torch.nan).expand(*self.shape, part.shape[-1])
+        key, stand_ins = id(whole), self._stand_ins
+        stand_ins[key] = ref(whole, lambda _: stand_ins.pop(key, None)), StandIn(part)
+        return whole
+
+    def find_stand_in(self, x: Tensor) -> StandIn | None:
+        """What `x` stands for; None if it is a tensor of its own."""
+        alive, found = self._stand_ins.get(id(x), (None, None))
+        return found if alive is not None and alive() is x else None
 
     @property
     def here(self) -> slice:

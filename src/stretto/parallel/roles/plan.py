@@ -134,7 +134,8 @@ class ShardingPlan:
     not replaced. `of_own_plan`: the submodules whose roles come with the model, whose code works on a rank's part.
     `is_pretrained`: it is a transformers model. `linears`: its submodules that compute a linear without being
     nn.Linear; `transposed`: those whose weight is [in, out]. `norms` and `scales`: the formulas of norms, and what
-    embeddings multiply their rows by, by name.
+    embeddings multiply their rows by, by name. `sharded_blocks`: of a transformers model with sequence sharding, the
+    blocks between whose ends a rank of x has a part of the tokens; () if there are none, or all modules see a part.
     """
 
     roles: dict[str, Role]
@@ -146,6 +147,7 @@ class ShardingPlan:
     transposed: frozenset[str] = frozenset()
     norms: Mapping[str, NormKind] = field(default_factory=dict)
     scales: Mapping[str, float] = field(default_factory=dict)
+    sharded_blocks: tuple[str, ...] = ()
 
     @property
     def copied(self) -> dict[str, Role]:
@@ -159,6 +161,19 @@ class ShardingPlan:
 
     def named(self, *kinds: str) -> list[str]:
         return [name for name, role in self.roles.items() if role.role in kinds]
+
+    def sees_part_of_tokens(self, name: str) -> bool:
+        """With sequence sharding: True for what a rank of x computes of its tokens alone, or gathers them for."""
+        return not self.sharded_blocks or any(name.startswith(f"{block}.") for block in self.sharded_blocks)
+
+    @property
+    def attentions(self) -> dict[str, list[str]]:
+        """The modules of `sharded_blocks` that make heads, with their linears that do."""
+        found: dict[str, list[str]] = {}
+        for name, role in self.roles.items():
+            if role.role == "colwise" and role.unit > 1 and self.sees_part_of_tokens(name):
+                found.setdefault(name.rpartition(".")[0], []).append(name)
+        return found
 
 
 @dataclass(frozen=True)

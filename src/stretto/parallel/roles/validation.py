@@ -11,6 +11,7 @@ from torch import nn
 from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes
 from stretto.huggingface.formulas import UnknownRolesError, check_experts, check_loss, embedding_scale, norm_kind
 from stretto.huggingface.roles import refuse_alibi, roles_tried
+from stretto.huggingface.sequence import blocks_of, refusal_of_sharded_sequence
 from stretto.parallel.roles.plan import (
     EXPERTS_PARAMETERS,
     LINEARS,
@@ -139,17 +140,27 @@ def _check_sharers(modules: Mapping[str, nn.Module], plan: ShardingPlan, x: int)
             )
 
 
-def check_takes_sharded_sequence(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise ValueError unless the model declares that its code works on sharded tokens between blocks, and no part of
-    it needs all tokens."""
-    if not getattr(model, "takes_sharded_sequence", False):
+def check_takes_sharded_sequence(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+    """Return the plan, with the blocks of a transformers model between whose ends tokens are sharded.
+
+    Raises ValueError unless the model's family is known to work on sharded tokens there, or the model declares that its
+    code does between all modules, and no part of it needs all tokens.
+    """
+    if plan.is_pretrained and not hasattr(model, "takes_sharded_sequence"):
+        if refusal := refusal_of_sharded_sequence(model):
+            raise ValueError(f"shard_sequence: {refusal}; shard_sequence=False would do")
+        plan = replace(plan, sharded_blocks=blocks_of(model, plan.named("rowwise")))
+    elif not getattr(model, "takes_sharded_sequence", False):
         raise ValueError(
             f"shard_sequence: {type(model).__name__} does not declare that it supports sequence sharding: attention "
             "must read batch size and sequence length from the outputs of linears, not from its input; if it does, "
             "set takes_sharded_sequence = True on it"
         )
-    if plan.replicated:
-        raise ValueError("shard_sequence: replicated modules would see other tokens on each rank of x")
+    for part in plan.replicated:
+        if plan.sees_part_of_tokens(part.label):
+            raise ValueError(
+                f"shard_sequence: {part.label} is whole on every rank of x, but would see other tokens on each"
+            )
     for part in plan.plain:
         if getattr(model.get_submodule(part.whose), "needs_whole_sequences", False):
             raise ValueError(
@@ -157,6 +168,7 @@ def check_takes_sharded_sequence(model: nn.Module, plan: ShardingPlan) -> None:
                 "of each sequence: choose shard_sequence=False, or a balance over all tokens ('switch', or 'bias' "
                 "without a loss)"
             )
+    return plan
 
 
 def _hidden(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> int | None:

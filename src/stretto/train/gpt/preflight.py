@@ -80,12 +80,9 @@ def check_placement(config: TrainConfig, source: ModelSource) -> None:
 
 def check_built(config: TrainConfig, source: ModelSource, model: "nn.Module") -> None:
     """Check that the model, which `source` has built, can be on the run's grid. Raises ValueError."""
-    from stretto.parallel import validate
-    from stretto.parallel.recomputation import check_blocks
+    from stretto.parallel.resolve import resolve
 
-    validate(model, config.grid.sizes())
-    if config.execution.recomputation.is_on:
-        check_blocks(model, config.execution.recompute)
+    resolve(model, config.grid.sizes(), options=config.execution)
     if source.architecture(config.train.seq_len) is None:
         count = sum(parameter.numel() for parameter in model.parameters())
         check_state_fits(config, count, gpu_memory_of_cluster(config))
@@ -98,16 +95,10 @@ def open_folder(config: TrainConfig) -> HuggingFaceSource | None:
     """
     without_dropout = config.model.dropout == 0
     if config.model.path is not None:
-        folder: HuggingFaceSource = FolderSource(config.model.path, without_dropout=without_dropout)
-    elif config.model.name in PUBLIC_MODELS:
-        folder = HuggingFaceSource(config.model.name, without_dropout=without_dropout)
-    else:
-        return None
-    if config.train.shard_sequence:
-        raise ValueError(
-            "train.shard_sequence is on, which Hugging Face's models do not take; train.shard_sequence=false would do"
-        )
-    return folder
+        return FolderSource(config.model.path, without_dropout=without_dropout)
+    if config.model.name in PUBLIC_MODELS:
+        return HuggingFaceSource(config.model.name, without_dropout=without_dropout)
+    return None
 
 
 def _check_router_loss(config: TrainConfig, folder: HuggingFaceSource, model: "nn.Module") -> None:

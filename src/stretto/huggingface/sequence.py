@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence sharding of transformers' models: between the first block's entry and the last one's end, each rank of x has
+its part of the tokens. Embeddings, masks, rotary tables, final norm, head and loss see all of them, as always.
+
+Attention reads its input's shape, so it gets a stand-in of the whole shape, in whose place its linears gather the part.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stretto.huggingface.pretrained_model import base_of
+
+# By `config.model_type`: between their blocks' ends, these models' code reads no shape outside of attention.
+SHARDED_FAMILIES = frozenset(
+    {
+        "arcee",
+        "cohere",
+        "cwm",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "gptj",
+        "granite",
+        "helium",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmoe",
+        "opt",
+        "phi",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    }
+)
+
+
+class TokenShards(Protocol):
+    """`stretto.parallel`'s division of a batch's tokens among the ranks of x."""
+
+    def enter(self, whole: Tensor) -> Tensor: ...
+
+    def leave(self, part: Tensor) -> Tensor: ...
+
+    def forget_gathered(self) -> None: ...
+
+    def stand_in(self, part: Tensor) -> Tensor: ...
+
+    def is_part(self, hidden: Tensor) -> bool: ...
+
+
+def refusal_of_sharded_sequence(model: nn.Module) -> str | None:
+    """Why a transformers model's code cannot work on a part of the tokens between blocks; None if it can."""
+    config: Any = model.config
+    if config.model_type not in SHARDED_FAMILIES:
+        return (
+            f"{type(model).__name__} is of the family {config.model_type!r}, whose code has not been shown to work on "
+            f"a part of the tokens between blocks; that of {', '.join(sorted(SHARDED_FAMILIES))} has"
+        )
+    if getattr(config, "output_router_logits", False) is True:
+        return (
+            "output_router_logits is set, a load-balancing loss over all tokens, of which a rank's routers see a part: "
+            "set it to False"
+        )
+    return None
+
+
+def blocks_of(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """The items of the outermost nn.ModuleList that holds submodules of these names, in order. ValueError for none, or
+    several lists."""
+    lists: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        outer = (".".join(parts[:length]) for length in range(1, len(parts)))
+        lists |= dict.fromkeys([next((each for each in outer if _is_list(model.get_submodule(each))), "")])
+    if len(lists) != 1 or "" in lists:
+        found = ", ".join(each or "none" for each in lists) or "none"
+        raise ValueError(
+            f"shard_sequence takes a model with one list of blocks, and {type(model).__name__} has {found}"
+        )
+    (found,) = lists
+    return tuple(f"{found}.{index}" for index in range(len(model.get_submodule(found))))  # type: ignore[arg-type]
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList)
+
+
+def shard_between_blocks(
+    model: nn.Module, blocks: Sequence[str], attentions: Iterable[str], tokens: TokenShards
+) -> None:
+    """Have the first block take its rank's tokens, the last one return all, and attention take stand-ins; hidden states
+    that the model returns are whole."""
+
+    @torch.compiler.disable
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _with_hidden(args, kwargs, tokens.enter)
+
+    @torch.compiler.disable
+    def begin(*_: Any) -> None:
+        tokens.forget_gathered()
+
+    @torch.compiler.disable
+    def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return (tokens.leave(output[0]), *output[1:]) if isinstance(output, tuple) else tokens.leave(output)
+
+    @torch.compiler.disable
+    def stand_in(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _with_hidden(args, kwargs, tokens.stand_in)
+
+    @torch.compiler.disable
+    def gather_states(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def whole(states: Any) -> Any:
+            if not isinstance(states, tuple) or not any(isinstance(each, Tensor) for each in states):
+                return states
+            return tuple(
+                tokens.leave(each) if isinstance(each, Tensor) and tokens.is_part(each) else each for each in states
+            )
+
+        if isinstance(output, tuple):
+            return tuple(whole(each) for each in output)
+        if getattr(output, "hidden_states", None) is not None:
+            output.hidden_states = whole(output.hidden_states)
+        return output
+
+    for name in blocks:
+        model.get_submodule(name).register_forward_pre_hook(begin)
+    model.get_submodule(blocks[0]).register_forward_pre_hook(enter, with_kwargs=True)
+    model.get_submodule(blocks[-1]).register_forward_hook(leave)
+    for name in attentions:
+        model.get_submodule(name).register_forward_pre_hook(stand_in, with_kwargs=True)
+    for module in {model: None, base_of(model): None}:
+        module.register_forward_hook(gather_states)
+
+
+def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[Any, Any]:
+    """The arguments of a block or its attention, with hidden states as `change` makes them."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linears that take the same sharded tokens, as one: queries, keys and values of separate weights.
+
+Each would make its own product with gathered tokens, and its own reduce-scatter of the input's gradient, which that of
+a few KV heads is too small to hide. Here weights are put together for one product (a copy of them a pass), and their
+gradients taken apart.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from stretto.parallel.comm.autograd import is_asked_for
+from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
+from stretto.parallel.layers.sharded_module import note_features
+from stretto.parallel.layers.token_shards import GatheredInput, StandIn
+
+
+class JoinedLinears:
+    """Colwise linears, weights [out, in], that an attention calls with the stand-in of its input: the first that it
+    calls makes all outputs, and the others return theirs."""
+
+    def __init__(self, linears: Sequence[ParallelLinear]) -> None:
+        self._linears = tuple(linears)
+
+    def output_of(self, linear: ParallelLinear, stand_in: StandIn) -> Tensor:
+        """One linear's output [batch, seq, out / X]."""
+        if linear not in stand_in.outputs:
+            stand_in.outputs |= self._multiply(stand_in.part)
+        return stand_in.outputs.pop(linear)
+
+    def _multiply(self, part: Tensor) -> dict[nn.Module, Tensor]:
+        plans = [linear.plan for linear in self._linears]
+        tokens, cast = plans[0].tokens, plans[0].shard.precision.cast
+        assert tokens is not None
+        for linear in self._linears:
+            linear.check_input(part)
+        biases = [cast(linear.plan.used(linear.local_bias())) for linear in self._linears if linear.bias is not None]
+        weights, bias = [linear.weight for linear in self._linears], torch.cat(biases) if biases else None
+        rows, gathered = cast(part).flatten(0, -2).contiguous(), tokens.gathered_input(part)
+        outputs = tokens.whole(_JoinedLinears.apply(plans, gathered, bias, rows, *weights)).split(_widths(plans), -1)
+        return {linear: note_features(y, "x") for linear, y in zip(self._linears, outputs, strict=True)}
+
+
+def join(modules: Sequence[nn.Module]) -> None:
+    """Have an attention's linears be computed together, if they are several that can be."""
+    linears = [
+        each
+        for each in modules
+        if isinstance(each, ParallelLinear) and each.plan.tokens and not each.plan.is_transposed
+    ]
+    if len(modules) == len(linears) > 1 and len({each.bias is None for each in linears}) == 1:
+        joined = JoinedLinears(linears)
+        for each in linears:
+            each.joined = joined
+
+
+def _widths(plans: Sequence[LinearPlan]) -> list[int]:
+    """How many output features of each linear this rank computes."""
+    return [sum(some.stop - some.start for some in plan.used_rows) or plan.shard.rows for plan in plans]
+
+
+def _join(plans: Sequence[LinearPlan], weights: Sequence[Tensor]) -> Tensor:
+    """Gathered weights [out, in] as one matrix [in, all outs]."""
+    return torch.cat([plan.used(rows) for plan, rows in zip(plans, weights, strict=True)]).t()
+
+
+class _JoinedLinears(torch.autograd.Function):
+    """As `_Linear3D`, of several parameters, whose biases are put together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plans: Sequence[LinearPlan], gathered: GatheredInput, bias: Tensor | None, *tensors: Tensor
+    ) -> Tensor:
+        x, *parameters = tensors
+        is_recorded = bool(ctx.next_functions)
+        weights = [
+            plan.shard.gather(parameter, is_recorded=is_recorded)
+            for plan, parameter in zip(plans, parameters, strict=True)
+        ]
+        y, x = plans[0].make_output(x, _join(plans, [weight.rows for weight in weights]), bias, gathered)
+        ctx.plans, ctx.parameters, ctx.versions = plans, parameters, [weight.version for weight in weights]
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x, *(weight.rows if plans[0].keeps_weights else None for weight in weights))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        plans, parameters = ctx.plans, ctx.parameters
+        x, *weights = ctx.saved_tensors
+        gradient, pending = gradient.contiguous(), None
+        if ctx.needs_input_grad[3]:
+            weights = [
+                plan.weight_for_backward(weight, parameter, version)
+                for plan, weight, parameter, version in zip(plans, weights, parameters, ctx.versions, strict=True)
+            ]
+            pending, _ = plans[0].start_input_gradient(gradient, _join(plans, weights))
+        parts = gradient.split(_widths(plans), -1)
+        for place, (plan, parameter, part) in enumerate(
+            zip(plans, parameters, parts, strict=True), start=1 + ctx.has_bias
+        ):
+            if is_asked_for(ctx, place):
+                plan.make_weight_gradient(parameter, x, part)
+        grad_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        grad_x = None if pending is None else pending.wait()
+        return None, None, grad_bias, grad_x, *(None for _ in parameters)
