@@ -398,6 +398,8 @@ IGNORED_TARGET = -100
 BUCKET_BYTES = 64 * 2**20
 # How many reduce-scatters over z may run at once: about two blocks' weights. It bounds the memory that they hold.
 SCATTERS_IN_FLIGHT = 8
+# Bytes of whole gradients that copy engines may have on their way over z, if three of the largest do not take more.
+SCATTER_RING_BYTES = 256 << 20
 # Of a whole parameter of a block without roles that copy engines gather by itself: smaller ones cost the host more than
 # one message of all.
 MIN_COPIED_BYTES = 1 << 25

@@ -60,7 +60,11 @@ def test_peak_memory_is_within_3_percent_of_what_was_measured_on_gpus(row):
         reshard="after_backward",
     )
     (plan,) = (plan for plan in plans if plan.grid == grid)
-    assert plan.peak_memory == pytest.approx(row["peak_memory_gib"] * 2**30, rel=0.03)
+    measured = row["peak_memory_gib"] * 2**30
+    if grid["z"] > 1:  # the run had a ring of nine of the largest gradient, each with this rank's part
+        largest = 4 * workload["model"]["hidden"] ** 2 // grid["x"] // grid["y"] * 2
+        measured -= (9 - 3 * (1 - 1 / grid["z"])) * largest
+    assert plan.peak_memory == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +134,9 @@ def test_weights_that_are_gathered_once_a_step_stay_whole_though_blocks_are_comp
 
 
 def test_where_copy_engines_send_over_z_their_buffers_are_kept_all_the_time():
-    """NVLink between all ranks of z: a ring of nine of the largest gradient, and gathered weights till the end."""
+    """NVLink between all ranks of z: a ring of three of the largest gradient, and gathered weights till the end."""
     nvlink, pci = plan_of({"z": 4}).memory, plan_of({"z": 4}, cluster=replace(H200X4, in_node=PCI_EXPRESS)).memory
-    assert nvlink["temporary"] - pci["temporary"] == 9 * 4 * 4096**2 * 2
+    assert nvlink["temporary"] - pci["temporary"] == 3 * 4 * 4096**2 * 2 * 3 / 4
     assert nvlink["logits"] == pci["logits"]  # the loss needs the head's weight in any case
     network = stretto.cluster.NetworkLink(bandwidth=25e9)
     apart = replace(H200X4, gpus_per_node=2, nodes=2, nics_per_node=2, between_nodes=network)
@@ -162,7 +166,7 @@ def test_with_nothing_hidden_copy_engines_still_bring_gradients_and_no_weight_is
         predict(config, H200X4_FULL, **options, overlaps=overlaps, copy_engines=copy_engines).memory
         for overlaps, copy_engines in [(True, True), (False, True), (False, False)]
     )
-    ring = 9 * 4 * 4096**2 * 2
+    ring = 3 * 4 * 4096**2 * 2 * 3 / 4
     assert plain["temporary"] == hidden["temporary"] == without["temporary"] + ring
     # Weights lie in the copy engines' buffers only where they are gathered ahead. The head's is there for the loss in
     # any case; of a vocabulary that is no multiple of 64 there is a padded copy of it, too.
@@ -360,6 +364,16 @@ def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
     expected = predict(SMALL, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
     seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, **options))
     assert expected.peak_memory == pytest.approx(seen, rel=0.1)
+
+
+def test_freed_weights_free_all_layers_but_two_at_the_peak(ranks):
+    sizes = {"data": 1, "x": 1, "y": 1, "z": 2}
+    kept, freed = (
+        max(ranks(2).run(peak_of_a_step, sizes, 4, 2, reshard=reshard))
+        for reshard in ("after_backward", "after_forward")
+    )
+    layer = 12 * SMALL.hidden**2 * 2  # bytes in bf16
+    assert kept - freed > (SMALL.layers - 2) * layer
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather
-from stretto.parallel.comm.copy_engine_scatter import SLOTS, CopyEngineReduceScatter
+from stretto.parallel.comm.copy_engine_scatter import MAX_STARTED, CopyEngineReduceScatter
 from stretto.parallel.comm.weight_gathering import WeightToGather
 from stretto.parallel.layout import ParameterLayout, Split, TensorOnGrid, version_of
 from stretto.stress.catalogue import Check, Configuration, StressCase
@@ -94,7 +94,8 @@ class CopyEngineScatterCase(StressCase):
         rows, columns = (96, 64) if team.is_cuda else (8, 4)
         self._rows = [max(rows - 7 * number, 1) for number in range(starts)]
         part = -(-rows // team.world) * columns * dtype.itemsize
-        self._scatter = CopyEngineReduceScatter(team.group, part, "cuda" if team.is_cuda else "host")
+        ring = starts * (-(-part // 128) * 128)  # each call waits for the ones before to be summed everywhere
+        self._scatter = CopyEngineReduceScatter(team.group, part, ring, "cuda" if team.is_cuda else "host")
         self._gradients: list[list[Tensor]] = []
         self._expected: list[list[Tensor]] = []
         for entry in range(ENTRIES):
@@ -121,7 +122,7 @@ class CopyEngineScatterCase(StressCase):
 
     def poison(self) -> None:
         """Fill the workspaces with poison."""
-        size = SLOTS * self._team.world * self._scatter._part
+        size = (self._team.world - 1) * self._scatter._ring
         self._scatter._channel.tensor((size,), torch.uint8).fill_(0xFF)
 
     def check(self) -> None:
@@ -146,7 +147,7 @@ def list_configurations() -> list[Configuration]:
             partial(CopyEngineScatterCase, dtype=fp32, result=fp32, starts=1),
         ),
         Configuration(
-            "pushed/scatter-ring", FAMILY, _SCATTER, "as many gradients in flight as there are slots, bf16",
-            partial(CopyEngineScatterCase, dtype=bf16, result=fp32, starts=SLOTS),
+            "pushed/scatter-ring", FAMILY, _SCATTER, "as many gradients in flight as there may be, bf16",
+            partial(CopyEngineScatterCase, dtype=bf16, result=fp32, starts=MAX_STARTED),
         ),
     ]  # fmt: skip

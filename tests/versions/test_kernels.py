@@ -125,7 +125,7 @@ def launch_hash() -> Launch:
 
 
 def launch_sum_of_parts() -> Launch:
-    arguments = make_channel("p2p"), WORDS, WORDS, FLOATS, FLOATS, FLOATS, 4096, 8192, 2048
+    arguments = make_channel("p2p"), WORDS, WORDS, FLOATS, FLOATS, FLOATS, 4096, 8192, 0.25, 2048
     return Launch(copy_engine_scatter.sum_parts, arguments, {"num_warps": 8})
 
 

@@ -18,6 +18,7 @@ from stretto.execution import (
     LOGITS_SLICE,
     MIN_COPIED_BYTES,
     MIN_WORKSPACE_BYTES,
+    SCATTER_RING_BYTES,
     SCATTERS_IN_FLIGHT,
     TWO_SLOTS_BYTES,
 )
@@ -135,8 +136,11 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
         if config.options.keeps_weights
         else gathered_at_once
     )
-    # Gradients are pushed into slots of the largest one's size, one more than may be on their way.
-    ring = (SCATTERS_IN_FLIGHT + 1) * largest_linear * workload.element if uses_copy_engines else 0.0
+    # Gradients are pushed into a ring (`stretto.parallel.comm.copy_engine_scatter`), of all ranks but this one.
+    pushed = min(
+        (SCATTERS_IN_FLIGHT + 1) * largest_linear, max(3 * largest_linear, SCATTER_RING_BYTES / workload.element)
+    )
+    ring = pushed * (1 - 1 / grid.z) * workload.element if uses_copy_engines else 0.0
     if has_nvlink and config.token_parts > 1 and config.options.overlap.all_reduce:
         ring += workspaces(model.hidden / grid.y * tokens * element, grid.x)
     activations = blocks.between * tokens
@@ -165,6 +169,8 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
     # they become; experts' message has been sent before the next one is made.
     on_their_way = SCATTERS_IN_FLIGHT / max(each.tensors for each in sizes) * of_linears
+    if uses_copy_engines:
+        on_their_way = min(on_their_way, pushed)
     scattered = on_their_way * (1 + 1 / grid.z) + experts / grid.z if grid.z > 1 else 0.0
     shards = group_of_shards(grid).size
     if shards > 1:  # those of a block's divided experts go in one message

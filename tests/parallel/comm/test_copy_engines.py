@@ -14,14 +14,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Overlap, checkpoint_activations, gather_once, no_sync, parallelize
-from stretto.parallel.comm import copy_engine_scatter, weight_gathering
+from stretto.parallel.comm import copy_engine_gather, copy_engine_scatter, weight_gathering
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, CopyEngineGatherer
-from stretto.parallel.comm.copy_engine_scatter import SLOTS, CopyEngineReduceScatter, ScatterRing
+from stretto.parallel.comm.copy_engine_scatter import MAX_STARTED, CopyEngineReduceScatter, ScatterRing
 from stretto.parallel.layers import block_shard, linear, weight_shard
 from stretto.parallel.layout import local, version_of
 
@@ -140,6 +141,41 @@ def test_training_is_the_same_and_only_embedding_and_head_go_through_the_group(
         assert (ours["pushed"], other["pushed"]) == (WEIGHTS, 0)
         assert (ours["gathers"], other["gathers"]) == (3, 3 * (WEIGHTS + 1))
         assert (ours["scatters"], other["scatters"]) == (3 * 2, 3 * (WEIGHTS + 1))
+
+
+def note_what_starts() -> str:
+    """What a third step's forward pass starts or takes: a gather by the group, copies of a weight, or a weight."""
+    setup, events = Setup(1, 2, is_pushed=True), []
+    copy, take, gather = (
+        CopyEngineAllGather._copy_to_peers,
+        CopyEngineAllGather.take,
+        weight_gathering.start_gather_rows,
+    )
+
+    def note(event: str, function: Any, *arguments: Any, **options: Any) -> Any:
+        events.append(event)
+        return function(*arguments, **options)
+
+    def note_take(copies: CopyEngineAllGather, key: object, *arguments: Any, **options: Any) -> Any:
+        return note("t" if key in copies._places else "", take, copies, key, *arguments, **options)
+
+    with (
+        mock.patch.object(copy_engine_gather, "CAST_AT_ONCE", 4),
+        mock.patch.object(CopyEngineAllGather, "_copy_to_peers", lambda *each: note("c", copy, *each)),
+        mock.patch.object(CopyEngineAllGather, "take", note_take),
+        mock.patch.object(weight_gathering, "start_gather_rows", partial(note, "g", gather)),
+    ):
+        for _ in range(3):
+            events.clear()
+            loss = setup.loss()
+            found = "".join(events)
+            loss.backward()
+            setup.update()
+    return found
+
+
+def test_a_pass_begins_with_the_embedding_and_the_first_weights_and_copies_the_others_under_these(interpret):
+    assert interpret(2, note_what_starts) == ["gcccc" + "ttt" + "ccccc" + "tttttt"] * 2
 
 
 def hold_two_graphs(is_pushed: bool) -> list[torch.Tensor]:
@@ -342,7 +378,8 @@ def scatter_many(seed: int) -> list[str]:
     rng = random.Random(seed)  # drawn alike on all ranks, but for pauses
     rank, world = dist.get_rank(), dist.get_world_size()
     pauses = random.Random(seed + 1 + rank)
-    scatter = CopyEngineReduceScatter(dist.group.WORLD, -(-40 // world) * 24 * 4, backend="host")
+    part = -(-40 // world) * 24 * 4
+    scatter = CopyEngineReduceScatter(dist.group.WORLD, part, rng.randint(part, 4 * part), backend="host")
     wrong: list[str] = []
     waiting: list[tuple[Any, torch.Tensor]] = []
 
@@ -359,15 +396,16 @@ def scatter_many(seed: int) -> list[str]:
             torch.randn(rows, columns, generator=torch.Generator().manual_seed(1000 * number + source)).to(dtype)
             for source in range(world)
         ]
-        chunk = -(-rows // world)
+        chunk, factor = -(-rows // world), rng.choice([1.0, 1 / world])
         mine = slice(rank * chunk, min((rank + 1) * chunk, rows))
         expected = torch.zeros(every[0][mine].shape)
         for part in every:
             expected += part[mine].float()
         time.sleep(pauses.choice([0, 0, 0.003]))
-        assert scatter.takes(every[rank])
-        waiting.append((scatter.start(every[rank], expected.shape[0], out), expected.to(out)))
-        while len(waiting) >= rng.randint(1, SLOTS):
+        while not scatter.takes(every[rank]):  # the ring is full
+            settle()
+        waiting.append((scatter.start(every[rank], expected.shape[0], out, factor), (expected * factor).to(out)))
+        while len(waiting) >= rng.randint(1, MAX_STARTED):
             settle()
     while waiting:
         settle()
@@ -381,6 +419,30 @@ def test_gradients_are_sums_in_rank_order_whatever_is_on_its_way(interpret, rank
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     assert interpret(ranks, scatter_many, seed) == [[]] * ranks
+
+
+class Scalings(TorchDispatchMode):
+    """Counts the passes that multiply tensors in place."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._foreach_mul_.ScalarList, torch.ops.aten.mul_.Tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def count_scalings(is_pushed: bool) -> int:
+    setup = Setup(1, 2, is_pushed=is_pushed)
+    loss = setup.loss()
+    with Scalings() as scalings:
+        loss.backward()
+    return scalings.count
+
+
+def test_the_kernel_that_sums_gradients_also_averages_them(interpret):
+    # gloo does not average: embedding and head, and the bucket of norms and biases, are multiplied after it, or before.
+    assert interpret(2, count_scalings, True) == [3] * 2
+    assert interpret(2, count_scalings, False) == [WEIGHTS + 2] * 2
 
 
 def give_up_a_pass(is_pushed: bool) -> tuple[list[torch.Tensor], int]:
@@ -426,7 +488,7 @@ def test_the_kernels_compile_and_load_and_store_16_bytes_at_a_time(target, dtype
     channel, word = make_channel("p2p"), torch.zeros(1, dtype=torch.int32)
     compile_kernel(copy_engine_scatter.begin_scatter, (channel, word, word, 3), {"num_warps": 1}, target)
     parts, out = torch.zeros(256, dtype=dtype), torch.zeros(256, dtype=torch.float32)
-    arguments = (channel, word, word, parts, parts, out, 4096, 8192, 2048)
+    arguments = (channel, word, word, parts, parts, out, 4096, 8192, 0.25, 2048)
     lines = compile_to_ptx(copy_engine_scatter.sum_parts, arguments, target, num_warps=8)
     loads = [line for line in lines if re.search(r"ld\.global.*\.v\d\.b32", line)]
     assert loads
@@ -439,7 +501,7 @@ def test_a_slot_is_released_when_all_programs_have_summed():
     from tests.tiles.machine_code import RELEASE, compile_to_ptx, find, make_channel
 
     channel, word, numbers = make_channel("p2p"), torch.zeros(1, dtype=torch.int32), torch.zeros(256)
-    arguments = (channel, word, word, numbers, numbers, numbers, 4096, 8192, 2048)
+    arguments = (channel, word, word, numbers, numbers, numbers, 4096, 8192, 0.25, 2048)
     lines = compile_to_ptx(copy_engine_scatter.sum_parts, arguments, num_warps=8)
     # A program counts itself after the loads and stores of all its threads; the last one has seen all counts.
     counted = find(lines, r"atom\.global\.(gpu\.acq_rel|acq_rel\.gpu)\.add")

@@ -203,11 +203,15 @@ def running_collective() -> str | None:
 
 @dataclass(frozen=True)
 class Pending:
-    """A started collective. `result` is valid once `wait` has returned, on the stream that waited."""
+    """A started collective. `result` is valid once `wait` has returned, on the stream that waited.
+
+    factor: by which the caller still has to multiply the result of a scaled reduction.
+    """
 
     result: Tensor
     work: Started | None = None
     source: Tensor | None = None  # what is being sent, which must live until then
+    factor: float = 1.0
 
     def wait(self) -> Tensor:
         """The result. On a GPU the current stream waits for it, and the host does not."""
@@ -257,12 +261,19 @@ def own(product: Tensor) -> Tensor:
     return product if _get_current_dispatch_mode() is None else product.clone()
 
 
-def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin to sum `tensor` over the group in place."""
+def start_all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Pending:
+    """Begin to reduce `tensor` over the group in place."""
     if group.size() == 1:
         return Pending(tensor)
     with collective("all_reduce", group) as issued:
-        return Pending(tensor, issued.watch(dist.all_reduce(tensor, group=group, async_op=True), tensor))
+        return Pending(tensor, issued.watch(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor))
+
+
+def can_average(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """True if the group's backend averages as it sums, without a pass over the numbers: NCCL, on GPUs."""
+    return tensor.is_cuda and group._get_backend(tensor.device).name() == "nccl"
 
 
 def gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
@@ -291,17 +302,21 @@ def scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup) -> Te
     return start_scatter_rows(whole, local_rows, group).wait()
 
 
-def start_scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup) -> Pending:
-    """Begin `scatter_rows`."""
+def start_scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup, factor: float = 1.0) -> Pending:
+    """Begin `scatter_rows`, times a factor. The backend multiplies if the result is an average and it can average; else
+    `Pending.factor` is left to the caller."""
     size = group.size()
     if size == 1:
-        return Pending(whole)
+        return Pending(whole, factor=factor)
     chunk = -(-whole.shape[0] // size)
     part = whole.new_empty(chunk, *whole.shape[1:])
     source = _padded(whole, chunk * size)
+    op = dist.ReduceOp.SUM
+    if factor == 1 / size and can_average(whole, group):
+        op, factor = dist.ReduceOp.AVG, 1.0
     with collective("reduce_scatter", group) as issued:
-        work = issued.watch(_reduce_scatter(part, source, group=group, async_op=True), part)
-        return Pending(part[:local_rows], work, source)
+        work = issued.watch(_reduce_scatter(part, source, op=op, group=group, async_op=True), part)
+        return Pending(part[:local_rows], work, source, factor)
 
 
 def all_to_all(

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
     from stretto.tiles import BlockChannel
 
-# How many weights one launch casts before they are copied: the first are copied while the others are cast.
+# How many weights one launch casts before they are copied: the first are copied while the others are cast. A pass
+# begins with so many; the others follow once half of these are in use, so that the first product does not wait until
+# the host has launched all copies.
 CAST_AT_ONCE = 8
 
 
@@ -37,7 +39,8 @@ CAST_AT_ONCE = 8
 class _Place:
     """Where a weight is gathered: the whole of it, this rank's part, and that part's place at each other rank.
 
-    version: of the shard that was copied last. awaited_on: the streams that have waited for this pass's rows.
+    version: of the shard that was copied last, or is about to be. is_left: this pass has yet to copy it. awaited_on:
+    the streams that have waited for this pass's rows.
     """
 
     number: int
@@ -45,6 +48,7 @@ class _Place:
     own: Tensor
     there: dict[int, Tensor]
     version: Version | None = None
+    is_left: bool = False
     awaited_on: set[int] = field(default_factory=set)
 
 
@@ -68,6 +72,7 @@ class CopyEngineAllGather:
         self._layout: list[Any] = []
         self._channel: BlockChannel | None = None
         self._is_open = False
+        self._left: list[object] = []  # which this pass has yet to copy
         self._is_stopped = self._is_wasted = False  # by activation checkpointing
         self._is_step = self._is_copied = False  # weights do not change; and a pass has copied them since
 
@@ -76,7 +81,7 @@ class CopyEngineAllGather:
         self._weights[key] = weight
 
     def begin(self) -> None:
-        """Begin a forward pass: start to copy all weights. Collective; the host does not wait.
+        """Begin a forward pass: start to copy weights. Collective; the host does not wait.
 
         Between `begin_step` and `end_step` the first pass alone copies. The first call allocates, in which all ranks
         wait for each other. PeerError if a wait of an earlier pass failed.
@@ -87,7 +92,7 @@ class CopyEngineAllGather:
             return
         if self._channel is None and not torch.is_grad_enabled():
             return
-        from stretto.tiles import copy_engine, shard_tiles  # here: Triton may be missing where there are no GPUs
+        from stretto.tiles import shard_tiles  # here: Triton may be missing where there are no GPUs
 
         self.end()  # in case an earlier pass was not ended
         if self._is_copied and self._layout == self._describe():
@@ -97,24 +102,37 @@ class CopyEngineAllGather:
         count = len(self._places)
         mapping = shard_tiles(count, channel.world_size, 1, channels=count)
         channel.begin("the all-gather of weights over z", mapping, mapping, "broadcast")
+        for key, place in self._places.items():  # other ranks may copy before this one does
+            place.version, place.is_left = version_of(self._weights[key].parameter), True
+            place.awaited_on.clear()
         known = set(self._order)
-        for keys in _batches([*self._order, *(key for key in self._weights if key not in known)]):
+        self._left = [*self._order, *(key for key in self._weights if key not in known)]
+        self._order.clear()
+        self._copy(CAST_AT_ONCE)
+        self._is_open = True
+        self._is_copied = self._is_step
+
+    def _copy(self, count: int) -> None:
+        """Cast and copy the next `count` weights."""
+        from stretto.tiles import copy_engine
+
+        assert self._channel is not None
+        chosen, self._left = self._left[:count], self._left[count:]
+        for keys in _batches(chosen):
             parameters = [self._weights[key].parameter for key in keys]
             places = [self._places[key] for key in keys]
             with torch.no_grad():
                 torch._foreach_copy_([place.own for place in places], [local(parameter) for parameter in parameters])
-            with collective("all_gather"), copy_engine(channel):
+            with collective("all_gather"), copy_engine(self._channel):
                 for place in places:
-                    self._copy_to_peers(channel, place)
+                    self._copy_to_peers(self._channel, place)
             for place, parameter in zip(places, parameters, strict=True):
-                place.version = version_of(parameter)
-                place.awaited_on.clear()
-        self._order.clear()
-        self._is_open = True
-        self._is_copied = self._is_step
+                place.version, place.is_left = version_of(parameter), False
 
     def end(self) -> None:
         """End the forward pass: make the current stream wait for all copies, before any work that is enqueued later."""
+        if self._left:
+            self._copy(len(self._left))
         if self._is_open and self._channel is not None:
             from stretto.tiles import join_copies
 
@@ -152,6 +170,8 @@ class CopyEngineAllGather:
             from stretto.tiles import rank_wait_all
 
             assert self._channel is not None
+            if self._left and (len(self._order) >= CAST_AT_ONCE // 2 or place.is_left):
+                self._copy(len(self._left))
             rank_wait_all(self._channel, place.number, len(self._places))
             if not place.awaited_on:
                 self._order.append(key)
@@ -259,10 +279,12 @@ class CopyEngineGatherer(WeightGatherer):
 
     def begin_step(self) -> None:
         """Copy weights in one pass of the step only."""
+        self.others.begin_step()
         self.copies.begin_step()
 
     def end_step(self) -> None:
         """Copy them in each pass again."""
+        self.others.end_step()
         self.copies.end_step()
 
     def stop_keeping(self) -> None:

@@ -2,12 +2,12 @@
 """Reduce-scatters weight gradients over z by copy engines, with a kernel that reads each rank's part once.
 
 As with gathered weights (`copy_engine_gather`), NCCL's kernels would contend for multiprocessors with the products
-beside them. Copy engines send a gradient's parts into a ring of slots that each rank has in symmetric memory, each part
-followed by a signal. When the sum is needed, one kernel waits for the signals and adds the parts in fp32 in rank order,
-straight into the parameter's dtype.
+beside them. Copy engines send a gradient's parts into a ring buffer that each rank has in symmetric memory, one for
+each other rank, each part followed by a signal. When the sum is needed, one kernel waits for the signals, adds the
+parts in fp32 in rank order, and multiplies the sum by the factor of an average, straight into the parameter's dtype.
 
 Each rank numbers its reduce-scatters and signals to the others the number of the last one that it has summed, so that
-no slot is overwritten while it is read. Numbers and signals are in device memory and only count up: CUDA graphs replay.
+no part is overwritten while it is read. Numbers and signals are in device memory and only count up: CUDA graphs replay.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.execution import SCATTERS_IN_FLIGHT
+from stretto.execution import SCATTER_RING_BYTES, SCATTERS_IN_FLIGHT
 from stretto.parallel.comm.collectives import Pending, Started, collective, start_scatter_rows
 from stretto.tiles import BlockChannel, copy_engine, rank_copy_data, rank_set_slot
 from stretto.tiles.call_state import may_publish
@@ -27,7 +27,7 @@ from stretto.tiles.launches import launch_kernel
 from stretto.tiles.signals import set_slot
 from stretto.tiles.waits import OF_PEER, await_slot
 
-SLOTS = SCATTERS_IN_FLIGHT + 1
+MAX_STARTED = SCATTERS_IN_FLIGHT + 1
 OPERATOR = "the reduce-scatter of gradients over z"
 # What a peer's signals say: the number of the last reduce-scatter whose part has arrived here, and of the last one that
 # was summed there.
@@ -48,13 +48,17 @@ class ScatterRing:
         self._scatter: CopyEngineReduceScatter | None = None
 
     def register(self, rows: int, columns: int) -> None:
-        """Make the slots large enough for gradients of this shape."""
+        """Make the ring large enough for gradients of this shape."""
         self._largest = max(self._largest, -(-rows // self.group.size()) * columns)
 
-    def start(self, gradient: Tensor, local_rows: int, dtype: torch.dtype) -> Pending:
+    def is_full(self, gradient: Tensor, dtype: torch.dtype) -> bool:
+        """True if the ring has no room for the gradient, in `dtype`, until earlier ones of this pass are summed."""
+        return self._scatter is not None and self._scatter.is_full(gradient, dtype.itemsize)
+
+    def start(self, gradient: Tensor, local_rows: int, dtype: torch.dtype, factor: float = 1.0) -> Pending:
         """Start a reduce-scatter: by copy engines, or through the process group where they do not take the gradient.
 
-        The first call is collective.
+        Its result is multiplied by `factor`, but for `Pending.factor`. The first call is collective.
         """
         if self._scatter is None:
             if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -62,13 +66,15 @@ class ScatterRing:
                     "the first backward pass allocates memory that all ranks share, which a CUDA graph cannot hold: "
                     "run a step before the graph is captured"
                 )
-            self._scatter = CopyEngineReduceScatter(self.group, self._largest * gradient.element_size(), self.backend)
+            part = self._largest * gradient.element_size()
+            ring = min(MAX_STARTED * part, max(3 * part, SCATTER_RING_BYTES // self.group.size()))
+            self._scatter = CopyEngineReduceScatter(self.group, part, ring, self.backend)
         if self._scatter.takes(gradient):
-            return self._scatter.start(gradient, local_rows, dtype)
-        return start_scatter_rows(gradient, local_rows, self.group)
+            return self._scatter.start(gradient, local_rows, dtype, factor)
+        return start_scatter_rows(gradient, local_rows, self.group, factor)
 
     def drop(self) -> None:
-        """Sum what a backward pass that has raised left in the slots, so that ranks' counts stay alike."""
+        """Sum what a backward pass that has raised left in the ring, so that ranks' counts stay alike."""
         if self._scatter is not None:
             self._scatter.drop()
 
@@ -77,71 +83,99 @@ class CopyEngineReduceScatter:
     """Reduce-scatters one model's weight gradients over one group, up to `part` bytes to each rank.
 
     Gradients are summed in the order in which their reduce-scatters were started. All ranks start the same ones, in the
-    same order.
+    same order. ring: how many bytes to each rank may be on their way at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, part: int, backend: str = "cuda") -> None:
+    def __init__(self, group: dist.ProcessGroup, part: int, ring: int, backend: str = "cuda") -> None:
         self.group = group
         world = group.size()
-        self._part = -(-part // 128) * 128
+        self._part, self._ring = _align(part), _align(max(part, ring))
         self._channel = BlockChannel.allocate(
             group,
             channels=1,
             peer_tiles=2,
-            data_bytes=SLOTS * world * self._part,
+            data_bytes=(world - 1) * self._ring,
             backend=backend,
         )
         device = self._channel.device
         self._description = self._channel.describe(OPERATOR)
         self._started = torch.zeros(1, dtype=torch.int32, device=device)
-        self._words = torch.zeros(
-            SLOTS, dtype=torch.int32, device=device
-        )  # the number of the reduce-scatter in each slot
+        self._words = torch.zeros(MAX_STARTED, dtype=torch.int32, device=device)  # numbers of started reduce-scatters
         self._tickets = torch.zeros(1, dtype=torch.int32, device=device)
         self._outstanding: deque[PendingReduceScatter] = deque()
-        self._count = 0  # reduce-scatters started since none was outstanding
+        # Since none was outstanding: how many were started, and the last ones' bytes of the ring, from where to where.
+        self._count = 0
+        self._pieces: deque[tuple[int, int]] = deque(maxlen=MAX_STARTED)
         self._task = -1
 
     def takes(self, gradient: Tensor) -> bool:
-        """True if `start` takes this gradient: it fits, a slot is free, and no other backward pass uses the ring."""
-        world = self.group.size()
-        part = -(-gradient.shape[0] // world) * gradient[:1].numel() * gradient.element_size()
-        is_alone = not self._outstanding or self._task == torch._C._current_graph_task_id()
-        return part <= self._part and is_alone and len(self._outstanding) < SLOTS
+        """True if `start` takes this gradient: the ring has room, and no other backward pass uses it."""
+        size = self._size(gradient, gradient.element_size())
+        return size <= self._part and self._is_alone() and not self.is_full(gradient, gradient.element_size())
 
-    def start(self, gradient: Tensor, local_rows: int, dtype: torch.dtype) -> Pending:
+    def is_full(self, gradient: Tensor, element: int) -> bool:
+        """True if `start` takes this gradient, of `element` bytes a number, only once earlier ones have been summed."""
+        size = self._size(gradient, element)
+        if not self._outstanding or size > self._part or not self._is_alone():
+            return False
+        begin = self._find_place(size)
+        in_use = list(self._pieces)[-len(self._outstanding) :]
+        return len(in_use) == MAX_STARTED or any(_overlap(piece, (begin, begin + size)) for piece in in_use)
+
+    def _is_alone(self) -> bool:
+        return not self._outstanding or self._task == torch._C._current_graph_task_id()
+
+    def _size(self, gradient: Tensor, element: int) -> int:
+        """The bytes of a rank's part of a gradient in the ring."""
+        return _align(-(-gradient.shape[0] // self.group.size()) * gradient[:1].numel() * element)
+
+    def _find_place(self, size: int) -> int:
+        """Where the next part begins in the ring: after the last one, or at the beginning."""
+        end = self._pieces[-1][1] if self._pieces else 0
+        return end if end + size <= self._ring else 0
+
+    def start(self, gradient: Tensor, local_rows: int, dtype: torch.dtype, factor: float = 1.0) -> Pending:
         """Begin to sum the whole gradient [rows, ...]; the result is this rank's local_rows of it, in `dtype`.
 
-        PeerError if a wait of an earlier reduce-scatter has timed out.
+        factor: multiplies the sum (in fp64: is left to the caller). PeerError if a wait of an earlier reduce-scatter
+        has timed out.
         """
         channel, world, rank = self._channel, self.group.size(), self.group.rank()
         channel.check()
         if not self._outstanding:
             channel.limit.begin_call()
             self._count, self._task = 0, torch._C._current_graph_task_id()
-        slot, lag = self._count % SLOTS, min(self._count, SLOTS - 1)
+            self._pieces.clear()
+        size = self._size(gradient, gradient.element_size())
+        begin = self._find_place(size)
+        while any(_overlap(piece, (begin, begin + size)) for piece in self._pieces):
+            self._pieces.popleft()
+        lag = len(self._pieces)  # all before these have to be summed everywhere
+        self._pieces.append((begin, begin + size))
+        number = self._count % MAX_STARTED
         self._count += 1
         gradient = gradient.contiguous()
         chunk = -(-gradient.shape[0] // world)
-        word = self._words[slot : slot + 1]
+        word = self._words[number : number + 1]
         on_load = channel.limit.allow_loading
         launch_kernel(begin_scatter, 1, self._description, self._started, word, lag, on_load=on_load, num_warps=1)
         with collective("reduce_scatter"), copy_engine(channel):
             for distance in range(1, world):
                 peer = (rank - distance) % world
                 part = gradient[peer * chunk : (peer + 1) * chunk]
-                rank_copy_data(self._place(slot, rank, part, peer), part)
+                rank_copy_data(self._place(begin, rank, part, peer), part)
                 rank_set_slot(channel, ARRIVED.value, peer, word)
             side = channel.side_stream()
             pushed = None if side is None else side.stream.record_event()
         own = gradient[rank * chunk : rank * chunk + local_rows]
         result = torch.empty_like(own, dtype=dtype)
-        pending = PendingReduceScatter(result, _WORK, gradient, self, slot, own, pushed)
+        left = factor if own.dtype == torch.float64 else 1.0  # kernels take fp32 numbers
+        pending = PendingReduceScatter(result, _WORK, gradient, left, self, factor / left, begin, word, own, pushed)
         self._outstanding.append(pending)
         return pending
 
     def drop(self) -> None:
-        """Sum what a backward pass that has raised left in the slots, so that ranks' counts stay alike."""
+        """Sum what a backward pass that has raised left in the ring, so that ranks' counts stay alike."""
         while self._outstanding:
             self._outstanding[0].wait()
 
@@ -149,7 +183,7 @@ class CopyEngineReduceScatter:
         """Enqueue the sum of the oldest outstanding reduce-scatter, which must be `pending`."""
         assert self._outstanding.popleft() is pending, "gradients are summed in the order in which they were started"
         own, count = pending.own, pending.own.numel()
-        first = self._place(pending.slot, 0, own)
+        first = self._place(pending.begin, 0, own)
         if pending.pushed is not None:
             torch.cuda.current_stream(own.device).wait_event(pending.pushed)
         programs = max(1, min(triton.cdiv(count, _BLOCK), _PROGRAMS))
@@ -157,30 +191,45 @@ class CopyEngineReduceScatter:
             sum_parts,
             programs,
             self._description,
-            self._words[pending.slot : pending.slot + 1],
+            pending.word,
             self._tickets,
             own,
             first,
             pending.result,
             count,
-            self._part // own.element_size(),
+            self._ring // own.element_size(),
+            pending.scale,
             BLOCK=_BLOCK,
             on_load=self._channel.limit.allow_loading,
             num_warps=8,
         )
 
-    def _place(self, slot: int, source: int, like: Tensor, rank: int | None = None) -> Tensor:
-        """The place of `source`'s part in a slot of this rank, or of another one."""
-        offset = (slot * self.group.size() + source) * self._part
+    def _place(self, begin: int, source: int, like: Tensor, rank: int | None = None) -> Tensor:
+        """The place of `source`'s part in the ring that this rank, or another one, has for it."""
+        reader = self.group.rank() if rank is None else rank
+        offset = (source - (source > reader)) * self._ring + begin
         return self._channel.tensor(tuple(like.shape), like.dtype, offset=offset, rank=rank)
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // 128) * 128
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 @dataclass(frozen=True, eq=False)
 class PendingReduceScatter(Pending):
-    """A reduce-scatter whose parts are on their way. `wait` enqueues the kernel that sums them, once."""
+    """A reduce-scatter whose parts are on their way. `wait` enqueues the kernel that sums them, once.
+
+    scale: multiplies the sum. begin: of the parts in the ring. word: the number of this reduce-scatter.
+    """
 
     scatter: CopyEngineReduceScatter | None = None
-    slot: int = 0
+    scale: float = 1.0
+    begin: int = 0
+    word: Tensor = None  # type: ignore[assignment]
     own: Tensor = None  # type: ignore[assignment]
     pushed: torch.cuda.Event | None = None
 
@@ -193,10 +242,10 @@ class PendingReduceScatter(Pending):
 
 @triton.jit
 def begin_scatter(channel, started, word, lag):  # type: ignore[no-untyped-def]
-    """Number a reduce-scatter, and wait until its slot is free at all other ranks. One program.
+    """Number a reduce-scatter, and wait until its part of the ring is free at all other ranks. One program.
 
     Signals: none here; a copy engine signals `word` after it. Waits: for the others' sums of all but the last `lag`
-    reduce-scatters, each of which is enqueued there before this one is. Reuse: this wait is what allows a slot's reuse.
+    reduce-scatters, each of which is enqueued there before this one is. Reuse: this wait allows it.
     After a failed wait, `word` keeps an old number, so that peers do not take what is copied then for this
     reduce-scatter's parts.
     """
@@ -210,11 +259,11 @@ def begin_scatter(channel, started, word, lag):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sum_parts(channel, word, tickets, own, parts, out, count, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out [count] = the sum over ranks, in their order, of their parts [world, stride], of which `own` is this rank's.
+def sum_parts(channel, word, tickets, own, parts, out, count, stride, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out [count] = scale x the sum over ranks, in their order, of `own` and the others' parts [world - 1, stride].
 
     Waits: for all others' copies of this reduce-scatter, which depend on copy engines and on what those ranks had
-    enqueued before. Signals: when its last program is done, that the slot may be overwritten.
+    enqueued before. Signals: when its last program is done, that the parts may be overwritten.
     """
     tick = tl.load(word)
     ready = tick * 0
@@ -230,10 +279,11 @@ def sum_parts(channel, word, tickets, own, parts, out, count, stride, BLOCK: tl.
             if source == channel.rank:
                 part = tl.load(own + at, mask=inside, other=0)
             else:
-                theirs = parts + source * stride.to(tl.int64) + ready * 16
+                place = source - tl.where(source > channel.rank, 1, 0)
+                theirs = parts + place.to(tl.int64) * stride + ready * 16
                 part = tl.load(theirs + at, mask=inside, other=0)
             total += part.to(exact)
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at, (total * scale).to(out.dtype.element_ty), mask=inside)
     tl.debug_barrier()
     if tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(tickets, 0)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.execution import BUCKET_BYTES
-from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
+from stretto.parallel.comm.collectives import Pending, all_reduce, can_average, start_all_reduce
 from stretto.parallel.comm.rank_order import RULE, RankOrder
 from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
@@ -47,7 +47,8 @@ class GradientBucket:
 
     def __init__(self, groups: tuple[dist.ProcessGroup, ...], *, averages: bool) -> None:
         self.groups = groups
-        self._scale = 1 / math.prod(group.size() for group in groups) if averages else 1.0
+        self._averages = averages
+        self._op = dist.ReduceOp.SUM
         self.num_bytes = 0
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._missing: list[int] = []
@@ -70,14 +71,16 @@ class GradientBucket:
         if self._missing:
             present[self._missing] = 0
         self._flat = torch.cat([*(gradient.reshape(-1) for _, gradient in self._gradients), present])
-        if self._scale != 1:
-            self._flat *= self._scale  # before it is sent, so that no sum overflows in fp16
+        if self._averages and all(can_average(self._flat, group) for group in self.groups):
+            self._op = dist.ReduceOp.AVG  # NCCL multiplies before it adds
+        elif self._averages:  # before it is sent, so that no sum overflows in fp16
+            self._flat *= 1 / math.prod(group.size() for group in self.groups)
         self._gradients = []
 
     def start(self) -> None:
         """Begin to sum the flat tensor over the first group."""
         assert self._flat is not None
-        self._pending, self._flat = start_all_reduce(self._flat, self.groups[0]), None
+        self._pending, self._flat = start_all_reduce(self._flat, self.groups[0], self._op), None
 
     def add_to_grad(self, absent: set[nn.Parameter]) -> list[nn.Parameter]:
         """Wait for the sum, sum over the other groups, and add the result to the parameters' `.grad`.
@@ -88,7 +91,7 @@ class GradientBucket:
         assert self._pending is not None
         flat = self._pending.wait()
         for group in self.groups[1:]:
-            all_reduce(flat, group)
+            all_reduce(flat, group, self._op)
         parameters = [parameter for parameter, _ in self._shapes]
         if not (flat.is_cuda and torch.cuda.is_current_stream_capturing()):
             absent.difference_update(parameters)
@@ -319,8 +322,8 @@ def local_gradient(parameter: Tensor) -> Tensor:
     return gradient.to_local()
 
 
-StartedScatter = tuple[nn.Parameter, Pending, float]
-"""A weight, its started reduce-scatter over z, and the factor of what comes of that."""
+StartedScatter = tuple[nn.Parameter, Pending]
+"""A weight, and its started reduce-scatter over z."""
 
 
 @dataclass

@@ -249,10 +249,10 @@ class GradientReducer:
             drop()
 
     def reduce_scatter_gradient(
-        self, parameter: nn.Parameter, gradient: Tensor, start: Callable[[Tensor], Pending], *, is_sharded: bool
+        self, parameter: nn.Parameter, gradient: Tensor, start: Callable[[Tensor, float], Pending], *, is_sharded: bool
     ) -> None:
         """Take a weight's gradient of whole rows. `start` begins the reduce-scatter over z that leaves this rank's
-        shard of it; is_sharded: whether z has several ranks."""
+        shard of it, times a factor; is_sharded: whether z has several ranks."""
         current = self._enter()
         self.defer_hooks(parameter)
         if is_sharded:
@@ -261,23 +261,26 @@ class GradientReducer:
                 return
             gradient = self._unsharded.add_to(parameter, gradient)
             self._follow_scatter(parameter)
+            wire = self.precision.wire(gradient)
+            while current.scatters and self.ring is not None and self.ring.is_full(gradient, wire):
+                self._settle(current, current.scatters.popleft())
         scale, gradient = self._scale_first(parameter, gradient)
-        pending = start(gradient)
+        pending = start(gradient, scale)
         if pending.work is None:  # z has one rank
-            self._settle(current, [(parameter, pending, scale)])
+            self._settle(current, [(parameter, pending)])
             return
-        self._add_scatter(current, [(parameter, pending, scale)])
+        self._add_scatter(current, [(parameter, pending)])
 
     def reduce_scatter_block(
         self,
         gradients: Sequence[tuple[nn.Parameter, Tensor]],
-        start: Callable[[Sequence[Tensor]], Sequence[Pending]],
-        start_one: Callable[[Tensor], Pending],
+        start: Callable[[Sequence[Tensor], Sequence[float]], Sequence[Pending]],
+        start_one: Callable[[Tensor, float], Pending],
     ) -> None:
         """Take the gradients of a block's whole parameters, of which z has several ranks.
 
-        `start` begins one reduce-scatter over z for all of them, and returns what leaves this rank's shard of each;
-        `start_one` begins one for a single gradient, which `no_sync` has kept whole.
+        `start` begins one reduce-scatter over z for all of them, each times its factor, and returns what leaves this
+        rank's shard of each; `start_one` begins one for a single gradient, which `no_sync` has kept whole.
         """
         current = self._enter()
         for parameter, _ in gradients:
@@ -293,9 +296,8 @@ class GradientReducer:
         scaled = [
             self._scale_first(parameter, self._unsharded.add_to(parameter, whole)) for parameter, whole in gradients
         ]
-        pending = start([gradient for _, gradient in scaled])
-        scales = [scale for scale, _ in scaled]
-        self._add_scatter(current, list(zip(parameters, pending, scales, strict=True)))
+        pending = start([gradient for _, gradient in scaled], [scale for scale, _ in scaled])
+        self._add_scatter(current, list(zip(parameters, pending, strict=True)))
 
     def _follow_scatter(self, *parameters: nn.Parameter) -> None:
         self.order.begin_backward()
@@ -367,10 +369,10 @@ class GradientReducer:
         self._unsummed[parameter] = None
 
     def _settle(self, current: BackwardPass, scatter: list[StartedScatter]) -> None:
-        shards = [pending.wait() for _, pending, _ in scatter]
-        if any(scale != 1 for *_, scale in scatter):
-            torch._foreach_mul_(shards, [scale for *_, scale in scatter])
-        for (parameter, *_), mine in zip(scatter, shards, strict=True):
+        shards = [pending.wait() for _, pending in scatter]
+        if any(pending.factor != 1 for _, pending in scatter):
+            torch._foreach_mul_(shards, [pending.factor for _, pending in scatter])
+        for (parameter, _), mine in zip(scatter, shards, strict=True):
             self._settle_one(current, parameter, mine)
 
     def _settle_one(self, current: BackwardPass, parameter: nn.Parameter, mine: Tensor) -> None:
@@ -468,7 +470,10 @@ class GradientReducer:
                 continue
             self._follow_scatter(parameter)
             scale, total = self._scale_first(parameter, kept.total.to(kept.dtype))
-            mine = kept.start(total).wait() * scale
+            pending = kept.start(total, scale)
+            mine = pending.wait()
+            if pending.factor != 1:
+                mine *= pending.factor
             if self._groups[parameter]:
                 self._sums.put(current.buckets, parameter, mine)
             else:

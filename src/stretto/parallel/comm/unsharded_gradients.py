@@ -23,7 +23,7 @@ class _UnshardedGradient:
 
     total: Tensor
     dtype: torch.dtype
-    start: Callable[[Tensor], Pending]
+    start: Callable[[Tensor, float], Pending]
     shown: Tensor
     versions: tuple[int, int]
 
@@ -39,7 +39,7 @@ class UnshardedGradients:
         """Those that have a gradient here."""
         return list(self._kept)
 
-    def keep(self, parameter: nn.Parameter, gradient: Tensor, start: Callable[[Tensor], Pending]) -> None:
+    def keep(self, parameter: nn.Parameter, gradient: Tensor, start: Callable[[Tensor, float], Pending]) -> None:
         """Add a whole gradient to the sum of earlier micro-batches. `.grad` is zeros until then, if it was None: code
         that drops it drops what is kept here, too. start: begins its reduce-scatter."""
         kept = self.take(parameter)

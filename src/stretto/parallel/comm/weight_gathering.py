@@ -137,6 +137,7 @@ class _GatherOrder:
 
     keys: list[object] = field(default_factory=list)
     position: int = 0
+    began_alike: bool = False  # the last two passes, with the same weight
     started: list[_Prefetch] = field(default_factory=list)
 
     def restart(self) -> None:
@@ -165,6 +166,7 @@ class WeightPrefetcher(WeightGatherer):
         self._forward, self._backward = _GatherOrder(), _GatherOrder()
         self._weights: dict[object, GatherSource] = {}
         self._graph_task = -1
+        self._is_step = False  # in which a later forward pass may gather nothing
 
     def register(self, key: object, weight: GatherSource, *, may_keep: bool) -> None:
         """Gather this weight from now on; nothing is kept between passes."""
@@ -173,10 +175,13 @@ class WeightPrefetcher(WeightGatherer):
         self._events[key] = ("the gather of", *map(self.ranks.place, parameters))
 
     def begin_forward(self) -> None:
-        """Go back to the beginning of the forward order."""
+        """Go back to the beginning of the forward order, and start to gather the first weight."""
         if not in_backward():
             self.ranks.begin(("forward", torch.is_grad_enabled()))
             self._forward.restart()
+            if self.is_on and self._forward.began_alike and not self._is_step:
+                with torch.no_grad():
+                    self._start_next(self._forward)
 
     def end_forward(self) -> None:
         """Compare that all ranks end here, and drop what was gathered ahead: it may be changed before its use, by fused
@@ -204,6 +209,14 @@ class WeightPrefetcher(WeightGatherer):
         self._start_next(order)
         return GatheredWeight(whole)
 
+    def begin_step(self) -> None:
+        """Begin forward passes without a gather: a pass before may have gathered all weights."""
+        self._is_step = True
+
+    def end_step(self) -> None:
+        """Begin them with the first weight's again."""
+        self._is_step = False
+
     def _current_order(self) -> _GatherOrder:
         if not in_backward():
             return self._forward
@@ -215,6 +228,8 @@ class WeightPrefetcher(WeightGatherer):
 
     def _follow(self, order: _GatherOrder, key: object) -> None:
         """Advance in the order; if `key` is not next, drop the rest of it."""
+        if order.position == 0:
+            order.began_alike = bool(order.keys) and order.keys[0] is key
         if order.position >= len(order.keys) or order.keys[order.position] != key:
             order.drop()
             del order.keys[order.position :]

@@ -18,7 +18,7 @@ import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -108,20 +108,26 @@ class _BlockMessage:
         chosen: Sequence[int],
         group: dist.ProcessGroup,
         dtype: torch.dtype,
+        factors: Sequence[float],
     ) -> list[Pending]:
-        """Begin to reduce-scatter the gradients of the `chosen` slots in this dtype; returns this rank's shards."""
+        """Begin to reduce-scatter the gradients of the `chosen` slots in this dtype, each times its factor; returns
+        this rank's shards."""
         slots = [self.slots[index] for index in chosen]
         ranks, size = group.size(), sum(slot.size for slot in slots)
         message = gradients[0].new_empty(ranks, size, dtype=dtype)
         rows = [each.reshape(slot.shape[0], -1) for each, slot in zip(gradients, slots, strict=True)]
         torch._chunk_cat(rows, dim=0, num_chunks=ranks, out=message)  # one kernel, which casts and pads
-        sent = start_scatter_rows(message.view(-1), size, group)
+        common = factors[0] if len(set(factors)) == 1 else 1.0
+        sent = start_scatter_rows(message.view(-1), size, group, common)
+        if sent.factor != common:
+            factors = [1.0] * len(factors)
         parts = [
             part[: slot.local_rows * slot.shape[1:].numel()].view(slot.local_rows, *slot.shape[1:])
             for slot, part in zip(slots, sent.result.split([slot.size for slot in slots]), strict=True)
         ]
         # Only the first is waited for; the others come after it.
-        return [Pending(parts[0], sent.work, sent.source), *map(Pending, parts[1:])]
+        first, *others = [Pending(part, factor=factor) for part, factor in zip(parts, factors, strict=True)]
+        return [replace(first, work=sent.work, source=sent.source), *others]
 
 
 class BlockShard:
@@ -249,14 +255,16 @@ class BlockShard:
             pairs = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
             self.gradients.reduce_scatter_block(pairs, partial(self._start_all, message, chosen), self._start_one)
 
-    def _start_all(self, message: _BlockMessage, chosen: Sequence[int], gradients: Sequence[Tensor]) -> list[Pending]:
-        return message.start_scatter(gradients, chosen, self.group, self.precision.wire(gradients[0]))
+    def _start_all(
+        self, message: _BlockMessage, chosen: Sequence[int], gradients: Sequence[Tensor], factors: Sequence[float]
+    ) -> list[Pending]:
+        return message.start_scatter(gradients, chosen, self.group, self.precision.wire(gradients[0]), factors)
 
-    def _start_one(self, gradient: Tensor) -> Pending:
+    def _start_one(self, gradient: Tensor, factor: float) -> Pending:
         ranks, place = self.group.size(), self.group.rank()
         padded = -(-gradient.shape[0] // ranks)
         rows = max(min(padded, gradient.shape[0] - place * padded), 0)
-        return start_scatter_rows(gradient.to(self.precision.wire(gradient)), rows, self.group)
+        return start_scatter_rows(gradient.to(self.precision.wire(gradient)), rows, self.group, factor)
 
     def _make_whole(self) -> list[Tensor]:
         """Whole tensors of the parameters, through which gradients flow to these."""

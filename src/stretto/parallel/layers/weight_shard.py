@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A weight's shard: gathered over z before use, and its gradient reduce-scattered back to it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -77,15 +77,15 @@ class WeightShard:
         start = partial(self._start_scatter, parameter)
         self.gradients.reduce_scatter_gradient(parameter, gradient, start, is_sharded=self.group.size() > 1)
 
-    def _start_scatter(self, parameter: nn.Parameter, gradient: Tensor) -> Pending:
+    def _start_scatter(self, parameter: nn.Parameter, gradient: Tensor, factor: float) -> Pending:
         if self.precision.reduce is not None and self.is_sent(parameter):
             gradient = gradient.to(self.precision.reduce)
         if self.ring is None:
             if not self.dim or self.group.size() == 1:
-                return start_scatter_rows(gradient, self.local_rows, self.group)
-            sent = start_scatter_rows(gradient.transpose(0, self.dim), self.local_rows, self.group)
-            return Pending(sent.result.transpose(0, self.dim), sent.work, sent.source)
-        return self.ring.start(gradient, self.local_rows, parameter.dtype)
+                return start_scatter_rows(gradient, self.local_rows, self.group, factor)
+            sent = start_scatter_rows(gradient.transpose(0, self.dim), self.local_rows, self.group, factor)
+            return replace(sent, result=sent.result.transpose(0, self.dim))
+        return self.ring.start(gradient, self.local_rows, parameter.dtype, factor)
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
         """In which dtype to compute the whole rows' gradient (None: any): the parameter's own if it stays here."""
