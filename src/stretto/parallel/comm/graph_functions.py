@@ -69,7 +69,7 @@ class _Key(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor | None, number: float) -> Tensor:
         ctx.set_materialize_grads(False)
-        return torch.tensor(number, dtype=torch.float64)
+        return torch.tensor([number], dtype=torch.float64)  # a compiler makes a constant of one without dims
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
@@ -148,7 +148,7 @@ def _differentiate_function(
     call = _calls[int(token)]
     call.needs_input_grad = (needs_x, False, needs_other)
     of_x, _, of_other, *_ = call.run("backward", x, other, gradient)
-    return key.new_zeros(()), *(x.new_empty(0) if each is None else each.contiguous() for each in (of_x, of_other))
+    return torch.zeros_like(key), *(x.new_empty(0) if each is None else each.contiguous() for each in (of_x, of_other))
 
 
 @_differentiate_function.register_fake
@@ -156,7 +156,7 @@ def _(
     key: Tensor, token: Tensor, x: Tensor, other: Tensor | None, gradient: Tensor, needs_x: bool, needs_other: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_other = x.new_empty(0) if other is None or not needs_other else other.new_empty(other.shape)
-    return key.new_empty(()), x.new_empty(x.shape if needs_x else 0), of_other
+    return torch.empty_like(key), x.new_empty(x.shape if needs_x else 0), of_other
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
