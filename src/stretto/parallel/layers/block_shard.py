@@ -402,21 +402,36 @@ class BlockShard:
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The block's forward, with whole parameters, and floating-point inputs in the compute dtype."""
 
+        # A compiler sees the forward alone: it would trace what these call, with one graph for each block and state.
+        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.precision.compute is not None:
-                args, kwargs = _map_leaves(self._cast, (args, kwargs))
+            running, wholes, args, kwargs = enter(args, kwargs)
             try:
-                with self.running() as wholes:
-                    found = forward(*args, **kwargs)
-            except RuntimeError as error:
-                self._explain_dtypes(error, (*args, *kwargs.values()))
+                found = forward(*args, **kwargs)
+            except BaseException as error:
+                leave(running, error, (*args, *kwargs.values()), wholes)
                 raise
-            if wholes is not None:
-                self._hold_in_backward(found, wholes)
-            return found
+            return leave(running, None, found, wholes)
 
         return torch.compiler.disable(run, recursive=False)
+
+    def _enter(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        """Begin a forward: `running`, entered, and what it gives, and the inputs, cast."""
+        if self.precision.compute is not None:
+            args, kwargs = _map_leaves(self._cast, (args, kwargs))
+        running = self.running()
+        return running, running.__enter__(), args, kwargs
+
+    def _leave(self, running: Any, error: BaseException | None, found: Any, wholes: Sequence[Tensor] | None) -> Any:
+        """End a forward that has returned `found`, or has raised `error`, given `found`."""
+        if isinstance(error, RuntimeError):
+            self._explain_dtypes(error, found)
+        running.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        if wholes is not None and error is None:
+            self._hold_in_backward(found, wholes)
+        return found
 
     def wrap_submodule(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of a submodule, which gathers all of the block where it is called outside of the block's."""

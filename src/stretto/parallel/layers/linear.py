@@ -32,6 +32,7 @@ from stretto.parallel.comm.collectives import (
     scatter_rows,
     start_all_reduce,
 )
+from stretto.parallel.comm.graph_functions import GraphFunction
 from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, keep_output
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
@@ -349,11 +350,18 @@ class ParallelLinear(ShardedModule):
         self.plan = plan
         self.joined: JoinedLinears | None = None  # the linears with which it is computed
         self._bias_scale = 1.0 if bias is None else plan.shard.gradients.forward_scale(bias)
+        self.in_graphs = GraphFunction(
+            _Linear3D, lambda x, bias: (x, self.weight, bias, self.plan, None, None), weight
+        )
+        rows = local(weight).shape[1] if plan.is_transposed else plan.shard.rows
+        self._features_here = sum(some.stop - some.start for some in plan.used_rows) or rows
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_being_traced():
+        if not torch.compiler.is_compiling() or self.plan.tokens is not None:
             return self.forward_on_grid(x)
         self.check_autocast(x)
+        if not self.is_being_traced():
+            return self.forward_in_graph(x)
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         return F.linear(x.to(weight.dtype), weight.t() if self.plan.is_transposed else weight, bias)
 
@@ -371,6 +379,13 @@ class ParallelLinear(ShardedModule):
         bias = None if self.bias is None else cast(self.plan.used(self.local_bias()))
         y = self._multiply(cast(x), bias)
         return y if self.plan.output_axis is None else note_features(y, self.plan.output_axis)
+
+    def forward_in_graph(self, x: Tensor) -> Tensor:
+        """The same, as one operator of a compiled graph."""
+        cast, is_row = self.plan.shard.precision.cast, x.dim() == 1
+        bias = None if self.bias is None else cast(self.plan.used(self.local_bias()))
+        y = self.in_graphs(self._features_here, cast(x.unsqueeze(0) if is_row else x), bias)
+        return y.squeeze(0) if is_row else y
 
     def local_bias(self) -> Tensor:
         """This rank's part of the bias."""
@@ -435,6 +450,9 @@ class CompressingLinear(ParallelLinear):
     ) -> None:
         super().__init__(weight, bias, plan)
         self.heads_group = heads_group
+
+    def forward_in_graph(self, x: Tensor) -> Tensor:
+        return super().forward_in_graph(x) if self.heads_group.size() == 1 else self.forward_on_grid(x)
 
     @torch.compiler.disable
     def forward_on_grid(self, x: Tensor) -> Tensor:
