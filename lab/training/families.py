@@ -56,7 +56,7 @@ _SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_
 TRANSFORMERS: Mapping[str, Transformer] = {
     "llama-3.75b": Transformer("llama", 16, _gated(4096, 14336, 32, 8, 32_000), small=_SMALL),
     "qwen3-8b": Transformer(
-        "qwen3", 20, _gated(4096, 12288, 32, 8, 151_936, **_QWEN3), small=_SMALL | {"head_dim": 16}
+        "qwen3", 16, _gated(4096, 12288, 32, 8, 151_936, **_QWEN3), small=_SMALL | {"head_dim": 16}
     ),
     "gpt2-xl": Transformer("gpt2", 48, _gpt2(1600, 25, 1024, 50_257), seq_len=1024, small=_SMALL_GPT2),
     "gpt3-6.7b": Transformer("gpt2", 8, _gpt2(4096, 32, 2048, 50_304), seq_len=2048, small=_SMALL_GPT2),

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of `python -m lab transformers`: one model by FSDP2, DTensor tensor parallelism, plain PyTorch and Stretto."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -23,8 +25,10 @@ from torch.distributed.tensor.parallel import (
 
 from lab.peers import MasterWeights
 from lab.training.families import TRANSFORMERS, make_transformer
+from stretto.axes import OUTER_TO_INNER
 from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped
+from stretto.ops import free_workspaces
 from stretto.optim import AdamW
 from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
 from stretto.parallel.blocks import find_blocks
@@ -86,11 +90,24 @@ class Way:
 
 def build_step(workload: TransformerWorkload, way: Way, device: torch.device) -> Step:
     """Build a step of this way. Raises ValueError where it cannot train the model or cut the batch."""
+    for grid, axis in itertools.product(_GRIDS.values(), OUTER_TO_INNER):  # what earlier runs' operators have kept
+        if grid.size(axis) > 1:
+            free_workspaces(grid.group(axis))
     return (_build_stretto if way.kind == "stretto" else _build_torch)(workload, way, device)
 
 
+# NCCL's communicators live until their process ends, so that runs share them.
+_GRIDS: dict[tuple[tuple[str, int], ...], Grid] = {}
+
+
+@cache
+def _make_mesh(device_type: str, dp: int, tp: int) -> DeviceMesh:
+    return init_device_mesh(device_type, (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
 def _build_stretto(workload: TransformerWorkload, way: Way, device: torch.device) -> Step:
-    grid = Grid(**way.grid, device=device)
+    key = tuple(way.grid.items())
+    grid = _GRIDS.get(key) or _GRIDS.setdefault(key, Grid(**way.grid, device=device))
     tokens = workload.tokens(grid.coordinate("batch"), grid.size("batch"), grid.device)
     with grid.device:
         model = workload.make()
@@ -98,7 +115,7 @@ def _build_stretto(workload: TransformerWorkload, way: Way, device: torch.device
     dtypes: dict[str, Any] = {"dtype": workload.dtype, "reduce_dtype": torch.float32}
     model = parallelize(model, grid, **dtypes, blocks=blocks if way.by_blocks else None, **way.options)
     _compile(model, blocks, way)
-    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, writes_copies=True)
 
     def step() -> Stepped:
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -112,10 +129,9 @@ def _build_stretto(workload: TransformerWorkload, way: Way, device: torch.device
 
 
 def _build_torch(workload: TransformerWorkload, way: Way, device: torch.device) -> Step:
-    ranks, tensors = torch.distributed.get_world_size(), way.kind == "tensors"
-    sizes = (1, ranks) if tensors else (ranks, 1)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))
-    tokens = workload.tokens(mesh["dp"].get_local_rank(), sizes[0], device)
+    ranks, tensors = dist.get_world_size(), way.kind == "tensors"
+    mesh = _make_mesh(device.type, *((1, ranks) if tensors else (ranks, 1)))
+    tokens = workload.tokens(mesh["dp"].get_local_rank(), mesh["dp"].size(), device)
     with device:
         model = workload.make()
     if way.precision == "masters":
