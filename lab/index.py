@@ -30,7 +30,7 @@ def stamp_commits() -> None:
     for path in sorted(RESULTS.rglob("*.json")):
         text = path.read_text()
         if (date := _DATE.search(text)) is not None and '\n "commit": ' not in text:
-            commit = _git("log", "-1", "--format=%h", "--abbrev=8", "--", str(path))
+            commit = _git("log", "-1", "--follow", "--diff-filter=AM", "--format=%h", "--abbrev=8", "--", str(path))
             commit = commit or _git("rev-parse", "--short=8", "HEAD")
             path.write_text(f'{text[: date.end()]}\n "commit": "{commit}",{text[date.end() :]}')
 
