@@ -43,9 +43,10 @@ def redraw(
 
 @app.command("index", rich_help_panel=Needs.NO_GPU.value)
 def index() -> None:
-    """Write the list of committed runs, lab/results/README.md."""
-    from lab.index import INDEX, write_index
+    """Write the list of committed runs, lab/results/README.md, and into each run its commit."""
+    from lab.index import INDEX, stamp_commits, write_index
 
+    stamp_commits()
     INDEX.write_text(write_index())
     print(INDEX)
 

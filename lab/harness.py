@@ -90,6 +90,14 @@ class Table:
         return tuple(each for each in columns if any(row.get(each.key) is not None for row in rows))
 
 
+def keep_rows(out: Path, name: str, row: "Columns", about: Mapping[str, Any], rows: Sequence[Any]) -> None:
+    """Write the rows that a rank has measured so far, so that a run that is cut off keeps them."""
+    from stretto.bench.harness import write_result
+
+    table = Table(name, rows, row)
+    write_result(out, name, table.columns(), table.as_dicts(), **about)
+
+
 @dataclass(frozen=True)
 class Measured:
     """Rows with what else the result says: `about` joins the JSON, `lines` follow the tables.

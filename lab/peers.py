@@ -79,7 +79,9 @@ def build_torch(
     if any(parameter.is_meta for parameter in model.parameters()):
         draw_weights(model, device)
     is_master = setup.precision == "masters"
-    optimizer: Any = _MasterWeights(model, workload) if is_master else fused_adamw(model.parameters(), workload)
+    optimizer: Any = (
+        MasterWeights(model, workload.learning_rate) if is_master else fused_adamw(model.parameters(), workload)
+    )
     cast = partial(torch.autocast, device.type, torch.bfloat16, enabled=setup.precision == "autocast")
     around = loss_parallel if tp.size() > 1 else nullcontext
     tokens, targets = batch
@@ -134,20 +136,21 @@ def _shard_tensors(model: GPT, mesh: DeviceMesh, seq_len: int) -> None:
         parallelize_module(block, mesh, block_plan, src_data_rank=None)
 
 
-class _MasterWeights:
-    """Fused AdamW on fp32 copies of a model's bf16 shards."""
+class MasterWeights:
+    """Fused AdamW on fp32 copies of a model's bf16 weights or shards of these."""
 
-    def __init__(self, model: nn.Module, workload: TrainingWorkload) -> None:
+    def __init__(self, model: nn.Module, learning_rate: float) -> None:
         self._parameters = list(model.parameters())
-        self._shards = [_local(parameter.detach()) for parameter in self._parameters]
+        self._shards = [local_shard(parameter) for parameter in self._parameters]
         self._masters = [nn.Parameter(shard.float()) for shard in self._shards]
-        self._optimizer = fused_adamw(self._masters, workload)
+        is_gpu = self._masters[0].is_cuda
+        self._optimizer = torch.optim.AdamW(self._masters, lr=learning_rate, fused=True, capturable=is_gpu)
 
     @torch.no_grad()
     def step(self) -> None:
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             assert parameter.grad is not None
-            master.grad = _local(parameter.grad).float()
+            master.grad = local_shard(parameter.grad).float()
         self._optimizer.step()
         self._optimizer.zero_grad()
         torch._foreach_copy_(self._shards, list(self._masters))
@@ -155,11 +158,6 @@ class _MasterWeights:
     def zero_grad(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,6 @@ def test_every_bench_has_help(command):
         (["pipeline", "--stages", "4", "--micro-batches", "4"], "4 and 8 would do"),
         (["stages", "--layers", "6"], "8 would do"),
         (["moe-demo", "--steps", "1"], "1"),
-        (["moe-layers", "--peer", "jax"], "there is no peer 'jax'"),
         (["experts", "--layers", "3"], "4 would do"),
         (["flips", "--flips", "0"], "flips is 0, but must be at least 1"),
         (["messages"], "Without GPUs these run"),

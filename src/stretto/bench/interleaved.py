@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.bench.harness import time_steps
 from stretto.bench.settings import require_least
 
 
@@ -46,8 +47,11 @@ def time_interleaved(
 
     never_captured: names of runs that are always eager. rests: let the GPU idle before each run's turn. If False, runs
     follow each other at once, in another order each round, and the first replay of a turn is not counted. Kernels that
-    take much power run faster after a rest (large products by up to a tenth), which training does not have.
+    take much power run faster after a rest (large products by up to a tenth), which training does not have. A CPU times
+    one call of each.
     """
+    if not torch.cuda.is_available():
+        return {name: Timed(time_steps(run, warm_up=1, repeats=1), 0.0) for name, run in runs.items()}
     effort = effort or TimingEffort()
     calls = 10 if size < 64 << 20 else 1
     rows: dict[str, Callable[[], Any]] = {}

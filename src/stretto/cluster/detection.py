@@ -4,7 +4,9 @@
 import os
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from stretto.cluster.host_memory import host_memory_limit
@@ -48,6 +50,9 @@ def machine_kind() -> dict[str, str]:
     kind = {"devices": devices, "torch": torch.__version__, "python": platform.python_version()}
     if torch.cuda.is_available():
         kind["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    for package in ("triton", "transformers"):
+        with suppress(PackageNotFoundError):
+            kind[package] = version(package)
     return kind
 
 

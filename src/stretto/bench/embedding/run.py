@@ -14,7 +14,7 @@ from torch import Tensor
 from stretto import ops
 from stretto.bench.embedding.peers import Batched, Chunked, EmbeddingBags, LookupBatch, draw_lookups, exchange_alone
 from stretto.bench.embedding.settings import EmbeddingSetting, LookupShape, LookupShapes
-from stretto.bench.harness import Column, print_table, run_ranks, time_steps, write_result
+from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.ops.embedding.placement import find_placement
 from stretto.parallel import Grid
@@ -161,8 +161,6 @@ def _compare(outputs: dict[str, Tensor]) -> dict[str, Any]:
 def _time(runs: dict[str, Callable[[], Any]], batch: LookupBatch, setting: EmbeddingSetting) -> dict[str, float]:
     """Milliseconds of each run on the slowest rank."""
     placement = batch.placement
-    if batch.offsets.device.type == "cpu":
-        return {name: 1e3 * time_steps(run, warm_up=1, repeats=1) for name, run in runs.items()}
     bytes_moved = batch.indices.numel() * max(batch.dims, default=0) * placement.dtype.itemsize
     found = time_interleaved(
         runs, bytes_moved // 16, is_graph=setting.is_graph, effort=TimingEffort(setting.rounds, setting.replays)

@@ -97,8 +97,11 @@ def measure(
     device: torch.device,
     *,
     extra: Callable[[Step], dict[str, Any]] | None = None,
+    keep: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Time every run, round by round, and return a row for each: collective, and the same on every rank.
+
+    keep: called on rank 0 with all rows after each run, so that a job that is cut off keeps what it has measured.
 
     A row has name, is_peer, and either error (the reason why the run could not) or seconds (the median of each round),
     step_seconds (of each round, those of every step), step_milliseconds (of the best round), tokens_per_second_per_gpu,
@@ -117,6 +120,8 @@ def measure(
         finally:
             _forget(run)
         _report(rows[run.name])
+        if keep is not None and dist.get_rank() == 0:
+            keep(list(rows.values()))
     return list(rows.values())
 
 

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab products`: overlapped products with the defaults and tuned, in both forms, and whole MLPs, with peers.
+
+A row has, timed in turn: the products alone, products and NCCL, torch's async tensor parallelism, Stretto's library
+path, and Stretto by default, tuned in this run, and in the form that training calls (the all-gather that also returns
+the gathered rows). `mlp` is `ops.mlp` whole, beside the same module by DTensor, compiled (TileLink's figure 8). With
+`--cluster` rows are only predicted. Each row is written at once. Without GPUs rows are small, for a try of the command.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
+from stretto import ops
+from stretto.bench.harness import FAILURES, in_one_line, run_ranks
+from stretto.bench.interleaved import TimingEffort, time_interleaved
+from stretto.bench.operators.peers import Runs, peers, world_name
+from stretto.bench.operators.settings import CASES, FLUX_ROWS, OPERATORS, local_shape
+from stretto.bench.settings import Needs, Option, Ranks, require_known
+from stretto.cluster import Cluster
+from stretto.ops.operator import FP8
+from stretto.ops.tuning import RotatingOperands, tune
+from stretto.parallel import Grid
+from stretto.planner.compute import Device
+from stretto.tuning import TuningStore
+
+# (intermediate, hidden) of the models that TileLink names; the shapes of its table 4 are lost in the paper's text.
+MLPS: Mapping[str, tuple[int, int]] = {
+    **{name: CASES[name] for name in ("llama-7b", "llama-3.1-8b")},
+    "gemma-2-9b": (14336, 3584),
+    "gemma-2-27b": (36864, 4608),
+    **{name: CASES[name] for name in ("llama-3.1-70b", "qwen2-72b")},
+}
+KINDS = (*OPERATORS, "mlp")
+MLP_ROWS = (8192,)
+
+
+@dataclass(frozen=True)
+class ProductsSetting:
+    """Settings of `python -m lab products`. Raises ValueError for an unknown operator, case or dtype."""
+
+    operators: Annotated[tuple[str, ...], Option("gather, scatter, reduce, mlp, with commas.", "--only")] = (
+        "gather",
+        "scatter",
+        "mlp",
+    )
+    cases: Annotated[tuple[str, ...], Option("Models whose shapes are taken, of operators: `stretto bench ops`'.")] = (
+        "flux",
+    )
+    ms: Annotated[tuple[int, ...], Option("Rows of the whole (default: 64 to 8192, of an MLP 8192).")] = ()
+    dtype: Annotated[str, Option("Dtype of operands: bf16, or fp8 with a scale a row.")] = "bf16"
+    tunes: Annotated[bool, Option("Tune each operator in this run, too.", "--tune/--no-tune")] = True
+    ranks: Ranks = None
+    cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
+
+    def __post_init__(self) -> None:
+        require_known("operator", self.operators, KINDS)
+        require_known("case", self.cases, CASES)
+        require_known("dtype", (self.dtype,), ("bf16", "fp8"))
+
+    def shapes(self) -> Iterator[tuple[str, str, int]]:
+        """(operator, case, rows of the whole) of each row."""
+        for kind in self.operators:
+            for case in tuple(MLPS) if kind == "mlp" else self.cases:
+                for m in self.ms or (MLP_ROWS if kind == "mlp" else FLUX_ROWS):
+                    yield kind, case, m
+
+
+@dataclass(frozen=True)
+class Row:
+    """An operator's times at one shape, on the slowest rank."""
+
+    operator: str = column("operator")
+    case: str = column("case")
+    m: int = column("m")
+    gemm: float | None = column("products alone (ms)", "{:.4f}")
+    nccl: float | None = column("products + NCCL (ms)", "{:.4f}")
+    torch_tp: float | None = column("DTensor, compiled (ms)", "{:.4f}")
+    async_tp: float | None = column("async-TP (ms)", "{:.4f}")
+    library: float | None = column("library path (ms)", "{:.4f}")
+    stretto: float | None = column("Stretto (ms)", "{:.4f}")
+    predicted: float | None = column("predicted (ms)", "{:.4f}")
+    tuned: float | None = column("tuned (ms)", "{:.4f}")
+    gathered: float | None = column("with the gathered rows (ms)", "{:.4f}")
+    gathered_tuned: float | None = column("the same, tuned (ms)", "{:.4f}")
+    hidden: float | None = column("hidden", "{:.0%}")
+    hidden_tuned: float | None = column("tuned", "{:.0%}")
+    hidden_gathered: float | None = column("with the rows", "{:.0%}")
+    to_best: float | None = column("better of NCCL, library / Stretto", "{:.2f}")
+    to_async_tp: float | None = column("async-TP / Stretto", "{:.2f}")
+    difference: float | None = column("largest difference", "{:.0e}")
+    best: str | None = column("tuned choice")
+    failed: str | None = column("failed")
+
+
+def run_products(setting: ProductsSetting, out: Path) -> Measured:
+    """Predict all rows, or measure them."""
+    assert setting.ranks is not None
+    name = f"products-{setting.ranks}" + ("" if setting.dtype == "bf16" else f"-{setting.dtype}")
+    about = {"ranks": setting.ranks, "dtype": setting.dtype}
+    if setting.cluster is not None:
+        cluster = Cluster.find(setting.cluster)
+        rows = [_predict(*shape, setting.ranks, setting.dtype, cluster) for shape in setting.shapes()]
+        return Measured(rows, about | {"machine": ANY_CPU, "cluster": cluster.name}, name=f"predictions-{name}")
+    return Measured(run_ranks(setting.ranks, measure_all, setting, out, name, about, trains=False), about, name=name)
+
+
+def _sizes(kind: str, case: str, m: int, ranks: int) -> tuple[int, int, int]:
+    if kind != "mlp":
+        return local_shape(kind, case, m, ranks)
+    inner, hidden = MLPS[case]
+    return m, inner // ranks // 16 * 16, hidden
+
+
+def _predict(kind: str, case: str, m: int, ranks: int, dtype: str, cluster: Cluster) -> dict[str, Any]:
+    """A perfect pipeline's time, of which one part in `ranks` of what is shorter is exposed."""
+    assert cluster.in_node is not None
+    device, size = Device(cluster, dtype), 1 if dtype == "fp8" else 2
+    rows, n, k = _sizes(kind, case, m, ranks)
+    products = {"gather": [(n, k)], "scatter": [(n, k)], "reduce": [(n, k)], "mlp": [(n, k), (n, k), (k, n)]}[kind]
+    gemm = sum(device.matmul(rows, *each, "NT") for each in products)
+    moved = {"gather": m * k * size, "scatter": m * n * 2, "reduce": 2 * m * n * 2, "mlp": 2 * m * k * 2}[kind]
+    sent = moved * (ranks - 1) / ranks / cluster.in_node.bandwidth
+    stretto = max(gemm, sent) + min(gemm, sent) / ranks
+    times = {"gemm": gemm * 1e3, "nccl": (gemm + sent) * 1e3, "predicted": stretto * 1e3}
+    return {"operator": kind, "case": case, "m": m, **times, "hidden": (gemm + sent - stretto) / sent}
+
+
+def measure_all(setting: ProductsSetting, out: Path, name: str, about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The job of each rank; rank 0 writes the rows."""
+    device = Grid(data=setting.ranks).device
+    rows: list[dict[str, Any]] = []
+    for kind, case, m in setting.shapes():
+        row = {"operator": kind, "case": case, "m": m}
+        sizes = _sizes(kind, case, m, dist.get_world_size())
+        if device.type == "cpu":
+            sizes = (64, 32, 32)
+        try:
+            row |= (_measure_mlp if kind == "mlp" else partial(_measure_product, kind))(*sizes, setting, device)
+        except FAILURES as error:
+            row["failed"] = in_one_line(error)
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
+            keep_rows(out, name, Row, about, rows)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _measure_product(
+    kind: str, m: int, n: int, k: int, setting: ProductsSetting, device: torch.device
+) -> dict[str, Any]:
+    operator, dtype = OPERATORS[kind], FP8 if setting.dtype == "fp8" else torch.bfloat16
+    operands = RotatingOperands.make(operator, m, n, k, None, dtype, device)
+    runs: Runs = peers(operands, m)
+    runs["library"] = partial(operands.call, "library")
+    runs["stretto"] = operands.call
+    hows: dict[str, Any] = {"gathered": "auto"}
+    best = None
+    if setting.tunes:
+        with tempfile.TemporaryDirectory() as folder:  # a store of this run, so that the defaults stay what they are
+            store = TuningStore(Path(folder) / "times.json")
+            times = tune(operator, m, n, k, dtype=dtype, device=device, store=store)
+        found = [min(times, key=times.__getitem__)]
+        dist.broadcast_object_list(found, 0)
+        best = hows["gathered_tuned"] = found[0]
+        runs["tuned"] = partial(operands.call, best)
+    if kind == "gather" and dtype != FP8:
+        for name, how in hows.items():
+            runs[name] = partial(_call_gathered, operands, how)
+    return _time(runs, m, operands.restart) | {"best": None if best is None else best.encode()}
+
+
+def _call_gathered(operands: RotatingOperands, how: Any) -> Tensor:
+    return ops.all_gather_matmul_gathered(operands.x, operands.next_weight(), implementation=how)[0]
+
+
+def _measure_mlp(m: int, n: int, k: int, setting: ProductsSetting, device: torch.device) -> dict[str, Any]:
+    """`ops.mlp` with a gate, without gradients: x [m / world, k], gate and up [n, k], down [k, n]."""
+    ranks, name = dist.get_world_size(), world_name()
+    shapes = ((m // ranks, k), (n, k), (n, k), (k, n))
+    x, gate, up, down = (torch.randn(shape, device=device, dtype=torch.bfloat16) * shape[1] ** -0.5 for shape in shapes)
+    whole, own = x.new_empty(m, k), x.new_empty(m // ranks, k)
+
+    def multiply() -> Tensor:
+        return F.linear(F.silu(F.linear(whole, gate)).mul_(F.linear(whole, up)), down)
+
+    def with_nccl() -> Tensor:
+        dist.all_gather_into_tensor(whole, x)
+        dist.reduce_scatter_tensor(own, multiply())
+        return own
+
+    def with_async_tp() -> Tensor:
+        fused = torch.ops.symm_mem
+        _, (left, right) = fused.fused_all_gather_matmul(x, [gate.t(), up.t()], 0, name)
+        return fused.fused_matmul_reduce_scatter(F.silu(left).mul_(right), down.t(), "sum", 0, name)
+
+    runs: Runs = {"gemm": multiply, "nccl": with_nccl, "async_tp": with_async_tp}
+    runs["torch_tp"] = _make_dtensor_mlp(x, gate, up, down)
+    for column_name, how in (("library", "library"), ("stretto", "auto")):
+        runs[column_name] = partial(ops.mlp, x, up, down, gate=gate, activation="silu", implementation=how)
+    with torch.no_grad():
+        return _time(runs, m)
+
+
+class _Gated(nn.Module):
+    def __init__(self, n: int, k: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((k, n), (k, n), (n, k)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def _make_dtensor_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Callable[[], Tensor]:
+    """The same MLP by torch's tensor parallelism with rows sharded between, compiled."""
+    ranks = dist.get_world_size()
+    with x.device:
+        module = _Gated(up.shape[0] * ranks, up.shape[1]).to(x.dtype)
+    mesh = init_device_mesh(x.device.type, (ranks,))
+    rows = RowwiseParallel(output_layouts=Shard(0))
+    entry = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
+    plan = {"": entry, "gate": ColwiseParallel(), "up": ColwiseParallel(), "down": rows}
+    parallelize_module(module, mesh, plan, src_data_rank=None)
+    for linear, weight in ((module.gate, gate), (module.up, up), (module.down, down)):
+        linear.weight.data.to_local().copy_(weight)
+    module.compile()
+    return partial(module, x)
+
+
+def _time(runs: Runs, m: int, restart: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Milliseconds of each run that works, the shares that are hidden, ratios, and the largest difference to NCCL's."""
+    failed: dict[str, str] = {}
+    results: dict[str, Tensor] = {}
+    for name, run in list(runs.items()):
+        restart()  # with the first weight
+        try:
+            results[name] = run().float()
+        except FAILURES as error:
+            failed[name] = in_one_line(error)[:60]
+            del runs[name]
+    right = results["nccl"]
+    compared = [result for name, result in results.items() if name != "gemm"]  # whose rows may be more
+    differences = [float((result - right).norm() / right.norm()) for result in compared]
+    del results, compared
+    size = 0 if m <= 1024 else 64 << 20  # from 2048 rows on, one call a graph takes long enough
+    effort = TimingEffort(rounds=2 * len(runs), replays=3)
+    captured_never = ("async_tp", "torch_tp")
+    found = time_interleaved(runs, size, is_graph=True, effort=effort, never_captured=captured_never, rests=False)
+    times = {name: timed.seconds * 1e3 for name, timed in found.items()}
+    gemm, exposed = times["gemm"], times["nccl"] - times["gemm"]
+    shares = {"hidden": "stretto", "hidden_tuned": "tuned", "hidden_gathered": "gathered"}
+    row: dict[str, Any] = dict(times)
+    row |= {share: 1 - (times[name] - gemm) / exposed for share, name in shares.items() if name in times}
+    row["to_best"] = min(times["nccl"], times["library"]) / times["stretto"]
+    if "async_tp" in times:
+        row["to_async_tp"] = times["async_tp"] / times["stretto"]
+    failures = "; ".join(f"{name}: {why}" for name, why in failed.items())
+    return row | {"difference": max(differences), "failed": failures or None}
+
+
+BENCH = Bench(
+    "products",
+    "Overlapped products by default and tuned, in both forms, and whole MLPs, with NCCL, async-TP and DTensor.",
+    ProductsSetting,
+    run_products,
+    Row,
+    title=lambda setting: f"Overlapped products, {setting.dtype}, {setting.ranks} ranks",
+    needs=Needs.RANKS,
+    about=lambda setting: {},
+)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab transformers`: unmodified transformers models trained by Stretto and by the best public ways of torch.
+
+All runs train one model from the same weights on the same tokens, in bf16 with fp32 weights and fp32 reduction, and
+with gradients clipped at norm 1. Torch's are FSDP2 (fused AdamW, one collective for the norm), tensor parallelism by
+DTensor with sharded sequences and with async-TP (TileLink's figure 11), and on one GPU plain PyTorch. Their attention
+and experts are transformers' fastest. With `--cluster` Stretto's runs are only predicted, for a file that is committed
+before anything is measured. Rows are written as they come, in the order of rounds over all runs.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+
+from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
+from lab.training.families import TRANSFORMERS
+from lab.training.steps import captured
+from lab.training.unmodified_steps import TransformerWorkload, Way, build_step
+from stretto.bench.harness import run_ranks
+from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, WarmUp, require_known
+from stretto.bench.training.runs import TrainingRun, measure
+from stretto.cluster import Cluster
+from stretto.parallel import Grid
+from stretto.planner import predict
+
+GIB = 1 << 30
+_SHARDED = {"shard_sequence": True}
+
+
+@dataclass(frozen=True)
+class TransformersSetting:
+    """Settings of `python -m lab transformers`. Raises ValueError for an unknown model."""
+
+    models: Annotated[
+        tuple[str, ...], Option("Names of lab/training/families.py: llama-3.75b, qwen3-8b, gpt2-xl, and others.")
+    ] = ("llama-3.75b",)
+    ranks: Ranks = None
+    layers: Layers = None
+    batch: Annotated[
+        int | None, Option("Sequences of a step, of all ranks (default: 8192 tokens a rank).", least=1)
+    ] = None
+    seq_len: Annotated[int | None, Option("Tokens a sequence (default: the model's).", least=1)] = None
+    only: Annotated[
+        tuple[str, ...], Option("Only runs with this in their name; may be given several times.", is_repeated=True)
+    ] = ()
+    with_captured: Annotated[
+        bool, Option("Compiled runs also as one CUDA graph a step.", "--captured/--no-captured")
+    ] = False
+    small: Annotated[bool, Option("Tiny sizes of the same models in fp32, for a try without a GPU.")] = False
+    cluster: Annotated[
+        str | None, Option("Only predict, for this cluster: a file (`stretto probe`) or a preset's name.")
+    ] = None
+    warm_up: WarmUp = 3
+    repeats: Repeats = 5
+    rounds: Rounds = 2
+
+    def __post_init__(self) -> None:
+        require_known("model", self.models, TRANSFORMERS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run: its step beside the first peer's and the prediction, memory, and losses."""
+
+    name: str = column("run")
+    step_milliseconds: float | None = column("step (ms)", "{:.1f}")
+    speed: float | None = column("speed to the first peer", "{:.3f}")
+    predicted_milliseconds: float | None = column("predicted (ms)", "{:.0f}")
+    peak_memory_gib: float | None = column("peak memory (GiB)", "{:.1f}")
+    predicted_gib: float | None = column("predicted (GiB)", "{:.1f}")
+    tokens_per_second_per_gpu: float | None = column("tokens/s/GPU", "{:,.0f}")
+    loss: float | None = column("first loss", "{:.4f}")
+    gradient_norm: float | None = column("gradient norm", "{:.3f}")
+    last_loss: float | None = column("last loss", "{:.4f}")
+    reason: str | None = column("why not")
+
+
+def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measured]:
+    """Predict each model's runs, or measure them, a model in a job of its own."""
+    ranks = setting.ranks
+    assert ranks is not None
+    for model in setting.models:
+        workload = _make_workload(model, setting)
+        ways = list_ways(ranks, has_experts="num_experts" in TRANSFORMERS[model].sizes)
+        chosen = {name: way for name, way in ways.items() if _is_chosen(name, setting.only)}
+        if not chosen:
+            raise ValueError(f"no run has {' or '.join(map(repr, setting.only))} in its name")
+        name = f"{model}-{ranks}" + ("-small" if setting.small else "")
+        about = {"model": model, "ranks": ranks, "workload": asdict(workload)}
+        predictions = f"predictions-{name}"
+        if setting.cluster is not None:
+            rows = _predict(workload, chosen, Cluster.find(setting.cluster))
+            yield Measured(rows, about | {"machine": ANY_CPU, "cluster": setting.cluster}, name=predictions)
+            continue
+        predicted = _read_predictions(out / f"{predictions}.json", workload)
+        keep = partial(_keep, out, name, about, predicted)
+        found = run_ranks(ranks, measure_model, workload, chosen, ranks, setting.with_captured, keep)
+        yield Measured(_compare(found, predicted), about, name=name, title=_title(workload, ranks))
+
+
+def _make_workload(model: str, setting: TransformersSetting) -> TransformerWorkload:
+    known = TRANSFORMERS[model]
+    seq_len = setting.seq_len or (32 if setting.small else known.seq_len)
+    batch = setting.batch or (setting.ranks or 1) * (2 if setting.small else max(1, 8192 // seq_len))
+    layers = setting.layers or (2 if setting.small else known.layers)
+    times = setting.warm_up, setting.repeats, setting.rounds
+    return TransformerWorkload(model, layers, batch, seq_len, setting.small, *times)
+
+
+def _is_chosen(name: str, only: Sequence[str]) -> bool:
+    return not only or any(part in name for part in only)
+
+
+def _title(workload: TransformerWorkload, ranks: int) -> str:
+    return f"{workload.name}, {workload.layers} layers, {workload.batch} x {workload.seq_len} tokens, {ranks} ranks"
+
+
+def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
+    """The runs by name, peers first."""
+    ways = {
+        "FSDP2, compiled": Way("fsdp2"),
+        "FSDP2, compiled, loss too": Way("fsdp2", "layers and loss"),
+        "FSDP2": Way("fsdp2", ""),
+    }
+    grids: list[dict[str, int]] = [{"z": ranks}]
+    if ranks > 1:
+        ways["FSDP2, compiled, resharded"] = Way("fsdp2", frees_weights=True)
+        ways["FSDP2, compiled, symmetric memory"] = Way("fsdp2", is_symmetric=True)
+        for is_async, text in ((False, ""), (True, ", async")):
+            name = f"TP={ranks}, sequence sharded{text}"
+            ways[f"{name}, compiled"] = Way("tensors", is_async=is_async)
+            ways[f"{name}, bf16 weights, compiled"] = Way("tensors", precision="masters", is_async=is_async)
+    else:
+        precisions: dict[str, Literal["autocast", "masters"]] = {"autocast": "autocast", "bf16 weights": "masters"}
+        for text, precision in precisions.items():
+            ways[f"PyTorch, {text}, layers compiled"] = Way("plain", precision=precision)
+            ways[f"PyTorch, {text}, model compiled"] = Way("plain", "model", precision)
+            ways[f"PyTorch, {text}"] = Way("plain", "", precision)
+    if has_experts and ranks > 1:
+        grids += [{"z": ranks, "expert": ranks}, {"data": ranks, "expert": ranks}]
+    for grid in grids:
+        name = "Stretto " + " ".join(f"{axis}={size}" for axis, size in grid.items())
+        ways[f"{name}, compiled"] = Way("stretto", grid=grid)
+        ways[name] = Way("stretto", "", grid=grid)
+    if ranks > 1:
+        name = f"Stretto z={ranks}"
+        ways[f"{name}, compiled, resharded"] = Way("stretto", grid=grids[0], options={"reshard": "after_forward"})
+        ways[f"{name} by blocks, compiled"] = Way("stretto", grid=grids[0], by_blocks=True)
+        ways[f"{name} by blocks"] = Way("stretto", "", grid=grids[0], by_blocks=True)
+    if ranks > 2 and ranks % 2 == 0:
+        half = {"x": 2, "z": ranks // 2}
+        ways[f"Stretto x=2 z={ranks // 2}, compiled"] = Way("stretto", grid=half)
+        ways[f"Stretto x=2 z={ranks // 2}, sequence sharded, compiled"] = Way("stretto", grid=half, options=_SHARDED)
+    if ranks > 1:
+        ways[f"Stretto x={ranks}, sequence sharded, compiled"] = Way("stretto", grid={"x": ranks}, options=_SHARDED)
+    return ways
+
+
+def measure_model(
+    workload: TransformerWorkload, ways: Mapping[str, Way], ranks: int, with_captured: bool, keep: Any
+) -> list[dict[str, Any]]:
+    """The job of each rank; returns the rows."""
+    world = Grid(data=ranks)  # joins the job
+    runs: list[TrainingRun] = []
+    for name, way in ways.items():
+        build = partial(build_step, workload, way, world.device)
+        run = TrainingRun(name, build, is_peer=way.kind != "stretto", is_compiled=bool(way.compiles))
+        can_capture = with_captured and way.compiles and not way.is_async and world.device.type == "cuda"
+        runs += [run, captured(run)] if can_capture else [run]
+    return measure(runs, workload, world.device, keep=keep)
+
+
+def _keep(
+    out: Path, name: str, about: Mapping[str, Any], predicted: Mapping[str, Any], rows: list[dict[str, Any]]
+) -> None:
+    keep_rows(out, name, Row, about, _compare(rows, predicted))
+
+
+def _compare(rows: Sequence[Mapping[str, Any]], predicted: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows with their predictions, and their speed relative to the first peer's."""
+    base = next((row["step_milliseconds"] for row in rows if row["is_peer"] and "step_milliseconds" in row), None)
+    joined = []
+    for row in rows:
+        speed = base / row["step_milliseconds"] if base is not None and "step_milliseconds" in row else None
+        joined.append({**predicted.get(row["name"], {}), **row, "speed": speed})
+    return joined
+
+
+def _predict(workload: TransformerWorkload, ways: Mapping[str, Way], cluster: Cluster) -> list[dict[str, Any]]:
+    """Predict Stretto's runs, or say why there is no prediction; the planner knows no eager or compiled layers."""
+    rows = []
+    with torch.device("meta"):
+        model = workload.make()
+    for name, way in ways.items():
+        if way.kind != "stretto":
+            continue
+        row: dict[str, Any] = {"name": name}
+        try:
+            if way.by_blocks:
+                raise ValueError("the planner predicts models with roles")
+            sizes = {"batch": workload.batch, "seq_len": workload.seq_len}
+            plan = predict(model, cluster, grid=way.grid, **sizes, **way.options)
+            row |= {"predicted_milliseconds": plan.step_time * 1e3, "predicted_gib": plan.peak_memory / GIB}
+        except ValueError as error:
+            row["reason"] = str(error)
+        rows.append(row)
+    return rows
+
+
+def _read_predictions(path: Path, workload: TransformerWorkload) -> dict[str, dict[str, Any]]:
+    """Each run's prediction. Raises ValueError if there is no file, or one of another model or batch."""
+    if not path.is_file():
+        if workload.is_small:
+            return {}
+        raise ValueError(f"there is no file of predictions at {path}: write it first, with --cluster CLUSTER.toml")
+    found = json.loads(path.read_text())
+    for option in ("layers", "batch", "seq_len"):
+        if found["workload"][option] != getattr(workload, option):
+            raise ValueError(f"{path} predicts {option}={found['workload'][option]}, not {getattr(workload, option)}")
+    return {row.pop("name"): {key: row.get(key) for key in _PREDICTED} for row in found["rows"]}
+
+
+_PREDICTED = ("predicted_milliseconds", "predicted_gib")
+
+
+BENCH = Bench(
+    "transformers",
+    "Unmodified transformers models with Stretto, FSDP2, DTensor tensor parallelism and plain PyTorch.",
+    TransformersSetting,
+    run_transformers,
+    Row,
+    title="",
+    needs=Needs.RANKS,
+    about=lambda setting: {},
+)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of `python -m lab transformers`: one model by FSDP2, DTensor tensor parallelism, plain PyTorch and Stretto."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from lab.peers import MasterWeights
+from lab.training.families import TRANSFORMERS, make_transformer
+from stretto.axes import OUTER_TO_INNER
+from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_
+from stretto.bench.training.runs import MAX_NORM, Step, Stepped
+from stretto.ops import free_workspaces
+from stretto.optim import AdamW
+from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
+from stretto.parallel.blocks import find_blocks
+
+LEARNING_RATE = 1e-5
+MASKED = -100  # of a label: it does not count in the loss
+
+
+@dataclass(frozen=True)
+class TransformerWorkload:
+    """A model with its global batch, and how its steps are timed. is_small: tiny sizes, computed in fp32."""
+
+    name: str
+    layers: int
+    batch: int
+    seq_len: int
+    is_small: bool
+    warm_up: int
+    repeats: int
+    rounds: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of computation."""
+        return torch.float32 if self.is_small else torch.bfloat16
+
+    def make(self) -> nn.Module:
+        """Make the model on the default device, with the same fp32 weights on every rank."""
+        torch.manual_seed(0)
+        return make_transformer(self.name, self.layers, is_small=self.is_small)
+
+    def tokens(self, part: int, parts: int, device: torch.device) -> Tensor:
+        """One part of a fixed random batch. Raises ValueError if `parts` does not divide it."""
+        if self.batch % parts:
+            raise ValueError(f"a batch of {self.batch} cannot be cut into {parts} parts")
+        vocab = TRANSFORMERS[self.name].config(1, is_small=self.is_small).vocab_size
+        whole = torch.randint(vocab, (self.batch, self.seq_len), generator=torch.Generator().manual_seed(0))
+        return whole.chunk(parts)[part].to(device)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a run trains the model: torch's FSDP2, DTensor's tensor parallelism or plain PyTorch; or Stretto.
+
+    compiles: what torch.compile takes. precision: of torch's runs; autocast, and bf16 weights with fp32 masters, are of
+    those without FSDP2's mixed precision. grid, options: of `parallelize`; by_blocks: without roles.
+    """
+
+    kind: Literal["fsdp2", "tensors", "plain", "stretto"]
+    compiles: Literal["", "layers", "layers and loss", "model"] = "layers"
+    precision: Literal["fsdp2", "autocast", "masters"] = "fsdp2"
+    frees_weights: bool = False
+    is_async: bool = False
+    is_symmetric: bool = False
+    by_blocks: bool = False
+    grid: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def build_step(workload: TransformerWorkload, way: Way, device: torch.device) -> Step:
+    """Build a step of this way. Raises ValueError where it cannot train the model or cut the batch."""
+    for grid, axis in itertools.product(_GRIDS.values(), OUTER_TO_INNER):  # what earlier runs' operators have kept
+        if grid.size(axis) > 1:
+            free_workspaces(grid.group(axis))
+    return (_build_stretto if way.kind == "stretto" else _build_torch)(workload, way, device)
+
+
+# NCCL's communicators live until their process ends, so that runs share them.
+_GRIDS: dict[tuple[tuple[str, int], ...], Grid] = {}
+
+
+@cache
+def _make_mesh(device_type: str, dp: int, tp: int) -> DeviceMesh:
+    return init_device_mesh(device_type, (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def _build_stretto(workload: TransformerWorkload, way: Way, device: torch.device) -> Step:
+    key = tuple(way.grid.items())
+    grid = _GRIDS.get(key) or _GRIDS.setdefault(key, Grid(**way.grid, device=device))
+    tokens = workload.tokens(grid.coordinate("batch"), grid.size("batch"), grid.device)
+    with grid.device:
+        model = workload.make()
+    blocks = find_blocks(model)
+    dtypes: dict[str, Any] = {"dtype": workload.dtype, "reduce_dtype": torch.float32}
+    model = parallelize(model, grid, **dtypes, blocks=blocks if way.by_blocks else None, **way.options)
+    _compile(model, blocks, way)
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, writes_copies=True)
+
+    def step() -> Stepped:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        norm = gradient_norm(model.parameters(), grid)
+        optimizer.step(scale=clip_scale(norm, MAX_NORM))
+        optimizer.zero_grad()
+        return Stepped(loss.detach(), norm)
+
+    return step
+
+
+def _build_torch(workload: TransformerWorkload, way: Way, device: torch.device) -> Step:
+    ranks, tensors = dist.get_world_size(), way.kind == "tensors"
+    mesh = _make_mesh(device.type, *((1, ranks) if tensors else (ranks, 1)))
+    tokens = workload.tokens(mesh["dp"].get_local_rank(), mesh["dp"].size(), device)
+    with device:
+        model = workload.make()
+    if way.precision == "masters":
+        model.to(workload.dtype)
+    blocks = find_blocks(model)
+    if tensors:
+        _shard_tensors(model, blocks, mesh["tp"])
+    if way.is_async:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
+    _compile(model, blocks, way)
+    if way.precision == "fsdp2":
+        _shard_fully(model, blocks, workload, mesh["dp"], way)
+    parameters = list(model.parameters())
+    is_sharded = isinstance(parameters[0], DTensor)
+    optimizer: Any = (
+        MasterWeights(model, LEARNING_RATE)
+        if way.precision == "masters"
+        else torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True, capturable=tokens.is_cuda)
+    )
+    cast = partial(torch.autocast, tokens.device.type, torch.bfloat16, enabled=way.precision == "autocast")
+    targets = nn.functional.pad(tokens[:, 1:], (0, 1), value=MASKED)
+
+    def measure_loss() -> Tensor:
+        if not tensors:
+            loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+            return loss
+        logits = model(input_ids=tokens).logits  # the vocabulary stays sharded
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=MASKED)
+
+    def step() -> Stepped:
+        with loss_parallel() if tensors else nullcontext():
+            with cast():
+                loss = measure_loss()
+            loss.backward()
+        if is_sharded:
+            norm = clip_sharded_grad_norm_(model, MAX_NORM)
+        else:
+            norm = nn.utils.clip_grad_norm_(parameters, MAX_NORM, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach()
+        return Stepped(loss.full_tensor() if isinstance(loss, DTensor) else loss, norm)
+
+    return step
+
+
+def _compile(model: Any, blocks: list[str], way: Way) -> None:
+    if way.compiles == "model":
+        model.compile()
+    elif way.compiles:
+        for name in blocks:
+            model.get_submodule(name).compile(options={"_micro_pipeline_tp": True} if way.is_async else None)
+    if way.compiles == "layers and loss":
+        model.loss_function = torch.compile(model.loss_function)
+
+
+def _shard_fully(model: nn.Module, blocks: list[str], workload: TransformerWorkload, mesh: Any, way: Way) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=torch.float32)
+    shard: Callable[..., Any] = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    for name in blocks:
+        shard(model.get_submodule(name), reshard_after_forward=way.frees_weights)
+    embedding, norm, head = _find_ends(model)
+    if embedding.weight is not head.weight:  # a shared weight has to belong to the root module
+        shard(embedding, reshard_after_forward=way.frees_weights)
+        shard([norm, head], reshard_after_forward=False)
+    shard(model, reshard_after_forward=False)
+    if way.is_symmetric:
+        if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+            raise ValueError(f"torch {torch.__version__} has no set_symm_mem_for_comm; 2.13 has")
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_symm_mem_for_comm()
+
+
+def _find_ends(model: Any) -> tuple[Any, Any, Any]:
+    """The embedding, the last norm and the head."""
+    base = model.base_model
+    return model.get_input_embeddings(), base.ln_f if hasattr(base, "ln_f") else base.norm, model.lm_head
+
+
+_LLAMA_BLOCK = {
+    "input_layernorm": "norm",
+    "self_attn": "gather hidden_states",
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "columns"),
+    "self_attn.o_proj": "rows",
+    "post_attention_layernorm": "norm",
+    "mlp": "gather",
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "columns"),
+    "mlp.down_proj": "rows",
+}
+_GPT2_BLOCK = {
+    "ln_1": "norm",
+    "attn": "gather",
+    "attn.c_attn": "columns",
+    "attn.c_proj": "rows",
+    "ln_2": "norm",
+    "mlp": "gather",
+    "mlp.c_fc": "columns",
+    "mlp.c_proj": "rows",
+}
+_PLANS = {"llama": _LLAMA_BLOCK, "gemma": _LLAMA_BLOCK, "gpt2": _GPT2_BLOCK}
+
+
+def _shard_tensors(model: Any, blocks: list[str], mesh: Any) -> None:
+    """Shard a model over the ranks of `mesh` as torchtitan does: sequences between blocks, vocabulary in both ends.
+
+    Raises ValueError for a family without a plan, and for sizes that the ranks cannot cut.
+    """
+    config, ranks = model.config, mesh.size()
+    if (plan := _PLANS.get(config.model_type)) is None:
+        raise ValueError(f"the tensor-parallel peer has plans for {', '.join(_PLANS)}, not {config.model_type!r}")
+    for size in (config.num_attention_heads, getattr(config, "num_key_value_heads", ranks), config.vocab_size):
+        if size % ranks:
+            raise ValueError(f"{size} heads or rows of the vocabulary cannot be cut into {ranks} parts")
+    gathered = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
+    styles = {
+        "norm": SequenceParallel,
+        "gather": partial(PrepareModuleInput, input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "gather hidden_states": partial(
+            PrepareModuleInput, input_kwarg_layouts=gathered[0], desired_input_kwarg_layouts=gathered[1]
+        ),
+        "columns": ColwiseParallel,
+        "rows": partial(RowwiseParallel, output_layouts=Shard(1)),
+    }
+    if config.model_type == "gpt2":
+        _prepare_gpt2(model, ranks)
+    embedding, norm, head = _find_ends(model)
+    is_tied = embedding.weight is head.weight
+    # Outputs stay DTensors where the model reads a sequence's length from them. src_data_rank=None: each rank takes its
+    # shard of its own copy, for all hold the same weights.
+    place = partial(parallelize_module, device_mesh=mesh, src_data_rank=None)
+    rows = {"input_layouts": Replicate(), "output_layouts": Shard(1), "use_local_output": False}
+    for each in (embedding, model.base_model.wpe) if config.model_type == "gpt2" else (embedding,):
+        place(each, parallelize_plan=RowwiseParallel(**rows))
+    place(norm, parallelize_plan=SequenceParallel())
+    columns = {"input_layouts": Shard(1), "output_layouts": Shard(-1), "use_local_output": False}
+    place(head, parallelize_plan=ColwiseParallel(**columns))
+    if is_tied:
+        head.weight = embedding.weight
+    for name in blocks:
+        place(model.get_submodule(name), parallelize_plan={part: styles[style]() for part, style in plan.items()})
+    # The copy makes a plain tensor of an AsyncCollectiveTensor, whose gradient a compiled block would lose.
+    embedding.register_forward_hook(lambda _, inputs, output: output.clone())
+    first = model.get_submodule(blocks[0])
+    first.register_forward_pre_hook(lambda _, inputs: (inputs[0].to_local(), *inputs[1:]))
+
+
+def _prepare_gpt2(model: Any, ranks: int) -> None:
+    """Make linears of GPT-2's Conv1D, which torch's styles do not take; a rank's rows of c_attn are its own heads'."""
+    model.transformer.drop = nn.Identity()
+    for block in model.transformer.h:
+        for owner in (block.attn, block.mlp):
+            for name, old in list(owner.named_children()):
+                if type(old).__name__ != "Conv1D":
+                    continue
+                weight, bias = old.weight.detach().t(), old.bias.detach()
+                if name == "c_attn":
+                    weight, bias = (
+                        each.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2) for each in (weight, bias)
+                    )
+                new = nn.Linear(*old.weight.shape, device="meta")
+                new.weight, new.bias = nn.Parameter(weight.contiguous()), nn.Parameter(bias.contiguous())
+                setattr(owner, name, new)
+        block.attn.split_size //= ranks
