@@ -507,7 +507,8 @@ _restored: dict[str, GroupChoices] = {}  # by the group's ranks
 
 def list_choices() -> dict[str, GroupChoices]:
     """The choices of the groups whose first rank this is, by the group's ranks: those that nobody asked for."""
-    found = dict(_restored)
+    first = str(dist.get_rank())
+    found = {ranks: one for ranks, one in _restored.items() if ranks.split(",")[0] == first}
     for known in _groups.values():
         group = known.group()
         if group is None or dist.get_rank(group) != 0:
