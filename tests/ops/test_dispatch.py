@@ -20,12 +20,21 @@ from tests.ops.operands import (
 from stretto import ops
 from stretto.memory import gpus
 from stretto.ops import KernelConfig, config
-from stretto.ops.config import LIBRARY, GemmProblem, Machine, decode, default_config, require_config
+from stretto.ops.config import (
+    LIBRARY,
+    GemmProblem,
+    Machine,
+    decode,
+    default_config,
+    find_fastest_kernel,
+    require_config,
+)
+from stretto.ops.prediction import Speeds
 from stretto.ops.small_m import count_bytes, split_steps
 from stretto.ops.tuning import vary_blocks, vary_transfers
 from stretto.tuning import TuningStore, machine_key
 
-HOPPER = Machine(132, True, True)
+HOPPER = Machine(132, True, True, Speeds(1070e12, 3.35e12, 450e9))
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -55,10 +64,20 @@ def test_the_default_is_a_kernel_where_it_was_made_for_and_the_library_elsewhere
         assert default_config(call_of(operator, 64), Machine(108, False, False))[0] == LIBRARY
 
 
+def test_gathered_rows_are_returned_by_copies_alone_whatever_was_asked_for():
+    call = call_of("all_gather_matmul", 512)._replace(returns_gathered=True)
+    assert call.name.startswith("all_gather_matmul_gathered m=512 ")
+    asked = KernelConfig(transfer="programs", direction="pull").encode()
+    chosen, _ = config._choose(SimpleNamespace(obstacle=None, times={}), call, HOPPER, asked)
+    tried = list(vary_blocks(call, HOPPER))
+    for plan in (chosen, *tried, *vary_transfers(call, HOPPER, tried[0])):
+        assert (plan.transfer, plan.direction) == ("copies", "push")
+
+
 @pytest.mark.parametrize(
     ("operator", "m", "group_rows"),
     [
-        ("all_gather_matmul", 512, 4),  # programs push: tiles of all four ranks' rows go together
+        ("all_gather_matmul", 256, 2),  # programs push: tiles of all four ranks' rows go together
         ("all_gather_matmul", 1024, 2),  # copy engines push: those of one rank's
         ("all_gather_matmul", 8192, 4),
         ("matmul_reduce_scatter", 512, 1),
@@ -67,7 +86,7 @@ def test_the_default_is_a_kernel_where_it_was_made_for_and_the_library_elsewhere
 )
 def test_tiles_are_grouped_by_the_arrival_of_their_rows(operator, m, group_rows):
     call = call_of(operator, m)
-    default, _ = default_config(call, HOPPER)
+    default, _ = find_fastest_kernel(call, HOPPER)
     assert default.blocks.group_rows == group_rows
     rows = m if default.transfer == "programs" and operator == "all_gather_matmul" else m // 4
     tried = [plan.blocks for plan in vary_blocks(call, HOPPER)]

@@ -118,6 +118,9 @@ NVML_NVLINK = 2
 NVML_ATOMICS = 3
 """NVML_P2P_CAPS_INDEX_ATOMICS: each GPU's atomic operations work on the other's memory."""
 
+NVLINK_MAX_LINKS = 18
+"""NVML_NVLINK_MAX_LINKS: so many has a GPU of sm_90, SXM."""
+
 _SUCCESS = 0
 _P2P_OK = 0  # NVML_P2P_STATUS_OK
 
@@ -158,3 +161,22 @@ def _has_capability(
     status = ctypes.c_int(-1)
     asked = nvml.nvmlDeviceGetP2PStatus(first, second, capability, ctypes.byref(status))
     return bool(asked == _SUCCESS and status.value == _P2P_OK)
+
+
+@lru_cache
+def count_links(gpu: str) -> int:
+    """The active NVLink links of a GPU, given by UUID; those of an SXM part of sm_90 where NVML does not tell."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return NVLINK_MAX_LINKS
+    if nvml.nvmlInit_v2() != _SUCCESS:
+        return NVLINK_MAX_LINKS
+    try:
+        handle, active, state = _find_gpu(nvml, gpu), 0, ctypes.c_uint(0)
+        for link in range(NVLINK_MAX_LINKS if handle is not None else 0):
+            asked = nvml.nvmlDeviceGetNvLinkState(handle, link, ctypes.byref(state))
+            active += asked == _SUCCESS and state.value == 1  # NVML_FEATURE_ENABLED
+        return active or NVLINK_MAX_LINKS
+    finally:
+        nvml.nvmlShutdown()

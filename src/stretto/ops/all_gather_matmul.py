@@ -227,10 +227,28 @@ def _run(
     returns_gathered: bool,
 ) -> tuple[Tensor, Tensor]:
     """(product, in `out` if there is one; gathered x, or x itself where that is not returned)."""
+
+    def compute(config: KernelConfig, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return _compute(config, x, weight, bias, group, out, returns_gathered=returns_gathered)
+
     config = find_config(
-        "all_gather_matmul", x, weight, bias, group, implementation, "gathered" if returns_gathered else "",
+        "all_gather_matmul", x, weight, bias, group, implementation, returns_gathered=returns_gathered, run=compute,
         check=lambda: require_operands("all_gather_matmul", x, weight, bias, implementation),
     )  # fmt: skip
+    return compute(config, out)
+
+
+def _compute(
+    config: KernelConfig,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    out: Tensor | None,
+    *,
+    returns_gathered: bool,
+) -> tuple[Tensor, Tensor]:
+    """What `_run` returns, by this configuration."""
     (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         product, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)
@@ -240,8 +258,6 @@ def _run(
     if config == LIBRARY:
         gathered = gather_rows(x, group)
         return copy_to(out, functional.linear(gathered, weight, bias)), gathered
-    if returns_gathered:  # the host does not know the slot that programs gather into
-        config = config._replace(transfer="copies", direction="push")
     out = x.new_empty(rows * world, n) if out is None else out
     returned = x.new_empty(rows * world, k) if returns_gathered else None
     launch_gather(config, GroupProduct(x, weight, bias, out, group), returned)

@@ -14,12 +14,13 @@ first call. The tables of defaults at the end are meant to be edited after measu
 import json
 import logging
 import math
+import os
 import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -30,8 +31,10 @@ from torch import Tensor
 from stretto.memory import failures, is_debugging
 from stretto.memory.gpus import bound_blocks, count_processors, find_capability, find_obstacle
 from stretto.memory.plain_data import all_gather_data
+from stretto.ops import confirmation
 from stretto.ops.gemm import Blocks, count_waves, divide_up, has_power_of_two_columns, takes_tma
 from stretto.ops.operator import find_group, require_agreement, require_no_capture
+from stretto.ops.prediction import NEVER_SLOWER, Call, Speeds, find_speeds, predict_kernel, predict_library
 from stretto.tiles import INTERPRETED
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
 
@@ -42,12 +45,18 @@ TRANSFERS = ("copies", "programs")
 DIRECTIONS = ("push", "pull")
 EXCHANGES = ("tiles", "packets")
 
+CONFIRM_VARIABLE = "STRETTO_CONFIRM"
+"""The environment variable that switches timing of first calls off, where it is 0."""
+
 _NEAR = 1.5  # a measurement counts for up to so many times as many rows, or as few
 _MAX_CHOICES = 4096
 
 
 class GemmProblem(NamedTuple):
-    """A call as far as a configuration's speed depends on it. m: rows of all ranks; n, k: of a rank's weight."""
+    """A call as far as a configuration's speed depends on it. m: rows of all ranks; n, k: of a rank's weight.
+
+    returns_gathered: an all-gather's gathered rows are returned, too, for which copy engines must bring them.
+    """
 
     operator: str
     m: int
@@ -56,24 +65,28 @@ class GemmProblem(NamedTuple):
     dtype: torch.dtype
     transposed: bool
     world: int
+    returns_gathered: bool = False
 
     @property
     def name(self) -> str:
         """The problem as text, for tables, logs and the keys of the tuning store."""
         order = " transposed" if self.transposed else ""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.operator} m={self.m} n={self.n} k={self.k}{order} {dtype} {self.world} ranks"
+        gathered = "_gathered" if self.returns_gathered else ""
+        return f"{self.operator}{gathered} m={self.m} n={self.n} k={self.k}{order} {dtype} {self.world} ranks"
 
 
 class Machine(NamedTuple):
     """A machine as far as defaults depend on it.
 
-    processors: multiprocessors; 0: kernels are interpreted. by_tma: whether TMA takes the operands.
+    processors: multiprocessors; 0: kernels are interpreted. by_tma: whether TMA takes the operands. speeds: the slowest
+    of the group's, on GPUs.
     """
 
     processors: int
     by_tma: bool
     is_hopper: bool
+    speeds: Speeds | None = None
 
 
 class KernelConfig(NamedTuple):
@@ -196,7 +209,8 @@ class _GroupChoices:
     """Agreed timings, cached configurations and call counts of a group.
 
     obstacle: why no kernel can run, or "". times: seconds by problem and encoded configuration. choices: a
-    configuration and the reason for it. recalled: configurations of calls that were checked before.
+    configuration and the reason for it. recalled: configurations of calls that were checked before. speeds: of the
+    slowest GPU. confirmed: times that were measured in calls.
     """
 
     group: "weakref.ref[dist.ProcessGroup]"
@@ -205,6 +219,8 @@ class _GroupChoices:
     choices: dict[tuple[GemmProblem, Machine, str], tuple[KernelConfig, str]] = field(default_factory=dict)
     recalled: dict[tuple[object, ...], KernelConfig] = field(default_factory=dict)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    speeds: Speeds | None = None
+    confirmed: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 _groups: dict[str, _GroupChoices] = {}
@@ -226,11 +242,13 @@ def find_config(
     implementation: str,
     *options: object,
     check: Callable[[], object],
+    run: Callable[[KernelConfig], object],
+    returns_gathered: bool = False,
 ) -> KernelConfig:
     """The configuration of a call: that of an equal earlier one, else the choice for it, after `check`.
 
     Counts the call. Calls are equal in all that their checks and choices depend on. options: others that all ranks give
-    alike. check: raises a ValueError for arguments that the operator does not take.
+    alike. check: raises a ValueError for arguments that the operator does not take. run: computes the call, to time it.
     """
     of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
     of_x = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
@@ -243,6 +261,7 @@ def find_config(
         torch.cuda.current_device() if x.is_cuda else None,
         implementation,
         options,
+        returns_gathered,
     )
     known = _groups.get(group)
     if known is not None and known.group() is find_group(group) and not is_debugging():
@@ -252,8 +271,8 @@ def find_config(
             return config
     check()
     m = x.shape[0] * (find_group(group).size() if operator == "all_gather_matmul" else 1)
-    problem = describe_problem(operator, m, x, weight, group)
-    config = choose_config(problem, x, weight, group, implementation, *options, has_bias=bias is not None)
+    problem = describe_problem(operator, m, x, weight, group, returns_gathered=returns_gathered)
+    config = choose_config(problem, x, weight, group, implementation, *options, has_bias=bias is not None, run=run)
     recalled = _groups[group].recalled
     if len(recalled) == _MAX_CHOICES:
         recalled.clear()
@@ -269,21 +288,27 @@ def choose_config(
     implementation: str,
     *options: object,
     has_bias: bool = False,
+    run: Callable[[KernelConfig], object] | None = None,
 ) -> KernelConfig:
     """Choose the configuration of a call: the caller's, else the fastest measured, else a default. Counts the call.
 
-    implementation: "auto", "kernel", "library" or an encoded configuration. Logs each new choice at debug level.
+    implementation: "auto", "kernel", "library" or an encoded configuration. run: computes the call; given, the default
+    is confirmed by timing it and the library, unless something was measured. Logs each new choice at debug level.
     ValueError for another implementation, where a kernel was asked for and none can run, and where ranks call different
     things. Collective at the group's first call, and at the first of its kind.
     """
     known = _find(group, x.device)
     description = f"{problem.name}{' with a bias' if has_bias else ''} {(implementation, *options)}"
-    machine = find_machine(x, weight)
-    machine = machine._replace(by_tma=require_agreement(description, machine.by_tma, group, x.device))
+    machine = find_machine(x, weight, known.speeds)
+    can_measure = run is not None and can_time_calls(x.device)
+    agreed = require_agreement(description, machine.by_tma, group, x.device, can_measure=can_measure)
+    machine = machine._replace(by_tma=agreed.by_tma)
     asked = problem, machine, implementation
     if asked not in known.choices:
         if len(known.choices) == _MAX_CHOICES:
             known.choices.clear()
+        if run is not None and agreed.is_measured and implementation == "auto":
+            _confirm(known, problem, machine, run, x.device)
         known.choices[asked] = config, why = _choose(known, *asked)
         logger.debug("group %s: %s runs as %s: %s", group, problem.name, config.encode(), why)
     config, _ = known.choices[asked]
@@ -291,19 +316,57 @@ def choose_config(
     return config
 
 
-def describe_problem(operator: str, m: int, x: Tensor, weight: Tensor, group: str) -> GemmProblem:
+def can_time_calls(device: torch.device) -> bool:
+    """True if this rank may time calls now: on a GPU, outside of a CUDA graph's capture, unless it is switched off."""
+    if device.type != "cuda" or os.environ.get(CONFIRM_VARIABLE) == "0":
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+def _confirm(
+    known: _GroupChoices,
+    problem: GemmProblem,
+    machine: Machine,
+    run: Callable[[KernelConfig], object],
+    device: torch.device,
+) -> None:
+    """Time the default kernel and the library, unless times or a checkpoint decide, and keep the times. Collective."""
+    is_decided = 0 in (problem.m, problem.n, problem.k) or known.obstacle or find_refusal(problem, machine)
+    if is_decided or _find_restored(known, problem, machine, "auto") or _find_fastest(known, problem):
+        return
+    kernel = find_fastest_kernel(problem, machine)[0] if machine.processors else default_config(problem, machine)[0]
+    group = known.group()
+    assert group is not None
+    runs = [partial(run, config) for config in (kernel, LIBRARY)]
+    seconds = confirmation.measure_choices(runs, group.group_name, device)
+    if seconds is None:
+        logger.warning("%s is not confirmed: some rank could not time it, and runs as predicted", problem.name)
+        return
+    known.confirmed[problem.name] = dict(zip((kernel.encode(), LIBRARY.encode()), seconds, strict=True))
+    if dist.get_rank(group) == 0:
+        autotuner(device).keep(problem.name, dict(zip((kernel, LIBRARY), seconds, strict=True)))
+
+
+def describe_problem(
+    operator: str, m: int, x: Tensor, weight: Tensor, group: str, *, returns_gathered: bool = False
+) -> GemmProblem:
     """The problem that a call computes; m: rows of the whole."""
-    transposed = not weight.is_contiguous()
-    return GemmProblem(operator, m, weight.shape[0], weight.shape[1], x.dtype, transposed, find_group(group).size())
+    (n, k), transposed, world = weight.shape, not weight.is_contiguous(), find_group(group).size()
+    return GemmProblem(operator, m, n, k, x.dtype, transposed, world, returns_gathered)
 
 
-def find_machine(x: Tensor, weight: Tensor) -> Machine:
-    """The machine, as far as the defaults for these operands depend on it."""
+def find_machine(x: Tensor, weight: Tensor, speeds: Speeds | None = None) -> Machine:
+    """The machine, as far as the defaults for these operands depend on it. speeds: on which the group has agreed."""
     by_tma = takes_tma(x) and takes_tma(weight if weight.is_contiguous() else weight.t())
     device = x.device
     if device.type == "cpu":
         return Machine(0, by_tma, False)
-    return Machine(count_processors(device.index), by_tma, find_capability(device.index) == (9, 0))
+    return Machine(count_processors(device.index), by_tma, find_capability(device.index) == (9, 0), speeds)
+
+
+def group_speeds(group: str, device: torch.device) -> Speeds | None:
+    """The slowest of the group's GPUs; None on CPUs. Collective at the group's first call."""
+    return _find(group, device).speeds
 
 
 def _choose(
@@ -315,20 +378,23 @@ def _choose(
     if config is not None:
         if config.implementation == "kernel":
             _require_kernel(known, problem)
+        if problem.returns_gathered:  # the host does not know the slot that programs gather into
+            config = config._replace(transfer="copies", direction="push")
         if config.blocks is None and config != LIBRARY:
             config = config._replace(blocks=default_blocks(problem, machine, config.transfer))
         return config, "it was asked for"
     if implementation == "library":
         return LIBRARY, "it was asked for"
+    if restored := _find_restored(known, problem, machine, implementation):
+        return restored, "the checkpoint says so"
     measured = _find_fastest(known, problem, needs_kernel=implementation == "kernel")
     if implementation == "kernel":
         _require_kernel(known, problem)
         if measured is not None:
             return measured
-        config, _ = default_config(problem, machine)
-        if config == LIBRARY:
-            config = KernelConfig(blocks=default_blocks(problem, machine, KernelConfig().transfer))
-        return config, "a kernel was asked for"
+        if not machine.processors:
+            return default_config(problem, machine)[0], "a kernel was asked for"
+        return find_fastest_kernel(problem, machine)[0], "a kernel was asked for"
     if known.obstacle:
         return LIBRARY, known.obstacle
     return measured or default_config(problem, machine)
@@ -339,13 +405,16 @@ def _require_kernel(known: _GroupChoices, problem: GemmProblem) -> None:
         raise ValueError(f'{problem.operator}: no kernel can run: {known.obstacle}; implementation="library" can')
 
 
-def _find_fastest(known: _GroupChoices, problem: GemmProblem, *, needs_kernel: bool) -> tuple[KernelConfig, str] | None:
+def _find_fastest(
+    known: _GroupChoices, problem: GemmProblem, *, needs_kernel: bool = False
+) -> tuple[KernelConfig, str] | None:
     """The fastest configuration measured at the nearest number of rows, if that is near enough."""
     rows = _measured_rows(known, problem)
     if not rows:
         return None
     nearest = min(rows, key=lambda m: abs(math.log(m / problem.m)))
-    times = known.times[problem._replace(m=nearest).name]
+    name = problem._replace(m=nearest).name
+    times = known.confirmed.get(name) or known.times[name]
     configs = ((decode(text), seconds) for text, seconds in times.items())
     timed = [(seconds, config) for config, seconds in configs if not (needs_kernel and config == LIBRARY)]
     if not timed or not 1 / _NEAR <= nearest / problem.m <= _NEAR:
@@ -358,7 +427,7 @@ def _measured_rows(known: _GroupChoices, problem: GemmProblem) -> list[int]:
     """The values of m at which the problem was measured."""
     before, after = problem._replace(m=0).name.split("m=0")
     found = []
-    for name in known.times:
+    for name in {*known.times, *known.confirmed}:
         if name.startswith(f"{before}m=") and name.endswith(after):
             digits = name[len(before) + 2 : len(name) - len(after)]
             if digits.isdecimal() and int(digits) > 0:
@@ -381,13 +450,15 @@ def _find(name: str, device: torch.device) -> _GroupChoices:
 
 
 def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
-    """Exchange what choices depend on: rank 0's measured times, and whether kernels can run. Collective."""
+    """Exchange what choices depend on: rank 0's times, the GPUs' speeds, whether kernels can run. Collective."""
     read = autotuner(device).read() if dist.get_rank(group) == 0 else {}
     times = {
         problem: {config.encode(): second for config, second in seconds.items()} for problem, seconds in read.items()
     }
-    everyone = all_gather_data((socket.gethostname(), times), group, tuple[str, dict[str, dict[str, float]]])
-    hosts = {host for host, _ in everyone}
+    speeds = find_speeds(device) if device.type == "cuda" else None
+    sent = socket.gethostname(), times, speeds
+    everyone = all_gather_data(sent, group, tuple[str, dict[str, dict[str, float]], Speeds | None])
+    hosts, found = {host for host, *_ in everyone}, [one for *_, one in everyone if one is not None]
     obstacle = ""
     if len(hosts) > 1:
         obstacle = f"its ranks are on {len(hosts)} machines, and kernels reach the memory of one"
@@ -395,7 +466,10 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
         obstacle = "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
     elif device.type == "cuda":
         obstacle = find_obstacle(group, device) or ""
-    return _GroupChoices(weakref.ref(group), obstacle, everyone[0][1])
+    slowest = Speeds(*map(min, zip(*found, strict=True))) if len(found) == len(everyone) else None
+    restored = _restored.get(_name_ranks(group))
+    confirmed = dict(restored.confirmed) if restored else {}
+    return _GroupChoices(weakref.ref(group), obstacle, everyone[0][1], speeds=slowest, confirmed=confirmed)
 
 
 def autotuner(device: torch.device, store: TuningStore | None = None) -> Autotuner[str, KernelConfig]:
@@ -417,6 +491,76 @@ def _parse_time_key(key: str) -> tuple[str, KernelConfig]:
     return problem, decode(text)
 
 
+class GroupChoices(NamedTuple):
+    """A group's choices as plain data, for a checkpoint.
+
+    choices: encoded configurations by call. confirmed: seconds that were measured in calls, by problem and
+    configuration.
+    """
+
+    choices: dict[str, str]
+    confirmed: dict[str, dict[str, float]]
+
+
+_restored: dict[str, GroupChoices] = {}  # by the group's ranks
+
+
+def list_choices() -> dict[str, GroupChoices]:
+    """The choices of the groups whose first rank this is, by the group's ranks: those that nobody asked for."""
+    first = str(dist.get_rank())
+    found = {ranks: one for ranks, one in _restored.items() if ranks.split(",")[0] == first}
+    for known in _groups.values():
+        group = known.group()
+        if group is None or dist.get_rank(group) != 0:
+            continue
+        ranks = _name_ranks(group)
+        earlier = found.get(ranks, GroupChoices({}, {}))
+        choices = {
+            _name_choice(problem, machine, implementation): config.encode()
+            for (problem, machine, implementation), (config, _) in known.choices.items()
+            if implementation in ("auto", "kernel")
+        }
+        if choices:
+            found[ranks] = GroupChoices(earlier.choices | choices, earlier.confirmed | known.confirmed)
+    return found
+
+
+def restore_choices(choices: Mapping[str, GroupChoices]) -> None:
+    """Have later calls make the choices that `list_choices` gave on all ranks. ValueError for other configurations.
+
+    All ranks call it with the same. Groups agree again at their next call.
+    """
+    for one in choices.values():
+        for text in (*one.choices.values(), *(text for times in one.confirmed.values() for text in times)):
+            decode(text)
+    _restored.clear()
+    _restored.update(choices)
+    clear_choices()
+
+
+def _find_restored(
+    known: _GroupChoices, problem: GemmProblem, machine: Machine, implementation: str
+) -> KernelConfig | None:
+    """The checkpoint's choice, where it can run."""
+    if not _restored:
+        return None
+    group = known.group()
+    assert group is not None
+    of_group = _restored.get(_name_ranks(group))
+    text = None if of_group is None else of_group.choices.get(_name_choice(problem, machine, implementation))
+    if text is None or (known.obstacle and decode(text) != LIBRARY):
+        return None
+    return decode(text)
+
+
+def _name_choice(problem: GemmProblem, machine: Machine, implementation: str) -> str:
+    return f"{problem.name}{' by TMA' * machine.by_tma} {implementation}"
+
+
+def _name_ranks(group: dist.ProcessGroup) -> str:
+    return ",".join(map(str, dist.get_process_group_ranks(group)))
+
+
 def clear_choices() -> None:
     """Make every group agree again at its next call, which is then collective: new times have been measured."""
     _groups.clear()
@@ -428,12 +572,6 @@ SMALL_M_ROWS = 64
 MOSTLY_BUSY = 0.7
 """If so large a part of the programs have one tile each, tiles are not split over k: memory bandwidth is the limit, and
 a fix-up takes longer than the idle programs cost."""
-
-# (rows of the whole up to, what moves them, programs that move): the first row that holds counts.
-GATHER_TRANSFERS = ((512, "programs", 132), (1 << 62, "copies", 1))
-SCATTER_COPIED_ROWS = 1024
-"""From so many rows on, copy engines push a reduce-scatter's tiles. With fewer, where one wave of tiles is most of the
-product, the kernel stores the tiles to their owners."""
 
 SCATTER_PIECE_BYTES = 6 << 20
 COOL_ROWS = 4096
@@ -457,41 +595,85 @@ _MAX_BYTES = 200 << 10
 def default_config(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig, str]:
     """The configuration where nothing was measured, and the reason for it.
 
-    Kernels on Hopper for types of up to 16 bits that TMA takes: there Triton's GEMM is as fast as the library's. An
-    all-reduce only for few rows: with many, each program would wait for all. Interpreted, always kernels.
+    Kernels on Hopper for types of up to 16 bits that TMA takes: there Triton's GEMM is as fast as the library's; and
+    where the machine's speeds say that a kernel is not slower. Interpreted, always kernels.
     """
-    blocks = default_blocks(problem, machine)
-    config = KernelConfig(blocks=blocks)
     if not machine.processors:
-        few = problem.m <= 16
-        return config._replace(exchange="packets" if few else "tiles", transfer="programs" if few else "copies"), (
+        few, blocks = problem.m <= 16, default_blocks(problem, machine)
+        transfer = "programs" if few and not problem.returns_gathered else "copies"
+        return KernelConfig(blocks=blocks, exchange="packets" if few else "tiles", transfer=transfer), (
             "kernels are interpreted"
         )
+    if refusal := find_refusal(problem, machine):
+        return LIBRARY, refusal
+    if machine.speeds is None:
+        return LIBRARY, "the GPU's speeds are not known"
+    config, seconds = find_fastest_kernel(problem, machine)
+    library = predict_library(_describe_call(problem), machine.speeds)
+    why = f"nothing was measured: a kernel should take {seconds * 1e6:.1f} us, the library {library * 1e6:.1f}"
+    return (config if NEVER_SLOWER * seconds <= library else LIBRARY), why
+
+
+def find_refusal(problem: GemmProblem, machine: Machine) -> str:
+    """Why no kernel is a default, whatever the machine's speeds are; "" where one may be."""
+    if not machine.processors:
+        return ""
     if not machine.is_hopper or problem.dtype.itemsize > 2 or not machine.by_tma:
-        return LIBRARY, "kernels are for operands of up to 16 bits that TMA takes, on sm_90"
-    weight_bytes = problem.n * problem.k * problem.dtype.itemsize
+        return "kernels are for operands of up to 16 bits that TMA takes, on sm_90"
+    if problem.operator == "matmul_all_reduce" and problem.m > SMALL_M_ROWS:
+        return f"it has more than {SMALL_M_ROWS} rows"  # each program would wait for all
+    return ""
+
+
+def find_fastest_kernel(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig, float]:
+    """The default kernel that should be the fastest, by the machine's speeds, and its predicted seconds.
+
+    Where the speeds are not known, it is the first one, and the seconds are 0.
+    """
+    kernels = default_kernels(problem, machine)
+    if machine.speeds is None:
+        return next(iter(kernels.values())), 0.0
+    call, found = _describe_call(problem), []
+    for exchange, config in kernels.items():
+        assert config.blocks is not None
+        found.append(predict_kernel(call, machine.speeds, machine.processors, config.blocks, exchange, config.shots))
+    best = found.index(min(found))
+    return list(kernels.values())[best], found[best]
+
+
+def _describe_call(problem: GemmProblem) -> Call:
+    return Call(problem.operator, problem.m, problem.n, problem.k, problem.dtype.itemsize, problem.world)
+
+
+def default_kernels(problem: GemmProblem, machine: Machine) -> dict[str, KernelConfig]:
+    """A GPU's kernels that may be a default, by what exchanges rows or sums, as `predict_kernel` takes it."""
+    few = problem.m <= SMALL_M_ROWS
+    copying = KernelConfig(blocks=default_blocks(problem, machine, "copies"))
     match problem.operator:
         case "matmul_all_reduce":
-            if problem.m > SMALL_M_ROWS:
-                return LIBRARY, f"it has more than {SMALL_M_ROWS} rows"
+            if not few:
+                return {"tiles": copying}
             sums = problem.m * problem.n * max(2, problem.dtype.itemsize)
             more = (problem.world - 1) * sums - 2 * (problem.world - 1) * sums // problem.world
-            config = config._replace(exchange="packets", shots=1 if more <= ONE_SHOT_BYTES else 2)
+            return {"packets": copying._replace(exchange="packets", shots=1 if more <= ONE_SHOT_BYTES else 2)}
         case "matmul_reduce_scatter":
-            copies = problem.m >= SCATTER_COPIED_ROWS and problem.world > 1
-            config = config._replace(
-                exchange="packets" if problem.m <= SMALL_M_ROWS else "tiles",
-                transfer="copies" if copies else "programs",
-                piece_bytes=SCATTER_PIECE_BYTES,
-            )
-        case _:
-            transfer, movers = find_gather_transfer(problem.m)
-            config = config._replace(transfer=transfer, movers=min(movers, count_usable(problem, machine)))
-    return config, f"nothing was measured for {weight_bytes} bytes of weight, and it is the default"
+            copying = copying._replace(piece_bytes=SCATTER_PIECE_BYTES)
+            storing = copying._replace(transfer="programs")
+            if few:
+                return {"packets": storing._replace(exchange="packets")}
+            return {"copies": copying, "tiles": storing} if problem.world > 1 else {"tiles": storing}
+    if problem.returns_gathered:
+        return {"copies": copying}
+    moving = KernelConfig(
+        blocks=default_blocks(problem, machine, "programs"),
+        transfer="programs",
+        movers=count_usable(problem, machine, "programs"),
+    )
+    return {"programs": moving} if few else {"copies": copying, "programs": moving}
 
 
-def default_blocks(problem: GemmProblem, machine: Machine, transfer: str | None = None) -> Blocks:
-    """Tile sizes where nothing was measured. transfer: what moves a gather's rows (None: the default for its rows)."""
+def default_blocks(problem: GemmProblem, machine: Machine, transfer: str = "copies") -> Blocks:
+    """Tile sizes where nothing was measured. transfer: what moves a gather's rows."""
     if not machine.processors:  # interpreted programs run in turns: a few, with small tiles
         return Blocks(16 if problem.m <= 16 else 32, 32, 32, 2, 4, 2, 3)
     itemsize = problem.dtype.itemsize
@@ -543,23 +725,17 @@ def deepen_for_fp8(blocks: Blocks, itemsize: int) -> Blocks:
     return blocks._replace(k=2 * blocks.k) if itemsize == 1 else blocks
 
 
-def count_usable(problem: GemmProblem, machine: Machine, transfer: str | None = None) -> int:
+def count_usable(problem: GemmProblem, machine: Machine, transfer: str = "copies") -> int:
     """The multiprocessors for a default's programs: fewer where programs occupy one while they wait for other ranks."""
     waits = problem.m <= SMALL_M_ROWS or _is_moved_by_programs(problem, transfer)
     return bound_blocks(machine.processors) if waits else machine.processors
 
 
-def find_gather_transfer(m: int) -> tuple[str, int]:
-    """The movers of a gather's m rows where nothing was measured: copies or programs, and how many programs."""
-    return next(row[1:] for row in GATHER_TRANSFERS if m <= row[0])
-
-
-def _is_moved_by_programs(problem: GemmProblem, transfer: str | None) -> bool:
-    transfer = transfer or find_gather_transfer(problem.m)[0]
+def _is_moved_by_programs(problem: GemmProblem, transfer: str) -> bool:
     return problem.operator == "all_gather_matmul" and transfer == "programs"
 
 
-def count_grouped_rows(problem: GemmProblem, transfer: str | None = None) -> int:
+def count_grouped_rows(problem: GemmProblem, transfer: str) -> int:
     """Rows whose tiles may be visited together: as a rule one rank's, or the first tile would wait for all ranks.
 
     Rows that programs push arrive from all ranks at about one time, and the weight is read once where tiles of all

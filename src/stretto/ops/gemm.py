@@ -284,6 +284,7 @@ def count_splits(count: int, k: int, blocks: Blocks) -> int:
     return splits if saved > _MIN_SAVED * divide_up(count, blocks.programs) else 1
 
 
+@lru_cache(maxsize=4096)
 def count_waves(count: int, k: int, blocks: Blocks) -> float:
     """Return how long `count` tiles take, in waves of whole tiles."""
     return count // blocks.programs + _count_last(count, k, blocks, count_splits(count, k, blocks))

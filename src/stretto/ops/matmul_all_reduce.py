@@ -94,11 +94,22 @@ def _run(
     out: Tensor | None = None,
 ) -> Tensor:
     """The output, in `out` if there is one."""
+
+    def compute(config: KernelConfig, out: Tensor | None = None) -> Tensor:
+        return _compute(config, x, weight, bias, group, out)
+
     # The convention is among the options since ranks compare them: their backward passes would wait for each other.
     config = find_config(
-        "matmul_all_reduce", x, weight, bias, group, implementation, grad_convention,
+        "matmul_all_reduce", x, weight, bias, group, implementation, grad_convention, run=compute,
         check=lambda: require_operands("matmul_all_reduce", x, weight, bias, implementation),
     )  # fmt: skip
+    return compute(config, out)
+
+
+def _compute(
+    config: KernelConfig, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, out: Tensor | None
+) -> Tensor:
+    """The output by this configuration, in `out` if there is one."""
     (m, k), n = x.shape, weight.shape[0]
     if m == 0 or n == 0 or k == 0:  # nothing to wait for
         return copy_to(out, x.new_zeros(m, n) if bias is None else x.new_zeros(m, n) + bias)

@@ -135,10 +135,27 @@ def _run(
     out: Tensor | None = None,
 ) -> Tensor:
     """The output, in `out` if there is one."""
+
+    def compute(config: KernelConfig, out: Tensor | None = None) -> Tensor:
+        return _compute(config, x, weight, bias, group, reduce_dtype, out)
+
     config = find_config(
-        "matmul_reduce_scatter", x, weight, bias, group, implementation, reduce_dtype,
+        "matmul_reduce_scatter", x, weight, bias, group, implementation, reduce_dtype, run=compute,
         check=lambda: _require(x, weight, bias, group, reduce_dtype, implementation),
     )  # fmt: skip
+    return compute(config, out)
+
+
+def _compute(
+    config: KernelConfig,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    reduce_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor:
+    """The output by this configuration, in `out` if there is one."""
     rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         return copy_to(out, x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias)

@@ -42,6 +42,7 @@ PEER_TILES = 256
 _ARRIVALS = 1024
 _MAX_KNOWN = 4096
 _BY_TMA = ", by TMA"
+_MEASURED = ", to be measured"
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 _P = ParamSpec("_P")
@@ -337,40 +338,56 @@ def show_shape(tensor: Tensor) -> str:
 
 @dataclass
 class _ComparedCalls:
-    """A group's comparisons: their number, and the calls that agreed, with whether TMA takes all ranks' operands."""
+    """A group's number of exchanges, and the calls that agreed, with whether TMA takes all ranks' operands."""
 
     count: int = 0
     known: dict[str, bool] = field(default_factory=dict)
 
 
-def require_agreement(call: str, by_tma: bool, group: str, device: torch.device) -> bool:
+class Agreement(NamedTuple):
+    """What holds for all ranks of a call. is_measured: it is the first one of its kind, and all may time it."""
+
+    by_tma: bool
+    is_measured: bool = False
+
+
+def require_agreement(
+    call: str, by_tma: bool, group: str, device: torch.device, *, can_measure: bool = False
+) -> Agreement:
     """Compare a description of this rank's call with the other ranks', through the group's store.
 
     Ranks compare a call that is new to the group; with STRETTO_DEBUG=1, every call. Kernels that wait for each other
     could not find out that their ranks disagree. by_tma: whether TMA takes this rank's operands, whose addresses may
-    differ from other ranks'; returns whether it took all ranks', at the first call of this kind. ValueError where
-    another rank makes a different call, PeerError if one makes none within the group's time limit.
+    differ from other ranks'. can_measure: whether it may time the call. Returns what held for all ranks, at the first
+    call of this kind. ValueError where another rank makes a different call, PeerError if one makes none within the
+    group's time limit.
     """
     compared = find_known(group, device, "calls", _ComparedCalls)
     if call in compared.known and not is_debugging():
-        return compared.known[call]
+        return Agreement(compared.known[call])
     failures.check()  # before this rank waits for ranks that may never come
-    members = find_group(group)
-    sent = call + _BY_TMA if by_tma else call
-    prefix = f"stretto ops {device.type}"
-    received = store_all_gather(sent, members, prefix, compared.count + 1, group_timeout(members))
-    compared.count += 1
-    rank = dist.get_rank(members)
+    sent = call + _BY_TMA * by_tma + _MEASURED * can_measure
+    received, rank = exchange_text(sent, group, device), dist.get_rank(find_group(group))
     for peer, other in enumerate(received):
-        if other.removesuffix(_BY_TMA) != call:
+        if other.removesuffix(_MEASURED).removesuffix(_BY_TMA) != call:
             raise ValueError(
                 f"ranks of a group make the same calls, with the same shapes and in the same order: rank {rank} calls "
                 f"{sent}; rank {peer} calls {other}"
             )
     if len(compared.known) >= _MAX_KNOWN:
         compared.known.clear()
-    compared.known[call] = all(other.endswith(_BY_TMA) for other in received)
-    return compared.known[call]
+    by_tma = all(other.removesuffix(_MEASURED).endswith(_BY_TMA) for other in received)
+    compared.known[call] = by_tma
+    return Agreement(by_tma, all(other.endswith(_MEASURED) for other in received))
+
+
+def exchange_text(text: str, group: str, device: torch.device) -> list[str]:
+    """All ranks' texts, through the group's store: no device has to be idle. All ranks call it in one order."""
+    compared, members = find_known(group, device, "calls", _ComparedCalls), find_group(group)
+    prefix = f"stretto ops {device.type}"
+    received = store_all_gather(text, members, prefix, compared.count + 1, group_timeout(members))
+    compared.count += 1
+    return received
 
 
 def gather_rows(x: Tensor, group: str) -> Tensor:

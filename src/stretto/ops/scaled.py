@@ -191,11 +191,31 @@ def _run(
     out: Tensor | None = None,
 ) -> Tensor:
     """The output, in `out` if there is one; operator: by the name of its form for other dtypes."""
+
+    def compute(config: KernelConfig, out: Tensor | None = None) -> Tensor:
+        scales = find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
+        return _compute(config, operator, x, weight, scales, bias, group, out_dtype, reduce_dtype, out)
+
     config = find_config(
-        operator, x, weight, bias, group, implementation, out_dtype, reduce_dtype,
+        operator, x, weight, bias, group, implementation, out_dtype, reduce_dtype, run=compute,
         check=lambda: _require(operator, x, weight, x_scale, weight_scale, bias, group, out_dtype, reduce_dtype),
     )  # fmt: skip
-    scales = find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
+    return compute(config, out)
+
+
+def _compute(
+    config: KernelConfig,
+    operator: str,
+    x: Tensor,
+    weight: Tensor,
+    scales: Scales,
+    bias: Tensor | None,
+    group: str,
+    out_dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor:
+    """The output by this configuration, in `out` if there is one."""
     if config.blocks is not None and config.blocks.k < _MIN_DEPTH:
         raise ValueError(f"k of blocks for fp8 is {_MIN_DEPTH} or more, not {config.blocks.k}")
     rows, n = _count_rows(operator, x, group), weight.shape[0]

@@ -25,12 +25,13 @@ from stretto.ops.config import (
     count_grouped_rows,
     count_usable,
     deepen_for_fp8,
-    default_blocks,
     default_config,
     describe_problem,
+    find_fastest_kernel,
     find_machine,
     find_width,
     fit_blocks,
+    group_speeds,
 )
 from stretto.ops.gemm import Blocks
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
@@ -93,7 +94,7 @@ def tune(
     if dtype == FP8:  # otherwise invalid arguments would be mistaken for configurations that do not run
         require_scaled(_SCALED[operator].__name__, operands.x, operands.weights[0], None, torch.bfloat16)
     problem = describe_problem(operator, m, operands.x, operands.weights[0], find_name(group))
-    machine = find_machine(operands.x, operands.weights[0])
+    machine = find_machine(operands.x, operands.weights[0], group_speeds(find_name(group), device))
     measured = _search(problem, machine, operands, group)
     if dist.get_rank(group) == 0:
         autotuner(device, store).keep(problem.name, measured)
@@ -178,15 +179,14 @@ def _search(
 
 def vary_blocks(problem: GemmProblem, machine: Machine) -> Iterator[KernelConfig]:
     """Configurations with other tiles, the default's first, which a tuner measures first."""
-    default, _ = default_config(problem, machine)
-    if default == LIBRARY:
-        default = KernelConfig(blocks=default_blocks(problem, machine))
-        if problem.m <= SMALL_M_ROWS or problem.operator == "matmul_all_reduce":
-            default = default._replace(exchange="packets")
-    yield default
     if not machine.processors:
+        yield default_config(problem, machine)[0]
         return
-    for blocks in _vary_blocks(problem, machine):
+    default, _ = find_fastest_kernel(problem, machine)
+    if problem.operator == "matmul_all_reduce":
+        default = default._replace(exchange="packets")
+    yield default
+    for blocks in _vary_blocks(problem, machine, default.transfer):
         if blocks != default.blocks:
             yield default._replace(blocks=blocks)
 
@@ -197,8 +197,8 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
     match problem.operator:
         case "matmul_all_reduce":
             others = [config._replace(shots=shots) for shots in (1, 2)]
-        case "all_gather_matmul":
-            movers = (8, 16, 32, count_usable(problem, machine)) if machine.processors else (1, 2)
+        case "all_gather_matmul" if not problem.returns_gathered:
+            movers = (8, 16, 32, count_usable(problem, machine, "programs")) if machine.processors else (1, 2)
             others = [
                 config._replace(transfer="programs", movers=count, direction=direction)
                 for direction in DIRECTIONS
@@ -206,6 +206,8 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
             ]
             if problem.m > SMALL_M_ROWS:
                 others += [config._replace(transfer="copies", piece_bytes=size << 20) for size in (1, 2, 8)]
+        case "all_gather_matmul":
+            others = [config._replace(piece_bytes=size << 20) for size in (1, 2, 8)]
         case "matmul_reduce_scatter":
             if problem.m <= 4 * SMALL_M_ROWS:
                 others = [config._replace(exchange=exchange) for exchange in EXCHANGES]
@@ -225,17 +227,17 @@ def vary_order(problem: GemmProblem, config: KernelConfig) -> Iterator[KernelCon
         yield config._replace(is_shifted=not config.is_shifted)
 
 
-def _vary_blocks(problem: GemmProblem, machine: Machine) -> Iterator[Blocks]:
+def _vary_blocks(problem: GemmProblem, machine: Machine, transfer: str) -> Iterator[Blocks]:
     if problem.m <= SMALL_M_ROWS:
         rows = max(16, triton.next_power_of_2(problem.m))
-        processors = count_usable(problem, machine)
+        processors = count_usable(problem, machine, transfer)
         widths = dict.fromkeys((find_width(rows, problem.n, processors) or 32, 32, 64, 128))
         for columns, depth in ((columns, depth) for columns in widths for depth in (256, 128, 64)):
             blocks = fit_blocks(rows, columns, depth, processors)
             if blocks.k == depth:
                 yield deepen_for_fp8(blocks, problem.dtype.itemsize)
         return
-    rows = count_grouped_rows(problem)
+    rows = count_grouped_rows(problem, transfer)
     # Two programs with small tiles on a multiprocessor: one stores while the other multiplies.
     for m, n, depth, warps, stages, programs in (
         (128, 256, 64, 8, 4, 1),

@@ -31,9 +31,11 @@ from stretto.parallel import Grid, count_collectives
 from stretto.train.checkpoint import checkpoint_path, newest_checkpoint, prepare_folder
 from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.checkpoint.operator_choices import gather_choices, restore_choices
 from stretto.train.checkpoint.resuming import start_from_newest
 from stretto.train.checkpoint.retention import Retention
 from stretto.train.checkpoint.saver import Saver
+from stretto.train.checkpoint.torch_format import read_index
 from stretto.train.config import config_to_toml
 from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import JobConfig
@@ -207,6 +209,7 @@ def _start_task(config: JobConfig, grid: Grid, checkpoint: Path | None) -> tuple
     task = kind_of(config).make_task(config, grid)
     note("load")
     try:
+        restore_choices(None if checkpoint is None else read_index(checkpoint), grid.device)
         start, weights_file = (0, task.start()) if checkpoint is None else (task.resume(checkpoint), checkpoint)
         if weights_file is not None:
             require_finite_start(task, weights_file)
@@ -310,7 +313,8 @@ def _train_steps(
             last = recorder.last
             measured = None if last is None or last.step != step else last.evaluation
             ends = is_stopping or step == options.steps
-            saver.save(step, task.state(), task.description(), measured, waits=ends)
+            description = task.description() | {"operators": gather_choices()}
+            saver.save(step, task.state(), description, measured, waits=ends)
             recorder.restart_clock()
         if is_stopping and not recorder.has_lost_folder():
             reporter.print_message(f"stopped after step {step}; train.resume='latest' continues from there")

@@ -101,6 +101,14 @@ class TensorEntry(BaseModel):
         return None
 
 
+class OperatorChoices(BaseModel):
+    """A group's kernels of overlapped operators: encoded, by call; and the seconds that were measured in calls."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    choices: dict[str, str]
+    confirmed: dict[str, dict[str, float]]
+
+
 _PRIME = (1 << 127) - 1
 
 
@@ -137,7 +145,7 @@ class CheckpointMetadata(BaseModel):
 
     `files` has the files other than shards, by name. `tensors` has parameters as `model.<name>` and optimizer state as
     `optimizer.<name>.<key>`; `model` is the model's configuration and `run` the run's; `data` identifies the data and
-    its order; `evaluation` is that of this step, if there was one.
+    its order; `evaluation` is that of this step, if there was one; `operators` has groups' choices, by their ranks.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -150,6 +158,7 @@ class CheckpointMetadata(BaseModel):
     run: dict[str, Any]
     data: dict[str, Any]
     evaluation: dict[str, float | None] = Field(default_factory=dict)
+    operators: dict[str, OperatorChoices] = Field(default_factory=dict)
     # Only the name that torch gives: a path could lead out of the checkpoint.
     files: dict[Literal[".metadata"], StoredFile] = Field(default_factory=dict)
     tensors: dict[str, TensorEntry]

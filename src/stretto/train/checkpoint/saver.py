@@ -129,8 +129,8 @@ class Saver:
 
         state: may omit tensors of which this rank holds nothing. Before kernels change it, the stream that runs them
         must have called `wait_on_device`; the host may change it at once. description: CheckpointMetadata's optimizer,
-        model, run and data. evaluation: of this step's weights, if there was one; rank 0's counts. waits: return when
-        the checkpoint is on the disk.
+        model, run and data, and operators, if there are any. evaluation: of this step's weights, if there was one; rank
+        0's counts. waits: return when the checkpoint is on the disk.
 
         Raises, on all ranks: the error of the save before; PeerError after a failed wait for another rank;
         DivergenceError if a weight is not finite; NoSpaceError if the disk has too little room. Nothing is written or

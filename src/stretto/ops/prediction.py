@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts the seconds of an operator's call from the machine's speeds: by a kernel, and by the library.
+
+A product takes as long as its FLOPs or its bytes do. The library's collective follows it; of a kernel only a part
+of the communication is exposed. `Constants` has what the two are fitted by: one set for all machines, since speeds are
+the machine's own (`tests/ops/test_prediction.py` fits it to one machine's times and predicts another's choices).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from stretto.memory.gpus import count_links
+from stretto.ops.gemm import Blocks, count_waves, divide_up
+
+NEVER_SLOWER = 0.98
+"""A kernel is taken where it is predicted to reach at least this part of the library's speed."""
+
+_FLOPS_A_CLOCK = 4096  # dense, of 16 bits, by one multiprocessor of sm_90; twice as many of 8 bits
+_LINK_BYTES = 25e9  # a second in one direction, of one link of NVLink 2, 3 or 4
+
+
+class Speeds(NamedTuple):
+    """A GPU's peak speeds. flops: of 16 bits a second; memory, link: bytes a second; link: to all peers together."""
+
+    flops: float
+    memory: float
+    link: float
+
+
+class Call(NamedTuple):
+    """An operator's call: rows m of all ranks, a rank's weight [n, k], bytes of an element of the operands."""
+
+    operator: str
+    m: int
+    n: int
+    k: int
+    itemsize: int
+    world: int
+
+
+class Constants(NamedTuple):
+    """Fractions of peak speeds that are reached, and seconds of latency.
+
+    product, memory, library_link: the fraction of FLOPs, of memory bandwidth, and of the links by NCCL. library: a
+    collective's latency. programs: an exchange's, of rows or packets. peer: of an exchange of tiles, for each peer.
+    step: of a shard that copy engines transfer.
+    """
+
+    product: float
+    memory: float
+    library_link: float
+    library: float
+    programs: float
+    peer: float
+    step: float
+
+
+FITTED = Constants(0.63, 0.84, 0.495, 12.7e-6, 6e-6, 13e-6, 18e-6)
+
+
+def find_speeds(device: torch.device) -> Speeds | None:
+    """This GPU's speeds, as its driver gives clocks, bus width and links; None where it does not give them."""
+    found = torch.cuda.get_device_properties(device)
+    clock, memory_clock = found.clock_rate * 1e3, found.memory_clock_rate * 1e3  # kHz
+    speeds = Speeds(
+        found.multi_processor_count * clock * _FLOPS_A_CLOCK,
+        2 * memory_clock * found.memory_bus_width / 8,  # data travels at both edges of the clock
+        count_links(str(found.uuid)) * _LINK_BYTES,
+    )
+    return speeds if all(speeds) else None
+
+
+def predict_library(call: Call, speeds: Speeds, constants: Constants = FITTED) -> float:
+    """The seconds of the product and then the library's collective."""
+    sent = _count_sent(call) * (2 if call.operator == "matmul_all_reduce" else 1)
+    product = max(2 * call.m * call.n * call.k / _find_rate(call, speeds, constants), _stream(call, speeds, constants))
+    return product + constants.library + sent / (constants.library_link * speeds.link)
+
+
+def predict_kernel(
+    call: Call,
+    speeds: Speeds,
+    processors: int,
+    blocks: Blocks,
+    exchange: str,
+    shots: int = 1,
+    constants: Constants = FITTED,
+) -> float:
+    """The seconds of a kernel. exchange: "packets", "programs" (that move rows), "tiles" or "copies"."""
+    shards = call.world if call.operator == "matmul_reduce_scatter" else 1
+    count = shards * divide_up(call.m // shards, blocks.m) * divide_up(call.n, blocks.n)
+    product, sent = _stream(call, speeds, constants), _count_sent(call)
+    if exchange != "packets" and blocks.m >= 128:  # with fewer rows memory bandwidth is the limit
+        tile = 2 * blocks.m * blocks.n * call.k * max(blocks.programs, processors) / _find_rate(call, speeds, constants)
+        product = max(product, count_waves(count, call.k, blocks) * tile)
+    if exchange == "copies":
+        # Programs without a tile of own rows wait for the next shards, or the last ones' tiles are sent exposed; and
+        # where links are slower than the product, a shard's part of it comes after all transfers.
+        step = constants.step + _count_whole(call) / call.world / speeds.link
+        waits = min(call.world - 1, divide_up(processors, max(1, count // call.world)) - 1)
+        return max(product + waits * step, (call.world - 1) * step + product / call.world)
+    if exchange == "tiles":
+        return product + constants.peer * (call.world - 1) + sent / speeds.link
+    if call.operator == "matmul_all_reduce":
+        sent = 2 * sent if shots == 2 else (call.world - 1) * _count_whole(call)
+    return product + constants.programs + sent / speeds.link
+
+
+def _find_rate(call: Call, speeds: Speeds, constants: Constants) -> float:
+    return constants.product * speeds.flops * (2 if call.itemsize == 1 else 1)
+
+
+def _stream(call: Call, speeds: Speeds, constants: Constants) -> float:
+    """The seconds in which memory reads the operands and takes the product, of 16 bits."""
+    read = (call.m + call.n) * call.k * call.itemsize
+    return (read + 2 * call.m * call.n) / (constants.memory * speeds.memory)
+
+
+def _count_whole(call: Call) -> int:
+    """The bytes of all ranks' rows, or of the whole sums, of 16 bits."""
+    return call.m * call.k * call.itemsize if call.operator == "all_gather_matmul" else 2 * call.m * call.n
+
+
+def _count_sent(call: Call) -> float:
+    """The bytes that a rank sends in a gather or in a reduce-scatter."""
+    return (call.world - 1) / call.world * _count_whole(call)

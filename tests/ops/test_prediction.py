@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of predicted times: constants of one machine's measured times give the right choices on the other."""
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from stretto.ops.gemm import Blocks
+from stretto.ops.prediction import FITTED, NEVER_SLOWER, Call, Constants, Speeds, predict_kernel, predict_library
+
+RESULTS = Path(__file__).parents[2] / "lab" / "results"
+NAMES = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
+# Clocks, bus width and links as the driver gives them.
+H200 = Speeds(132 * 1980e6 * 4096, 2 * 3201e6 * 6144 / 8, 18 * 25e9)
+H100 = Speeds(132 * 1980e6 * 4096, 2 * 2619e6 * 5120 / 8, 18 * 25e9)
+WIDE, FEW = (128, 256, 64, 8, 8, 4, 132), (64, 128, 128, 1, 4, 3, 99)
+# `stretto bench ops`, 4 x H100, torch 2.11, NCCL 2.28.9, 2026-11-28, CUDA graphs: m x 12288 x 12288, in milliseconds.
+ON_H100 = (  # operator, m, GEMM + NCCL, Stretto, its blocks, what exchanged
+    ("gather", 64, 0.126, 0.121, FEW, "programs"),
+    ("gather", 512, 0.298, 0.328, (*WIDE[:6], 99), "programs"),
+    ("gather", 1024, 0.596, 0.529, WIDE, "copies"),
+    ("gather", 2048, 1.090, 0.960, WIDE, "copies"),
+    ("gather", 4096, 2.128, 1.880, WIDE, "copies"),
+    ("gather", 8192, 4.157, 4.091, (128, 128, 64, 4, 4, 3, 264), "copies"),
+    ("scatter", 64, 0.124, 0.112, FEW, "packets"),
+    ("scatter", 512, 0.295, 0.330, WIDE, "tiles"),
+    ("scatter", 1024, 0.577, 0.521, WIDE, "copies"),
+    ("scatter", 2048, 1.073, 0.943, WIDE, "copies"),
+    ("scatter", 4096, 2.132, 1.852, WIDE, "copies"),
+    ("scatter", 8192, 4.067, 3.679, WIDE, "copies"),
+)
+
+
+class Row(NamedTuple):
+    call: Call
+    speeds: Speeds
+    blocks: Blocks
+    exchange: str
+    shots: int
+    library: float
+    kernel: float
+
+    def predict(self, constants):
+        kernel = predict_kernel(self.call, self.speeds, 132, self.blocks, self.exchange, self.shots, constants)
+        return predict_library(self.call, self.speeds, constants), kernel
+
+    def is_right(self, constants):
+        """True if what should be chosen reaches that part of the other's speed, as measured."""
+        library, kernel = self.predict(constants)
+        takes_kernel = NEVER_SLOWER * kernel <= library
+        chosen, other = (self.kernel, self.library) if takes_kernel else (self.library, self.kernel)
+        return NEVER_SLOWER * chosen <= other
+
+
+def read_rows(folder, itemsize=2):
+    """The rows of a committed run in CUDA graphs, on H200."""
+    content = json.loads((RESULTS / folder).read_text())
+    for row in content["rows"]:
+        if row["mode"] != "graph":
+            continue
+        plan = json.loads(row["plan"])
+        is_gather = row["operator"] == "gather"
+        exchange = plan["transfer"] if is_gather or plan["exchange"] == "tiles" else "packets"
+        exchange = "tiles" if exchange == "programs" and not is_gather else exchange
+        call = Call(NAMES[row["operator"]], row["m"], row["n"], row["k"], itemsize, content["ranks"])
+        times = row["nccl"] / 1e3, row["stretto"] / 1e3
+        yield Row(call, H200, Blocks(*plan["blocks"]), exchange, plan["shots"], *times)
+
+
+@pytest.fixture(scope="module")
+def machines():
+    of_h200 = [*read_rows("operators/operators.json"), *read_rows("operators-2-gpus/operators.json")]
+    of_h100 = [
+        Row(Call(NAMES[name], m, 12288, 12288, 2, 4), H100, Blocks(*blocks), exchange, 1, nccl / 1e3, stretto / 1e3)
+        for name, m, nccl, stretto, blocks, exchange in ON_H100
+    ]
+    return {"H200": of_h200, "H100": of_h100}
+
+
+def fit(rows):
+    """Constants whose predicted times are near to the measured ones: by turns each becomes larger, or smaller."""
+
+    def miss(constants):
+        total = 0.0
+        for row in rows:
+            library, kernel = (math.log(time) for time in row.predict(constants))
+            total += (library - math.log(row.library)) ** 2 + (kernel - math.log(row.kernel)) ** 2
+            total += 2 * (library - kernel - math.log(row.library / row.kernel)) ** 2
+        return total
+
+    found, factor = Constants(0.6, 0.8, 0.5, 1e-5, 1e-5, 2e-5, 2e-5), 1.4
+    least = miss(found)
+    while factor > 1.04:
+        tried = [
+            found._replace(**{name: value * by})
+            for name, value in found._asdict().items()
+            for by in (factor, 1 / factor)
+        ]
+        best = min(tried, key=miss)
+        if miss(best) < least:
+            found, least = best, miss(best)
+        else:
+            factor = math.sqrt(factor)
+    return found
+
+
+@pytest.mark.parametrize(("known", "other"), [("H200", "H100"), ("H100", "H200")])
+def test_one_machines_times_predict_nine_of_ten_choices_of_another(machines, known, other):
+    constants = fit([row for row in machines[known] if row.call.world == 4])
+    assert sum(row.is_right(constants) for row in machines[other]) >= 0.9 * len(machines[other])
+
+
+def test_the_constants_predict_nine_of_ten_choices_of_each_machine(machines):
+    machines |= {"fp8": list(read_rows("operators-2-gpus/operators-fp8.json", 1))}
+    for rows in machines.values():
+        assert sum(row.is_right(FITTED) for row in rows) >= 0.9 * len(rows)
+
+
+def test_slow_links_and_few_programs_make_a_kernel_slower_than_the_library():
+    call, blocks = Call("all_gather_matmul", 512, 12288, 12288, 2, 4), Blocks(*WIDE)
+    times = [predict_kernel(call, H100, 132, blocks._replace(programs=count), "programs") for count in (132, 99)]
+    assert times[0] < predict_library(call, H100) < times[1]
+    times = [predict_kernel(call, H100._replace(link=link), 132, blocks, "copies") for link in (450e9, 10e9)]
+    assert times[1] > 2 * times[0]
