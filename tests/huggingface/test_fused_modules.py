@@ -23,7 +23,6 @@ from stretto.parallel.layout import layout_of
 from tests.ops.moe.oracle import draw
 from tests.parallel import hugging_face
 from tests.parallel.training import distance, my_rows
-from tests.tiles.machine_code import compile_to_ptx, find_spills
 
 TOKENS = torch.arange(4 * 12).view(4, 12) * 7 % hugging_face.VOCAB
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
