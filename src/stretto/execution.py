@@ -265,7 +265,10 @@ class ExecutionOptions:
     )
     tune_matmuls: bool = field(
         default=False,
-        metadata={"help": "autotune the layouts of each linear's matrix products in the first step"},
+        metadata={
+            "help": "autotune the layouts of each linear's matrix products in the first step, and which of torch's "
+            "kernels computes attention where `fused` replaces modules of a transformers model"
+        },
     )
     fused: Fused = field(
         default="auto",

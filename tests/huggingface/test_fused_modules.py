@@ -13,17 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 from transformers.activations import NewGELUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from stretto.execution import ExecutionOptions
 from stretto.parallel import Grid, gather, parallelize
 from stretto.parallel.fused_modules import fuse_modules
+from stretto.parallel.layers import attention_backend
+from stretto.parallel.layers.attention_backend import AttentionTuner
 from stretto.parallel.layout import layout_of
 from tests.ops.moe.oracle import draw
 from tests.parallel import hugging_face
 from tests.parallel.training import distance, my_rows
-from tests.tiles.machine_code import compile_to_ptx, find_spills
 
 TOKENS = torch.arange(4 * 12).view(4, 12) * 7 % hugging_face.VOCAB
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -37,6 +39,7 @@ MODELS = {
     "gpt2": (partial(hugging_face.gpt2, tied=True), {"NewGELUActivation": 2}),
 }
 """Models of two layers, and how many modules of which kinds are replaced."""
+NO_TUNER = AttentionTuner(False, torch.device("cpu"), None)
 FUNCTIONS = {
     "RMSNorm": ("stretto.parallel.layers.norm.rms_norm", "stretto.parallel.fused_modules.rms_norm"),
     "SiLU": ("stretto.parallel.fused_modules.swiglu",),
@@ -55,7 +58,7 @@ def replaced(model: nn.Module) -> dict[str, int]:
 def test_modules_are_known_by_what_they_compute(name):
     make, expected = MODELS[name]
     model = make()
-    fuse_modules(model)
+    fuse_modules(model, NO_TUNER)
     assert replaced(model) == expected
 
 
@@ -113,6 +116,52 @@ def test_models_on_a_grid_compute_what_they_did(ranks, sizes, by_blocks):
     assert ranks(2).run(disagreements, sizes, by_blocks) == [{}, {}]
 
 
+SECONDS = {
+    SDPBackend.CUDNN_ATTENTION: (1.0, 9.0),  # of each rank
+    SDPBackend.FLASH_ATTENTION: (2.0, 3.0),
+    SDPBackend.EFFICIENT_ATTENTION: (float("inf"), 1.0),
+    None: (3.9, 3.9),
+}
+
+
+def choose_attention() -> list[Any]:
+    """The kernels that torch is to try in the first two steps of a tuned model, and how far its second loss is."""
+    grid = Grid(data=2)
+    torch.manual_seed(0)
+    plain = hugging_face.causal_lm("llama")
+    torch.manual_seed(0)
+    ids, rank = TOKENS[my_rows(grid, len(TOKENS))], grid.coordinate("data")
+    with (
+        as_on_gpus(),
+        mock.patch.object(attention_backend, "_time", lambda call, choice, device: SECONDS[choice][rank]),
+        mock.patch.object(attention_backend, "sdpa_kernel", wraps=attention_backend.sdpa_kernel) as select,
+    ):
+        model = parallelize(hugging_face.causal_lm("llama"), grid, tune_matmuls=True)
+        calls = []
+        for _ in range(2):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            calls.append([call.args[0][0].name for call in select.call_args_list])
+    return [*calls, distance(loss, plain(input_ids=TOKENS, labels=TOKENS).loss)]
+
+
+def test_tuned_attention_is_computed_by_the_kernel_whose_slowest_rank_is_the_fastest(ranks):
+    for first, second, far in ranks(2).run(choose_attention):
+        assert first == []
+        assert second == ["FLASH_ATTENTION"] * 2
+        assert far < 1e-5
+
+
+def test_attention_is_timed_and_what_no_kernel_takes_is_not_chosen():
+    tuner = AttentionTuner(True, torch.device("cpu"), None)
+    query, key = draw(1, 1, 4, 8, 16).float(), draw(2, 1, 2, 8, 16).float()
+    with tuner.select(query, key, key, is_causal=True):
+        pass
+    (call,) = tuner._seen
+    assert 0 < attention_backend._time(call, None, torch.device("cpu")) < 9
+    assert attention_backend._time(call, SDPBackend.CUDNN_ATTENTION, torch.device("cpu")) == float("inf")
+
+
 class Clamped(LlamaRMSNorm):
     """As a family that has changed Llama's norm under its name."""
 
@@ -127,7 +176,7 @@ def test_what_computes_something_else_or_is_not_the_classs_own_stays():
     model = hugging_face.causal_lm("llama")
     model.model.norm = Clamped(32)
     model.model.layers[0].mlp.forward = own = lambda x: 2 * x
-    fuse_modules(model)
+    fuse_modules(model, NO_TUNER)
     assert replaced(model) == {"RMSNorm": 4, "MLP": 2, "Attention": 2}
     assert model.model.layers[0].mlp.forward is own
     seen, mlp = [], model.model.layers[1].mlp
@@ -138,7 +187,7 @@ def test_what_computes_something_else_or_is_not_the_classs_own_stays():
 
 def test_a_gelu_by_tanh_is_torchs():
     model = nn.Sequential(NewGELUActivation())
-    fuse_modules(model)
+    fuse_modules(model, NO_TUNER)
     x = draw(1, 20).double()
     assert torch.equal(model(x), F.gelu(x, approximate="tanh"))
 

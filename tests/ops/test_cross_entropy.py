@@ -8,10 +8,12 @@ import torch
 from tests.ops.moe.oracle import draw
 from tests.parallel.training import distance, my_rows
 from tests.tiles.machine_code import compile_to_ptx
+from torch.nn import functional
 
 from stretto.models import GPT, GPTConfig
 from stretto.ops import cross_entropy
 from stretto.parallel import Grid, gather, parallelize
+from stretto.parallel.layers.loss import LossOfRows
 
 SEED = 83
 SHAPES = [(5, 4200, 4197), (3, 64, 0), (2, 128, 128), (0, 64, 61)]  # tokens, columns, and how many of these count
@@ -85,9 +87,31 @@ def test_a_loss_by_kernels_is_that_by_operators(interpret, vocab, sizes):
         assert max(far) < 1e-5
 
 
+def mean_of_rows(num_targets):
+    """The loss of a rank's own rows by kernels: how far loss and gradient are from those of the global batch."""
+    grid = Grid(data=2)
+    logits, targets = 4 * draw(SEED, 6, 61).float(), torch.tensor([3, -100, 60, 0, -100, 7])
+    wide = logits.double().requires_grad_()
+    expected = functional.cross_entropy(wide, targets, ignore_index=-100, reduction="sum") / (num_targets or 4)
+    expected.backward()
+    rows = my_rows(grid, len(targets))
+    own = logits[rows].clone().requires_grad_()
+    with mock.patch.object(cross_entropy, "suits_kernels", return_value=True):
+        loss = LossOfRows(grid, is_averaged=False)(own[None], targets[None, rows], num_targets)
+    loss.backward()
+    assert torch.equal(own.detach(), logits[rows])
+    return [distance(loss.double(), expected), distance(own.grad.double(), wide.grad[rows])]
+
+
+@pytest.mark.parametrize("num_targets", [None, 9])
+def test_a_loss_of_whole_logits_by_kernels_is_that_of_the_global_batch(interpret, num_targets):
+    for far in interpret(2, mean_of_rows, num_targets):
+        assert max(far) < 1e-6
+
+
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_kernels_compile(target):
     logits, numbers = torch.ones(4, 64, dtype=torch.bfloat16), torch.ones(4)
-    for kernel in (cross_entropy.reduce_rows, cross_entropy.differentiate_rows):
-        arguments = logits, torch.ones(4, dtype=torch.int64), numbers, numbers, numbers, 61, 64, 4096
+    for kernel, matrices in ((cross_entropy.reduce_rows, 1), (cross_entropy.differentiate_rows, 2)):
+        arguments = *[logits] * matrices, torch.ones(4, dtype=torch.int64), numbers, numbers, numbers, 61, 64, 4096
         assert any("st.global" in line for line in compile_to_ptx(kernel, arguments, target, num_warps=8))

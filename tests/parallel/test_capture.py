@@ -47,6 +47,14 @@ def replay_after_changes() -> None:
         model.train()
         captured()
         captured.close()
+        waiting = CapturedStep(wait_for_the_gpu, warm_up=0)
+        with pytest.raises(RuntimeError, match=r"makes the host wait for the GPU .* when stream is capturing"):
+            waiting()
+
+
+def wait_for_the_gpu() -> tuple[()]:
+    """As `.item()` raises in a capture."""
+    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 def test_a_captured_step_notices_that_its_model_was_frozen_or_switched(ranks):

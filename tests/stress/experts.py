@@ -14,7 +14,8 @@ K = 3
 _CLEARING = tuple(f"ops.moe.grouped_matmul.{name}" for name in ("clear_padding_rows", "clear_empty_experts"))
 _COPIES = tuple(f"ops.moe.permutation.{name}" for name in ("sum_rows", "weigh_rows", "multiply_rows"))
 _LOSS = tuple(f"ops.cross_entropy.{name}" for name in ("reduce_rows", "differentiate_rows"))
-_ROTARY = tuple(f"ops.rotary.{name}" for name in ("split_heads", "join_heads"))
+_ROTARY = tuple(f"ops.rotary.{name}" for name in ("split_heads", "join_heads", "turn_heads"))
+_NORM = tuple(f"ops.rms_norm.{name}" for name in ("normalize_rows", "differentiate_norm"))
 _GATES = tuple(f"ops.moe.activation.{name}" for name in ("gate_by_silu", "differentiate_silu_gate"))
 
 
@@ -174,6 +175,40 @@ class LossCase(StressCase):
         return [Check(found, right) for found, right in zip(self._run(entry), self._expected[entry], strict=True)]
 
 
+class NormCase(StressCase):
+    """RMSNorm and its gradients, which must be right, and have the same bits each time."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        rows, columns = (3000, 4100) if team.is_cuda else (3, 40)
+        self._calls = []
+        for entry in range(ENTRIES):
+            words = entry, team.rank
+            x, grad = (team.integers((rows, columns), name, *words, low=-9, high=9).bfloat16() for name in "xg")
+            self._calls.append((x, team.integers((columns,), "weight", *words, low=-9, high=9).float(), grad))
+        self._expected = [self._run(entry) for entry in range(ENTRIES)]
+        for (x, weight, grad), found in zip(self._calls, self._expected, strict=True):
+            wide = [one.double().requires_grad_() for one in (x, weight)]
+            right = wide[0] * (wide[0].square().mean(-1, keepdim=True) + 1).rsqrt() * (wide[1] + 1)
+            rights = right.detach(), *torch.autograd.grad(right, wide, grad.double())
+            # The weight's gradient is a sum of up to 3,000 numbers below 30.
+            pairs = zip(found, rights, (2**-8, 2**-8, 1e-4), strict=True)
+            if not all(torch.allclose(one.double(), other, rtol=far, atol=0.05) for one, other, far in pairs):
+                raise AssertionError("the kernels of RMSNorm compute something else")
+
+    def _run(self, entry: int) -> Sequence[Tensor]:
+        from stretto.ops.rms_norm import norm_gradient_on_gpu, rms_norm_on_gpu
+
+        x, weight, grad = self._calls[entry]
+        out, scales = rms_norm_on_gpu(x, weight, 1.0, 1.0)
+        return [out, *norm_gradient_on_gpu(x, weight, scales, grad, 1.0)]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        return [Check(found, right) for found, right in zip(self._run(entry), self._expected[entry], strict=True)]
+
+
 class RotaryCase(StressCase):
     """Heads that are split and rotated, and joined again, with cosines and sines that are small whole numbers."""
 
@@ -193,7 +228,7 @@ class RotaryCase(StressCase):
 
     def call(self, entry: int) -> Sequence[Check]:
         """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
-        from stretto.ops.rotary import rotate_and_split, rotate_back_and_join
+        from stretto.ops.rotary import rotate_and_split, rotate_back_and_join, turn_on_gpu
 
         qkv, cos, sin = self._calls[entry]
         found = rotate_and_split(qkv, cos, sin, self._queries)
@@ -203,6 +238,9 @@ class RotaryCase(StressCase):
         query, key, value = (part.to(qkv.dtype) for part in parts)
         joined = rotate_back_and_join(query, key, value, cos, sin)
         right = torch.cat([part.unflatten(2, (qkv.shape[2], -1)) for part in back], 3)
+        apart = [part.transpose(1, 2) for part in (query, key)]
+        turned = turn_on_gpu(*apart, *(angle.repeat(1, 2)[None].to(qkv.dtype) for angle in (cos, sin)), False)
+        found, expected = (*found, *(part.transpose(1, 2) for part in turned)), (*expected, *expected[:2])
         pairs = zip((*found, joined), (*expected, right), strict=True)
         return [Check(one, other.to(one.dtype)) for one, other in pairs]
 
@@ -215,9 +253,12 @@ class RotaryCase(StressCase):
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of experts, that of the loss, and that of rotary positions."""
+    """All configurations of experts, and those of the loss, of norms and of rotary positions."""
     return [
-        Configuration("attention/rotary", "attention", _ROTARY, "heads rotated and split, and joined", RotaryCase),
+        Configuration(
+            "attention/rotary", "attention", _ROTARY, "heads rotated and split, joined, and turned", RotaryCase
+        ),
+        Configuration("norm/rms", "norm", _NORM, "RMSNorm and its gradients", NormCase),
         Configuration("experts/copies", "experts", _COPIES, "sums, products and gradients of copies", CopiesCase),
         Configuration("experts/gated", "experts", _GATES, "gated SiLU and its gradient", GatedCase),
         Configuration("experts/clearing", "experts", _CLEARING, "zeros where no expert writes", ClearingCase),

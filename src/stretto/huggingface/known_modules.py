@@ -54,7 +54,8 @@ def _is_gated(forward: Callable[..., Any]) -> bool:
 
 def is_gelu_by_tanh(module: nn.Module) -> bool:
     """True if an activation computes by several operators what `torch.nn.functional.gelu(approximate="tanh")` does."""
-    return has_own_forward(module) and type(module).__module__ == "transformers.activations" and _is_gelu(type(module).forward)
+    is_activation = type(module).__module__ == "transformers.activations"
+    return is_activation and has_own_forward(module) and _is_gelu(type(module).forward)
 
 
 @functools.cache

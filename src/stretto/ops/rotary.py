@@ -243,9 +243,8 @@ def rotate_halves(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple
 
 
 def suits_kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """True if `rotate_halves` takes these.
-
-    Queries and keys are [batch, heads, seq, head_dim], angles [batch or 1, seq, head_dim]. They have one dtype, a head an even number of features, and the angles no gradients.
+    """True if `rotate_halves` takes these: queries and keys [batch, heads, seq, head_dim], angles [batch or 1, seq,
+    head_dim], of one dtype; an even number of features a head, and no gradients of the angles.
     """
     batch, _, seq_len, head_dim = query.shape
     return (

@@ -65,8 +65,8 @@ def parallelize(
     seed: a model on the meta device is initialized here, from this seed and each module's name: the same on every grid.
         None fills parameters with NaN, for weights that are loaded afterwards.
     options: how a step executes (`stretto.execution.ExecutionOptions`). Its fields may also be passed as keyword
-        arguments (`changes`): overlap, reshard, recompute, shard_sequence, tune_matmuls, stages, drop_duplicates and
-        expert_rows. shard_sequence takes a model that declares support (`takes_sharded_sequence`: attention reads
+        arguments (`changes`): overlap, reshard, recompute, shard_sequence, tune_matmuls, fused, stages, drop_duplicates
+        and expert_rows. shard_sequence takes a model that declares support (`takes_sharded_sequence`: attention reads
         shapes from the outputs of linears), such as `stretto.models.GPT`, and tokens, batch x seq, that x divides.
 
     Raises ValueError if a submodule with parameters has no role, if an integer attribute may be a local count but is

@@ -2,6 +2,7 @@
 """Builds the parallel counterpart of each submodule and parameter of a model, without touching the model."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from types import SimpleNamespace as Namespace
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +22,7 @@ from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.rank_order import RankOrder
 from stretto.parallel.comm.weight_gathering import StepGatherer, WeightGatherer, WeightPrefetcher
 from stretto.parallel.fused_modules import fuses
+from stretto.parallel.layers.attention_backend import AttentionTuner
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
@@ -64,6 +66,11 @@ class TiedParameter(NamedTuple):
     key: str
 
 
+def _finish(*tuners: MatmulTuner | AttentionTuner) -> None:
+    for tuner in tuners:
+        tuner.finish()
+
+
 class Builder:
     """Builds each submodule's parallel counterpart, and one sharded parameter for all places that share a parameter.
 
@@ -90,13 +97,19 @@ class Builder:
         self.tokens = TokenShards(grid.group("x")) if options.shard_sequence and grid.size("x") > 1 else None
         self.matmuls = MatmulTuner(options.tune_matmuls and has_roles, grid.device, grid.communicator(STAGE))
         self.is_fused = fuses(request, is_pretrained=plan.is_pretrained)
+        self.attention = AttentionTuner(options.tune_matmuls and self.is_fused, grid.device, grid.communicator(STAGE))
         self.linears = 0
         self.has_one_rank = grid.size("world") == 1 and not is_stage
         over_z = grid.communicator("z")
         self.order = RankOrder(over_z, "weights and gradients over z")
         averages = request.gradients == "mean"
         self.gradient_reducer = GradientReducer(
-            grid, self.precision, overlap, self.order, averages=averages, at_end=self.matmuls.finish
+            grid,
+            self.precision,
+            overlap,
+            self.order,
+            averages=averages,
+            at_end=functools.partial(_finish, self.matmuls, self.attention),
         )
         self.gradient_reducer.accumulates_unsharded = options.scatters_once
         self.gradient_reducer.loss_covers_own_rows = averages and not has_roles

@@ -26,8 +26,9 @@ class CapturedStep:
     `step` takes tensors and returns a tuple of tensors. It must run the same kernels for all values, must never wait
     for the GPU, and must keep every number that changes between steps in a tensor, including the learning rate. Every
     call runs one step, also the calls before the capture and the one that captures. All ranks must call it equally
-    often. warm_up: number of calls before the capture. Raises ValueError without a GPU, and RuntimeError if the
-    allocator uses expandable segments without `NCCL_GRAPH_REGISTER=0`, because replays would hang.
+    often. warm_up: number of calls before the capture. Raises ValueError without a GPU, and RuntimeError for a step
+    that cannot be captured, and if the allocator uses expandable segments without `NCCL_GRAPH_REGISTER=0`, because
+    replays would hang.
 
     Which parameters of a parallelized model are frozen, `no_sync` and `eval` around the call are captured, too: a call
     with others raises ValueError.
@@ -107,6 +108,7 @@ class CapturedStep:
         torch.cuda.synchronize()
         # thread_local: other threads (NCCL's watchdog) may call CUDA during capture.
         with (
+            _explaining_failures(),
             _keeping_garbage(),
             _noting_models() as models,
             capturing_weights() as weights,
@@ -114,6 +116,21 @@ class CapturedStep:
         ):
             self._outputs = self._step(*self._inputs)
         self._graph, self._weights, self._models = graph, weights, [_CapturedModel(model) for model in models]
+
+
+@contextmanager
+def _explaining_failures() -> Iterator[None]:
+    """Say what to look for where CUDA or torch refuses to capture an operation."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "captur" not in str(error):
+            raise
+        raise RuntimeError(
+            "the step cannot be captured as a CUDA graph: something in it makes the host wait for the GPU or draw "
+            "random numbers (.item(), a branch on a tensor, dropout of a model on x or y). The error's cause says "
+            f"where: {error}"
+        ) from error
 
 
 class _CapturedModel:

@@ -9,6 +9,7 @@ Stretto's would be a wall.
 import functools
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from stretto.huggingface.known_modules import ROTATE, is_gated_mlp, is_gelu_by_t
 from stretto.ops import rotary
 from stretto.ops.moe.activation import is_silu
 from stretto.ops.rms_norm import rms_norm
+from stretto.parallel.layers.attention_backend import AttentionTuner
 from stretto.parallel.layers.fused import swiglu
 from stretto.parallel.state import ShardingRequest
+
+_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
 
 
 def fuses(request: ShardingRequest, *, is_pretrained: bool) -> bool:
@@ -29,8 +33,11 @@ def fuses(request: ShardingRequest, *, is_pretrained: bool) -> bool:
     return request.options.fused == "auto" and is_pretrained and request.grid.device.type == "cuda"
 
 
-def fuse_modules(model: nn.Module) -> None:
-    """Replace the forward of each module whose computation is known. Its parameters are still those of the model."""
+def fuse_modules(model: nn.Module, tuner: AttentionTuner) -> None:
+    """Replace the forward of each module whose computation is known. Its parameters are still those of the model.
+
+    tuner: chooses the kernel of attention without a mask, where the model calls torch's (`attn_implementation="sdpa"`).
+    """
     for name, module in model.named_modules():
         if (kind := rms_norm_of(module, name)) is not None:
             module.forward = _unless_compiled(module.forward, _normalize(module, kind))
@@ -39,7 +46,7 @@ def fuse_modules(model: nn.Module) -> None:
         elif is_gelu_by_tanh(module):
             module.forward = _unless_compiled(module.forward, functools.partial(F.gelu, approximate="tanh"))
         elif rotates_halves(module):
-            module.forward = _unless_compiled(module.forward, _rotate(module))
+            module.forward = _unless_compiled(module.forward, _rotate(module, tuner))
 
 
 def _unless_compiled(own: Callable[..., Any], fused: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,9 +92,38 @@ class _Globals(dict[str, Any]):
         return self._others[name]
 
 
-def _rotate(module: nn.Module) -> Callable[..., Any]:
-    """The attention's own code, calling another function in place of `apply_rotary_pos_emb`. The module of
-    transformers, whose other attentions may not be of a parallelized model, is not changed."""
+class _Interfaces:
+    """transformers' functions of attention by name, of which "sdpa" runs in the context of a tuner."""
+
+    def __init__(self, others: Any, tuner: AttentionTuner) -> None:
+        self._others = others
+        self._tuner = tuner
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        function = self._others.get_interface(name, default)
+        return functools.partial(self._attend, function) if name == "sdpa" else function
+
+    def _attend(
+        self,
+        function: Any,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> Any:
+        is_causal, is_decoding = bool(getattr(module, "is_causal", True)), query.shape[2] == 1
+        whole = attention_mask is None and not is_decoding
+        with self._tuner.select(query, key, value, is_causal=is_causal) if whole else nullcontext():
+            return function(module, query, key, value, attention_mask, **options)
+
+
+def _rotate(module: nn.Module, tuner: AttentionTuner) -> Callable[..., Any]:
+    """The attention's own code, calling others in place of `apply_rotary_pos_emb` and of functions of attention.
+
+    The module of transformers, whose other attentions may not be of a parallelized model, is not changed.
+    """
     own: Any = type(module).forward
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
@@ -96,8 +132,10 @@ def _rotate(module: nn.Module) -> Callable[..., Any]:
             return own.__globals__[ROTATE](*heads, *more, **options)
         return rotary.rotate_halves(*heads)
 
-    code = types.FunctionType(
-        own.__code__, _Globals(own.__globals__, **{ROTATE: rotate}), own.__name__, own.__defaults__, own.__closure__
-    )
+    given: dict[str, Any] = {ROTATE: rotate}
+    if "get_interface" in own.__code__.co_names and _FUNCTIONS in own.__globals__:
+        given[_FUNCTIONS] = _Interfaces(own.__globals__[_FUNCTIONS], tuner)
+    others = _Globals(own.__globals__, **given)
+    code = types.FunctionType(own.__code__, others, own.__name__, own.__defaults__, own.__closure__)
     code.__kwdefaults__ = own.__kwdefaults__
     return types.MethodType(code, module)

@@ -58,7 +58,7 @@ def install(model: nn.Module, placement: Placement) -> None:
     for name, module in placement.modules.items():
         _replace_module(model, name, module)
     if builder.is_fused:
-        fuse_modules(model)
+        fuse_modules(model, builder.attention)
     for owner, key, parameter in placement.shared:
         place_shared(owner, key, parameter)
     for part, parameters in placement.parts:
