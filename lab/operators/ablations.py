@@ -22,11 +22,16 @@ from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.settings import OPERATORS, OperatorsSetting, local_shape
 from stretto.bench.settings import Needs, Option, Ranks
 from stretto.ops import Blocks, KernelConfig
-from stretto.ops.config import choose_config, describe_problem
+from stretto.ops.config import choose_config
 from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 
-ROWS: Mapping[str, tuple[int, ...]] = {"gather": (1024, 8192), "scatter": (1024, 8192), "reduce": (1, 64)}
+ROWS: Mapping[str, tuple[int, ...]] = {
+    "gather": (1024, 8192),
+    "gathered": (1024, 8192),
+    "scatter": (1024, 8192),
+    "reduce": (1, 64),
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ def vary(name: str, config: KernelConfig) -> dict[str, KernelConfig]:
                 by_programs = config._replace(transfer="programs", direction=direction, movers=count)
                 configs[f"{count} programs {direction}"] = by_programs
             configs |= _vary_pieces(config._replace(direction="push"), 19)
+        case "gathered":
+            configs |= _vary_pieces(config._replace(direction="push"), 19)
         case "scatter":
             configs["sums as packets"] = config._replace(exchange="packets")
             tiles = config._replace(exchange="tiles")
@@ -117,8 +124,7 @@ def _measure(name: str, case: str, rows: int, device: torch.device) -> Iterator[
     world = dist.group.WORLD.group_name
     m, n, k = local_shape(name, case, rows, dist.get_world_size())
     operands = RotatingOperands.make(OPERATORS[name], m, n, k, None, torch.bfloat16, device)
-    call = describe_problem(OPERATORS[name], m, operands.x, operands.weights[0], world)
-    configs = vary(name, choose_config(call, operands.x, operands.weights[0], world, "kernel"))
+    configs = vary(name, choose_config(operands.describe(m), operands.x, operands.weights[0], world, "kernel"))
     if m > 1024:
         configs.pop("sums as packets", None)  # packets take twice the memory, and are for few rows
     runs = {variation: partial(operands.call, config) for variation, config in configs.items()}

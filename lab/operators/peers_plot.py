@@ -12,7 +12,12 @@ from lab.style import OTHER_PEER, PEER, Chart, drawing, name_bars
 from stretto.report.style import GUIDE, STRETTO
 
 _SERIES = (("nccl", "GEMM + NCCL", PEER), ("async_tp", "torch's async-TP", OTHER_PEER), ("stretto", "Stretto", STRETTO))
-_NAMES = {"gather": "all-gather + GEMM", "scatter": "GEMM + reduce-scatter", "reduce": "GEMM + all-reduce"}
+_NAMES = {
+    "gather": "all-gather + GEMM",
+    "gathered": "all-gather + GEMM, rows too",
+    "scatter": "GEMM + reduce-scatter",
+    "reduce": "GEMM + all-reduce",
+}
 _MODES = {"graph": "in CUDA graphs", "eager": "without CUDA graphs"}
 _BAR = 0.2  # inches
 

@@ -157,6 +157,29 @@ def test_measured_times_are_stored_and_used_by_all_ranks(interpret, tmp_path):
         assert far == other == "default"
 
 
+def tune_gathered(folder):
+    """(what was tuned, what runs then) of a gather that returns its rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRETTO_CACHE", folder)
+        measured = ops.tune("all_gather_matmul_gathered", 16, 16, 32, dtype=torch.float32, device="cpu")
+        x, weight, name = torch.ones(8, 32), torch.ones(16, 32), dist.group.WORLD.group_name
+        chosen = []
+        for returns_gathered in (True, False):
+            call = config.describe_problem("all_gather_matmul", 16, x, weight, name, returns_gathered=returns_gathered)
+            chosen.append(config.choose_config(call, x, weight, name, "auto"))
+        product, gathered = ops.all_gather_matmul_gathered(x, weight)
+        assert torch.equal(product, gathered @ weight.t())
+        return measured, chosen
+
+
+def test_a_gather_that_returns_its_rows_is_tuned_by_itself(interpret, tmp_path):
+    for measured, (chosen, other) in interpret(2, tune_gathered, str(tmp_path)):
+        assert chosen == min(measured, key=measured.__getitem__)
+        assert len(measured) > 3
+        assert {(plan.transfer, plan.direction) for plan in measured} == {("copies", "push")}
+        assert other.transfer == "programs"  # the default: nothing was measured
+
+
 def choose_by_different_stores(folders):
     """Return what runs where rank 0's store says the library, and the other's says nothing."""
     os.environ["STRETTO_CACHE"] = folders[dist.get_rank()]

@@ -20,7 +20,7 @@ from stretto.bench.embedding.settings import EmbeddingTuning
 from stretto.bench.harness import TORCH_DTYPES, run_ranks
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.bench.operators.run import TORCH_DTYPES as OPERATOR_DTYPES
-from stretto.bench.operators.settings import OPERATORS, OperatorsTuning, local_shape
+from stretto.bench.operators.settings import OperatorsTuning
 from stretto.bench.training.runs import build_stretto, make_grid
 from stretto.bench.training.settings import ProductsTuning, grids_of
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
@@ -108,9 +108,9 @@ def _is_hopeless(choice: AlgorithmChoice, size: int) -> bool:
 def _tune_operators(ranks: int, setting: OperatorsTuning) -> list[Row]:
     device = Grid(data=ranks).device
     rows = []
-    for problem, (name, case, m) in zip(setting.problems(ranks), setting.shapes(), strict=True):
-        shape = local_shape(name, case, m, ranks)
-        times = ops.tune(OPERATORS[name], *shape, dtype=OPERATOR_DTYPES[setting.dtype], device=device)
+    for problem, (operator, m, n, k, transposed) in zip(setting.problems(ranks), setting.calls(ranks), strict=True):
+        dtype = OPERATOR_DTYPES[setting.dtype]
+        times = ops.tune(operator, m, n, k, dtype=dtype, device=device, transposed=transposed)
         rows.append(_row(problem, {config.encode(): seconds for config, seconds in times.items()}))
         torch.cuda.empty_cache()
     return rows

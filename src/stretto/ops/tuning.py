@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from stretto.memory import PeerError
 from stretto.memory.plain_data import all_gather_data
-from stretto.ops.all_gather_matmul import all_gather_matmul
+from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
 from stretto.ops.config import (
     DIRECTIONS,
     EXCHANGES,
@@ -47,10 +48,12 @@ from stretto.tuning import TuningStore, median_seconds, slowest_times, time_runs
 
 logger = logging.getLogger("stretto.ops")
 
-OPERATORS: dict[str, Callable[..., Tensor]] = {
+GATHERED = "all_gather_matmul_gathered"
+OPERATORS: dict[str, Callable[..., Any]] = {
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
     "matmul_all_reduce": matmul_all_reduce,
+    GATHERED: all_gather_matmul_gathered,
 }
 _SCALED: dict[str, Callable[..., Tensor]] = {
     "all_gather_matmul": all_gather_scaled_matmul,
@@ -75,11 +78,13 @@ def tune(
 ) -> dict[KernelConfig, float]:
     """Autotune an operator: measure configurations on the slowest rank, and store the times for later runs.
 
-    Collective. m: rows of the whole; n, k: of a rank's weight [n, k] (transposed: the transpose of a contiguous
-    [k, n]). dtype: of operands; with fp8 the operator's scaled form is measured. Tile sizes are varied first, then,
-    with the fastest tiles, the transfer of rows, and finally the order of tiles. Later calls with implementation="auto"
-    use the fastest configuration at the nearest m. ValueError for an unknown operator, for sizes and dtypes that it
-    does not take, and for rows that the ranks do not divide.
+    Collective. operator: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or
+    "all_gather_matmul_gathered", which training calls, and which has a choice of its own. m: rows of the whole; n, k:
+    of a rank's weight [n, k] (transposed: the transpose of a contiguous [k, n]). dtype: of operands; with fp8 the
+    operator's scaled form is measured. Tile sizes are varied first, then, with the fastest tiles, the transfer of rows,
+    and finally the order of tiles. Later calls with implementation="auto" use the fastest configuration at the nearest
+    m. ValueError for an unknown operator, for sizes and dtypes that it does not take, and for rows that the ranks do
+    not divide.
     """
     if operator not in OPERATORS:
         raise ValueError(f"the operators are {', '.join(OPERATORS)}, not {operator!r}")
@@ -87,13 +92,15 @@ def tune(
         raise ValueError(f"m, n and k are whole numbers, 1 or more, not {m!r}, {n!r} and {k!r}")
     if dtype not in (*DTYPES, FP8):
         raise ValueError(f"kernels take {', '.join(map(str, (*DTYPES, FP8)))}, not {dtype}")
+    if dtype == FP8 and operator == GATHERED:
+        raise ValueError(f"{GATHERED} has no fp8 form: all_gather_matmul has one")
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     operands = RotatingOperands.make(operator, m, n, k, group, dtype, device, transposed=transposed)
     if dtype == FP8:  # otherwise invalid arguments would be mistaken for configurations that do not run
         require_scaled(_SCALED[operator].__name__, operands.x, operands.weights[0], None, torch.bfloat16)
-    problem = describe_problem(operator, m, operands.x, operands.weights[0], find_name(group))
+    problem = operands.describe(m)
     machine = find_machine(operands.x, operands.weights[0], group_speeds(find_name(group), device))
     measured = _search(problem, machine, operands, group)
     if dist.get_rank(group) == 0:
@@ -135,7 +142,7 @@ class RotatingOperands:
         if operator != "matmul_all_reduce" and m % world:
             raise ValueError(f"{world} ranks do not divide {m} rows: {-(-m // world) * world} rows will do")
         count = 1 if device.type == "cpu" else max(1, min(_COLD_BYTES // (n * k * dtype.itemsize), _MAX_WEIGHTS))
-        x = torch.randn(m // world if operator == "all_gather_matmul" else m, k, device=device).to(dtype)
+        x = torch.randn(m // world if operator in ("all_gather_matmul", GATHERED) else m, k, device=device).to(dtype)
         sizes = (k, n) if transposed else (n, k)
         factor = 1.0 if dtype == FP8 else k**-0.5
         weights = [torch.randn(sizes, device=device).mul_(factor).to(dtype) for _ in range(count)]
@@ -149,12 +156,20 @@ class RotatingOperands:
         """Begin again with the first weight."""
         self._turns = self._rotate()
 
+    def describe(self, m: int) -> GemmProblem:
+        """The problem that a call computes; m: rows of the whole."""
+        returns_gathered = self.operator == GATHERED
+        operator = "all_gather_matmul" if returns_gathered else self.operator
+        name = find_name(self.group)
+        return describe_problem(operator, m, self.x, self.weights[0], name, returns_gathered=returns_gathered)
+
     def call(self, implementation: str | KernelConfig = "auto") -> Tensor:
-        """Call the operator."""
+        """Call the operator; returns the product."""
         operands = self.x, self.next_weight()
         if self.scales is not None:
             return _SCALED[self.operator](*operands, *self.scales, self.group, implementation=implementation)
-        return OPERATORS[self.operator](*operands, self.group, implementation=implementation)
+        product = OPERATORS[self.operator](*operands, self.group, implementation=implementation)
+        return product[0] if self.operator == GATHERED else product
 
     def _rotate(self) -> Iterator[Tensor]:
         while True:

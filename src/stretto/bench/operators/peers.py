@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stretto.ops.gemm import Scales
 from stretto.ops.scaled import multiply_scaled
-from stretto.ops.tuning import RotatingOperands
+from stretto.ops.tuning import GATHERED, RotatingOperands
 
 Runs = dict[str, Callable[[], Tensor]]
 
@@ -23,7 +23,7 @@ def _peers(operands: RotatingOperands, m: int) -> Runs:
     x, name, fused = operands.x, world_name(), torch.ops.symm_mem
     product = x.new_empty(m, operands.weights[0].shape[0])
     whole = x
-    if operands.operator == "all_gather_matmul":
+    if operands.operator in ("all_gather_matmul", GATHERED):
         whole = x.new_empty(m, x.shape[1])
         dist.all_gather_into_tensor(whole, x)
 
@@ -31,7 +31,7 @@ def _peers(operands: RotatingOperands, m: int) -> Runs:
         return torch.mm(whole, operands.next_weight().t(), out=product)
 
     match operands.operator:
-        case "all_gather_matmul":
+        case "all_gather_matmul" | "all_gather_matmul_gathered":
 
             def gather_and_multiply() -> Tensor:
                 dist.all_gather_into_tensor(whole, x)

@@ -21,7 +21,7 @@ from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import Runs, peers, world_name
 from stretto.bench.operators.settings import CASES, MODES, OPERATORS, OperatorsSetting, local_shape
-from stretto.ops.config import choose_config, describe_problem
+from stretto.ops.config import choose_config
 from stretto.ops.operator import FP8
 from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
@@ -106,9 +106,9 @@ def _measure(operands: RotatingOperands, m: int, mode: str, implementation: str)
     found = time_interleaved(
         runs, size, is_graph=is_graph, effort=effort, never_captured=("async_tp",), rests=not is_graph
     )
-    own = [(key, count) for key, count in ops.counts().items() if key[0] == operands.operator]
+    call = operands.describe(m)
+    own = [(key, count) for key, count in ops.counts().items() if key[0] == call.operator]
     ran = sorted(key[1] for key, count in own if count != before.get(key, 0))
-    call = describe_problem(operands.operator, m, operands.x, operands.weights[0], world_name())
     config = choose_config(call, operands.x, operands.weights[0], world_name(), implementation)
     milliseconds = {name: timed.seconds * 1e3 for name, timed in found.items()}
     exposed = milliseconds["nccl"] - milliseconds["gemm"]

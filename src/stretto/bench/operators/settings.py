@@ -7,7 +7,12 @@ from typing import Annotated
 
 from stretto.bench.settings import Modes, Option, Tuning, require_known
 
-OPERATORS = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
+OPERATORS = {
+    "gather": "all_gather_matmul",
+    "gathered": "all_gather_matmul_gathered",
+    "scatter": "matmul_reduce_scatter",
+    "reduce": "matmul_all_reduce",
+}
 MODES = ("graph", "eager")
 DTYPES = ("bf16", "fp8")
 CASES: Mapping[str, tuple[int, int]] = {
@@ -35,7 +40,9 @@ class OperatorShapes:
     rows and columns and has bf16 results.
     """
 
-    operators: Annotated[tuple[str, ...], Option("gather, scatter, reduce, with commas.", "--only")] = tuple(OPERATORS)
+    operators: Annotated[
+        tuple[str, ...], Option("gather, gathered (which returns the rows), scatter, reduce.", "--only")
+    ] = tuple(OPERATORS)
     cases: Annotated[tuple[str, ...], Option("Models whose shapes are taken, with commas (default: all).")] = ()
     ms: Annotated[tuple[int, ...], Option("Rows of the whole, with commas (default: each case's own).")] = ()
     dtype: Annotated[str, Option("Dtype of operands: bf16, or fp8 with a scale a row.")] = "bf16"
@@ -44,10 +51,14 @@ class OperatorShapes:
         require_known("operator", self.operators, OPERATORS)
         require_known("case", self.cases, CASES)
         require_known("dtype", (self.dtype,), DTYPES)
+        if self.dtype == "fp8" and self.operators == ("gathered",):
+            raise ValueError("gathered has no fp8 form: gather has one")
 
     def shapes(self) -> Iterator[tuple[str, str, int]]:
         """(operator, case, rows of the whole) of each row of the bench."""
         for name in self.operators:
+            if name == "gathered" and self.dtype == "fp8":  # it is for training
+                continue
             for case in self.cases or tuple(CASES):
                 for m in self.rows_of(name, case):
                     yield name, case, m
@@ -85,14 +96,27 @@ class OperatorsSetting(OperatorShapes):
 class OperatorsTuning(Tuning, OperatorShapes):
     """Settings of `stretto tune operators`."""
 
+    def calls(self, ranks: int) -> Iterator[tuple[str, int, int, int, bool]]:
+        """(operator, a rank's m, n and k, whether the weight is a transpose) of each call that is measured.
+
+        Backward passes multiply by the transpose of the other operator's weight, which is of the same shape.
+        """
+        for name, case, m in self.shapes():
+            shape = local_shape(name, case, m, ranks)
+            yield OPERATORS[name], *shape, False
+            if name in ("gathered", "scatter") and self.dtype != "fp8":
+                yield OPERATORS[name], *shape, True
+
     def problems(self, ranks: int) -> list[str]:
         """Names of the calls that are measured, with a rank's m, n and k."""
-        shapes = ((name, *local_shape(name, case, m, ranks)) for name, case, m in self.shapes())
-        return [f"{OPERATORS[name]} {m} x {n} x {k} {self.dtype}" for name, m, n, k in shapes]
+        return [
+            f"{operator} {m} x {n} x {k} {self.dtype}{' transposed' * transposed}"
+            for operator, m, n, k, transposed in self.calls(ranks)
+        ]
 
 
 def local_shape(name: str, case: str, m: int, world: int) -> tuple[int, int, int]:
     """(m, n, k): global rows, and a rank's weight [n, k], its sharded dim rounded down to a multiple of 16 for TMA."""
     sharded, whole = CASES[case]
     part = sharded // world // 16 * 16
-    return (m, part, whole) if name == "gather" else (m, whole, part)
+    return (m, part, whole) if name in ("gather", "gathered") else (m, whole, part)
