@@ -237,8 +237,9 @@ def rotate_halves(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple
     wide = [angle.to(torch.float64 if query.dtype == torch.float64 else torch.float32)[:, None] for angle in (cos, sin)]
     rotated = []
     for heads in (query, key):
-        first, second = heads.chunk(2, -1)
-        rotated.append((heads * wide[0] + torch.cat((-second, first), -1) * wide[1]).to(heads.dtype))
+        exact = heads.to(wide[0].dtype)
+        first, second = exact.chunk(2, -1)
+        rotated.append((exact * wide[0] + torch.cat((-second, first), -1) * wide[1]).to(heads.dtype))
     return rotated[0], rotated[1]
 
 
