@@ -279,8 +279,8 @@ def _check_sharding(shards: bool, model: Architecture, cost: str) -> None:
         raise ValueError("shard_sequence is a choice of cost='full': the paper's model does not know it")
     if shards and not model.takes_sharded_sequence:
         raise ValueError(
-            f"{model.name} does not take shard_sequence: inside attention its code takes batch size and sequence "
-            "length from the input; stretto.models.GPT does"
+            f"the planner does not take shard_sequence for {model.name}, as for stretto.models.GPT: what is sent "
+            "then is not predicted. Plan without, and set it for the run"
         )
 
 
