@@ -23,6 +23,7 @@ from stretto.parallel import (
     parallelize,
 )
 from tests.gpu.sharing import SHARED, GpuRanks, is_shared
+from tests.parallel import hugging_face
 
 VOCAB = 1003
 STEPS, BATCH, SEQ_LEN = 5, 8, 64
@@ -179,3 +180,37 @@ def test_each_rank_holds_its_share_of_the_linears(trained: dict[str, Any], world
         held = trained[f"share {sizes}"].values()
         assert held
         assert all(part == pytest.approx(share, rel=1e-2) for part in held), sizes
+
+
+def llama_with_a_sharded_sequence(compiles: bool) -> list[list[float]]:
+    """Losses of a Llama on one GPU, and over x."""
+    grid = Grid(x=dist.get_world_size())
+    torch.backends.cuda.matmul.allow_tf32 = False
+    tokens = torch.randint(3, hugging_face.VOCAB, (4, SEQ_LEN), generator=torch.Generator().manual_seed(3)).cuda()
+    options = {"hidden_size": 512, "head_dim": 128, "intermediate_size": 1024, "max_position_embeddings": SEQ_LEN}
+    losses: list[list[float]] = []
+    for is_sharded in (False, True):
+        torch.manual_seed(3)
+        model: Any = hugging_face.causal_lm("llama", **options).train().to(grid.device)
+        if is_sharded:
+            model = parallelize(model, grid, shard_sequence=True)
+        for layer in model.model.layers if compiles else ():
+            layer.compile()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([])
+        for _ in range(STEPS):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_transformers_model_with_a_sharded_sequence_trains_like_one_gpu(
+    gpu_pool: GpuRanks, world: int, compiles: bool
+) -> None:
+    for plain, sharded in gpu_pool.run(world, llama_with_a_sharded_sequence, compiles, timeout=150):
+        assert sharded == pytest.approx(plain, rel=1e-5)
+        assert sharded[0] - sharded[-1] > 0.01

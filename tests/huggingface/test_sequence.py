@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.execution import ExecutionOptions
-from stretto.huggingface.sequence import SHARDED_FAMILIES
+from stretto.huggingface.refusals import SHARDED_FAMILIES
 from stretto.parallel import Grid, clip_grad_norm_, gather, no_sync, parallelize
 from stretto.parallel.resolve import resolve
 from tests.conftest import Ranks

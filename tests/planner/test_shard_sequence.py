@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import stretto
@@ -20,6 +21,15 @@ from stretto.planner import GridPlan, predict
 BATCH, SEQ_LEN = 8, 64
 SHAPE = GPTConfig(layers=3, hidden=64, heads=8, vocab=96, positions="rotary", norm="rmsnorm", bias=False)
 GATED = replace(SHAPE, kv_heads=4, ffn=160, activation="swiglu", tie_embeddings=False)
+HUGGING_FACE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+}
 LARGE = GPTConfig(layers=10, hidden=4096, heads=32, vocab=4096, bias=False, norm="rmsnorm", positions="rotary")
 # A byte takes a nanosecond, and nothing takes time to start.
 MACHINE = Cluster(
@@ -34,15 +44,17 @@ MACHINE = Cluster(
 FAST = replace(MACHINE, in_node=NodeLink(bandwidth=100e9))
 
 
-def bytes_sent(sizes: dict[str, int], config: GPTConfig, recomputes: bool) -> dict[str, int]:
-    grid = Grid(**sizes)
+def bytes_sent(sizes: dict[str, int], config: GPTConfig | dict[str, Any], recomputes: bool) -> dict[str, int]:
+    grid, is_gpt = Grid(**sizes), isinstance(config, GPTConfig)
     torch.manual_seed(0)
-    model = parallelize(GPT(config), grid, shard_sequence=True)
+    whole = GPT(config) if is_gpt else AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).train()
+    model = parallelize(whole, grid, shard_sequence=True)
     if recomputes:
         checkpoint_activations(model)
-    text = torch.randint(config.vocab, (BATCH, SEQ_LEN + 1))
+    text = torch.randint(96, (BATCH, SEQ_LEN + 1))
     with count_collectives(grid) as counts:
-        model(text[:, :-1], text[:, 1:]).backward()
+        loss = model(text[:, :-1], text[:, 1:]) if is_gpt else model(input_ids=text[:, 1:], labels=text[:, 1:]).loss
+        loss.backward()
     return dict(counts.bytes_by_axis())
 
 
@@ -52,8 +64,9 @@ def bytes_sent(sizes: dict[str, int], config: GPTConfig, recomputes: bool) -> di
         pytest.param(SHAPE, {"x": 4}, False, marks=pytest.mark.long),
         (GATED, {"x": 2}, True),
         (GATED, {"x": 2, "y": 2}, False),
+        (HUGGING_FACE, {"x": 2}, False),
     ],
-    ids=["x=4", "gated, recomputed, x=2", "gated, x=2 y=2"],
+    ids=["x=4", "gated, recomputed, x=2", "gated, x=2 y=2", "transformers, x=2"],
 )
 def test_the_bytes_that_are_predicted_are_those_that_ranks_send(ranks, config, grid, recomputes):
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
@@ -124,20 +137,13 @@ def test_micro_batches_are_those_whose_tokens_x_divides():
         predict(LARGE, FAST, grid={"x": 2}, batch=4, seq_len=129, micro_batch=1, shard_sequence=True)
 
 
-HUGGING_FACE = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "intermediate_size": 96,
-    "vocab_size": 128,
-}
-
-
 @pytest.mark.parametrize("shards", [True, None])
 def test_a_model_or_a_cost_that_does_not_know_it_is_refused(shards):
-    with pytest.raises(ValueError, match="does not take shard_sequence"):
-        stretto.plan(HUGGING_FACE, FAST, gpus=4, batch=4, seq_len=16, cost="full", shard_sequence=shards)
+    options = {"gpus": 4, "batch": 4, "seq_len": 16, "cost": "full", "shard_sequence": shards}
+    with pytest.raises(ValueError, match="does not take shard_sequence: its code"):
+        stretto.plan(HUGGING_FACE | {"model_type": "phi3"}, FAST, **options)
+    with pytest.raises(ValueError, match="does not take shard_sequence in a pipeline, but pipe is 2"):
+        stretto.plan(HUGGING_FACE, FAST, pipe=2, **options)
     with pytest.raises(ValueError, match="a choice of cost='full'"):
         search(cost="paper", shard_sequence=shards)
 

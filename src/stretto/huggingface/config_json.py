@@ -10,7 +10,12 @@ from functools import partial
 from typing import Any, Literal
 
 from stretto.huggingface.families import DECODERS, Decoder, ExpertEntries
-from stretto.huggingface.refusals import LANGUAGE_MODEL_HEAD, refusal_of_attention_dropout, refusal_of_style
+from stretto.huggingface.refusals import (
+    LANGUAGE_MODEL_HEAD,
+    refusal_of_attention_dropout,
+    refusal_of_sharded_sequence,
+    refusal_of_style,
+)
 from stretto.quantities import check_count
 
 # Entries of a config.json that a resumed run may change, with any whose name has "drop" in it.
@@ -88,6 +93,8 @@ def read_sizes(name: str, config: Mapping[str, Any], classes: Sequence[str] = ()
         logits="whole" if head is _LANGUAGE_MODEL and family.changes_logits else head.logits,
         adds_output=not family.ends_with_norm and not config.get("resid_pdrop"),
         is_sharded_by_blocks=bool(refusals),
+        takes_sharded_sequence=not refusals and refusal_of_sharded_sequence(class_name, config) is None,
+        shards_tokens_of_blocks=True,
         refuses_copies=refusal_of_attention_dropout(config) is not None,
         notes=tuple(_notes(class_name, family, head, refusals, config)),
     )

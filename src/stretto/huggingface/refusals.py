@@ -22,6 +22,41 @@ WHOLE = {"colwise_gather_output": "colwise", "colwise_rep": "colwise", "rowwise_
 LANGUAGE_MODEL_HEAD = "lm_head"
 FP8_BLOCK = 128  # rows and columns that share a scale, as DeepSeek-V3 and most fp8 files after it were published
 
+# By `config.model_type`: between their blocks' ends, these models' code reads no shape outside of attention.
+SHARDED_FAMILIES = frozenset(
+    {
+        "arcee",
+        "cohere",
+        "cwm",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "gptj",
+        "granite",
+        "helium",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmoe",
+        "opt",
+        "phi",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    }
+)
+
 
 def refusal_of_style(owner: str, prefix: str, tp_plan: Mapping[str, str]) -> str | None:
     """Why the tensor-parallel plan of the class `owner` is refused, and what to do; None if all styles are known.
@@ -71,3 +106,19 @@ def refusal_of_quantization(options: Mapping[str, Any]) -> str | None:
         f"fp8 with weight_block_size=[{FP8_BLOCK}, {FP8_BLOCK}] is. Load the model with transformers, call its "
         "dequantize(), and write it with save_pretrained"
     )
+
+
+def refusal_of_sharded_sequence(owner: str, options: Mapping[str, Any]) -> str | None:
+    """Why the code of the class `owner` cannot work on a part of the tokens between blocks; None if it can."""
+    family = options.get("model_type")
+    if family not in SHARDED_FAMILIES:
+        return (
+            f"{owner} is of the family {family!r}, whose code has not been shown to work on a part of the tokens "
+            f"between blocks; that of {', '.join(sorted(SHARDED_FAMILIES))} has"
+        )
+    if options.get("output_router_logits"):
+        return (
+            "output_router_logits is set, a load-balancing loss over all tokens, of which a rank's routers see a part: "
+            "set it to False"
+        )
+    return None

@@ -13,43 +13,8 @@ from torch import Tensor, nn
 
 from stretto.huggingface.pretrained_model import base_of
 
-# By `config.model_type`: between their blocks' ends, these models' code reads no shape outside of attention.
-SHARDED_FAMILIES = frozenset(
-    {
-        "arcee",
-        "cohere",
-        "cwm",
-        "ernie4_5",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt2",
-        "gpt_neox",
-        "gptj",
-        "granite",
-        "helium",
-        "llama",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "olmoe",
-        "opt",
-        "phi",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-    }
-)
 
-
-class TokenShards(Protocol):
+class DividedTokens(Protocol):
     """`stretto.parallel`'s division of a batch's tokens among the ranks of x."""
 
     def enter(self, whole: Tensor) -> Tensor: ...
@@ -61,22 +26,6 @@ class TokenShards(Protocol):
     def stand_in(self, part: Tensor) -> Tensor: ...
 
     def is_part(self, hidden: Tensor) -> bool: ...
-
-
-def refusal_of_sharded_sequence(model: nn.Module) -> str | None:
-    """Why a transformers model's code cannot work on a part of the tokens between blocks; None if it can."""
-    config: Any = model.config
-    if config.model_type not in SHARDED_FAMILIES:
-        return (
-            f"{type(model).__name__} is of the family {config.model_type!r}, whose code has not been shown to work on "
-            f"a part of the tokens between blocks; that of {', '.join(sorted(SHARDED_FAMILIES))} has"
-        )
-    if getattr(config, "output_router_logits", False) is True:
-        return (
-            "output_router_logits is set, a load-balancing loss over all tokens, of which a rank's routers see a part: "
-            "set it to False"
-        )
-    return None
 
 
 def blocks_of(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
@@ -101,7 +50,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def shard_between_blocks(
-    model: nn.Module, blocks: Sequence[str], attentions: Iterable[str], tokens: TokenShards
+    model: nn.Module, blocks: Sequence[str], attentions: Iterable[str], tokens: DividedTokens
 ) -> None:
     """Have the first block take its rank's tokens, the last one return all, and attention take stand-ins; hidden states
     that the model returns are whole."""

@@ -45,6 +45,9 @@ class Architecture:
     of x and y compute the same. What is of such models alone: `refuses_copies`, that it refuses x and y above 1, and
     `has_plain_norms`, that norms are made of plain operations in fp32 (with roles, they are replaced).
 
+    `shards_tokens_of_blocks`: where tokens are sharded over x, all ranks have those of the embeddings, of the last norm
+    and of the head, and queries, keys and values are one product (transformers' models).
+
     `is_first`, `is_last`: of a pipeline stage (`stage`), whether it has the embeddings, and the last norm and the head.
     """
 
@@ -81,6 +84,7 @@ class Architecture:
     adds_output: bool = True
     stores_inputs_first: bool = False
     takes_sharded_sequence: bool = False
+    shards_tokens_of_blocks: bool = False
     is_sharded_by_blocks: bool = False
     refuses_copies: bool = False
     has_plain_norms: bool = False

@@ -150,7 +150,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     if config.gathers_once:  # and kept to the end of the step
         gathered = gathered_in_backward = all_weights + table
     # The last norm's input and output, and the gradient by the latter; of sharded tokens the output is gathered too.
-    parts = config.token_parts
+    parts = 1 if model.shards_tokens_of_blocks else config.token_parts
     edges = (3 if parts == 1 else 2 + 2 / parts) * model.hidden / grid.y * tokens * model.is_last
     gradients = parameters * of_number.gradient
     # With several micro-batches, the gradients of the earlier ones are there all the time, as shards (of zeros, if the

@@ -82,7 +82,7 @@ def plan(
     pipelines = make_pipeline_space(architecture, ranks, **of_pipelines)
     space = make_search_space(workload, machine, cost, **asked)
     _check_expert(space.expert, ranks)
-    _check_sharding(True in space.shardings, architecture, cost)
+    _check_sharding(True in space.shardings, architecture, cost, pipelines.pipes)
 
     candidates, left_out = list[Candidate](), list[str]()
     searched = PipelineSearch(workload, machine, device, space, pipelines, limit, micro_batch)
@@ -187,11 +187,11 @@ def predict(
     workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
     of_schedule = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS[1:]}
     options = _change(options or ExecutionOptions(), **asked)
-    _check_sharding(options.shard_sequence, workload.model, cost)
+    sizes = check_sizes(grid)
+    _check_sharding(options.shard_sequence, workload.model, cost, (sizes.pipe,))
     options.recomputation.check_blocks(workload.model.layers)
     state = state or StateOptions()
     check_state(workload, options, state)
-    sizes = check_sizes(grid)
     if impossible := why_impossible(workload.model, sizes, batch):
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
@@ -274,13 +274,18 @@ def _check_cost(cost: str) -> None:
         raise ValueError(f"cost is {cost!r}, but must be 'paper' or 'full'{more}")
 
 
-def _check_sharding(shards: bool, model: Architecture, cost: str) -> None:
+def _check_sharding(shards: bool, model: Architecture, cost: str, pipes: tuple[int, ...]) -> None:
     if shards and cost == "paper":
         raise ValueError("shard_sequence is a choice of cost='full': the paper's model does not know it")
     if shards and not model.takes_sharded_sequence:
         raise ValueError(
-            f"{model.name} does not take shard_sequence: inside attention its code takes batch size and sequence "
-            "length from the input; stretto.models.GPT does"
+            f"{model.name} does not take shard_sequence: its code has not been shown to work on a part of the tokens "
+            "between blocks; that of stretto.models.GPT, Llama, Qwen3 and others has"
+        )
+    if shards and model.shards_tokens_of_blocks and pipes != (1,):
+        raise ValueError(
+            f"{model.name} does not take shard_sequence in a pipeline, but pipe is {', '.join(map(str, pipes))}; "
+            "pipe=1 would do"
         )
 
 

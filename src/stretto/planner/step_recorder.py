@@ -215,7 +215,8 @@ class _WorkloadRecorder:
         else:
             if place == 0 or linears[place - 1].is_rowwise:  # else the linear before it has gathered the same
                 gathered = self._tiled("all_gather", traffic.gradient)
-            gradient_scattered = self._tiled("reduce_scatter", traffic.gradient)
+            if linear.name not in ("k", "v"):  # whose gradients are scattered with that of q
+                gradient_scattered = self._tiled("reduce_scatter", traffic.gradient)
             sums = self._over("all_reduce", "y", traffic.output * element)
         return LinearRecord(
             ProductRecord(names[0], output, gathered, scattered, (sums,) * parts if sums else ()),
@@ -272,8 +273,9 @@ class _WorkloadRecorder:
         table = self._weight(WeightTraffic.of(model.vocab / grid.x * model.hidden / grid.y, grid))
         half = self._half_over_x()
         if self.config.token_parts > 1:
-            scattered, gathered = self._over("reduce_scatter", "x", half), self._over("all_gather", "x", half)
-            return _record_end([scattered], [gathered], table, casts=casts)
+            kind, parts = ("all_reduce", 2) if model.shards_tokens_of_blocks else ("reduce_scatter", 1)
+            summed, gathered = self._over(kind, "x", parts * half), self._over("all_gather", "x", half)
+            return _record_end([summed], [gathered], table, casts=casts)
         return _record_end([self._over("all_reduce", "x", 2 * half)], (), table, casts=casts)
 
     def _head(self, end: StepWorkload) -> EndRecord:

@@ -10,8 +10,9 @@ from torch import nn
 
 from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes
 from stretto.huggingface.formulas import UnknownRolesError, check_experts, check_loss, embedding_scale, norm_kind
+from stretto.huggingface.refusals import refusal_of_sharded_sequence
 from stretto.huggingface.roles import refuse_alibi, roles_tried
-from stretto.huggingface.sequence import blocks_of, refusal_of_sharded_sequence
+from stretto.huggingface.sequence import blocks_of
 from stretto.parallel.roles.plan import (
     EXPERTS_PARAMETERS,
     LINEARS,
@@ -147,7 +148,7 @@ def check_takes_sharded_sequence(model: nn.Module, plan: ShardingPlan) -> Shardi
     code does between all modules, and no part of it needs all tokens.
     """
     if plan.is_pretrained and not hasattr(model, "takes_sharded_sequence"):
-        if refusal := refusal_of_sharded_sequence(model):
+        if refusal := refusal_of_sharded_sequence(type(model).__name__, model.config.to_dict()):  # type: ignore[union-attr, operator]
             raise ValueError(f"shard_sequence: {refusal}; shard_sequence=False would do")
         plan = replace(plan, sharded_blocks=blocks_of(model, plan.named("rowwise")))
     elif not getattr(model, "takes_sharded_sequence", False):
