@@ -5,7 +5,7 @@ import pytest
 
 import stretto
 from stretto.cli.probe import _measure
-from stretto.cluster import GPU, Cluster, HostLink, name_grid
+from stretto.cluster import GPU, Cluster, HostLink, HostTimes, name_grid
 from stretto.cluster.probe import assemble, hierarchies, members, require_links
 from stretto.planner.compute import matmul_shapes
 
@@ -48,11 +48,13 @@ def test_measurements_of_host_links_are_in_the_cluster_with_their_source(link, s
         "long_attention_flops": 2e12,
         "slowdown": 0.1,
         "host_link": link,
+        "host": {"block_forward": 3e-4, "block_backward": 4e-4, "collective": 2e-5},
     }
     detected = Cluster(name="detected", gpus_per_node=2, gpu=GPU(name="a GPU"), host_memory=64e9)
     cluster = assemble(detected, 2, "fp32", measured)
     assert cluster.host_link == (link or HostLink())
     assert cluster.host_memory == 64e9
+    assert cluster.host == HostTimes(3e-4, 4e-4, 2e-5)
     assert cluster.sources["host_link"].startswith(source)
     cluster.save(tmp_path / "here.toml")
     assert Cluster.load(tmp_path / "here.toml") == cluster
@@ -77,6 +79,7 @@ def test_a_probed_machine_can_be_planned_for(tmp_path):
     assert measured.host_link == HostLink()
     assert "no GPU" in measured.sources["host_link"]
     assert measured.host_memory == Cluster.detect().host_memory
+    assert min(vars(measured.host).values()) > 0
     measured.save(tmp_path / "here.toml")
     loaded = stretto.Cluster.load(tmp_path / "here.toml")
     assert loaded == measured

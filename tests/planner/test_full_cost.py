@@ -12,11 +12,22 @@ from typer.testing import CliRunner
 
 import stretto
 from stretto.cli import app
-from stretto.cluster import GPU, Cluster, FlopRates, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
+from stretto.cluster import (
+    GPU,
+    Cluster,
+    FlopRates,
+    HostTimes,
+    InNodeBandwidth,
+    Matmul,
+    MeasuredCollective,
+    NetworkLink,
+    NodeLink,
+)
 from stretto.execution import ExecutionOptions, Overlap
 from stretto.models import GPTConfig
 from stretto.parallel.layers import linear
 from stretto.planner import compute, predict, read_architecture, step_recorder
+from stretto.simulator.training import plan_simulated
 
 CONFIG = GPTConfig(layers=10, hidden=1024, heads=8, vocab=1024, bias=False, norm="rmsnorm", positions="rotary")
 
@@ -387,3 +398,46 @@ def test_the_command_names_what_is_missing():
     result = CliRunner().invoke(app, ["plan", "--model", "gpt-5b", "--cluster", "perlmutter", "--gpus", "4"])
     assert result.exit_code == 2
     assert "--batch, --seq-len are missing" in result.output
+
+
+HOST = HostTimes(block_forward=1e-3, block_backward=2e-3, collective=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("grid", "host_time"),
+    [
+        ({}, 10 * 3e-3),
+        ({"z": 4}, 10 * (3e-3 + 8 * 1e-4)),  # four weights gathered, and four gradients scattered
+        ({"pipe": 2, "data": 2}, 2 * 5 * 3e-3),  # two micro-batches of half of the blocks
+    ],
+    ids=str,
+)
+def test_a_step_of_few_tokens_takes_as_long_as_the_host_launches_it(grid, host_time):
+    few = {"batch": 4, "seq_len": 16, "micro_batch": 1}
+    bound, unknown = step(cluster(host=HOST), grid, **few), step(cluster(), grid, **few)
+    if not grid:
+        host_time *= 4
+    assert bound.host_time == pytest.approx(host_time)
+    assert (bound.is_host_bound, unknown.is_host_bound, unknown.host_time) == (True, False, None)
+    assert bound.why.startswith("host-bound: launching takes the host")
+    assert bound.step_time == pytest.approx(sum(bound.terms.values()))
+    assert unknown.step_time < host_time < bound.step_time
+    captured = step(cluster(host=HOST), grid, captured=True, **few)
+    assert captured == unknown
+    many = {"batch": 64, "seq_len": 4096, "micro_batch": 4}
+    assert step(cluster(host=HOST), grid, **many).step_time == step(cluster(), grid, **many).step_time
+
+
+def test_a_simulated_step_waits_for_its_host_and_the_table_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    few = {"gpus": 2, "batch": 2, "seq_len": 16}
+    slow = plan_simulated(CONFIG, cluster(host=HOST), **few)[0]
+    fast = plan_simulated(CONFIG, cluster(host=HOST), captured=True, **few)[0]
+    launching = slow.step_time - slow.terms["the optimizer"]
+    assert slow.host_time is not None
+    assert fast.step_time < slow.host_time <= launching < 1.1 * slow.host_time
+    cluster(host=HOST).save(tmp_path / "here.toml")
+    asked = "--model gpt2-small --gpus 2 --batch 2 --seq-len 16 --cluster"
+    text = CliRunner().invoke(app, ["plan", *asked.split(), str(tmp_path / "here.toml")]).output
+    assert re.search(r"1 +data=2 +1 +0\.04\d* s\^", text), text
+    assert "^ host-bound: the host takes longer to launch a step than the GPU to run it" in text

@@ -52,6 +52,17 @@ def waited(end: float, bubble: float, message: float) -> dict[str, Any]:
     return event("user_annotation", f"stretto waited {bubble / 1e3:.6f} {message / 1e3:.6f}", end, end)
 
 
+def test_the_hosts_time_is_its_steps_without_its_waits_for_the_gpu() -> None:
+    steps = [
+        event("user_annotation", f"stretto step {number}", start, start + 40) for number, start in ((4, 0), (5, 50))
+    ]
+    waits = [event("cuda_runtime", "cudaStreamSynchronize", 30, 40), event("cuda_runtime", "cudaLaunchKernel", 50, 90)]
+    timeline = read_timeline(gpu_trace(product(0, 100), *steps, *waits, steps=((0, 50), (50, 100))))
+    assert timeline.host == timeline.summary()["host"] == pytest.approx(35e-3)
+    assert read_timeline(cpu_trace()).host is None
+    assert "launching it took the host 35.0 ms" in tracing._describe(timeline)
+
+
 def test_waits_of_a_pipeline_are_bubbles_and_messages() -> None:
     """Of a wait that ends at 40, the bubble is until the message was sent; products meanwhile hide a part of it."""
     timeline = read_timeline(gpu_trace(product(0, 12), waited(40, 20, 10), product(40, 100), waited(100, 0, 5)))

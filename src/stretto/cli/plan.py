@@ -104,6 +104,12 @@ def plan(
         ),
     ] = False,
     overlap: Annotated[bool, typer.Option(help="Overlap collectives with computation.", rich_help_panel=STEP)] = True,
+    captured: Annotated[
+        bool,
+        typer.Option(
+            "--captured", help="Steps run as one CUDA graph, which the host just starts.", rich_help_panel=STEP
+        ),
+    ] = False,
     expert: Annotated[
         int | None, typer.Option(help="Expert-parallel ranks (default: searched).", rich_help_panel=EXPERTS)
     ] = None,
@@ -167,6 +173,7 @@ def plan(
             "expert": expert,
             "expert_tensor": expert_tensor,
             "imbalance": imbalance,
+            "captured": captured,
             "pipe": _read_pipe(pipe),
             "schedule": schedule,
             "virtual_stages": virtual_stages,
@@ -306,6 +313,7 @@ _OF_PREDICT = (
     "state",
     "clips",
     "imbalance",
+    "captured",
 )
 
 

@@ -70,6 +70,7 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
         table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
     for heading in ("state", "recompute", "host, a node") if has_memory else ():
         table.add_column(heading, justify="right", no_wrap=True)
+    any_host_bound = any(plan.is_host_bound for plan in plans[:top])
     marks = ("", "") if has_memory else (" ", "*")
     for place, plan in enumerate(plans[:top], start=1):
         exposed = "/".join(_milliseconds(plan.exposed.get(axis, 0.0)) for axis in axes)
@@ -77,7 +78,7 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
             str(place),
             name_grid(plan.grid),
             f"{plan.micro_batch}{'+' if plan.shard_sequence else ''}{marks[plan.recompute != 'none']}",
-            f"{plan.step_time:.4g} s",
+            f"{plan.step_time:.4g} s{'^' if plan.is_host_bound else ' ' * any_host_bound}",
             exposed,
             _memory(plan.peak_memory),
             "yes" if plan.fits else "no",
@@ -106,6 +107,12 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
         console.print(f"* with activation checkpointing{which}", highlight=False)
     if any(plan.shard_sequence for plan in plans[:top]):
         console.print("+ with train.shard_sequence", highlight=False)
+    if any_host_bound:
+        _print_text(
+            "^ host-bound: the host takes longer to launch a step than the GPU to run it; more tokens a GPU would "
+            "help, or steps as CUDA graphs (CapturedStep; --captured plans for them)",
+            width,
+        )
     if cost == "paper":
         console.print("communication: of the linears, as the paper counts it, nothing hidden", highlight=False)
     if has_pipelines:

@@ -34,7 +34,7 @@ def probe(
 
     Every group of ranks that a grid can make inside the node, with small and large messages, all groups at once; a
     table of matrix products; attention; memory; copies between pinned host memory and each GPU, in either direction and
-    in both. On GPUs over NCCL, without them over gloo between processes.
+    in both; the host's time to launch a block's kernels. On GPUs over NCCL, without them over gloo between processes.
     """
     with refusing_bad_input(as_json=as_json):
         if dtype not in (None, "bf16", "fp16", "fp32", "fp64"):
@@ -72,7 +72,9 @@ def _measure(ranks: int, dtype: str, shapes: Sequence[tuple[int, int, int]] = ()
 def _measure_rank(ranks: int, dtype: str, shapes: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
     """The job of each rank."""
     from stretto.bench.harness import time_steps
+    from stretto.bench.host_times import measure_host_times
     from stretto.cluster.probe import measure
     from stretto.parallel import Grid
 
-    return measure(Grid(data=ranks).device, dtype, shapes, time_steps)
+    grid = Grid(data=ranks)
+    return measure(grid.device, dtype, shapes, time_steps) | {"host": measure_host_times(grid, dtype)}

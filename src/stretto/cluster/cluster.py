@@ -9,7 +9,16 @@ from pathlib import Path
 from stretto.atomic_files import write_atomically
 from stretto.cluster import detection, files
 from stretto.cluster.description import describe
-from stretto.cluster.model import GPU, HostLink, InNodeBandwidth, Matmul, MeasuredCollective, NetworkLink, NodeLink
+from stretto.cluster.model import (
+    GPU,
+    HostLink,
+    HostTimes,
+    InNodeBandwidth,
+    Matmul,
+    MeasuredCollective,
+    NetworkLink,
+    NodeLink,
+)
 from stretto.cluster.schema import Kind, build, check, dotted_keys, figure, suggest, to_toml
 
 _PCI_EXPRESS = 64e9  # bytes/s, one direction, of 16 lanes of the fifth generation
@@ -34,6 +43,7 @@ class Cluster:
     transfers: tuple[MeasuredCollective, ...] = field(default=(), metadata=figure(Kind.ROWS, of=MeasuredCollective))
     gpu: GPU = field(metadata=figure(Kind.TABLE, of=GPU))
     host_link: HostLink = field(default=HostLink(), metadata=figure(Kind.TABLE, of=HostLink))
+    host: HostTimes = field(default=HostTimes(), metadata=figure(Kind.TABLE, of=HostTimes))
     in_node: NodeLink = field(default=NodeLink(), metadata=figure(Kind.TABLE, of=NodeLink))
     between_nodes: NetworkLink = field(default=NetworkLink(), metadata=figure(Kind.TABLE, of=NetworkLink))
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, metadata=figure(Kind.NOTES))

@@ -55,6 +55,9 @@ def _rows(cluster: "Cluster") -> Iterator[tuple[str, str]]:
         yield "tables", f"{len(cluster.matmuls)} matrix products, {len(cluster.transfers)} collectives"
     yield "host memory a node", _scaled(cluster.host_memory, "B")
     yield from _host_link_rows(cluster)
+    if (host := cluster.host).block_forward:
+        passes = f"forward {_scaled(host.block_forward, 's')}, backward {_scaled(host.block_backward, 's')}"
+        yield "host, to launch a block", f"{passes}; a collective {_scaled(host.collective, 's')}"
     yield "in a node, one GPU to all", _scaled(inside.bandwidth, "B/s a direction")
     yield "in a node, GPU to GPU", _scaled(inside.pair_bandwidth, "B/s a direction")
     yield "in a node, latency", _scaled(inside.latency, "s")

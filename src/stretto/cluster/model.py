@@ -112,6 +112,24 @@ class HostLink:
 
 
 @dataclass(frozen=True)
+class HostTimes:
+    """The host's time to launch kernels and collectives one by one, as an eager step does.
+
+    block_forward, block_backward: the passes of one dense transformer block, without collectives. collective: one.
+    """
+
+    block_forward: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
+    block_backward: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
+    collective: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
+
+    def __post_init__(self) -> None:
+        check(self)
+        if (self.block_forward is None) != (self.block_backward is None):
+            missing = "block_forward" if self.block_forward is None else "block_backward"
+            raise ValueError(f"{missing} is missing: the passes of a block come together")
+
+
+@dataclass(frozen=True)
 class NetworkLink:
     """The link between nodes, of one network interface (NIC)."""
 

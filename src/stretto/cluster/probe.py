@@ -19,6 +19,7 @@ from stretto.cluster.model import (
     ATTENTION_TOKENS,
     LONG_ATTENTION_TOKENS,
     HostLink,
+    HostTimes,
     InNodeBandwidth,
     Matmul,
     MeasuredCollective,
@@ -104,7 +105,7 @@ def measure(
     shapes: Sequence[tuple[int, int, int]],
     time_steps: Callable[..., float],
 ) -> dict[str, Any]:
-    """Measure on every rank of a job at once; `assemble` makes a cluster of it. Collective.
+    """Measure on every rank of a job at once; `assemble` makes a cluster of it, and of the host's times. Collective.
 
     dtype: "bf16", "fp16", "fp32" or "fp64". shapes: (m, n, k) of products that are measured besides the table's.
     time_steps: as `stretto.bench.harness.time_steps`.
@@ -295,7 +296,7 @@ def assemble(detected: Cluster, ranks: int, dtype: str, measured: dict[str, Any]
         "overlap_slowdown",
         "empirical_flops",
     )
-    keys = ["in_node_bandwidths", "transfers", "matmuls", "in_node", *(f"gpu.{figure}" for figure in of_gpu)]
+    keys = ["in_node_bandwidths", "transfers", "matmuls", "in_node", "host", *(f"gpu.{figure}" for figure in of_gpu)]
     sources = dict(detected.sources) | dict.fromkeys(keys, source)
     sources["host_link"] = source if measured["host_link"] else "not measured: this machine has no GPU"
     # Without GPUs a rank is a process, and they share the machine's memory.
@@ -308,6 +309,7 @@ def assemble(detected: Cluster, ranks: int, dtype: str, measured: dict[str, Any]
         transfers=transfers,
         matmuls=tuple(Matmul(m, n, k, dtype, layout, seconds) for m, n, k, layout, seconds in measured["matmuls"]),
         host_link=measured["host_link"] or HostLink(),
+        host=HostTimes(**measured["host"]),
         in_node=replace(detected.in_node, bandwidth=whole, pair_bandwidth=min(whole, by_pair[1, 2]), latency=latency),
         gpu=replace(
             detected.gpu,

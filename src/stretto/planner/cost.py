@@ -24,6 +24,7 @@ from stretto.planner.step import (
     Computation,
     EndRecord,
     GroupCollective,
+    LaunchKernels,
     Pass,
     StartCollective,
     StepRecord,
@@ -38,6 +39,7 @@ PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
 # Copy engines use no multiprocessors: concurrently with their all-gather of 256 MB, of 0.59 ms, products took
 # 0.19 ms longer, and with NCCL's, of 0.67 ms, 0.29 ms (`python -m lab backend`, 4x H200, 2026-11-26).
 SLOWDOWN_BESIDE_COPIES = 0.3
+LAUNCH_WAITS = "waits for the host to launch kernels"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Cost:
     """A step's predicted seconds. `communication` is all of it; `exposed`, by axis, what computation does not hide.
 
     `terms` are the parts of the step by name: their sum is its time, and explanations compare them one by one.
+    `launches`: of the busiest rank's host, to launch all passes of blocks; None where the cluster does not say it.
     """
 
     terms: Mapping[str, float]
@@ -69,10 +72,16 @@ class Cost:
     exposed: Mapping[str, float]
     compute: Compute | None = field(default=None)
     pipeline: "PipelineCost | None" = None
+    launches: float | None = None
 
     @property
     def step_time(self) -> float:
         return sum(self.terms.values())
+
+    @property
+    def is_host_bound(self) -> bool:
+        """True if the GPU waits for the host to launch kernels."""
+        return LAUNCH_WAITS in self.terms
 
 
 def paper_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, rates: Rates) -> Cost:
@@ -116,7 +125,7 @@ class PassTotals(NamedTuple):
 
     x, y, expert: all that is sent over an axis; hidden_x, hidden_y: what computation hides of it. gathered: of weights
     over z; gathered_by_copies: by copy engines. z, hidden_z, slowed: of a pipeline's passes alone, what is sent over z
-    in each of them, and what computation loses beside all that it hides.
+    in each of them, and what computation loses beside all that it hides. launches: the host's, while the GPU computes.
     """
 
     computation: float = 0.0
@@ -131,6 +140,7 @@ class PassTotals(NamedTuple):
     z: float = 0.0
     hidden_z: float = 0.0
     slowed: float = 0.0
+    launches: float = 0.0
 
     def times(self, count: float) -> "PassTotals":
         """Of so many such passes."""
@@ -148,6 +158,15 @@ class PassTotals(NamedTuple):
     @property
     def whole(self) -> float:
         """The pass with its waits."""
+        return max(self._on_device, self.launches)
+
+    @property
+    def launch_waits(self) -> float:
+        """Seconds in which nothing runs, since the host has not launched it."""
+        return max(0.0, self.launches - self._on_device)
+
+    @property
+    def _on_device(self) -> float:
         waits = self.host + self.x + self.y + self.z + self.expert - self.hidden
         return self.computation + waits + self.slowed
 
@@ -169,6 +188,8 @@ def total_pass(recorded: Pass) -> PassTotals:
                 collective, beside = running.pop(step.start)
                 if beside:
                     total[f"hidden_{collective.axis}"] += min(collective.seconds, beside)
+            case LaunchKernels():
+                total["launches"] += step.seconds
             case UseWeight() if step.gather is not None:
                 total["gathered"] += step.gather.seconds
                 total["gathered_by_copies"] += step.gather.seconds * step.gather.by_copy_engine
@@ -279,7 +300,11 @@ def full_cost(workload: StepWorkload, config: StepConfig, device: Device, rates:
     )
     if sent.host:
         terms["waits of the host for counts of rows"] = count * sent.host
-    return Cost(terms, rates, communication, exposed, work)
+    # The host is at most as far ahead of the GPU as a step's beginning: then it has read the step before's loss.
+    launches = count * sent.launches
+    if (waits := launches - (sum(terms.values()) - work.optimizer)) > 0:
+        terms[LAUNCH_WAITS] = waits
+    return Cost(terms, rates, communication, exposed, work, launches=launches or None)
 
 
 def _exposed_over_z_and_data(

@@ -7,7 +7,7 @@ from stretto.axes import EXPERT
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.communication import AXIS_OF, KINDS, MEANINGS
-from stretto.planner.cost import Cost
+from stretto.planner.cost import LAUNCH_WAITS, Cost
 from stretto.planner.experts.cost import ranks_in_node
 from stretto.planner.optimizer_state import (
     USABLE_OF_HOST,
@@ -46,6 +46,10 @@ def explain(
         return same + _does_not_fit(model, config, memory, limit)
     if not host.fits:
         return same + _does_not_fit_the_host(host)
+    if cost.is_host_bound:
+        assert cost.launches is not None
+        on_gpu = cost.launches - cost.terms[LAUNCH_WAITS]
+        same += f"host-bound: launching takes the host {_seconds(cost.launches)}, running the GPU {_seconds(on_gpu)}; "
     if config == best:
         return same + _first(config, cost, cluster)
     slower = cost.step_time / best_cost.step_time - 1 if best_cost.step_time else 0.0

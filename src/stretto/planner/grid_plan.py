@@ -48,6 +48,9 @@ class GridPlan:
     they lengthen the step by. `live_micro_batches` are those that each stage of the rank that needs most keeps.
     `is_replayed` says that the whole schedule was simulated, in place of a closed form.
 
+    `host_time` is the host's seconds a step to launch all blocks (None: the cluster does not say it). `is_host_bound`
+    says that the GPU waits for that.
+
     `why` says why it is not the first, or not possible. `notes`, the same for every plan, say what `parallelize` has
     against the model, what is taken for granted, and what was not tried.
     """
@@ -86,6 +89,8 @@ class GridPlan:
     message_time: float = 0.0
     live_micro_batches: tuple[int, ...] = ()
     is_replayed: bool = False
+    host_time: float | None = None
+    is_host_bound: bool = False
 
     @property
     def peak_memory(self) -> float:
@@ -181,6 +186,7 @@ def judge(
     elif size is None and impossible is None:
         size = largest_micro_batch(workload, config, limit, needed)
     config = replace(config, micro_batch=size or 1)
+    components: Mapping[str, float]
     if device is None and workload.model.moe is not None:
         components = list_memory(workload.model, config.grid)
     else:
@@ -285,6 +291,8 @@ def to_plan(
         why=candidate.impossible
         or explain(model, config, cost, candidate.memory, best.config, best.cost, limit, cluster, host),
         notes=notes,
+        host_time=None if cost.launches is None else rounded(cost.launches),
+        is_host_bound=cost.is_host_bound,
         **_describe_pipeline(candidate),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 from stretto.axes import GridSizes, check_sizes
-from stretto.cluster import Cluster
+from stretto.cluster import Cluster, HostTimes
 from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap, StateOptions
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
@@ -66,8 +66,8 @@ def plan(
     ValueError for invalid input, for a cluster that lacks a required value, and if no grid can divide the model's sizes
     and the batch.
     """
-    machine = _find_cluster(cluster)
     asked: dict[str, Any] = {**search}
+    machine = find_cluster(cluster, captured=asked.pop("captured", False))
     architecture = set_imbalance(read_architecture(model, seq_len), asked.pop("imbalance", None))
     workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
     _check_cost(cost)
@@ -179,10 +179,10 @@ def predict(
     Raises ValueError like `plan`, and when the grid cannot run the model.
     """
     _check_cost(cost)
-    cluster = _find_cluster(cluster)
+    asked: dict[str, Any] = {**changes}
+    cluster = find_cluster(cluster, captured=asked.pop("captured", False))
     if not isinstance(grid, Mapping):
         raise ValueError(f"grid is {grid!r}, but must be a mapping of axes to sizes, such as {{'x': 2, 'z': 4}}")
-    asked: dict[str, Any] = {**changes}
     architecture = set_imbalance(read_architecture(model, seq_len), asked.pop("imbalance", None))
     workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
     of_schedule = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS[1:]}
@@ -289,12 +289,15 @@ def _check_sharding(shards: bool, model: Architecture, cost: str, pipes: tuple[i
         )
 
 
-def _find_cluster(cluster: object) -> Cluster:
-    """The cluster itself, or that of a preset's name or of a file. Raises ValueError for anything else."""
-    if isinstance(cluster, Cluster):
-        return cluster
+def find_cluster(cluster: object, *, captured: bool) -> Cluster:
+    """The cluster itself, or that of a preset's name or of a file. Raises ValueError for anything else.
+
+    captured: a graph launches whole steps, which takes the host no time.
+    """
     if isinstance(cluster, str):
-        return Cluster.find(cluster)
+        cluster = Cluster.find(cluster)
+    if isinstance(cluster, Cluster):
+        return replace(cluster, host=HostTimes()) if captured else cluster
     raise ValueError(f"cluster is {cluster!r}, but must be a Cluster, the name of a preset, or the path of a file")
 
 

@@ -52,6 +52,8 @@ class SearchKeywords(FixedKeywords, total=False):
     clips: whether gradients are clipped (default: True), which prevents steps of separate optimizer state from
     beginning
         before all gradients are summed.
+    captured: whether whole steps run as one CUDA graph (`stretto.parallel.CapturedStep`), so that the host has nothing
+        to launch (default: False).
     pipe: ranks of the axis of pipeline stages, or "auto" to search them (default: 1).
     schedule, virtual_stages, extra_warm_up, limit, serve_first: with several pipeline stages, as `Pipeline` takes them;
         searched where not given.
@@ -65,6 +67,7 @@ class SearchKeywords(FixedKeywords, total=False):
     memory: Literal["auto"] | None
     clips: bool
     imbalance: float | None
+    captured: bool
     pipe: int | Literal["auto"] | None
     schedule: str | None
     virtual_stages: int | None
@@ -81,13 +84,14 @@ class PredictKeywords(ExecutionKeywords, total=False):
 
     schedule, virtual_stages, extra_warm_up, limit, serve_first: of a grid with several pipeline stages, as `Pipeline`
         takes them (default: 1f1b).
-    imbalance: as of `SearchKeywords`.
+    imbalance, captured: as of `SearchKeywords`.
     overlaps, copy_engines: `Overlap.copy_engines`, which `parallelize(overlap=False)` leaves on, and all of its others.
     """
 
     overlaps: bool
     copy_engines: bool
     imbalance: float | None
+    captured: bool
     schedule: str
     virtual_stages: int
     extra_warm_up: int

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from stretto.axes import EXPERT_DATA, EXPERT_Z, REPLICAS
-from stretto.cluster import Cluster
+from stretto.cluster import Cluster, HostTimes
 from stretto.execution import ExecutionOptions
 from stretto.planner.workload import StepConfig, StepWorkload
 
@@ -101,20 +101,27 @@ class AwaitRoom(NamedTuple):
     """Lets the next gradient wait until there is room for another on its way over z."""
 
 
+class LaunchKernels(NamedTuple):
+    """Ends a pass: the host takes so many seconds to launch it, while the GPU runs what was launched before."""
+
+    seconds: float
+
+
 class SendGradient(NamedTuple):
     """Sends the gradient that was computed last over z and data, in the micro-batches that do so."""
 
     weight: WeightCollectives
 
 
-Pass = tuple[Computation | StartCollective | AwaitCollective | UseWeight | AwaitRoom | SendGradient, ...]
+PassStep = Computation | StartCollective | AwaitCollective | UseWeight | AwaitRoom | SendGradient | LaunchKernels
+Pass = tuple[PassStep, ...]
 
 
 class PassRecorder:
     """Records the steps of a pass, in the order in which a rank issues them."""
 
     def __init__(self) -> None:
-        self.steps: list[Computation | StartCollective | AwaitCollective | UseWeight | AwaitRoom | SendGradient] = []
+        self.steps: list[PassStep] = []
 
     def compute(self, name: str, seconds: float, stream: str = COMPUTE) -> None:
         """Compute for so many seconds."""
@@ -149,6 +156,21 @@ class PassRecorder:
         self.compute(name, seconds)
         if weight is not None:
             self.steps.append(SendGradient(weight))
+
+    def finish(self, kernels: float | None, collective: float | None) -> Pass:
+        """All steps. kernels, collective: seconds in which the host launches all kernels, and each collective."""
+        if kernels is not None:
+            self.steps.append(LaunchKernels(kernels + sum(map(_is_collective, self.steps)) * (collective or 0.0)))
+        return tuple(self.steps)
+
+
+def _is_collective(step: PassStep) -> bool:
+    match step:
+        case UseWeight():
+            return step.gather is not None
+        case SendGradient():
+            return step.weight.scatter is not None
+    return isinstance(step, StartCollective)
 
 
 # The parts of a model.
@@ -212,10 +234,12 @@ class BlockRecord:
     statistics: of one of two norms, over y. features: hidden features for experts that z alone shards, over y.
     weights: of what is not sent with a linear: all of a block that is sharded as one, or experts. frees: whether
     weights are freed after the forward pass, and gathered again for the backward pass. leaves_out_last: whether the
-    last linear's output is not computed again in the last of the blocks that are recomputed together.
+    last linear's output is not computed again in the last of the blocks that are recomputed together. host: seconds
+    to launch passes.
     """
 
     options: ExecutionOptions
+    host: HostTimes
     linears: tuple[LinearRecord, ...]
     other_forward: float
     other_backward: float
@@ -303,7 +327,7 @@ class BlockRecord:
                 to.compute("wait for counts of rows", self.experts.host_wait, HOST)
             self._experts(to, self.experts.product, self.experts.forward if exchanges else ((), ()))
         to.compute(OTHER, other)
-        return tuple(to.steps)
+        return to.finish(self.host.block_forward, self.host.collective)
 
     def _backward(self, *, computes_weights: bool) -> Pass:
         to = PassRecorder()
@@ -330,7 +354,7 @@ class BlockRecord:
                 to.run("norm statistics, backward", self.statistics)
         if computes_weights and self._is_gathered_whole:
             self._send_together(to)
-        return tuple(to.steps)
+        return to.finish(self.host.block_backward, self.host.collective)
 
     def _product(
         self,

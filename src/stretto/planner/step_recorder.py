@@ -169,6 +169,7 @@ class _WorkloadRecorder:
                 features = self._over("all_gather", "y", numbers * self.workload.element)
         return BlockRecord(
             options,
+            self.cluster.host,
             linears,
             seconds.other_forward + casts.forward,
             seconds.other_backward + casts.backward,

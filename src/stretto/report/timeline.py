@@ -70,6 +70,8 @@ def plot_timeline(timeline: Timeline, file: Path, *, origin: str = "") -> None:
             if not set(rows) & set(HOST_COPIES)
             else "Exposed: no computation runs meanwhile. Empty in all rows: nothing runs."
         )
+        if timeline.host is not None:
+            picture.caption += f" Launching a step takes the host {_ms(timeline.host)} ms."
 
 
 def _draw(axes: Axes, intervals: Intervals, place: int, kind: str, unlabelled: list[str]) -> None:

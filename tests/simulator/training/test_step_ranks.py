@@ -129,6 +129,8 @@ def test_steps_of_too_many_messages_or_operations_are_refused(monkeypatch):
     monkeypatch.setattr(messages, "MAX_MESSAGES", 1000)
     with pytest.raises(ValueError, match=r"messages, and 1,000 are simulated at most; .* closed-form would do"):
         simulate_step(workload(), configure({"x": 2, "z": 4}), made_up(), fidelity="event-driven")
+    with pytest.raises(ValueError, match="passes of blocks, and 6,000,000 are simulated at most; fewer micro-batches"):
+        simulate_step(workload(batch=2**24), configure({"x": 2, "z": 4}), made_up())
     monkeypatch.setattr(simulation, "MAX_OPERATIONS", 100)
     with pytest.raises(ValueError, match="operations on the ranks to simulate, and 100 are simulated at most"):
         simulate_step(workload(), configure({"x": 2, "z": 4}), made_up())

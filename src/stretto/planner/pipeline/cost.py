@@ -17,7 +17,15 @@ from stretto.axes import EXPERT, NAMES
 from stretto.cluster import Cluster
 from stretto.planner.communication import Rates, Volume, blocks_volume, message_numbers, seconds, sum_by_axis
 from stretto.planner.compute import MATMUL_EFFICIENCY, Compute, Device
-from stretto.planner.cost import PAPER_ELEMENT, Cost, PartTotals, PipelineCost, paper_expert_seconds, paper_terms
+from stretto.planner.cost import (
+    LAUNCH_WAITS,
+    PAPER_ELEMENT,
+    Cost,
+    PartTotals,
+    PipelineCost,
+    paper_expert_seconds,
+    paper_terms,
+)
 from stretto.planner.pipeline.stage_times import (
     HopTimes,
     PipelineParts,
@@ -250,6 +258,8 @@ def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, repla
     terms["slower computation beside communication"] = count * passes.slowed
     if passes.host:
         terms["waits of the host for counts of rows"] = count * passes.host
+    if waits := most.forward.launch_waits + most.backward.launch_waits:
+        terms[LAUNCH_WAITS] = count * waits
     gathers, again = config.weight_gathers(count)
     sent = Volume(
         gathers * most.forward.gathered + again * most.backward.gathered,
@@ -267,6 +277,7 @@ def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, repla
         exposed,
         work,
         PipelineCost(plan.layout.cuts, bubble, sent_messages * hop, phase, replays),
+        count * passes.launches or None,
     )
 
 

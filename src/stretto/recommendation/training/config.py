@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from stretto.quantities import MAX_WIDTH
 from stretto.suggestions import are_missing
 from stretto.train.config.options import (
     MAX_RANKS,
-    MAX_WIDTH,
     CanBeNone,
     GridConfig,
     JobConfig,

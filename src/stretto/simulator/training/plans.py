@@ -10,6 +10,7 @@ from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions, Overlap, StateOptions
 from stretto.planner import GridPlan, plan
 from stretto.planner.architecture_loader import read_architecture
+from stretto.planner.search import find_cluster
 from stretto.planner.search_space import set_imbalance
 from stretto.planner.workload import Dtype, ScheduleChoice, StepConfig, StepWorkload
 from stretto.simulator.training.simulation import Fidelity, StepSimulation, simulate_step
@@ -60,7 +61,7 @@ def plan_simulated(
 
     Raises ValueError like `stretto.plan` and `simulate_step`.
     """
-    machine = Cluster.find(cluster) if isinstance(cluster, str) else cluster
+    machine = find_cluster(cluster, captured=search.pop("captured", False))
     plans = plan(model, machine, batch=batch, seq_len=seq_len, cost="full", dtype=dtype, optimizer=optimizer, **search)
     architecture = set_imbalance(read_architecture(model, seq_len), search.get("imbalance"))
     workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)

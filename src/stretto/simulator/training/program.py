@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from stretto.execution import SCATTERS_IN_FLIGHT, Overlap
-from stretto.planner.step import COMPUTE, GroupCollective, Prefetch, WeightCollectives
+from stretto.planner.step import COMPUTE, HOST, GroupCollective, Prefetch, WeightCollectives
 
 PIPE = "pipe"
 
@@ -75,6 +75,10 @@ class Tape:
         self._last = self._add(StepOperation(name, stream, seconds, tuple(after)))
         self._pending.clear()
         self._may_merge = stream == COMPUTE
+
+    def launch(self, seconds: float) -> None:
+        """Let the next computation wait until the host has launched the last pass, beside what runs meanwhile."""
+        self.wait(self._add(StepOperation("launch kernels", HOST, seconds, ())))
 
     def start(self, name: str, collective: GroupCollective | None, after: Sequence[int] = ()) -> int | None:
         """Issue a collective of the last computation's result; it overlaps with what follows. None for none.

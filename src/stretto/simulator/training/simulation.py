@@ -281,6 +281,11 @@ def _check_batch(workload: StepWorkload, config: StepConfig) -> None:
     if size < 1 or local % size:
         near = max(each for each in range(1, min(max(1, size), local) + 1) if local % each == 0)
         raise ValueError(f"a micro-batch of {size} does not divide the {local} sequences of a rank; {near} would do")
+    if (passes := 2 * config.micro_batches(workload) * workload.model.layers) > MAX_OPERATIONS:
+        raise ValueError(
+            f"this step has {passes:,} passes of blocks, and {MAX_OPERATIONS:,} are simulated at most; fewer "
+            "micro-batches would do"
+        )
 
 
 def _check_operations(programs: StepPrograms, represented: int) -> None:

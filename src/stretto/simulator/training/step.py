@@ -28,6 +28,7 @@ from stretto.planner.step import (
     Computation,
     EndRecord,
     GroupCollective,
+    LaunchKernels,
     Pass,
     SendGradient,
     StartCollective,
@@ -196,6 +197,8 @@ class RankRecorder:
                     started[place] = tape.start(name, collective)
                 case AwaitCollective(start):
                     tape.wait(started[start])
+                case LaunchKernels(seconds):
+                    tape.launch(seconds)
                 case UseWeight() if weights is not None:
                     weights.use()
                 case AwaitRoom():

@@ -74,12 +74,16 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One rank's traced steps. All durations are seconds per step: the mean over the traced steps."""
+    """One rank's traced steps. All durations are seconds per step: the mean over the traced steps.
+
+    host: in which the host launches what a GPU runs: its steps without its waits; None where a trace has no GPU.
+    """
 
     grid: Mapping[str, int]
     rank: int
     steps: tuple[TracedStep, ...]
     spans: tuple[Span, ...]
+    host: float | None = None
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -147,17 +151,21 @@ class Timeline:
 
     def summary(self) -> dict[str, Any]:
         """The numbers for `summary.json`, in seconds per step."""
-        return {
-            "traced_steps": [step.number for step in self.steps],
-            "traced_step_time": self.step_time,
-            "compute": self.compute,
-            "communication": self.communication,
-            "exposed": self.exposed_by_axis,
-            "exposed_total": self.exposed_total,
-            "host_copies": self.host_copies,
-            "exposed_host_copies": self.exposed_host_copies,
-            "idle": self.idle,
-        } | {row: getattr(self, row) for row in (EXPERTS, BUBBLE) if row in self.rows}
+        return (
+            {
+                "traced_steps": [step.number for step in self.steps],
+                "traced_step_time": self.step_time,
+                "compute": self.compute,
+                "communication": self.communication,
+                "exposed": self.exposed_by_axis,
+                "exposed_total": self.exposed_total,
+                "host_copies": self.host_copies,
+                "exposed_host_copies": self.exposed_host_copies,
+                "idle": self.idle,
+            }
+            | {row: getattr(self, row) for row in (EXPERTS, BUBBLE) if row in self.rows}
+            | ({} if self.host is None else {"host": self.host})
+        )
 
     @property
     def _communication_rows(self) -> tuple[str, ...]:
@@ -205,6 +213,7 @@ def read_timeline(trace: Path | Mapping[str, Any]) -> Timeline:
             for span in sorted(spans, key=lambda span: span.start)
             if span.start < end and span.end > origin
         ),
+        host=_host_seconds(events) if is_gpu else None,
     )
 
 
@@ -223,6 +232,15 @@ def _steps(events: Iterable[Mapping[str, Any]], category: str) -> list[TracedSte
         TracedStep(number, min(start for start, _ in parts), max(end for _, end in parts))
         for number, parts in sorted(marks.items())
     ]
+
+
+def _host_seconds(events: Iterable[Mapping[str, Any]]) -> float | None:
+    """Seconds per step of the host's marks, without its waits for the GPU; None for a trace without such marks."""
+    steps = _steps(events, "user_annotation")
+    waits = merge(
+        _interval(event) for event in events if event.get("cat") == "cuda_runtime" and "Synchronize" in event["name"]
+    )
+    return total(subtract(merge((step.start, step.end) for step in steps), waits)) / len(steps) if steps else None
 
 
 def _expert_operators(events: Iterable[Mapping[str, Any]]) -> set[Any]:

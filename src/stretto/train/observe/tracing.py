@@ -151,6 +151,7 @@ def _describe(timeline: Timeline) -> str:
     return (
         f"traced {which}: {timeline.step_time * 1e3:.1f} ms a step, "
         f"of which exposed communication {timeline.exposed_total * 1e3:.1f} ms{by_axis}"
+        + (f"; launching it took the host {timeline.host * 1e3:.1f} ms" if timeline.host is not None else "")
         + (f"; copies {', '.join(copies)}" if copies else "")
     )
 
