@@ -36,6 +36,7 @@ class GraphFunction:
 
     It takes `arrange(x, other)`: x, the weight (a parameter whose gradient the function makes itself, or None), the
     tensor `other` or None, and constants. It returns one tensor of x's shape and dtype, but for the last dim.
+    keeps_inputs: tells whether a backward pass now keeps what it is given for later.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class GraphFunction:
         function: type[torch.autograd.Function],
         arrange: Callable[[Tensor, Tensor | None], tuple[Any, ...]],
         weight: Tensor | None = None,
+        keeps_inputs: Callable[[], bool] = lambda: False,
     ) -> None:
         self.function: Any = function
         self.arrange = arrange
+        self.keeps_inputs = keeps_inputs
         self._number = next(_numbers)
         _functions[self._number] = self
         self.follow(weight)
@@ -91,6 +94,12 @@ class _Call(bytearray):
         if is_recorded:
             node = call.function.key.grad_fn
             call.next_functions = ((None, 0), (None, 0) if node is None else node.next_functions[0])
+            weight = call.function.arrange(key, None)[1]
+            if node is None and weight is not None and weight.requires_grad:
+                raise RuntimeError(
+                    "a weight of a compiled module was unfrozen after the last forward pass of the whole model, which "
+                    "sees that: call the model that stretto.parallelize has returned before you call a part of it"
+                )
         _calls[number] = call
         return call
 
@@ -147,6 +156,8 @@ def _differentiate_function(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = _calls[int(token)]
     call.needs_input_grad = (needs_x, False, needs_other)
+    if call.function.keeps_inputs():
+        x, gradient = x.clone(), gradient.clone()
     of_x, _, of_other, *_ = call.run("backward", x, other, gradient)
     return torch.zeros_like(key), *(x.new_empty(0) if each is None else each.contiguous() for each in (of_x, of_other))
 

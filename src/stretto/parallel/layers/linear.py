@@ -11,6 +11,7 @@ With sequence sharding, a colwise linear has a sharded input edge and a rowwise 
 all-gather and the reduce-scatter run within the product then (`stretto.ops`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -351,7 +352,10 @@ class ParallelLinear(ShardedModule):
         self.joined: JoinedLinears | None = None  # the linears with which it is computed
         self._bias_scale = 1.0 if bias is None else plan.shard.gradients.forward_scale(bias)
         self.in_graphs = GraphFunction(
-            _Linear3D, lambda x, bias: (x, self.weight, bias, self.plan, None, None), weight
+            _Linear3D,
+            lambda x, bias: (x, self.weight, bias, self.plan, None, None),
+            weight,
+            keeps_inputs=lambda: plan.shard.gradients.deferred is not None,
         )
         rows = local(weight).shape[1] if plan.is_transposed else plan.shard.rows
         self._features_here = sum(some.stop - some.start for some in plan.used_rows) or rows
@@ -386,6 +390,15 @@ class ParallelLinear(ShardedModule):
         bias = None if self.bias is None else cast(self.plan.used(self.local_bias()))
         y = self.in_graphs(self._features_here, cast(x.unsqueeze(0) if is_row else x), bias)
         return y.squeeze(0) if is_row else y
+
+    def follow_weight(self) -> None:
+        """Have compiled graphs take the weight as it is now: converted, frozen or unfrozen."""
+        self.in_graphs.follow(self.weight)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self.follow_weight()
+        return self
 
     def local_bias(self) -> Tensor:
         """This rank's part of the bias."""
