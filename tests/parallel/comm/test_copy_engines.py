@@ -110,7 +110,11 @@ def train(x: int, z: int, is_pushed: bool, dtype: torch.dtype | None, straggles:
         time.sleep(pause.random() / 50)
         real(*arguments)
 
-    with setup.counting(), mock.patch.object(CopyEngineAllGather, "_copy_to_peers", late if straggles else real):
+    with (
+        setup.counting(),
+        mock.patch.object(CopyEngineAllGather, "_copy_to_peers", late if straggles else real),
+        mock.patch.object(copy_engine_scatter, "SCATTER_RING_BYTES", 1),  # so that the ring is full at times
+    ):
         for _ in range(3):
             loss = setup.loss()
             if straggles:

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
     from stretto.tiles import BlockChannel
 
-# How many weights one launch casts before they are copied: the first are copied while the others are cast. A pass
-# begins with so many; the others follow once half of these are in use, so that the first product does not wait until
-# the host has launched all copies.
+# How many weights one launch casts. The first so many are copied while the others are cast, and the others once half of
+# these are in use, so that the first product does not wait until the host has launched all copies.
 CAST_AT_ONCE = 8
 
 
@@ -39,8 +38,8 @@ CAST_AT_ONCE = 8
 class _Place:
     """Where a weight is gathered: the whole of it, this rank's part, and that part's place at each other rank.
 
-    version: of the shard that was copied last, or is about to be. is_left: this pass has yet to copy it. awaited_on:
-    the streams that have waited for this pass's rows.
+    version: of the shard that was cast last. is_left: this pass has yet to copy it. awaited_on: the streams that have
+    waited for this pass's rows.
     """
 
     number: int
@@ -92,9 +91,13 @@ class CopyEngineAllGather:
             return
         if self._channel is None and not torch.is_grad_enabled():
             return
+        self.end()  # in case an earlier pass was not ended
+        with torch.no_grad():  # a DTensor gives its shard four times as fast there
+            self._begin()
+
+    def _begin(self) -> None:
         from stretto.tiles import shard_tiles  # here: Triton may be missing where there are no GPUs
 
-        self.end()  # in case an earlier pass was not ended
         if self._is_copied and self._layout == self._describe():
             self._is_open = True
             return
@@ -102,32 +105,31 @@ class CopyEngineAllGather:
         count = len(self._places)
         mapping = shard_tiles(count, channel.world_size, 1, channels=count)
         channel.begin("the all-gather of weights over z", mapping, mapping, "broadcast")
-        for key, place in self._places.items():  # other ranks may copy before this one does
-            place.version, place.is_left = version_of(self._weights[key].parameter), True
-            place.awaited_on.clear()
         known = set(self._order)
-        self._left = [*self._order, *(key for key in self._weights if key not in known)]
+        ordered = self._left = [*self._order, *(key for key in self._weights if key not in known)]
         self._order.clear()
-        self._copy(CAST_AT_ONCE)
+        for number, keys in enumerate(_batches(ordered)):
+            parameters = [self._weights[key].parameter for key in keys]
+            places = [self._places[key] for key in keys]
+            torch._foreach_copy_([place.own for place in places], [local(parameter) for parameter in parameters])
+            for place, parameter in zip(places, parameters, strict=True):
+                place.version, place.is_left = version_of(parameter), True
+                place.awaited_on.clear()
+            if number == 0:
+                self._copy(len(keys))
         self._is_open = True
         self._is_copied = self._is_step
 
     def _copy(self, count: int) -> None:
-        """Cast and copy the next `count` weights."""
+        """Copy the next `count` weights, which have been cast."""
         from stretto.tiles import copy_engine
 
         assert self._channel is not None
         chosen, self._left = self._left[:count], self._left[count:]
-        for keys in _batches(chosen):
-            parameters = [self._weights[key].parameter for key in keys]
-            places = [self._places[key] for key in keys]
-            with torch.no_grad():
-                torch._foreach_copy_([place.own for place in places], [local(parameter) for parameter in parameters])
-            with collective("all_gather"), copy_engine(self._channel):
-                for place in places:
-                    self._copy_to_peers(self._channel, place)
-            for place, parameter in zip(places, parameters, strict=True):
-                place.version, place.is_left = version_of(parameter), False
+        with collective("all_gather"), copy_engine(self._channel):
+            for place in map(self._places.__getitem__, chosen):
+                self._copy_to_peers(self._channel, place)
+                place.is_left = False
 
     def end(self) -> None:
         """End the forward pass: make the current stream wait for all copies, before any work that is enqueued later."""
