@@ -236,7 +236,8 @@ def _make_dtensor_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Call
     parallelize_module(module, mesh, plan, src_data_rank=None)
     for linear, weight in ((module.gate, gate), (module.up, up), (module.down, down)):
         linear.weight.data.to_local().copy_(weight)
-    module.compile()
+    if x.is_cuda:
+        module.compile()
     return partial(module, x)
 
 

@@ -9,7 +9,7 @@ also run as torch's async-TP ("async"), which is compiled, and not captured: tor
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lab.harness import Bench, Measured, column
+from lab.harness import Bench, Measured, column, keep_rows
 from lab.peers import TorchSetup, build_torch
 from lab.training.models import model_config, parse_grids
 from lab.training.steps import captured, whole_gpt
@@ -69,21 +69,23 @@ class PeersSetting:
         return [(name, TrainingWorkload(config, size, *timing)) for name, config in configs.items() for size in sizes]
 
 
-def compare_peers(setting: PeersSetting) -> Iterator[Measured]:
-    """Measure each model and global batch in a job of its own."""
+def compare_peers(setting: PeersSetting, out: Path) -> Iterator[Measured]:
+    """Measure each model and global batch in a job of its own; rows are written as they come."""
     assert setting.ranks is not None
     options = (setting.ranks, setting.grids, setting.only, setting.with_compiled, setting.tunes_matmuls)
     for name, workload in setting.workloads():
-        rows = run_ranks(setting.ranks, measure_peers, workload, *options)
+        file = f"peers-{name}-{workload.batch}"
+        about = {"model": name, "ranks": setting.ranks, "workload": asdict(workload)}
+        rows = run_ranks(setting.ranks, measure_peers, workload, *options, partial(keep_rows, out, file, Row, about))
         if not rows:
             raise ValueError(f"no run has {' or '.join(map(repr, setting.only))} in its name")
         rows.sort(key=lambda row: -row.get("tokens_per_second_per_gpu", 0.0))
         ratio = speedup(rows)
         yield Measured(
             rows,
-            {"model": name, "ranks": setting.ranks, "workload": asdict(workload), "speedup": ratio},
+            about | {"speedup": ratio},
             () if ratio is None else (f"Stretto's best is {ratio:.3f}x the fastest peer's speed",),
-            name=f"peers-{name}-{workload.batch}",
+            name=file,
             title=f"{name}, global batch {workload.batch} x {workload.seq_len} tokens, {setting.ranks} ranks",
         )
 
@@ -117,6 +119,7 @@ def measure_peers(
     only: Sequence[str],
     with_compiled: bool,
     tunes_matmuls: bool,
+    keep: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """The job of each rank; returns the rows."""
     world = Grid(data=ranks)  # joins the job
@@ -127,7 +130,7 @@ def measure_peers(
         for run in runs
         if (with_compiled or not run.is_compiled) and (not only or any(part in run.name for part in only))
     ]
-    return measure(runs, workload, world.device)
+    return measure(runs, workload, world.device, keep=keep)
 
 
 def _stretto_runs(

@@ -20,7 +20,7 @@ import torch
 from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
 from lab.training.families import TRANSFORMERS
 from lab.training.steps import captured
-from lab.training.unmodified_steps import TransformerWorkload, Way, build_step
+from lab.training.unmodified_steps import Groups, TransformerWorkload, Way, build_step
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, WarmUp, require_known
 from stretto.bench.training.runs import TrainingRun, measure
@@ -165,14 +165,15 @@ def measure_model(
     workload: TransformerWorkload, ways: Mapping[str, Way], ranks: int, with_captured: bool, keep: Any
 ) -> list[dict[str, Any]]:
     """The job of each rank; returns the rows."""
-    world = Grid(data=ranks)  # joins the job
+    device = Grid(data=ranks).device  # joins the job
+    groups = Groups(device)
     runs: list[TrainingRun] = []
     for name, way in ways.items():
-        build = partial(build_step, workload, way, world.device)
+        build = partial(build_step, workload, way, groups)
         run = TrainingRun(name, build, is_peer=way.kind != "stretto", is_compiled=bool(way.compiles))
-        can_capture = with_captured and way.compiles and not way.is_async and world.device.type == "cuda"
+        can_capture = with_captured and way.compiles and not way.is_async and device.type == "cuda"
         runs += [run, captured(run)] if can_capture else [run]
-    return measure(runs, workload, world.device, keep=keep)
+    return measure(runs, workload, device, keep=keep)
 
 
 def _keep(

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,7 +31,6 @@ from stretto.bench.training.runs import MAX_NORM, Step, Stepped
 from stretto.ops import free_workspaces
 from stretto.optim import AdamW
 from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
-from stretto.parallel.blocks import find_blocks
 
 LEARNING_RATE = 1e-5
 MASKED = -100  # of a label: it does not count in the loss
@@ -88,30 +87,46 @@ class Way:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def build_step(workload: TransformerWorkload, way: Way, device: torch.device) -> Step:
+class Groups:
+    """Grids and meshes of a job, which its runs share: NCCL's communicators live until their process ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._grids: dict[tuple[tuple[str, int], ...], Grid] = {}
+        self._meshes: dict[tuple[int, int], DeviceMesh] = {}
+
+    def grid(self, sizes: Mapping[str, int]) -> Grid:
+        """The grid of these sizes."""
+        key = tuple(sizes.items())
+        if key not in self._grids:
+            self._grids[key] = Grid(**sizes, device=self.device)
+        return self._grids[key]
+
+    def mesh(self, *sizes: int) -> DeviceMesh:
+        """The mesh of dims "dp" and "tp" of these sizes."""
+        if sizes not in self._meshes:
+            self._meshes[sizes] = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp", "tp"))
+        return self._meshes[sizes]
+
+    def free_workspaces(self) -> None:
+        """Free what operators of earlier runs have kept for their next calls."""
+        for grid, axis in itertools.product(self._grids.values(), OUTER_TO_INNER):
+            if grid.size(axis) > 1:
+                free_workspaces(grid.group(axis))
+
+
+def build_step(workload: TransformerWorkload, way: Way, groups: Groups) -> Step:
     """Build a step of this way. Raises ValueError where it cannot train the model or cut the batch."""
-    for grid, axis in itertools.product(_GRIDS.values(), OUTER_TO_INNER):  # what earlier runs' operators have kept
-        if grid.size(axis) > 1:
-            free_workspaces(grid.group(axis))
-    return (_build_stretto if way.kind == "stretto" else _build_torch)(workload, way, device)
+    groups.free_workspaces()
+    return (_build_stretto if way.kind == "stretto" else _build_torch)(workload, way, groups)
 
 
-# NCCL's communicators live until their process ends, so that runs share them.
-_GRIDS: dict[tuple[tuple[str, int], ...], Grid] = {}
-
-
-@cache
-def _make_mesh(device_type: str, dp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh(device_type, (dp, tp), mesh_dim_names=("dp", "tp"))
-
-
-def _build_stretto(workload: TransformerWorkload, way: Way, device: torch.device) -> Step:
-    key = tuple(way.grid.items())
-    grid = _GRIDS.get(key) or _GRIDS.setdefault(key, Grid(**way.grid, device=device))
+def _build_stretto(workload: TransformerWorkload, way: Way, groups: Groups) -> Step:
+    grid = groups.grid(way.grid)
     tokens = workload.tokens(grid.coordinate("batch"), grid.size("batch"), grid.device)
     with grid.device:
         model = workload.make()
-    blocks = find_blocks(model)
+    blocks = _find_blocks(model)
     dtypes: dict[str, Any] = {"dtype": workload.dtype, "reduce_dtype": torch.float32}
     model = parallelize(model, grid, **dtypes, blocks=blocks if way.by_blocks else None, **way.options)
     _compile(model, blocks, way)
@@ -128,15 +143,15 @@ def _build_stretto(workload: TransformerWorkload, way: Way, device: torch.device
     return step
 
 
-def _build_torch(workload: TransformerWorkload, way: Way, device: torch.device) -> Step:
+def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Step:
     ranks, tensors = dist.get_world_size(), way.kind == "tensors"
-    mesh = _make_mesh(device.type, *((1, ranks) if tensors else (ranks, 1)))
-    tokens = workload.tokens(mesh["dp"].get_local_rank(), mesh["dp"].size(), device)
-    with device:
+    mesh = groups.mesh(1, ranks) if tensors else groups.mesh(ranks, 1)
+    tokens = workload.tokens(mesh["dp"].get_local_rank(), mesh["dp"].size(), groups.device)
+    with groups.device:
         model = workload.make()
     if way.precision == "masters":
         model.to(workload.dtype)
-    blocks = find_blocks(model)
+    blocks = _find_blocks(model)
     if tensors:
         _shard_tensors(model, blocks, mesh["tp"])
     if way.is_async:
@@ -206,6 +221,11 @@ def _shard_fully(model: nn.Module, blocks: list[str], workload: TransformerWorkl
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_symm_mem_for_comm()
+
+
+def _find_blocks(model: Any) -> list[str]:
+    name = "h" if hasattr(model.base_model, "h") else "layers"
+    return [f"{model.base_model_prefix}.{name}.{index}" for index in range(model.config.num_hidden_layers)]
 
 
 def _find_ends(model: Any) -> tuple[Any, Any, Any]:

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab transformers`: all ways train one model, from predictions that are written first."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from lab.training.unmodified import (
+    BENCH,
+    TransformersSetting,
+    _keep,
+    _make_workload,
+    list_ways,
+    measure_model,
+)
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("model", ["gpt2-xl", "gemma-7b"])
+def test_all_ways_train_the_same_model(ranks, tmp_path, model):
+    setting = TransformersSetting(models=(model,), ranks=2, small=True, layers=1, warm_up=0, repeats=1, rounds=1)
+    names = ("FSDP2", "FSDP2, compiled, resharded", "TP=2, sequence sharded, compiled", "Stretto z=2")
+    ways = list_ways(2, has_experts=False)
+    chosen = {name: replace(ways[name], compiles="") for name in (*names, "Stretto z=2 by blocks")}
+    keep = partial(_keep, tmp_path, "kept", {}, {"Stretto z=2": {"predicted_milliseconds": 1.0}})
+    rows = ranks(2).run(measure_model, _make_workload(model, setting), chosen, 2, False, keep)[0]
+    assert [row.get("error") for row in rows] == [None] * len(chosen)
+    for row in rows[1:]:
+        for number in ("loss", "gradient_norm", "last_loss"):
+            assert row[number] == pytest.approx(rows[0][number], rel=1e-4), (row["name"], number)
+    kept = json.loads((tmp_path / "kept.json").read_text())["rows"]
+    assert [row["name"] for row in kept] == list(chosen)
+    assert [row.get("predicted_milliseconds") for row in kept[-2:]] == [1.0, None]
+
+
+def test_measuring_takes_predictions_of_the_same_model(tmp_path):
+    setting = TransformersSetting(ranks=4, layers=2)
+    with pytest.raises(ValueError, match="write it first, with --cluster"):
+        BENCH(setting, tmp_path)
+    rows = {row["name"]: row for row in BENCH(replace(setting, cluster="dgx-h100"), tmp_path)["rows"]}
+    assert all(name.startswith("Stretto") for name in rows)
+    assert rows["Stretto z=4, compiled"]["predicted_milliseconds"] > 0
+    assert rows["Stretto z=4 by blocks"]["reason"] == "the planner predicts models with roles"
+    with pytest.raises(ValueError, match="predicts layers=2, not 3"):
+        BENCH(replace(setting, layers=3), tmp_path)
+
+
+def test_one_gpu_is_compared_with_plain_pytorch_and_several_with_tensor_parallelism():
+    one, four = (set(list_ways(ranks, has_experts=True)) for ranks in (1, 4))
+    assert {"PyTorch, autocast, model compiled", "PyTorch, bf16 weights", "Stretto z=1, compiled"} <= one
+    assert {"TP=4, sequence sharded, async, compiled", "Stretto x=4, sequence sharded, compiled"} <= four
+    assert {"Stretto data=4 expert=4", "Stretto z=4 by blocks, compiled"} <= four
