@@ -3,7 +3,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -155,11 +155,11 @@ class Candidate:
         is_too_large = self.impossible is None and not self.fits
         return (not self.fits, peak(self.memory) if is_too_large else 0.0, self.rank)
 
-    def settles(self, choice: StepChoice, workload: StepWorkload) -> bool:
-        """True if no other choice can be faster: this one covers a rank's whole part of the batch, and
+    def settles(self, choice: StepChoice, micro_batch: int) -> bool:
+        """True if a choice with micro-batches of at most this size cannot be faster: this one's are as large, and it
         computes or sends no more often."""
-        takes_all = self.fits and self.config.micro_batch == workload.batch // self.config.grid.batch_parts
-        return takes_all and choice.repeats_as_much_as(StepChoice(self.config.options, self.config.state))
+        is_as_large = self.fits and micro_batch <= self.config.micro_batch
+        return is_as_large and choice.repeats_as_much_as(StepChoice(self.config.options, self.config.state))
 
 
 def judge(
@@ -171,8 +171,12 @@ def judge(
     limit: float,
     micro_batch: int | None,
     impossible: str | None,
-) -> Candidate:
-    """The config with its best micro-batch: the largest that fits, since fewer are never slower."""
+    others: Sequence[Candidate] = (),
+) -> Candidate | None:
+    """The config with its best micro-batch: the largest that fits, since fewer are never slower.
+
+    None if one of the others, of the same grid, settles that it is slower.
+    """
     local = workload.batch // config.grid.batch_parts
     if impossible is None and micro_batch is not None and local % micro_batch:
         impossible = f"a micro-batch of {micro_batch} does not divide the {local} sequences of a rank"
@@ -186,6 +190,9 @@ def judge(
     elif size is None and impossible is None:
         size = largest_micro_batch(workload, config, limit, needed)
     config = replace(config, micro_batch=size or 1)
+    choice = StepChoice(config.options, config.state)
+    if any(other.settles(choice, config.micro_batch) for other in others):
+        return None
     components: Mapping[str, float]
     if device is None and workload.model.moe is not None:
         components = list_memory(workload.model, config.grid)

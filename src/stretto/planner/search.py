@@ -144,12 +144,12 @@ def _judge_choices(searched: PipelineSearch, grid: GridSizes, impossible: str | 
     workload, cluster, space = searched.workload, searched.cluster, searched.space
     rates, judged = bandwidths(cluster, grid), list[Candidate]()
     for choice in space.list_choices(grid):
-        if space.skips_slower and any(candidate.settles(choice, workload) for candidate in judged):
+        if any(candidate.settles(choice, workload.batch // grid.batch_parts) for candidate in judged):
             continue
         config = StepConfig(grid, 1, choice.options, choice.state, space.clips)
-        judged.append(
-            judge(workload, config, cluster, searched.device, rates, searched.limit, searched.micro_batch, impossible)
-        )
+        device, limit, size = searched.device, searched.limit, searched.micro_batch
+        made = judge(workload, config, cluster, device, rates, limit, size, impossible, judged)
+        judged += [made] if made is not None else []
         if impossible is not None:  # what does least is the fastest, and there is nothing to be gained by more
             break
     return judged
@@ -203,6 +203,7 @@ def predict(
         only = judge(workload, config, cluster, device, bandwidths(cluster, sizes), limit, size, None)
     else:
         only = judge_pipeline(workload, config, cluster, device, limit)
+    assert only is not None
     if only.impossible is not None:
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")
     return to_plan(workload, only, only, cluster, limit, _notes(workload, [state]))

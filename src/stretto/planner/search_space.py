@@ -121,8 +121,8 @@ class SearchSpace:
     """The choices among which each grid's best is searched.
 
     recomputes, reshards, shardings, states: the values that are tried of each option. clips, overlaps: of all choices.
-    skips_slower: whether to skip choices that only add work to one that covers a rank's whole part of the batch. notes:
-    what was not tried, and why. expert, expert_tensor: of all grids; None tries all. drops_duplicates: of all choices.
+    notes: what was not tried, and why. expert, expert_tensor: of all grids; None tries all. drops_duplicates: of all
+    choices.
     """
 
     recomputes: Sequence[str]
@@ -131,7 +131,6 @@ class SearchSpace:
     states: Sequence[StateOptions]
     overlaps: bool = True
     clips: bool = True
-    skips_slower: bool = False
     notes: tuple[str, ...] = ()
     expert: int | None = None
     expert_tensor: ExpertTensor | None = None
@@ -204,7 +203,6 @@ def make_search_space(
         states,
         overlaps,
         clips,
-        skips_slower=memory == "auto",
         notes=tuple(notes),
         expert=expert,
         expert_tensor=expert_tensor,
