@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from stretto import ops
 from stretto.memory import PeerError, compilation, shared_gpus
+from stretto.ops import config, confirmation
 from stretto.ops.operator import FP8, _caches
 from stretto.parallel import Grid
 
@@ -126,6 +127,54 @@ def takes(plan: ops.KernelConfig, operand: torch.Tensor) -> bool:
     return not (plan.exchange == "packets" and operand.shape[0] > 256) and not (
         plan.blocks == WIDE and operand.dtype == torch.float32
     )
+
+
+def confirm_first_calls(folder: Path) -> tuple[dict[str, dict[str, float]], dict[str, str], int]:
+    """(seconds by problem and configuration, choices, how often calls were timed again, or with a switch off)."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    device, group = Grid(data=world, device="cuda").device, dist.group.WORLD
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRETTO_CACHE", str(folder / str(rank)))
+        config.restore_choices({})
+        x = torch.randn(1024 // world, 2048, device=device, dtype=torch.bfloat16)
+        weight = torch.randn(1024, 2048, device=device, dtype=torch.bfloat16) / 45
+        expected = gather(x).double() @ weight.double().t()
+        product, rows = ops.all_gather_matmul_gathered(x, weight)
+        assert torch.equal(rows, gather(x))
+        assert error(product, expected) < 1e-2
+        ops.matmul_reduce_scatter(rows, weight)
+        known = config._groups[group.group_name]
+        confirmed = {name: dict(times) for name, times in known.confirmed.items()}
+        timed = []
+        patch.setattr(confirmation, "time_calls", lambda runs, device: timed.append(runs))
+        ops.all_gather_matmul_gathered(x, weight)
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = ops.all_gather_matmul_gathered(x, weight)[0]
+        graph.replay()
+        ops.check()
+        assert torch.equal(captured, product)
+        patch.setenv("STRETTO_CONFIRM", "0")
+        ops.matmul_reduce_scatter(rows[: rows.shape[0] // 2], weight)  # of so few rows the first
+        choices = {config._name_choice(*asked): chosen.encode() for asked, (chosen, _) in known.choices.items()}
+        config.restore_choices({})
+        return confirmed, choices, len(timed)
+
+
+@pytest.mark.own_gpus("it times calls")
+@pytest.mark.ranks(2, own=(2, 4))
+def test_first_calls_are_timed_and_all_ranks_make_one_choice(run_ranks: Run, world: int, tmp_path: Path) -> None:
+    results = run_ranks(world, confirm_first_calls, tmp_path)
+    for confirmed, choices, timed in results:
+        assert (confirmed, choices) == results[0][:2]
+        assert timed == 0
+        assert len(confirmed) == 2
+        for times in confirmed.values():
+            assert "library" in times
+            assert len(times) == 2
+            assert min(times.values()) > 0
 
 
 def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
-from stretto.memory import failures, is_debugging
+from stretto.memory import failures, is_debugging, shared_gpus
 from stretto.memory.gpus import bound_blocks, count_processors, find_capability, find_obstacle
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops import confirmation
@@ -317,8 +317,8 @@ def choose_config(
 
 
 def can_time_calls(device: torch.device) -> bool:
-    """True if this rank may time calls now: on a GPU, outside of a CUDA graph's capture, unless it is switched off."""
-    if device.type != "cuda" or os.environ.get(CONFIRM_VARIABLE) == "0":
+    """True if this rank may time calls now: on a GPU of its own, in no CUDA graph's capture, if not switched off."""
+    if device.type != "cuda" or os.environ.get(CONFIRM_VARIABLE) == "0" or shared_gpus.is_enabled():
         return False
     return not torch.cuda.is_current_stream_capturing()
 
