@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab curves`: the loss of whole runs on grids beside that on one rank (Singh's figures 3.8 and 7.7).
 
-Runs are `stretto train`'s, in fp32 on processes of the CPU: the demo's model and the mixture of experts of
-`stretto init moe`, made smaller. On a grid, sums are rounded in another order, and training amplifies that. One more
-run on one rank, whose gradients accumulate over micro-batches, shows by how much without any parallelism.
+Runs are `stretto train`'s, on processes of the CPU: the demo's model and the mixture of experts of `stretto init moe`,
+made smaller. On a grid, sums are rounded in another order, and training amplifies that: in a mixture of experts
+suddenly, once a token's choice among nearly equal experts depends on it. One more run on one rank, whose gradients
+accumulate over micro-batches, shows by how much without any parallelism; in fp64 no choice depends on rounding.
 """
 
 import tempfile
@@ -23,15 +24,16 @@ from stretto.train.preflight import preflight
 from stretto.train.trainer import train
 
 ONE, ACCUMULATED, IN_FOUR = "one rank", "one rank, 4 micro-batches", "train.micro_batch=2"
+MOE, IN_FP64 = "mixture of experts", "mixture of experts, fp64"
 # Options of each run. A loss of each sequence balances experts the same in any micro-batches.
 RUNS = {
     "dense": {ONE: "", "pipe=2": f"grid.pipe=2 {IN_FOUR}", "x=2 z=2": "grid.x=2 grid.z=2", ACCUMULATED: IN_FOUR},
-    "mixture of experts": {ONE: "", "data=2 expert=2": "grid.data=2 grid.expert=2", ACCUMULATED: IN_FOUR},
+    MOE: {ONE: "", "data=2 expert=2": "grid.data=2 grid.expert=2", ACCUMULATED: IN_FOUR},
+    IN_FP64: {ONE: "", "data=2 expert=2": "grid.data=2 grid.expert=2"},
 }
-EXAMPLES = {
-    "dense": "demo model.layers=2",
-    "mixture of experts": "moe model.ffn=192 model.expert_ffn=96 model.balance=sequence model.bias_rate=none",
-}
+EXAMPLES = {"dense": "demo model.layers=2"}
+EXAMPLES[MOE] = "moe model.ffn=192 model.expert_ffn=96 model.balance=sequence model.bias_rate=none"
+EXAMPLES[IN_FP64] = f"{EXAMPLES[MOE]} train.dtype=fp64"
 ALL = "device=cpu ranks=none grid.data=1 grid.x=1 grid.z=1 grid.expert=1 model.hidden=64 train.seq_len=32"
 
 
@@ -95,7 +97,7 @@ def plot_curves(data: dict[str, Any], picture: Path) -> None:
     from stretto.report.style import GREEN, GREY, SKY, VERMILION
 
     looks = {ONE: (SKY, "-"), ACCUMULATED: (GREY, (0, (1.5, 1))), "x=2 z=2": (GREEN, (0, (5, 3)))}
-    with drawing(picture, 9, 4.8) as drawn:
+    with drawing(picture, 10, 4.8) as drawn:
         panels = drawn.panels(2, len(data["curves"]), sharex=True, sharey="row", height_ratios=(3, 2))
         for (above, below), (model, curves) in zip(panels.T, data["curves"].items(), strict=True):
             for name, losses in curves.items():
@@ -107,11 +109,11 @@ def plot_curves(data: dict[str, Any], picture: Path) -> None:
             below.set(xlabel="step")
         panels[0, 0].set_ylabel("loss (nats a byte)")
         panels[1, 0].set_ylabel("distance from one rank")
-        drawn.title = "The same training on grids and on one rank, in fp32"
+        drawn.title = "The same training on grids and on one rank"
         drawn.subtitle = describe_origin(data)
         drawn.caption = (
             "Above: running means over a fiftieth of the curve; the wide line is one rank's. Below: how far the loss "
-            "of each step is from one rank's. Grey: one rank again, with the sums of gradients in another order."
+            "of each step is from one rank's. Grey: one rank again, with gradients summed in another order."
         )
 
 
