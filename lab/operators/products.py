@@ -130,9 +130,10 @@ def _predict(kind: str, case: str, m: int, ranks: int, dtype: str, cluster: Clus
     device, size = Device(cluster, dtype), 1 if dtype == "fp8" else 2
     rows, n, k = _sizes(kind, case, m, ranks)
     products = {"gather": [(n, k)], "scatter": [(n, k)], "reduce": [(n, k)], "mlp": [(n, k), (n, k), (k, n)]}[kind]
-    gemm = sum(device.matmul(rows, *each, "NT") for each in products)
+    rate = cluster.gpu.measured_memory_bandwidth or cluster.require("gpu.memory_bandwidth")
+    gemm = sum(max(device.matmul(rows, n, k, "NT"), n * k * size / rate) for n, k in products)
     moved = {"gather": m * k * size, "scatter": m * n * 2, "reduce": 2 * m * n * 2, "mlp": 2 * m * k * 2}[kind]
-    sent = moved * (ranks - 1) / ranks / cluster.in_node.bandwidth
+    sent = moved * (ranks - 1) / ranks / cluster.in_node.bandwidth + cluster.in_node.latency
     stretto = max(gemm, sent) + min(gemm, sent) / ranks
     times = {"gemm": gemm * 1e3, "nccl": (gemm + sent) * 1e3, "predicted": stretto * 1e3}
     return {"operator": kind, "case": case, "m": m, **times, "hidden": (gemm + sent - stretto) / sent}

@@ -70,15 +70,17 @@ class TransformerWorkload:
 
 @dataclass(frozen=True)
 class Way:
-    """How a run trains the model: torch's FSDP2, DTensor's tensor parallelism or plain PyTorch; or Stretto.
+    """How a run trains the model, by torch or Stretto. compiles: what torch.compile takes.
 
-    compiles: what torch.compile takes. precision: of torch's runs; autocast, and bf16 weights with fp32 masters, are of
-    those without FSDP2's mixed precision. grid, options: of `parallelize`; by_blocks: without roles.
+    Torch's: tensor is the ranks of DTensor's tensor parallelism; FSDP2 is over the others, and casts (`precision`);
+    autocast, and bf16 weights with fp32 masters, are of runs without it. frees_weights, is_symmetric: FSDP2's.
+    is_async: async-TP. Stretto's: grid, options of `parallelize`; by_blocks: without roles.
     """
 
-    kind: Literal["fsdp2", "tensors", "plain", "stretto"]
+    kind: Literal["torch", "stretto"]
     compiles: Literal["", "layers", "layers and loss", "model"] = "layers"
     precision: Literal["fsdp2", "autocast", "masters"] = "fsdp2"
+    tensor: int = 1
     frees_weights: bool = False
     is_async: bool = False
     is_symmetric: bool = False
@@ -144,8 +146,7 @@ def _build_stretto(workload: TransformerWorkload, way: Way, groups: Groups) -> S
 
 
 def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Step:
-    ranks, tensors = dist.get_world_size(), way.kind == "tensors"
-    mesh = groups.mesh(1, ranks) if tensors else groups.mesh(ranks, 1)
+    mesh, tensors = groups.mesh(dist.get_world_size() // way.tensor, way.tensor), way.tensor > 1
     tokens = workload.tokens(mesh["dp"].get_local_rank(), mesh["dp"].size(), groups.device)
     with groups.device:
         model = workload.make()
