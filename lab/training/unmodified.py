@@ -92,7 +92,7 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
         chosen = {name: way for name, way in ways.items() if _is_chosen(name, setting.only)}
         if not chosen:
             raise ValueError(f"no run has {' or '.join(map(repr, setting.only))} in its name")
-        name = f"{model}-{ranks}" + ("-small" if setting.small else "")
+        name = f"{model}-batch-{workload.batch}-ranks-{ranks}" + ("-small" if setting.small else "")
         about = {"model": model, "ranks": ranks, "workload": asdict(workload)}
         predictions = f"predictions-{name}"
         if setting.cluster is not None:
@@ -209,8 +209,8 @@ def _predict(workload: TransformerWorkload, ways: Mapping[str, Way], cluster: Cl
         try:
             if way.by_blocks:
                 raise ValueError("the planner predicts models with roles")
-            sizes = {"batch": workload.batch, "seq_len": workload.seq_len}
-            plan = predict(model, cluster, grid=way.grid, **sizes, **way.options)
+            batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
+            plan = predict(model, cluster, grid=way.grid, **batch, **way.options)
             row |= {"predicted_milliseconds": plan.step_time * 1e3, "predicted_gib": plan.peak_memory / GIB}
         except ValueError as error:
             row["reason"] = str(error)
