@@ -34,6 +34,7 @@ from stretto.ops.operator import FP8
 from stretto.ops.tuning import RotatingOperands, tune
 from stretto.parallel import Grid
 from stretto.planner.compute import Device
+from stretto.train.optimizer import local_shard
 from stretto.tuning import TuningStore
 
 # (intermediate, hidden) of the models that TileLink names; the shapes of its table 4 are lost in the paper's text.
@@ -43,6 +44,7 @@ MLPS: Mapping[str, tuple[int, int]] = {
     "gemma-2-27b": (36864, 4608),
     **{name: CASES[name] for name in ("llama-3.1-70b", "qwen2-72b")},
 }
+HBM = 3e12  # bytes/s, of a cluster that does not say
 KINDS = (*OPERATORS, "mlp")
 MLP_ROWS = (8192,)
 
@@ -126,13 +128,15 @@ def _sizes(kind: str, case: str, m: int, ranks: int) -> tuple[int, int, int]:
 
 def _predict(kind: str, case: str, m: int, ranks: int, dtype: str, cluster: Cluster) -> dict[str, Any]:
     """A perfect pipeline's time, of which one part in `ranks` of what is shorter is exposed."""
-    assert cluster.in_node is not None
     device, size = Device(cluster, dtype), 1 if dtype == "fp8" else 2
     rows, n, k = _sizes(kind, case, m, ranks)
     products = {"gather": [(n, k)], "scatter": [(n, k)], "reduce": [(n, k)], "mlp": [(n, k), (n, k), (k, n)]}[kind]
-    gemm = sum(device.matmul(rows, *each, "NT") for each in products)
+    rate = cluster.gpu.measured_memory_bandwidth or cluster.gpu.memory_bandwidth or HBM
+    gemm = sum(max(device.matmul(rows, n, k, "NT"), n * k * size / rate) for n, k in products)
     moved = {"gather": m * k * size, "scatter": m * n * 2, "reduce": 2 * m * n * 2, "mlp": 2 * m * k * 2}[kind]
-    sent = moved * (ranks - 1) / ranks / cluster.in_node.bandwidth
+    bandwidth = cluster.require("in_node.bandwidth")
+    latency = 0.0 if cluster.in_node is None else cluster.in_node.latency or 0.0
+    sent = moved * (ranks - 1) / ranks / bandwidth + latency
     stretto = max(gemm, sent) + min(gemm, sent) / ranks
     times = {"gemm": gemm * 1e3, "nccl": (gemm + sent) * 1e3, "predicted": stretto * 1e3}
     return {"operator": kind, "case": case, "m": m, **times, "hidden": (gemm + sent - stretto) / sent}
@@ -140,6 +144,7 @@ def _predict(kind: str, case: str, m: int, ranks: int, dtype: str, cluster: Clus
 
 def measure_all(setting: ProductsSetting, out: Path, name: str, about: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The job of each rank; rank 0 writes the rows."""
+    assert setting.ranks is not None
     device = Grid(data=setting.ranks).device
     rows: list[dict[str, Any]] = []
     for kind, case, m in setting.shapes():
@@ -235,7 +240,7 @@ def _make_dtensor_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Call
     plan = {"": entry, "gate": ColwiseParallel(), "up": ColwiseParallel(), "down": rows}
     parallelize_module(module, mesh, plan, src_data_rank=None)
     for linear, weight in ((module.gate, gate), (module.up, up), (module.down, down)):
-        linear.weight.data.to_local().copy_(weight)
+        local_shard(linear.weight).copy_(weight)
     if x.is_cuda:
         module.compile()
     return partial(module, x)

@@ -3,11 +3,12 @@
 
 All runs train one model from the same weights on the same tokens, in bf16 with fp32 weights and fp32 reduction, and
 with gradients clipped at norm 1. Torch's are FSDP2 (fused AdamW, one collective for the norm), tensor parallelism by
-DTensor with sharded sequences and with async-TP (TileLink's figure 11), and on one GPU plain PyTorch. Their attention
-and experts are transformers' fastest. With `--cluster` Stretto's runs are only predicted, for a file that is committed
-before anything is measured. Rows are written as they come, in the order of rounds over all runs.
+DTensor with sharded sequences and with async-TP (TileLink's figure 11), both together, and on one GPU plain PyTorch.
+Attention and experts are transformers' fastest. With `--cluster` Stretto's runs are only predicted, for a file that is
+committed before anything is measured. Rows are written as they come, in the order of rounds over all runs.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from stretto.bench.training.runs import TrainingRun, measure
 from stretto.cluster import Cluster
 from stretto.parallel import Grid
 from stretto.planner import predict
+from stretto.planner.grids import divisors
 
 GIB = 1 << 30
 _SHARDED = {"shard_sequence": True}
@@ -90,7 +92,7 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
         chosen = {name: way for name, way in ways.items() if _is_chosen(name, setting.only)}
         if not chosen:
             raise ValueError(f"no run has {' or '.join(map(repr, setting.only))} in its name")
-        name = f"{model}-{ranks}" + ("-small" if setting.small else "")
+        name = f"{model}-batch-{workload.batch}-ranks-{ranks}" + ("-small" if setting.small else "")
         about = {"model": model, "ranks": ranks, "workload": asdict(workload)}
         predictions = f"predictions-{name}"
         if setting.cluster is not None:
@@ -123,24 +125,27 @@ def _title(workload: TransformerWorkload, ranks: int) -> str:
 def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
     """The runs by name, peers first."""
     ways = {
-        "FSDP2, compiled": Way("fsdp2"),
-        "FSDP2, compiled, loss too": Way("fsdp2", "layers and loss"),
-        "FSDP2": Way("fsdp2", ""),
+        "FSDP2, compiled": Way("torch"),
+        "FSDP2, compiled, loss too": Way("torch", "layers and loss"),
+        "FSDP2, eager": Way("torch", ""),
     }
     grids: list[dict[str, int]] = [{"z": ranks}]
     if ranks > 1:
-        ways["FSDP2, compiled, resharded"] = Way("fsdp2", frees_weights=True)
-        ways["FSDP2, compiled, symmetric memory"] = Way("fsdp2", is_symmetric=True)
-        for is_async, text in ((False, ""), (True, ", async")):
-            name = f"TP={ranks}, sequence sharded{text}"
-            ways[f"{name}, compiled"] = Way("tensors", is_async=is_async)
-            ways[f"{name}, bf16 weights, compiled"] = Way("tensors", precision="masters", is_async=is_async)
+        ways["FSDP2, compiled, resharded"] = Way("torch", frees_weights=True)
+        ways["FSDP2, compiled, symmetric memory"] = Way("torch", is_symmetric=True)
+        for tensor, is_async in itertools.product(divisors(ranks)[1:], (False, True)):
+            name = (f"FSDP2={ranks // tensor} " if tensor < ranks else "") + f"TP={tensor}, sequence sharded"
+            name += ", async" if is_async else ""
+            ways[f"{name}, compiled"] = Way("torch", tensor=tensor, is_async=is_async)
+            if tensor == ranks:
+                masters = Way("torch", precision="masters", tensor=tensor, is_async=is_async)
+                ways[f"{name}, bf16 weights, compiled"] = masters
     else:
         precisions: dict[str, Literal["autocast", "masters"]] = {"autocast": "autocast", "bf16 weights": "masters"}
         for text, precision in precisions.items():
-            ways[f"PyTorch, {text}, layers compiled"] = Way("plain", precision=precision)
-            ways[f"PyTorch, {text}, model compiled"] = Way("plain", "model", precision)
-            ways[f"PyTorch, {text}"] = Way("plain", "", precision)
+            ways[f"PyTorch, {text}, layers compiled"] = Way("torch", precision=precision)
+            ways[f"PyTorch, {text}, model compiled"] = Way("torch", "model", precision)
+            ways[f"PyTorch, {text}"] = Way("torch", "", precision)
     if has_experts and ranks > 1:
         grids += [{"z": ranks, "expert": ranks}, {"data": ranks, "expert": ranks}]
     for grid in grids:
@@ -204,8 +209,8 @@ def _predict(workload: TransformerWorkload, ways: Mapping[str, Way], cluster: Cl
         try:
             if way.by_blocks:
                 raise ValueError("the planner predicts models with roles")
-            sizes = {"batch": workload.batch, "seq_len": workload.seq_len}
-            plan = predict(model, cluster, grid=way.grid, **sizes, **way.options)
+            batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
+            plan = predict(model, cluster, grid=way.grid, **batch, **way.options)
             row |= {"predicted_milliseconds": plan.step_time * 1e3, "predicted_gib": plan.peak_memory / GIB}
         except ValueError as error:
             row["reason"] = str(error)

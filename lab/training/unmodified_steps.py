@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -33,6 +33,7 @@ from stretto.optim import AdamW
 from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
 
 LEARNING_RATE = 1e-5
+PLACEMENTS: tuple[Placement, Placement] = Shard(1), Replicate()  # of activations between and within layers
 MASKED = -100  # of a label: it does not count in the loss
 
 
@@ -70,15 +71,17 @@ class TransformerWorkload:
 
 @dataclass(frozen=True)
 class Way:
-    """How a run trains the model: torch's FSDP2, DTensor's tensor parallelism or plain PyTorch; or Stretto.
+    """How a run trains the model, by torch or Stretto. compiles: what torch.compile takes.
 
-    compiles: what torch.compile takes. precision: of torch's runs; autocast, and bf16 weights with fp32 masters, are of
-    those without FSDP2's mixed precision. grid, options: of `parallelize`; by_blocks: without roles.
+    Torch's: tensor is the ranks of DTensor's tensor parallelism; FSDP2 is over the others, and casts (`precision`);
+    autocast, and bf16 weights with fp32 masters, are of runs without it. frees_weights, is_symmetric: FSDP2's.
+    is_async: async-TP. Stretto's: grid, options of `parallelize`; by_blocks: without roles.
     """
 
-    kind: Literal["fsdp2", "tensors", "plain", "stretto"]
+    kind: Literal["torch", "stretto"]
     compiles: Literal["", "layers", "layers and loss", "model"] = "layers"
     precision: Literal["fsdp2", "autocast", "masters"] = "fsdp2"
+    tensor: int = 1
     frees_weights: bool = False
     is_async: bool = False
     is_symmetric: bool = False
@@ -92,21 +95,21 @@ class Groups:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._grids: dict[tuple[tuple[str, int], ...], Grid] = {}
+        self._grids: dict[tuple[tuple[str, Any], ...], Grid] = {}
         self._meshes: dict[tuple[int, int], DeviceMesh] = {}
 
-    def grid(self, sizes: Mapping[str, int]) -> Grid:
+    def grid(self, sizes: Mapping[str, Any]) -> Grid:
         """The grid of these sizes."""
         key = tuple(sizes.items())
         if key not in self._grids:
             self._grids[key] = Grid(**sizes, device=self.device)
         return self._grids[key]
 
-    def mesh(self, *sizes: int) -> DeviceMesh:
+    def mesh(self, dp: int, tp: int) -> DeviceMesh:
         """The mesh of dims "dp" and "tp" of these sizes."""
-        if sizes not in self._meshes:
-            self._meshes[sizes] = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp", "tp"))
-        return self._meshes[sizes]
+        if (dp, tp) not in self._meshes:
+            self._meshes[dp, tp] = init_device_mesh(self.device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+        return self._meshes[dp, tp]
 
     def free_workspaces(self) -> None:
         """Free what operators of earlier runs have kept for their next calls."""
@@ -144,8 +147,7 @@ def _build_stretto(workload: TransformerWorkload, way: Way, groups: Groups) -> S
 
 
 def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Step:
-    ranks, tensors = dist.get_world_size(), way.kind == "tensors"
-    mesh = groups.mesh(1, ranks) if tensors else groups.mesh(ranks, 1)
+    mesh, tensors = groups.mesh(dist.get_world_size() // way.tensor, way.tensor), way.tensor > 1
     tokens = workload.tokens(mesh["dp"].get_local_rank(), mesh["dp"].size(), groups.device)
     with groups.device:
         model = workload.make()
@@ -268,12 +270,12 @@ def _shard_tensors(model: Any, blocks: list[str], mesh: Any) -> None:
     for size in (config.num_attention_heads, getattr(config, "num_key_value_heads", ranks), config.vocab_size):
         if size % ranks:
             raise ValueError(f"{size} heads or rows of the vocabulary cannot be cut into {ranks} parts")
-    gathered = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
-    styles = {
+    given, wanted = ({"hidden_states": placement} for placement in PLACEMENTS)
+    styles: dict[str, Callable[[], Any]] = {
         "norm": SequenceParallel,
         "gather": partial(PrepareModuleInput, input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
         "gather hidden_states": partial(
-            PrepareModuleInput, input_kwarg_layouts=gathered[0], desired_input_kwarg_layouts=gathered[1]
+            PrepareModuleInput, input_kwarg_layouts=given, desired_input_kwarg_layouts=wanted
         ),
         "columns": ColwiseParallel,
         "rows": partial(RowwiseParallel, output_layouts=Shard(1)),
@@ -285,11 +287,11 @@ def _shard_tensors(model: Any, blocks: list[str], mesh: Any) -> None:
     # Outputs stay DTensors where the model reads a sequence's length from them. src_data_rank=None: each rank takes its
     # shard of its own copy, for all hold the same weights.
     place = partial(parallelize_module, device_mesh=mesh, src_data_rank=None)
-    rows = {"input_layouts": Replicate(), "output_layouts": Shard(1), "use_local_output": False}
+    rows: dict[str, Any] = {"input_layouts": Replicate(), "output_layouts": Shard(1), "use_local_output": False}
     for each in (embedding, model.base_model.wpe) if config.model_type == "gpt2" else (embedding,):
         place(each, parallelize_plan=RowwiseParallel(**rows))
     place(norm, parallelize_plan=SequenceParallel())
-    columns = {"input_layouts": Shard(1), "output_layouts": Shard(-1), "use_local_output": False}
+    columns: dict[str, Any] = {"input_layouts": Shard(1), "output_layouts": Shard(-1), "use_local_output": False}
     place(head, parallelize_plan=ColwiseParallel(**columns))
     if is_tied:
         head.weight = embedding.weight
@@ -314,7 +316,7 @@ def _prepare_gpt2(model: Any, ranks: int) -> None:
                     weight, bias = (
                         each.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2) for each in (weight, bias)
                     )
-                new = nn.Linear(*old.weight.shape, device="meta")
+                new = nn.Linear(old.weight.shape[0], old.weight.shape[1], device="meta")
                 new.weight, new.bias = nn.Parameter(weight.contiguous()), nn.Parameter(bias.contiguous())
                 setattr(owner, name, new)
         block.attn.split_size //= ranks

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 @pytest.mark.parametrize("model", ["gpt2-xl", "gemma-7b"])
 def test_all_ways_train_the_same_model(ranks, tmp_path, model):
     setting = TransformersSetting(models=(model,), ranks=2, small=True, layers=1, warm_up=0, repeats=1, rounds=1)
-    names = ("FSDP2", "FSDP2, compiled, resharded", "TP=2, sequence sharded, compiled", "Stretto z=2")
+    names = ("FSDP2, eager", "FSDP2, compiled, resharded", "TP=2, sequence sharded, compiled", "Stretto z=2")
     ways = list_ways(2, has_experts=False)
     chosen = {name: replace(ways[name], compiles="") for name in (*names, "Stretto z=2 by blocks")}
     keep = partial(_keep, tmp_path, "kept", {}, {"Stretto z=2": {"predicted_milliseconds": 1.0}})
@@ -51,5 +51,9 @@ def test_measuring_takes_predictions_of_the_same_model(tmp_path):
 def test_one_gpu_is_compared_with_plain_pytorch_and_several_with_tensor_parallelism():
     one, four = (set(list_ways(ranks, has_experts=True)) for ranks in (1, 4))
     assert {"PyTorch, autocast, model compiled", "PyTorch, bf16 weights", "Stretto z=1, compiled"} <= one
-    assert {"TP=4, sequence sharded, async, compiled", "Stretto x=4, sequence sharded, compiled"} <= four
-    assert {"Stretto data=4 expert=4", "Stretto z=4 by blocks, compiled"} <= four
+    assert {"FSDP2=2 TP=2, sequence sharded, compiled", "TP=4, sequence sharded, async, compiled"} <= four
+    assert {
+        "Stretto x=4, sequence sharded, compiled",
+        "Stretto data=4 expert=4",
+        "Stretto z=4 by blocks, compiled",
+    } <= four
