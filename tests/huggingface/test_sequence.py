@@ -74,6 +74,8 @@ CASES = [  # y splits OPT by blocks, and exaone4's block takes hidden states tha
     for turn, family in enumerate(sorted(SHARDED_FAMILIES))
 ]
 
+MARKS: dict[str, Any] = {"llama": (), "gpt2": pytest.mark.long, "qwen3_moe": pytest.mark.long}
+
 
 def build(case: Case) -> nn.Module:
     torch.manual_seed(SEED)
@@ -159,8 +161,15 @@ def differences(case: Case, expected: Trace) -> dict[str, float]:
     return {name: value for name, value in found.items() if not value < 1e-5}
 
 
-@pytest.mark.sampled(3, quick=1)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model_type} {case.sizes}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            each, id=f"{each.model_type} {each.sizes}", marks=MARKS.get(each.model_type, pytest.mark.exhaustive)
+        )
+        for each in CASES
+    ],
+)
 def test_five_steps_equal_those_of_one_rank(ranks: MakeRanks, case: Case) -> None:
     print(f"seed {SEED}")
     expected = trained_plainly(case.model_type, tuple(case.config.items()))
