@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from stretto.parallel.comm.collectives import Pending
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather
 from stretto.parallel.comm.copy_engine_scatter import MAX_STARTED, CopyEngineReduceScatter
 from stretto.parallel.comm.weight_gathering import WeightToGather
@@ -85,16 +86,16 @@ class CopyEngineGatherCase(StressCase):
 
 
 class CopyEngineScatterCase(StressCase):
-    """Reduce-scatters of a few gradients, all in flight at once."""
+    """Reduce-scatters of a few gradients, as many in flight as a ring of `parts` of the largest has room for."""
 
     entries = ENTRIES
 
-    def __init__(self, team: Team, *, dtype: torch.dtype, result: torch.dtype, starts: int) -> None:
+    def __init__(self, team: Team, *, dtype: torch.dtype, result: torch.dtype, starts: int, parts: int) -> None:
         self._team, self._result = team, result
         rows, columns = (96, 64) if team.is_cuda else (8, 4)
         self._rows = [max(rows - 7 * number, 1) for number in range(starts)]
         part = -(-rows // team.world) * columns * dtype.itemsize
-        ring = starts * (-(-part // 128) * 128)  # each call waits for the ones before to be summed everywhere
+        ring = parts * (-(-part // 128) * 128)
         self._scatter = CopyEngineReduceScatter(team.group, part, ring, "cuda" if team.is_cuda else "host")
         self._gradients: list[list[Tensor]] = []
         self._expected: list[list[Tensor]] = []
@@ -114,10 +115,13 @@ class CopyEngineScatterCase(StressCase):
     def call(self, entry: int) -> Sequence[Check]:
         """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         expected = self._expected[entry]
-        pending = [
-            self._scatter.start(gradient, right.shape[0], self._result)
-            for gradient, right in zip(self._gradients[entry], expected, strict=True)
-        ]
+        pending: list[Pending] = []
+        oldest = 0
+        for gradient, right in zip(self._gradients[entry], expected, strict=True):
+            while not self._scatter.takes(gradient):  # the ring is full
+                pending[oldest].wait()
+                oldest += 1
+            pending.append(self._scatter.start(gradient, right.shape[0], self._result))
         return [Check(one.wait(), right) for one, right in zip(pending, expected, strict=True)]
 
     def poison(self) -> None:
@@ -144,10 +148,10 @@ def list_configurations() -> list[Configuration]:
         ),
         Configuration(
             "pushed/scatter", FAMILY, _SCATTER, "one gradient at a time, fp32",
-            partial(CopyEngineScatterCase, dtype=fp32, result=fp32, starts=1),
+            partial(CopyEngineScatterCase, dtype=fp32, result=fp32, starts=1, parts=1),
         ),
         Configuration(
-            "pushed/scatter-ring", FAMILY, _SCATTER, "as many gradients in flight as there may be, bf16",
-            partial(CopyEngineScatterCase, dtype=bf16, result=fp32, starts=MAX_STARTED),
+            "pushed/scatter-ring", FAMILY, _SCATTER, "more gradients than the ring has room for, bf16",
+            partial(CopyEngineScatterCase, dtype=bf16, result=fp32, starts=MAX_STARTED, parts=3),
         ),
     ]  # fmt: skip

@@ -2,14 +2,17 @@
 """Terms over whole parameters, which every rank adds to its loss, have the gradients of one process on every grid."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, gather, layout_of, mean_over_batch, no_sync, parallelize
+from stretto.parallel.comm import collectives, gradient_buckets
 from stretto.train.stored_optimizer import StoredOptimizer, sgd_update
 from tests.parallel.training import distance
 
@@ -198,6 +201,43 @@ def test_averages_of_fp16_gradients_do_not_overflow(ranks):
     for sizes in ({"data": 2}, {"z": 2}):
         assert ranks(2).run(large_gradients, sizes, "mean") == [[40000.0] * 2] * 2
         assert ranks(2).run(large_gradients, sizes, "sum") == [[float("inf")] * 2] * 2
+
+
+def averaged_by_the_backend(kind: str, sizes: dict[str, int]) -> tuple[bool, int]:
+    """Whether gradients have the same bits if the backend averages, as NCCL does; and the passes that multiply then."""
+    sums, reduces, divided = collectives._reduce_scatter, dist.all_reduce, []
+
+    def divide_first(tensor: Tensor, op: Any, group: Any) -> Tensor:
+        return tensor / group.size() if op == dist.ReduceOp.AVG else tensor
+
+    def reduce_scatter(part: Tensor, source: Tensor, *, op: Any, group: Any, async_op: bool) -> Any:
+        divided.append(divide_first(source, op, group))  # kept until gloo has sent it
+        return sums(part, divided[-1], group=group, async_op=async_op)
+
+    def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: Any, async_op: bool) -> Any:
+        tensor.copy_(divide_first(tensor, op, group))
+        return reduces(tensor, op=dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, group=group, async_op=async_op)
+
+    grid, found, multiply = Grid(**sizes), [], torch._foreach_mul_
+    for averages in (False, True):
+        model = parallelize(build(kind), grid, blocks=["blocks.*"] if kind == "blocks" else None)
+        with (
+            mock.patch.object(collectives, "can_average", return_value=averages),
+            mock.patch.object(gradient_buckets, "can_average", return_value=averages),
+            mock.patch.object(collectives, "_reduce_scatter", reduce_scatter),
+            mock.patch.object(dist, "all_reduce", all_reduce),
+            mock.patch.object(torch, "_foreach_mul_", mock.Mock(wraps=multiply)) as passes,
+        ):
+            loss_of(model, *batch(grid), ROWS * SEQ_LEN, grid).backward()
+        found.append(
+            [parameter.grad.to_local().clone() for parameter in model.parameters() if parameter.grad is not None]
+        )
+    return all(map(torch.equal, *found)), passes.call_count
+
+
+@pytest.mark.parametrize("kind", ["gpt", pytest.param("blocks", marks=pytest.mark.long)])
+def test_a_backend_that_averages_leaves_no_pass_over_gradients_and_the_same_bits(ranks, kind):
+    assert ranks(4).run(averaged_by_the_backend, kind, {"data": 2, "z": 2}) == [(True, 0)] * 4
 
 
 def unsharded(dtype: torch.dtype) -> list[float]:
