@@ -85,6 +85,9 @@ class _SplitNorm(torch.autograd.Function):
         return (grad_x * rstd).to(x.dtype), grad_weight, grad_bias, None, None, None
 
 
+_split_norm = torch.compiler.disable(_SplitNorm.apply)
+
+
 class ParallelNorm(ShardedModule):
     """LayerNorm (`is_centred`) or RMSNorm of activations [..., hidden / Y] over all `hidden` features.
 
@@ -130,7 +133,7 @@ class ParallelNorm(ShardedModule):
         bias = None if self.bias is None else scale_gradient(local(self.bias), self._scales[1])
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps  # nn.RMSNorm's default
         if is_split:
-            return note_features(_SplitNorm.apply(x, weight, bias, eps, self.is_centred, self.group), self.axis)
+            return note_features(_split_norm(x, weight, bias, eps, self.is_centred, self.group), self.axis)
         shape = x.shape[-1:]
         weight = None if weight is None else weight.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)
