@@ -170,8 +170,8 @@ class Messages(logging.Handler):
 def compile_like_a_user(
     make_model: Callable[[], nn.Module], sizes: dict[str, int], what: str, options: dict[str, Any]
 ) -> tuple[int, int, float, list[str]]:
-    """Train a compiled model for some passes, of two batches each: returns graphs, graph breaks, the largest distance of
-    a gradient from the plain model's, and messages. what: "layers" or "model"; "frozen layers" freezes weights, too."""
+    """Train a compiled model for some passes, of two batches each: returns graphs, graph breaks, the largest distance
+    of a gradient from the plain model's, and messages. what: "layers", "frozen layers" (some weights) or "model"."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain = make_model()

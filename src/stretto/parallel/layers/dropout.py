@@ -61,14 +61,15 @@ class ParallelDropout(ShardedModule):
             check_features(x, self.axis, self.name)
         if not self.training or self.p == 0.0:
             return x
-        seed = int(torch.randint(0, 2**62, ()))  # also for an empty shard: keeps generators in step
+        # Also for an empty shard: keeps generators in step. A tensor, since a number would break a compiler's graph.
+        seed = torch.randint(0, 2**62, ())
         if x.numel() == 0:
             return x
         if x.dim() == 1:
             return self._drop(x.unsqueeze(0), seed).squeeze(0)
         return note_features(self._drop(x, seed), self.axis)
 
-    def _drop(self, x: Tensor, seed: int) -> Tensor:
+    def _drop(self, x: Tensor, seed: Tensor) -> Tensor:
         columns = x.shape[-1]
         column = torch.arange(columns, device=x.device) + self.grid.coordinate(self.axis) * columns
         if self.tokens is None:

@@ -278,7 +278,11 @@ class MeansOverBatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.cross_entropy:
             return func(*args, **(kwargs or {}))
-        given = inspect.signature(F.cross_entropy).bind(*args, **(kwargs or {}))
+        return self._replace(func, args, kwargs or {})
+
+    @torch.compiler.disable
+    def _replace(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
         given.apply_defaults()
         options = given.arguments
         targets = options["target"]
@@ -289,10 +293,10 @@ class MeansOverBatch(TorchFunctionMode):
             or targets.is_floating_point()
         ):
             if self.adds_sums and options["reduction"] == "sum":
-                part = func(*args, **(kwargs or {}))
+                part = func(*args, **kwargs)
                 return _SumOverLossGroup.apply(part, self.grid.communicator(LOSS), self.is_averaged)
             if self.passes_others:
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
             raise ValueError(
                 "this model's own code computes a cross-entropy with class weights, smoothed labels, targets that are "
                 "no indices, or no mean, which Stretto cannot take over the global batch: call it without labels, and "

@@ -86,6 +86,9 @@ class _SplitNorm(torch.autograd.Function):
         return (grad_x * rstd).to(x.dtype), grad_weight, grad_bias, None, None, None
 
 
+_split_norm = torch.compiler.disable(_SplitNorm.apply)
+
+
 class ParallelNorm(ShardedModule):
     """LayerNorm (`is_centred`) or RMSNorm of activations [..., hidden / Y] over all `hidden` features.
 
@@ -136,7 +139,7 @@ class ParallelNorm(ShardedModule):
             weight = weight + self.weight_offset
         bias = None if self.bias is None else scale_gradient(local(self.bias), self._scales[1])
         if is_split:
-            return note_features(_SplitNorm.apply(x, weight, bias, eps, self.is_centred, self.group), self.axis)
+            return note_features(_split_norm(x, weight, bias, eps, self.is_centred, self.group), self.axis)
         shape = x.shape[-1:]
         weight = None if weight is None else weight.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)
