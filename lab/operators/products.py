@@ -7,6 +7,7 @@ the gathered rows). `mlp` is `ops.mlp` whole, beside the same module by DTensor,
 `--cluster` rows are only predicted. Each row is written at once. Without GPUs rows are small, for a try of the command.
 """
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -116,7 +117,17 @@ def run_products(setting: ProductsSetting, out: Path) -> Measured:
         cluster = Cluster.find(setting.cluster)
         rows = [_predict(*shape, setting.ranks, setting.dtype, cluster) for shape in setting.shapes()]
         return Measured(rows, about | {"machine": ANY_CPU, "cluster": cluster.name}, name=f"predictions-{name}")
-    return Measured(run_ranks(setting.ranks, measure_all, setting, out, name, about, trains=False), about, name=name)
+    predictions = out / f"predictions-{name}.json"
+    known = json.loads(predictions.read_text())["rows"] if predictions.is_file() else []
+    predicted = {_key(row): row["predicted"] for row in known}
+    rows = run_ranks(
+        setting.ranks, measure_all, setting, partial(keep_rows, out, name, Row, about), predicted, trains=False
+    )
+    return Measured(rows, about, name=name)
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["operator"], row["case"], row["m"]
 
 
 def _sizes(kind: str, case: str, m: int, ranks: int) -> tuple[int, int, int]:
@@ -142,13 +153,16 @@ def _predict(kind: str, case: str, m: int, ranks: int, dtype: str, cluster: Clus
     return {"operator": kind, "case": case, "m": m, **times, "hidden": (gemm + sent - stretto) / sent}
 
 
-def measure_all(setting: ProductsSetting, out: Path, name: str, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The job of each rank; rank 0 writes the rows."""
+def measure_all(
+    setting: ProductsSetting, keep: Callable[[list[dict[str, Any]]], None], predicted: Mapping[Any, float]
+) -> list[dict[str, Any]]:
+    """The job of each rank; rank 0 keeps the rows."""
     assert setting.ranks is not None
     device = Grid(data=setting.ranks).device
     rows: list[dict[str, Any]] = []
     for kind, case, m in setting.shapes():
-        row = {"operator": kind, "case": case, "m": m}
+        row: dict[str, Any] = {"operator": kind, "case": case, "m": m}
+        row["predicted"] = predicted.get(_key(row))
         sizes = _sizes(kind, case, m, dist.get_world_size())
         if device.type == "cpu":
             sizes = (64, 32, 32)
@@ -159,7 +173,7 @@ def measure_all(setting: ProductsSetting, out: Path, name: str, about: Mapping[s
         rows.append(row)
         if dist.get_rank() == 0:
             print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
-            keep_rows(out, name, Row, about, rows)
+            keep(rows)
         torch.cuda.empty_cache()
     return rows
 

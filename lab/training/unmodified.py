@@ -31,6 +31,7 @@ from stretto.planner import predict
 from stretto.planner.grids import divisors
 
 GIB = 1 << 30
+TIME_LIMIT = 180.0  # seconds after which NCCL aborts ranks that wait for a failed one
 _SHARDED = {"shard_sequence": True}
 
 
@@ -162,6 +163,7 @@ def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
         ways[f"Stretto x=2 z={ranks // 2}, compiled"] = Way("stretto", grid=half)
         ways[f"Stretto x=2 z={ranks // 2}, sequence sharded, compiled"] = Way("stretto", grid=half, options=_SHARDED)
     if ranks > 1:
+        ways[f"Stretto x={ranks}, compiled"] = Way("stretto", grid={"x": ranks})
         ways[f"Stretto x={ranks}, sequence sharded, compiled"] = Way("stretto", grid={"x": ranks}, options=_SHARDED)
     return ways
 
@@ -170,7 +172,7 @@ def measure_model(
     workload: TransformerWorkload, ways: Mapping[str, Way], ranks: int, with_captured: bool, keep: Any
 ) -> list[dict[str, Any]]:
     """The job of each rank; returns the rows."""
-    device = Grid(data=ranks).device  # joins the job
+    device = Grid(data=ranks, timeout=TIME_LIMIT).device  # joins the job
     groups = Groups(device)
     runs: list[TrainingRun] = []
     for name, way in ways.items():

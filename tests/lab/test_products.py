@@ -2,28 +2,32 @@
 """`python -m lab products`: all ways compute one product, and rows are written as they come."""
 
 import json
+from functools import partial
 
 import pytest
 
-from lab.operators.products import BENCH, MLPS, ProductsSetting, measure_all
+from lab.harness import keep_rows
+from lab.operators.products import BENCH, MLPS, ProductsSetting, Row, measure_all
 
 
 def test_all_ways_compute_the_same_and_rows_of_a_run_that_ends_early_are_kept(ranks, tmp_path):
     setting = ProductsSetting(operators=("gather", "mlp"), ms=(64,), ranks=2)
     assert list(setting.shapes()) == [("gather", "flux", 64), *(("mlp", case, 64) for case in MLPS)]
     object.__setattr__(setting, "cases", ("flux", "a case that nobody knows"))  # ends the run in its second row
+    keep = partial(keep_rows, tmp_path, "kept", Row, {})
     with pytest.raises(KeyError, match="a case that nobody knows"):
-        ranks(2).run(measure_all, setting, tmp_path, "kept", {})
+        ranks(2).run(measure_all, setting, keep, {("gather", "flux", 64): 0.5})
     (row,) = json.loads((tmp_path / "kept.json").read_text())["rows"]
     assert row.keys() > {"gemm", "nccl", "library", "stretto", "tuned", "gathered", "gathered_tuned"}
+    assert row["predicted"] == 0.5
     assert row["difference"] < 2e-2
     assert row["failed"].startswith("async_tp: ")  # a GPU's alone
     assert ";" not in row["failed"]
 
 
-def test_a_whole_mlp_is_that_of_its_peers(ranks, tmp_path):
+def test_a_whole_mlp_is_that_of_its_peers(ranks):
     setting = ProductsSetting(operators=("mlp",), ms=(64,), ranks=2)
-    rows = ranks(2).run(measure_all, setting, tmp_path, "kept", {})[0]
+    rows = ranks(2).run(measure_all, setting, len, {})[0]
     assert [row["case"] for row in rows] == list(MLPS)
     assert rows[0].keys() > {"gemm", "nccl", "library", "stretto", "torch_tp"}
     assert all(row["difference"] < 2e-2 for row in rows)
