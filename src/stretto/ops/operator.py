@@ -344,7 +344,7 @@ class _ComparedCalls:
     known: dict[str, bool] = field(default_factory=dict)
 
 
-class Agreement(NamedTuple):
+class AgreedCall(NamedTuple):
     """What holds for all ranks of a call. is_measured: it is the first one of its kind, and all may time it."""
 
     by_tma: bool
@@ -353,7 +353,7 @@ class Agreement(NamedTuple):
 
 def require_agreement(
     call: str, by_tma: bool, group: str, device: torch.device, *, can_measure: bool = False
-) -> Agreement:
+) -> AgreedCall:
     """Compare a description of this rank's call with the other ranks', through the group's store.
 
     Ranks compare a call that is new to the group; with STRETTO_DEBUG=1, every call. Kernels that wait for each other
@@ -364,7 +364,7 @@ def require_agreement(
     """
     compared = find_known(group, device, "calls", _ComparedCalls)
     if call in compared.known and not is_debugging():
-        return Agreement(compared.known[call])
+        return AgreedCall(compared.known[call])
     failures.check()  # before this rank waits for ranks that may never come
     sent = call + _BY_TMA * by_tma + _MEASURED * can_measure
     received, rank = exchange_text(sent, group, device), dist.get_rank(find_group(group))
@@ -378,7 +378,7 @@ def require_agreement(
         compared.known.clear()
     by_tma = all(other.removesuffix(_MEASURED).endswith(_BY_TMA) for other in received)
     compared.known[call] = by_tma
-    return Agreement(by_tma, all(other.endswith(_MEASURED) for other in received))
+    return AgreedCall(by_tma, all(other.endswith(_MEASURED) for other in received))
 
 
 def exchange_text(text: str, group: str, device: torch.device) -> list[str]:
