@@ -117,7 +117,7 @@ def launch_norm(name: str) -> Launch:
 
 
 def launch_turn() -> Launch:
-    return Launch(rotary.turn_heads, (*(FLOATS.bfloat16() for _ in range(6)), 4096, 0, 32, 8, False, 64, 64, 16), {})
+    return Launch(rotary.turn_heads, (*(FLOATS.bfloat16() for _ in range(6)), 4096, 32, 8, False, 64, 64), {})
 
 
 def launch_hash() -> Launch:

@@ -17,6 +17,7 @@ from stretto.tiles.launches import launch_cached
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TILE = 2048  # elements of each half of heads in a program
+TURNED = tl.constexpr(_TILE)
 
 
 @triton.jit
@@ -147,17 +148,18 @@ def _launch(kernel: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[Ten
 
 @triton.jit
 def turn_heads(  # type: ignore[no-untyped-def]
-    queries, keys, cos, sin, new_queries, new_keys, seq_len, angles_of_batch, of_query, of_key,
-    BACK: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr,
+    queries, keys, cos, sin, new_queries, new_keys, angles, of_query, of_key,
+    BACK: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """new = heads * cos + (-second halves, first halves) * sin; of the gradient of that, if BACK.
 
-    queries and keys [tokens, of_query or of_key heads, 2 * HALF]; cos and sin [batches or 1, seq_len, 2 * HALF], where
-    angles_of_batch numbers are a batch's (0: all have the same). A program has HEADS heads of one token, and
+    queries and keys [tokens, of_query or of_key heads, 2 * HALF]; cos and sin [angles, 2 * HALF]: of each token, or of
+    each position, where all sequences have the same. A program has TURNED / LANES heads of one token, and
     LANES >= HALF features of each half. Bytes: all heads are read and written once. Synchronization: none: programs own
     their heads.
     """
     dtype = tl.float64 if queries.dtype.element_ty == tl.float64 else tl.float32
+    HEADS: tl.constexpr = TURNED // LANES
     heads = of_query + of_key
     parts = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // parts).to(tl.int64)
@@ -166,7 +168,7 @@ def turn_heads(  # type: ignore[no-untyped-def]
     is_query, is_key = (head < of_query) & (lane < HALF), (head >= of_query) & (head < heads) & (lane < HALF)
     at_query = (token * of_query + head) * 2 * HALF + lane
     at_key = (token * of_key + head - of_query) * 2 * HALF + lane
-    angle = token // seq_len * angles_of_batch + token % seq_len * 2 * HALF + lane
+    angle = token % angles * 2 * HALF + lane
     c, s = tl.load(cos + angle, mask=lane < HALF, other=0.0), tl.load(sin + angle, mask=lane < HALF, other=0.0)
     angle += HALF
     other_c, other_s = (
@@ -195,12 +197,11 @@ def _turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -
     old = [heads.transpose(1, 2).contiguous() for heads in (query, key)]
     new = [torch.empty_like(heads) for heads in old]
     lanes, of_query, of_key = triton.next_power_of_2(head_dim // 2), query.shape[1], key.shape[1]
-    block = min(triton.next_power_of_2(of_query + of_key), max(1, _TILE // lanes))
     with torch.cuda.device_of(query):
         launch_cached(
-            turn_heads, batch * seq_len * triton.cdiv(of_query + of_key, block),
-            *old, cos.contiguous(), sin.contiguous(), *new, seq_len, 0 if len(cos) == 1 else cos[0].numel(),
-            of_query, of_key, BACK=is_back, HALF=head_dim // 2, LANES=lanes, HEADS=block,
+            turn_heads, batch * seq_len * triton.cdiv(of_query + of_key, TURNED.value // lanes),
+            *old, cos.contiguous(), sin.contiguous(), *new, cos.shape[0] * seq_len, of_query, of_key,
+            BACK=is_back, HALF=head_dim // 2, LANES=lanes,
         )  # fmt: skip
     return new[0].transpose(1, 2), new[1].transpose(1, 2)
 
@@ -251,7 +252,8 @@ def suits_kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return (
         query.dtype in _DTYPES
         and {query.dtype} == {key.dtype, cos.dtype, sin.dtype}
-        and not head_dim % 2
+        and head_dim % 2 == 0
+        and head_dim <= 2 * TURNED.value
         and key.shape == (batch, key.shape[1], seq_len, head_dim)
         and cos.shape == sin.shape
         and cos.shape in ((1, seq_len, head_dim), (batch, seq_len, head_dim))
