@@ -31,8 +31,9 @@ from stretto.bench.operators.peers import Runs, peers, world_name
 from stretto.bench.operators.settings import CASES, FLUX_ROWS, OPERATORS, local_shape
 from stretto.bench.settings import Needs, Option, Ranks, require_known
 from stretto.cluster import Cluster
+from stretto.ops import KernelConfig, tuning
 from stretto.ops.operator import FP8
-from stretto.ops.tuning import RotatingOperands, tune
+from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 from stretto.planner.compute import Device
 from stretto.train.optimizer import local_shard
@@ -46,6 +47,7 @@ MLPS: Mapping[str, tuple[int, int]] = {
     **{name: CASES[name] for name in ("llama-3.1-70b", "qwen2-72b")},
 }
 HBM = 3e12  # bytes/s, of a cluster that does not say
+GATHERED = "all_gather_matmul_gathered"
 KINDS = (*OPERATORS, "mlp")
 MLP_ROWS = (8192,)
 
@@ -186,20 +188,25 @@ def _measure_product(
     runs: Runs = peers(operands, m)
     runs["library"] = partial(operands.call, "library")
     runs["stretto"] = operands.call
-    hows: dict[str, Any] = {"gathered": "auto"}
-    best = None
-    if setting.tunes:
-        with tempfile.TemporaryDirectory() as folder:  # a store of this run, so that the defaults stay what they are
-            store = TuningStore(Path(folder) / "times.json")
-            times = tune(operator, m, n, k, dtype=dtype, device=device, store=store)
-        found = [min(times, key=times.__getitem__)]
-        dist.broadcast_object_list(found, 0)
-        best = hows["gathered_tuned"] = found[0]
+    best = _tune(operator, m, n, k, dtype, device) if setting.tunes else None
+    if best is not None:
         runs["tuned"] = partial(operands.call, best)
     if kind == "gather" and dtype != FP8:
-        for name, how in hows.items():
-            runs[name] = partial(_call_gathered, operands, how)
+        runs["gathered"] = partial(_call_gathered, operands, "auto")
+        if best is not None:  # where this form has no choice of its own, it takes the other's tiles, with copies
+            own = _tune(GATHERED, m, n, k, dtype, device) if GATHERED in tuning.OPERATORS else best
+            runs["gathered_tuned"] = partial(_call_gathered, operands, own)
     return _time(runs, m, operands.restart) | {"best": None if best is None else best.encode()}
+
+
+def _tune(operator: str, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> KernelConfig:
+    """The fastest configuration on the slowest rank, in a store of this run: defaults stay what they are."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = TuningStore(Path(folder) / "times.json")
+        times = tuning.tune(operator, m, n, k, dtype=dtype, device=device, store=store)
+    found = [min(times, key=times.__getitem__)]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
 
 
 def _call_gathered(operands: RotatingOperands, how: Any) -> Tensor:
