@@ -34,7 +34,7 @@ from stretto.memory.plain_data import all_gather_data
 from stretto.ops import confirmation
 from stretto.ops.gemm import Blocks, count_waves, divide_up, has_power_of_two_columns, takes_tma
 from stretto.ops.operator import find_group, require_agreement, require_no_capture
-from stretto.ops.prediction import NEVER_SLOWER, Call, Speeds, find_speeds, predict_kernel, predict_library
+from stretto.ops.prediction import FEW_ROWS, NEVER_SLOWER, Call, Speeds, find_speeds, predict_kernel, predict_library
 from stretto.tiles import INTERPRETED
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
 
@@ -566,9 +566,6 @@ def clear_choices() -> None:
     _groups.clear()
 
 
-SMALL_M_ROWS = 64
-"""Up to so many rows a product takes as long as its weight takes to stream from memory."""
-
 MOSTLY_BUSY = 0.7
 """If so large a part of the programs have one tile each, tiles are not split over k: memory bandwidth is the limit, and
 a fix-up takes longer than the idle programs cost."""
@@ -620,8 +617,8 @@ def find_refusal(problem: GemmProblem, machine: Machine) -> str:
         return ""
     if not machine.is_hopper or problem.dtype.itemsize > 2 or not machine.by_tma:
         return "kernels are for operands of up to 16 bits that TMA takes, on sm_90"
-    if problem.operator == "matmul_all_reduce" and problem.m > SMALL_M_ROWS:
-        return f"it has more than {SMALL_M_ROWS} rows"  # each program would wait for all
+    if problem.operator == "matmul_all_reduce" and problem.m > FEW_ROWS:
+        return f"it has more than {FEW_ROWS} rows"  # each program would wait for all
     return ""
 
 
@@ -647,7 +644,7 @@ def _describe_call(problem: GemmProblem) -> Call:
 
 def default_kernels(problem: GemmProblem, machine: Machine) -> dict[str, KernelConfig]:
     """A GPU's kernels that may be a default, by what exchanges rows or sums, as `predict_kernel` takes it."""
-    few = problem.m <= SMALL_M_ROWS
+    few = problem.m <= FEW_ROWS
     copying = KernelConfig(blocks=default_blocks(problem, machine, "copies"))
     match problem.operator:
         case "matmul_all_reduce":
@@ -681,7 +678,7 @@ def default_blocks(problem: GemmProblem, machine: Machine, transfer: str = "copi
     shards = problem.world if problem.operator == "matmul_reduce_scatter" else 1
     processors = count_usable(problem, machine, transfer)
     m = problem.m // shards
-    if problem.m <= SMALL_M_ROWS:
+    if problem.m <= FEW_ROWS:
         blocks = small_m_blocks(problem.m, problem.n, itemsize, machine.by_tma, processors)
     else:
         wide, narrow = (look_up_blocks(m, itemsize, machine.by_tma, is_wide, processors) for is_wide in (True, False))
@@ -727,7 +724,7 @@ def deepen_for_fp8(blocks: Blocks, itemsize: int) -> Blocks:
 
 def count_usable(problem: GemmProblem, machine: Machine, transfer: str = "copies") -> int:
     """The multiprocessors for a default's programs: fewer where programs occupy one while they wait for other ranks."""
-    waits = problem.m <= SMALL_M_ROWS or _is_moved_by_programs(problem, transfer)
+    waits = problem.m <= FEW_ROWS or _is_moved_by_programs(problem, transfer)
     return bound_blocks(machine.processors) if waits else machine.processors
 
 

@@ -16,6 +16,9 @@ from stretto.ops.gemm import Blocks, count_waves, divide_up
 NEVER_SLOWER = 0.98
 """A kernel is taken where it is predicted to reach at least this part of the library's speed."""
 
+FEW_ROWS = 64
+"""Up to so many rows a product takes as long as its weight takes to stream from memory."""
+
 _FLOPS_A_CLOCK = 4096  # dense, of 16 bits, by one multiprocessor of sm_90; twice as many of 8 bits
 _LINK_BYTES = 25e9  # a second in one direction, of one link of NVLink 2, 3 or 4
 
@@ -91,8 +94,9 @@ def predict_kernel(
     shards = call.world if call.operator == "matmul_reduce_scatter" else 1
     count = shards * divide_up(call.m // shards, blocks.m) * divide_up(call.n, blocks.n)
     product, sent = _stream(call, speeds, constants), _count_sent(call)
-    if exchange != "packets" and blocks.m >= 128:  # with fewer rows memory bandwidth is the limit
-        tile = 2 * blocks.m * blocks.n * call.k * max(blocks.programs, processors) / _find_rate(call, speeds, constants)
+    if call.m > FEW_ROWS:  # a tile of fewer rows than a full one takes about as long, to load its columns
+        full = max(blocks.m, 128) * blocks.n
+        tile = 2 * full * call.k * max(blocks.programs, processors) / _find_rate(call, speeds, constants)
         product = max(product, count_waves(count, call.k, blocks) * tile)
     if exchange == "copies":
         # Programs without a tile of own rows wait for the next shards, or the last ones' tiles are sent exposed; and

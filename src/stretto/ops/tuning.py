@@ -17,7 +17,6 @@ from stretto.ops.config import (
     DIRECTIONS,
     EXCHANGES,
     LIBRARY,
-    SMALL_M_ROWS,
     GemmProblem,
     KernelConfig,
     Machine,
@@ -38,6 +37,7 @@ from stretto.ops.gemm import Blocks
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.operator import DTYPES, FP8, find_name
+from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.scaled import (
     all_gather_scaled_matmul,
     require_scaled,
@@ -219,14 +219,14 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
                 for direction in DIRECTIONS
                 for count in movers
             ]
-            if problem.m > SMALL_M_ROWS:
+            if problem.m > FEW_ROWS:
                 others += [config._replace(transfer="copies", piece_bytes=size << 20) for size in (1, 2, 8)]
         case "all_gather_matmul":
             others = [config._replace(piece_bytes=size << 20) for size in (1, 2, 8)]
         case "matmul_reduce_scatter":
-            if problem.m <= 4 * SMALL_M_ROWS:
+            if problem.m <= 4 * FEW_ROWS:
                 others = [config._replace(exchange=exchange) for exchange in EXCHANGES]
-            if problem.m > SMALL_M_ROWS:
+            if problem.m > FEW_ROWS:
                 tiles = config._replace(exchange="tiles")
                 others += [tiles._replace(transfer="programs")]
                 others += [tiles._replace(transfer="copies", piece_bytes=size << 20) for size in (3, 6, 12)]
@@ -238,12 +238,12 @@ def vary_order(problem: GemmProblem, config: KernelConfig) -> Iterator[KernelCon
 
     Where all ranks begin with the same rows (not `is_shifted`), they meet at one rank's links, but may share its cache.
     """
-    if problem.operator != "matmul_all_reduce" and problem.m > SMALL_M_ROWS:
+    if problem.operator != "matmul_all_reduce" and problem.m > FEW_ROWS:
         yield config._replace(is_shifted=not config.is_shifted)
 
 
 def _vary_blocks(problem: GemmProblem, machine: Machine, transfer: str) -> Iterator[Blocks]:
-    if problem.m <= SMALL_M_ROWS:
+    if problem.m <= FEW_ROWS:
         rows = max(16, triton.next_power_of_2(problem.m))
         processors = count_usable(problem, machine, transfer)
         widths = dict.fromkeys((find_width(rows, problem.n, processors) or 32, 32, 64, 128))
