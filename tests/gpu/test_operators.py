@@ -135,6 +135,7 @@ def confirm_first_calls(folder: Path) -> tuple[dict[str, dict[str, float]], dict
     device, group = Grid(data=world, device="cuda").device, dist.group.WORLD
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", str(folder / str(rank)))
+        patch.setenv("STRETTO_CONFIRM", "1")
         config.restore_choices({})
         x = torch.randn(1024 // world, 2048, device=device, dtype=torch.bfloat16)
         weight = torch.randn(1024, 2048, device=device, dtype=torch.bfloat16) / 45

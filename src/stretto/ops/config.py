@@ -46,7 +46,7 @@ DIRECTIONS = ("push", "pull")
 EXCHANGES = ("tiles", "packets")
 
 CONFIRM_VARIABLE = "STRETTO_CONFIRM"
-"""The environment variable that switches timing of first calls off, where it is 0."""
+"""The environment variable that switches timing of first calls on, where it is 1."""
 
 _NEAR = 1.5  # a measurement counts for up to so many times as many rows, or as few
 _MAX_CHOICES = 4096
@@ -317,8 +317,8 @@ def choose_config(
 
 
 def can_time_calls(device: torch.device) -> bool:
-    """True if this rank may time calls now: on a GPU of its own, in no CUDA graph's capture, if not switched off."""
-    if device.type != "cuda" or os.environ.get(CONFIRM_VARIABLE) == "0" or shared_gpus.is_enabled():
+    """True if this rank may time calls now: on a GPU of its own, in no CUDA graph's capture, if switched on."""
+    if device.type != "cuda" or os.environ.get(CONFIRM_VARIABLE) != "1" or shared_gpus.is_enabled():
         return False
     return not torch.cuda.is_current_stream_capturing()
 
