@@ -84,6 +84,7 @@ class _Call(bytearray):
 
     function: GraphFunction
     next_functions: tuple[tuple[Any, int], ...] = ()
+    _inputs: tuple[Tensor | None, Tensor | None] = (None, None)
     needs_input_grad: tuple[bool, ...] = ()
 
     @classmethod
@@ -159,7 +160,9 @@ def _differentiate_function(
     if call.function.keeps_inputs():
         x, gradient = x.clone(), gradient.clone()
     of_x, _, of_other, *_ = call.run("backward", x, other, gradient)
-    return torch.zeros_like(key), *(x.new_empty(0) if each is None else each.contiguous() for each in (of_x, of_other))
+    none = x.new_empty(0)
+    of_x, of_other = (none if each is None else each.contiguous() for each in (of_x, of_other))
+    return torch.zeros_like(key), of_x, of_other
 
 
 @_differentiate_function.register_fake
