@@ -11,7 +11,7 @@ would be a constant of it, and each layer have its own. The key's graph leads to
 finds it; and the key's gradient, zero, keeps a compiler from dropping a call that makes the weight's gradient alone.
 
 Compilers write to a tensor's memory after its last use in a graph. So a function keeps none of its inputs and outputs
-from its forward pass: the graph saves the inputs. What else it saves is in its `_Call`, for as long as the graph saves
+from its forward pass: the graph saves the inputs. What else it saves is in its `_GraphCall`, for as long as the graph saves
 the call's token.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from stretto.parallel.comm.kept_outputs import is_recomputed
 
 _functions: "WeakValueDictionary[int, GraphFunction]" = WeakValueDictionary()
-_calls: "WeakValueDictionary[int, _Call]" = WeakValueDictionary()
+_calls: "WeakValueDictionary[int, _GraphCall]" = WeakValueDictionary()
 _numbers = itertools.count(1)  # float64 holds them exactly
 
 
@@ -79,7 +79,7 @@ class _Key(torch.autograd.Function):
         return None, None
 
 
-class _Call(bytearray):
+class _GraphCall(bytearray):
     """A call's context, as autograd gives one to a function; its bytes are its number, and the memory of its token."""
 
     function: GraphFunction
@@ -88,7 +88,7 @@ class _Call(bytearray):
     needs_input_grad: tuple[bool, ...] = ()
 
     @classmethod
-    def of(cls, key: Tensor, is_recorded: bool) -> "_Call":
+    def of(cls, key: Tensor, is_recorded: bool) -> "_GraphCall":
         number = next(_numbers)
         call = cls(struct.pack("d", number))
         call.function = _functions[int(key)]
@@ -140,7 +140,7 @@ def _version_of(saved: Tensor | int | None) -> int | None:
 def _call_function(
     key: Tensor, x: Tensor, other: Tensor | None, features: int, is_recorded: bool
 ) -> tuple[Tensor, Tensor]:
-    call = _Call.of(key, is_recorded)
+    call = _GraphCall.of(key, is_recorded)
     y = call.run("forward", x, other)
     # A block's recomputation may keep y, whose memory the graph may use for another tensor.
     return y.clone() if is_recomputed() else y.contiguous(), torch.frombuffer(call, dtype=torch.float64)
