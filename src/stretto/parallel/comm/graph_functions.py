@@ -11,8 +11,8 @@ would be a constant of it, and each layer have its own. The key's graph leads to
 finds it; and the key's gradient, zero, keeps a compiler from dropping a call that makes the weight's gradient alone.
 
 Compilers write to a tensor's memory after its last use in a graph. So a function keeps none of its inputs and outputs
-from its forward pass: the graph saves the inputs. What else it saves is in its `_GraphCall`, for as long as the graph saves
-the call's token.
+from its forward pass: the graph saves the inputs. What else it saves is in its `_GraphCall`, for as long as the graph
+saves the call's token.
 """
 
 import itertools
