@@ -512,6 +512,13 @@ def faults(count: int) -> dict[str, Any]:
     return {"ranks": 4, "timeout": 8.0, "limit": 11.0, "faults": found, "rows": []}
 
 
+def curves(count: int) -> dict[str, Any]:
+    models = ("dense", "mixture of experts", "mixture of experts, fp64", "other")[:count]
+    names = ("one rank", "pipe=2", "x=2 z=2")
+    losses = {name: [2 + 3 / (step + 1) + 1e-6 * place for step in range(60)] for place, name in enumerate(names)}
+    return {"curves": dict.fromkeys(models, losses)}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "faults.json": faults,
     "train.json": train,
@@ -549,6 +556,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "simulated-collectives.json": simulated_collectives,
     "simulated-msccl.json": simulated_msccl,
     "simulator-speed.json": simulator_speed,
+    "curves.json": curves,
 }
 
 

@@ -396,8 +396,11 @@ class ParallelLinear(ShardedModule):
         self.in_graphs.follow(self.weight)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        super()._apply(fn, recurse)
-        self.follow_weight()
+        self.in_graphs.follow(None)  # torch swaps no tensor to which a graph leads
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self.follow_weight()
         return self
 
     def local_bias(self) -> Tensor:
