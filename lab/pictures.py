@@ -47,17 +47,18 @@ def draw_result(result: Path) -> Path | None:
 
 
 def redraw(folder: Path) -> list[Path]:
-    """Draw every result in a folder and its subfolders again, and the loss (and experts' load) of every run.
+    """Draw a result, or every result in a folder and its subfolders, again, and the loss (and experts' load) of runs.
 
     Returns the pictures' paths.
 
     A run (a folder with config.toml and metrics.jsonl) is drawn with the run in its subfolder `one-rank`, as the
     demo's is. Raises ValueError if there is no such folder, nothing in it to draw, or nothing to draw with.
     """
-    if not folder.is_dir():
+    if not folder.exists():
         raise ValueError(f"there is no folder {folder}{did_you_mean_file(folder)}")
     require_drawing()
-    results = [path for path in sorted(folder.rglob("*.json")) if _find_plot(path) is not None]
+    found = [folder] if folder.is_file() else sorted(folder.rglob("*.json"))
+    results = [path for path in found if _find_plot(path) is not None]
     pictures = [picture for path in results if (picture := draw_result(path)) is not None]
     for config in sorted(folder.rglob("config.toml")):
         out = config.parent
