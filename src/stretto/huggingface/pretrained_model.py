@@ -6,8 +6,10 @@ transformers is not imported: classes are identified by their names and attribut
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -107,6 +109,24 @@ def order_of_pipeline_plan(model: nn.Module) -> dict[str, bool]:
 def checkpoints_itself(layer: nn.Module) -> bool:
     """True if this is a layer whose forward checkpoints itself (GradientCheckpointingLayer)."""
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__)
+
+
+def run_own_checkpoints_uncompiled(model: nn.Module) -> None:
+    """Have layers that checkpoint themselves run uncompiled while they do: torch cannot save, in a graph, what a
+    checkpoint within it unwraps of sharded parameters."""
+    for layer in filter(checkpoints_itself, model.modules()):
+        layer.forward = _uncompiled_in_checkpoints(layer, layer.forward)
+
+
+def _uncompiled_in_checkpoints(layer: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+    uncompiled = torch.compiler.disable(own)
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        checkpoints = layer.training and layer.gradient_checkpointing
+        return (uncompiled if checkpoints else own)(*args, **kwargs)
+
+    return forward
 
 
 def checkpoint_layers(model: nn.Module) -> bool:

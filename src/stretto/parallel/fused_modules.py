@@ -40,11 +40,11 @@ def fuse_modules(model: nn.Module, tuner: AttentionTuner) -> None:
     """
     for name, module in model.named_modules():
         if (kind := rms_norm_of(module, name)) is not None:
-            module.forward = _unless_compiled(module.forward, _normalize(module, kind))
+            module.forward = _of_one(module.forward, _normalize(module, kind))
         elif is_gated_mlp(module):
-            module.forward = _unless_compiled(module.forward, _multiply_by_silu(module))
+            module.forward = _of_one(module.forward, _multiply_by_silu(module))
         elif is_gelu_by_tanh(module):
-            module.forward = _unless_compiled(module.forward, functools.partial(F.gelu, approximate="tanh"))
+            module.forward = _of_one(module.forward, functools.partial(F.gelu, approximate="tanh"))
         elif rotates_halves(module):
             module.forward = _unless_compiled(module.forward, _rotate(module, tuner))
 
@@ -55,6 +55,15 @@ def _unless_compiled(own: Callable[..., Any], fused: Callable[..., Any]) -> Call
         return own(*args, **kwargs) if torch.compiler.is_compiling() else fused(*args, **kwargs)
 
     return forward
+
+
+def _of_one(own: Callable[..., Any], fused: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """The fused computation of one tensor; the module's own if it is given more, as gated norms are, or by name."""
+
+    def of_one(*args: Any, **kwargs: Any) -> Any:
+        return fused(*args) if len(args) == 1 and not kwargs else own(*args, **kwargs)
+
+    return _unless_compiled(own, of_one)
 
 
 def _normalize(module: nn.Module, kind: NormKind) -> Callable[[Tensor], Tensor]:

@@ -61,7 +61,9 @@ class GraphFunction:
     def __call__(self, features: int, x: Tensor, other: Tensor | None = None) -> Tensor:
         """Call the function, which returns [..., features], in the graph that is being traced."""
         needs = x.requires_grad or self.key.requires_grad or (other is not None and other.requires_grad)
-        y, _ = torch.ops.stretto.call_function(self.key, x, other, features, needs and torch.is_grad_enabled())
+        # Compilers make one call of two that are alike, but for what is empty: a new number is in no other call.
+        this = torch.empty(1, dtype=torch.float64, device="cpu")
+        y, _ = torch.ops.stretto.call_function(this, self.key, x, other, features, needs and torch.is_grad_enabled())
         found: Tensor = y
         return found
 
@@ -121,6 +123,11 @@ class _GraphCall(bytearray):
     @property
     def saved_tensors(self) -> tuple[Tensor | None, ...]:
         """What was saved, as long as the graph is."""
+        if len(self._saved) < len(self._versions):
+            raise RuntimeError(
+                "a second backward pass goes through a compiled module, whose first one has freed what it saved: pass "
+                "retain_graph=True to the first"
+            )
         if [_version_of(each) for each in self._saved] != self._versions:
             raise RuntimeError(
                 "a weight of a compiled module has been modified by an inplace operation between its forward and its "
@@ -138,7 +145,7 @@ def _version_of(saved: Tensor | int | None) -> int | None:
 
 @torch.library.custom_op("stretto::call_function", mutates_args=())
 def _call_function(
-    key: Tensor, x: Tensor, other: Tensor | None, features: int, is_recorded: bool
+    this: Tensor, key: Tensor, x: Tensor, other: Tensor | None, features: int, is_recorded: bool
 ) -> tuple[Tensor, Tensor]:
     call = _GraphCall.of(key, is_recorded)
     y = call.run("forward", x, other)
@@ -147,7 +154,9 @@ def _call_function(
 
 
 @_call_function.register_fake
-def _(key: Tensor, x: Tensor, other: Tensor | None, features: int, is_recorded: bool) -> tuple[Tensor, Tensor]:
+def _(
+    this: Tensor, key: Tensor, x: Tensor, other: Tensor | None, features: int, is_recorded: bool
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(*x.shape[:-1], features), torch.empty(1, dtype=torch.float64)
 
 
@@ -174,19 +183,19 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    key, x, other, _, _ = inputs
+    _, key, x, other, _, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(key, output[1], x, other)
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    needs_key, needs_x, needs_other, *_ = ctx.needs_input_grad
+    _, needs_key, needs_x, needs_other, *_ = ctx.needs_input_grad
     if gradient is None:
-        return (None,) * 5
+        return (None,) * 6
     found = torch.ops.stretto.differentiate_function(*ctx.saved_tensors, gradient, needs_x, needs_other)
     of_key, of_x, of_other = found
-    return of_key if needs_key else None, of_x if needs_x else None, of_other if needs_other else None, None, None
+    return None, of_key if needs_key else None, of_x if needs_x else None, of_other if needs_other else None, None, None
 
 
 _call_function.register_autograd(_differentiate, setup_context=_save)
