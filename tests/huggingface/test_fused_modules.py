@@ -172,6 +172,16 @@ class Clamped(LlamaRMSNorm):
 Clamped.__module__ = LlamaRMSNorm.__module__
 
 
+class Gated(LlamaRMSNorm):
+    """As Mamba-2's."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden_states if gate is None else hidden_states * F.silu(gate))  # type: ignore[no-any-return]
+
+
+Gated.__module__ = LlamaRMSNorm.__module__
+
+
 def test_what_computes_something_else_or_is_not_the_classs_own_stays():
     model = hugging_face.causal_lm("llama")
     model.model.norm = Clamped(32)
@@ -183,6 +193,16 @@ def test_what_computes_something_else_or_is_not_the_classs_own_stays():
     mlp.act_fn.register_forward_hook(lambda module, args, output: seen.append(output) or 0 * output)
     assert not mlp(torch.ones(1, 32)).any()
     assert len(seen) == 1
+
+
+def test_a_norm_that_is_given_a_gate_computes_with_it():
+    norm = Gated(32)
+    x, gate = draw(2, 3, 32), draw(2, 3, 32)
+    expected, alone, by_name = norm(x, gate), norm(x), norm(hidden_states=x)
+    fuse_modules(nn.ModuleList([norm]), NO_TUNER)
+    assert "forward" in vars(norm)
+    for one, other in ((norm(x, gate), expected), (norm(x), alone), (norm(hidden_states=x), by_name)):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_gelu_by_tanh_is_torchs():

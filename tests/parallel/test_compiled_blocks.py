@@ -156,6 +156,21 @@ def make_gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, use_cache=False, **sizes, **drops))
 
 
+def make_repeating() -> nn.Module:
+    """A Llama whose layers call the same linears twice on the same input."""
+    model = make_llama()
+    for layer in model.get_submodule("model.layers").children():
+        mlp: Any = layer.mlp
+        mlp.forward = lambda x, own=mlp.forward: own(x) + own(x)
+    return model
+
+
+def make_checkpointed() -> nn.Module:
+    model: Any = make_llama()
+    model.gradient_checkpointing_enable()
+    return model  # type: ignore[no-any-return]
+
+
 class Messages(logging.Handler):
     """Collects what a user's console would show of torch.compile: warnings, and log lines from WARNING on."""
 
@@ -231,12 +246,19 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
         pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, marks=pytest.mark.long),
         pytest.param(make_llama, {"z": 2}, {**BY_BLOCKS, "reshard": "after_forward"}, marks=pytest.mark.long),
         pytest.param(make_gpt2, {"x": 2}, {}, marks=pytest.mark.long),
+        pytest.param(make_repeating, {"z": 2}, {}, marks=pytest.mark.long),
         pytest.param(make_gpt2, {"z": 2}, {"dtype": torch.float64}, marks=pytest.mark.long),
     ],
 )
 def test_layers_of_one_kind_are_one_graph_that_logs_nothing(ranks, make_model, sizes, options):
     for graphs, breaks, far, messages in ranks(2).run(compile_like_a_user, make_model, sizes, "layers", options):
         assert (graphs, breaks, messages) == (2, 0, [])  # one that trains, and one that evaluates
+        assert far < 1e-5
+
+
+@pytest.mark.long
+def test_compiled_layers_that_checkpoint_themselves_have_the_gradients_of_the_model(ranks):
+    for _, _, far, _ in ranks(2).run(compile_like_a_user, make_checkpointed, {"z": 2}, "layers", {}):
         assert far < 1e-5
 
 
