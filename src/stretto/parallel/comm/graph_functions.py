@@ -169,8 +169,7 @@ def _differentiate_function(
     if call.function.keeps_inputs():
         x, gradient = x.clone(), gradient.clone()
     of_x, _, of_other, *_ = call.run("backward", x, other, gradient)
-    none = x.new_empty(0)
-    of_x, of_other = (none if each is None else each.contiguous() for each in (of_x, of_other))
+    of_x, of_other = (x.new_empty(0) if each is None else each.contiguous() for each in (of_x, of_other))
     return torch.zeros_like(key), of_x, of_other
 
 
