@@ -71,7 +71,7 @@ class TransformerWorkload:
 
 @dataclass(frozen=True)
 class Way:
-    """How a run trains the model, by torch or Stretto. compiles: what torch.compile takes.
+    """A way to train the model, by torch or Stretto. compiles: what torch.compile takes.
 
     Torch's: tensor is the ranks of DTensor's tensor parallelism; FSDP2 is over the others, and casts (`precision`);
     autocast, and bf16 weights with fp32 masters, are of runs without it. frees_weights, is_symmetric: FSDP2's.

@@ -87,7 +87,7 @@ def stop_and_resume(folder, times):
     rank = dist.get_rank()
     with timed_by(times, Path(folder) / str(rank)):
         expected = call_all()
-        kept = broadcast_data(config.list_choices(), None, dict[str, config.GroupChoices])
+        kept = broadcast_data(config.list_choices(), None, dict[str, config.SavedChoices])
     others = [2.0, 1.0] if times is None else times[::-1]
     with timed_by(others, Path(folder) / f"elsewhere {rank}") as timed:  # another cache, where others are faster
         config.restore_choices(kept)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from stretto.ops.gemm import Blocks
-from stretto.ops.prediction import FITTED, NEVER_SLOWER, Call, Constants, Speeds, predict_kernel, predict_library
+from stretto.ops.prediction import FITTED, NEVER_SLOWER, Constants, GemmCall, Speeds, predict_kernel, predict_library
 
 RESULTS = Path(__file__).parents[2] / "lab" / "results"
 NAMES = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
@@ -35,7 +35,7 @@ ON_H100 = (  # operator, m, GEMM + NCCL, Stretto, its blocks, what exchanged
 
 
 class Row(NamedTuple):
-    call: Call
+    call: GemmCall
     speeds: Speeds
     blocks: Blocks
     exchange: str
@@ -65,7 +65,7 @@ def read_rows(folder, itemsize=2):
         is_gather = row["operator"] == "gather"
         exchange = plan["transfer"] if is_gather or plan["exchange"] == "tiles" else "packets"
         exchange = "tiles" if exchange == "programs" and not is_gather else exchange
-        call = Call(NAMES[row["operator"]], row["m"], row["n"], row["k"], itemsize, content["ranks"])
+        call = GemmCall(NAMES[row["operator"]], row["m"], row["n"], row["k"], itemsize, content["ranks"])
         times = row["nccl"] / 1e3, row["stretto"] / 1e3
         yield Row(call, H200, Blocks(*plan["blocks"]), exchange, plan["shots"], *times)
 
@@ -74,7 +74,7 @@ def read_rows(folder, itemsize=2):
 def machines():
     of_h200 = [*read_rows("operators/operators.json"), *read_rows("operators-2-gpus/operators.json")]
     of_h100 = [
-        Row(Call(NAMES[name], m, 12288, 12288, 2, 4), H100, Blocks(*blocks), exchange, 1, nccl / 1e3, stretto / 1e3)
+        Row(GemmCall(NAMES[name], m, 12288, 12288, 2, 4), H100, Blocks(*blocks), exchange, 1, nccl / 1e3, stretto / 1e3)
         for name, m, nccl, stretto, blocks, exchange in ON_H100
     ]
     return {"H200": of_h200, "H100": of_h100}
@@ -120,7 +120,7 @@ def test_the_constants_predict_nine_of_ten_choices_of_each_machine(machines):
 
 
 def test_slow_links_and_few_programs_make_a_kernel_slower_than_the_library():
-    call, blocks = Call("all_gather_matmul", 512, 12288, 12288, 2, 4), Blocks(*WIDE)
+    call, blocks = GemmCall("all_gather_matmul", 512, 12288, 12288, 2, 4), Blocks(*WIDE)
     times = [predict_kernel(call, H100, 132, blocks._replace(programs=count), "programs") for count in (132, 99)]
     assert times[0] < predict_library(call, H100) < times[1]
     times = [predict_kernel(call, H100._replace(link=link), 132, blocks, "copies") for link in (450e9, 10e9)]

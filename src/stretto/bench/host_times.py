@@ -55,7 +55,7 @@ def _measure_passes(grid: Grid, dtype: str, layers: int) -> tuple[float, float]:
 
 
 def _time_host(step: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """What a call returns, and the seconds until it does, with an idle GPU at its beginning."""
+    """Call `step` with an idle GPU; returns its result, and the seconds until it returned."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

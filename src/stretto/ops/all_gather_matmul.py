@@ -248,7 +248,7 @@ def _compute(
     *,
     returns_gathered: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What `_run` returns, by this configuration."""
+    """Compute the result of `_run` by this configuration."""
     (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
     if rows == 0 or n == 0 or k == 0:  # nothing to wait for
         product, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)

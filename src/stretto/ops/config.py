@@ -34,7 +34,15 @@ from stretto.memory.plain_data import all_gather_data
 from stretto.ops import confirmation
 from stretto.ops.gemm import Blocks, count_waves, divide_up, has_power_of_two_columns, takes_tma
 from stretto.ops.operator import find_group, require_agreement, require_no_capture
-from stretto.ops.prediction import FEW_ROWS, NEVER_SLOWER, Call, Speeds, find_speeds, predict_kernel, predict_library
+from stretto.ops.prediction import (
+    FEW_ROWS,
+    NEVER_SLOWER,
+    GemmCall,
+    Speeds,
+    find_speeds,
+    predict_kernel,
+    predict_library,
+)
 from stretto.tiles import INTERPRETED
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
 
@@ -491,7 +499,7 @@ def _parse_time_key(key: str) -> tuple[str, KernelConfig]:
     return problem, decode(text)
 
 
-class GroupChoices(NamedTuple):
+class SavedChoices(NamedTuple):
     """A group's choices as plain data, for a checkpoint.
 
     choices: encoded configurations by call. confirmed: seconds that were measured in calls, by problem and
@@ -502,10 +510,10 @@ class GroupChoices(NamedTuple):
     confirmed: dict[str, dict[str, float]]
 
 
-_restored: dict[str, GroupChoices] = {}  # by the group's ranks
+_restored: dict[str, SavedChoices] = {}  # by the group's ranks
 
 
-def list_choices() -> dict[str, GroupChoices]:
+def list_choices() -> dict[str, SavedChoices]:
     """The choices of the groups whose first rank this is, by the group's ranks: those that nobody asked for."""
     first = str(dist.get_rank())
     found = {ranks: one for ranks, one in _restored.items() if ranks.split(",")[0] == first}
@@ -514,18 +522,18 @@ def list_choices() -> dict[str, GroupChoices]:
         if group is None or dist.get_rank(group) != 0:
             continue
         ranks = _name_ranks(group)
-        earlier = found.get(ranks, GroupChoices({}, {}))
+        earlier = found.get(ranks, SavedChoices({}, {}))
         choices = {
             _name_choice(problem, machine, implementation): config.encode()
             for (problem, machine, implementation), (config, _) in known.choices.items()
             if implementation in ("auto", "kernel")
         }
         if choices:
-            found[ranks] = GroupChoices(earlier.choices | choices, earlier.confirmed | known.confirmed)
+            found[ranks] = SavedChoices(earlier.choices | choices, earlier.confirmed | known.confirmed)
     return found
 
 
-def restore_choices(choices: Mapping[str, GroupChoices]) -> None:
+def restore_choices(choices: Mapping[str, SavedChoices]) -> None:
     """Have later calls make the choices that `list_choices` gave on all ranks. ValueError for other configurations.
 
     All ranks call it with the same. Groups agree again at their next call.
@@ -638,8 +646,8 @@ def find_fastest_kernel(problem: GemmProblem, machine: Machine) -> tuple[KernelC
     return list(kernels.values())[best], found[best]
 
 
-def _describe_call(problem: GemmProblem) -> Call:
-    return Call(problem.operator, problem.m, problem.n, problem.k, problem.dtype.itemsize, problem.world)
+def _describe_call(problem: GemmProblem) -> GemmCall:
+    return GemmCall(problem.operator, problem.m, problem.n, problem.k, problem.dtype.itemsize, problem.world)
 
 
 def default_kernels(problem: GemmProblem, machine: Machine) -> dict[str, KernelConfig]:

@@ -345,7 +345,7 @@ class _ComparedCalls:
 
 
 class AgreedCall(NamedTuple):
-    """What holds for all ranks of a call. is_measured: it is the first one of its kind, and all may time it."""
+    """Facts about a call that all ranks share. is_measured: it is the first one of its kind, and all may time it."""
 
     by_tma: bool
     is_measured: bool = False

@@ -31,7 +31,7 @@ class Speeds(NamedTuple):
     link: float
 
 
-class Call(NamedTuple):
+class GemmCall(NamedTuple):
     """An operator's call: rows m of all ranks, a rank's weight [n, k], bytes of an element of the operands."""
 
     operator: str
@@ -74,7 +74,7 @@ def find_speeds(device: torch.device) -> Speeds | None:
     return speeds if all(speeds) else None
 
 
-def predict_library(call: Call, speeds: Speeds, constants: Constants = FITTED) -> float:
+def predict_library(call: GemmCall, speeds: Speeds, constants: Constants = FITTED) -> float:
     """The seconds of the product and then the library's collective."""
     sent = _count_sent(call) * (2 if call.operator == "matmul_all_reduce" else 1)
     product = max(2 * call.m * call.n * call.k / _find_rate(call, speeds, constants), _stream(call, speeds, constants))
@@ -82,7 +82,7 @@ def predict_library(call: Call, speeds: Speeds, constants: Constants = FITTED) -
 
 
 def predict_kernel(
-    call: Call,
+    call: GemmCall,
     speeds: Speeds,
     processors: int,
     blocks: Blocks,
@@ -111,21 +111,21 @@ def predict_kernel(
     return product + constants.programs + sent / speeds.link
 
 
-def _find_rate(call: Call, speeds: Speeds, constants: Constants) -> float:
+def _find_rate(call: GemmCall, speeds: Speeds, constants: Constants) -> float:
     return constants.product * speeds.flops * (2 if call.itemsize == 1 else 1)
 
 
-def _stream(call: Call, speeds: Speeds, constants: Constants) -> float:
+def _stream(call: GemmCall, speeds: Speeds, constants: Constants) -> float:
     """The seconds in which memory reads the operands and takes the product, of 16 bits."""
     read = (call.m + call.n) * call.k * call.itemsize
     return (read + 2 * call.m * call.n) / (constants.memory * speeds.memory)
 
 
-def _count_whole(call: Call) -> int:
+def _count_whole(call: GemmCall) -> int:
     """The bytes of all ranks' rows, or of the whole sums, of 16 bits."""
     return call.m * call.k * call.itemsize if call.operator == "all_gather_matmul" else 2 * call.m * call.n
 
 
-def _count_sent(call: Call) -> float:
+def _count_sent(call: GemmCall) -> float:
     """The bytes that a rank sends in a gather or in a reduce-scatter."""
     return (call.world - 1) / call.world * _count_whole(call)

@@ -56,7 +56,7 @@ class GraphFunction:
     def follow(self, weight: Tensor | None) -> None:
         """Take this weight from now on: a conversion has replaced it, or it was frozen or unfrozen."""
         with torch.inference_mode(False), torch.enable_grad():
-            self.key: Tensor = _Key.apply(weight, float(self._number))
+            self.key: Tensor = _WeightKey.apply(weight, float(self._number))
 
     def __call__(self, features: int, x: Tensor, other: Tensor | None = None) -> Tensor:
         """Call the function, which returns [..., features], in the graph that is being traced."""
@@ -68,7 +68,7 @@ class GraphFunction:
         return found
 
 
-class _Key(torch.autograd.Function):
+class _WeightKey(torch.autograd.Function):
     """A number as a tensor whose graph leads to a weight, to which it passes no gradient."""
 
     @staticmethod
@@ -122,7 +122,7 @@ class _GraphCall(bytearray):
 
     @property
     def saved_tensors(self) -> tuple[Tensor | None, ...]:
-        """What was saved, as long as the graph is."""
+        """The saved tensors, until a backward pass frees the graph."""
         if len(self._saved) < len(self._versions):
             raise RuntimeError(
                 "a second backward pass goes through a compiled module, whose first one has freed what it saved: pass "

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.sharded_module import note_features
-from stretto.parallel.layers.token_shards import GatheredInput, StandIn
+from stretto.parallel.layers.token_shards import GatheredInput, TokenStandIn
 
 
 class JoinedLinears:
@@ -26,7 +26,7 @@ class JoinedLinears:
     def __init__(self, linears: Sequence[ParallelLinear]) -> None:
         self._linears = tuple(linears)
 
-    def output_of(self, linear: ParallelLinear, stand_in: StandIn) -> Tensor:
+    def output_of(self, linear: ParallelLinear, stand_in: TokenStandIn) -> Tensor:
         """One linear's output [batch, seq, out / X]."""
         if linear not in stand_in.outputs:
             stand_in.outputs |= self._multiply(stand_in.part)
@@ -41,7 +41,7 @@ class JoinedLinears:
         biases = [cast(linear.plan.used(linear.local_bias())) for linear in self._linears if linear.bias is not None]
         weights, bias = [linear.weight for linear in self._linears], torch.cat(biases) if biases else None
         rows, gathered = cast(part).flatten(0, -2).contiguous(), tokens.gathered_input(part)
-        outputs = tokens.whole(_JoinedLinears.apply(plans, gathered, bias, rows, *weights)).split(_widths(plans), -1)
+        outputs = tokens.whole(_OneProduct.apply(plans, gathered, bias, rows, *weights)).split(_widths(plans), -1)
         return {linear: note_features(y, "x") for linear, y in zip(self._linears, outputs, strict=True)}
 
 
@@ -59,7 +59,7 @@ def join(modules: Sequence[nn.Module]) -> None:
 
 
 def _widths(plans: Sequence[LinearPlan]) -> list[int]:
-    """How many output features of each linear this rank computes."""
+    """The numbers of output features of each linear that this rank computes."""
     return [sum(some.stop - some.start for some in plan.used_rows) or plan.shard.rows for plan in plans]
 
 
@@ -68,7 +68,7 @@ def _join(plans: Sequence[LinearPlan], weights: Sequence[Tensor]) -> Tensor:
     return torch.cat([plan.used(rows) for plan, rows in zip(plans, weights, strict=True)]).t()
 
 
-class _JoinedLinears(torch.autograd.Function):
+class _OneProduct(torch.autograd.Function):
     """As `_Linear3D`, of several parameters, whose biases are put together."""
 
     @staticmethod

@@ -28,7 +28,7 @@ class GatheredInput:
 
 
 @dataclass
-class StandIn:
+class TokenStandIn:
     """This rank's tokens, `part`, in whose place a module's code has a tensor of the shape of all.
 
     `outputs`: of linears that were computed together (`JoinedLinears`), and have not been called yet.
@@ -50,7 +50,7 @@ class TokenShards:
         # Inputs that linears have gathered, by their id, for as long as they live.
         self._gathered: dict[int, tuple[ref[Tensor], object, GatheredInput]] = {}
         # Stand-ins by their id, for as long as they live.
-        self._stand_ins: dict[int, tuple[ref[Tensor], StandIn]] = {}
+        self._stand_ins: dict[int, tuple[ref[Tensor], TokenStandIn]] = {}
 
     def note(self, shape: torch.Size) -> None:
         """Begin a batch of ids [batch, seq]. ValueError for one whose tokens the ranks cannot divide equally."""
@@ -99,11 +99,11 @@ class TokenShards:
         place. Its elements are NaN, so that a result of anything else that computes with it is."""
         whole = part.new_full((), torch.nan).expand(*self.shape, part.shape[-1])
         key, stand_ins = id(whole), self._stand_ins
-        stand_ins[key] = ref(whole, lambda _: stand_ins.pop(key, None)), StandIn(part)
+        stand_ins[key] = ref(whole, lambda _: stand_ins.pop(key, None)), TokenStandIn(part)
         return whole
 
-    def find_stand_in(self, x: Tensor) -> StandIn | None:
-        """What `x` stands for; None if it is a tensor of its own."""
+    def find_stand_in(self, x: Tensor) -> TokenStandIn | None:
+        """Find the tokens that `x` stands for; None if it is a tensor of its own."""
         alive, found = self._stand_ins.get(id(x), (None, None))
         return found if alive is not None and alive() is x else None
 

@@ -40,6 +40,6 @@ def restore_choices(metadata: CheckpointMetadata | None, device: torch.device) -
 
     stored = {} if metadata is None else metadata.operators
     try:
-        config.restore_choices({ranks: config.GroupChoices(**one.model_dump()) for ranks, one in stored.items()})
+        config.restore_choices({ranks: config.SavedChoices(**one.model_dump()) for ranks, one in stored.items()})
     except ValueError as error:  # of another version
         logger.warning("operators choose anew, and sums may differ in their last bits: %s", error)
