@@ -112,7 +112,7 @@ def launch_norm(name: str) -> Launch:
     halves = [FLOATS.bfloat16() for _ in range(3)]
     if name == "normalize_rows":
         return Launch(rms_norm.normalize_rows, (*halves, FLOATS, 4096, 4096, 1e-6, 0.0, 1, 4096), {"num_warps": 8})
-    arguments = *halves[:2], FLOATS, halves[2], FLOATS.bfloat16(), FLOATS, 4096, 4096, 0.0, 528, 1, 4096
+    arguments = *halves[:2], FLOATS, halves[2], FLOATS.bfloat16(), FLOATS, 4096, 4096, 528, 0.0, 1, 4096
     return Launch(rms_norm.differentiate_norm, arguments, {"num_warps": 8})
 
 

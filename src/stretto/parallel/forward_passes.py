@@ -11,6 +11,7 @@ from torch import nn
 
 from stretto.parallel.capture import note_forward
 from stretto.parallel.comm.autograd import in_backward
+from stretto.parallel.comm.graph_functions import current_stream
 from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded
 from stretto.parallel.state import ParallelState, state_of, wrappers_of
@@ -37,9 +38,12 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
             check_is_sharded(name, parameter)
             trainable.add(parameter)
         gradient_reducer.defer_hooks(parameter, name)
+    stream = current_stream(state.grid.device)
     for module in model.modules():
-        if isinstance(module, ParallelLinear) and module.in_graphs.key.requires_grad != (module.weight in trainable):
-            module.follow_weight()
+        if isinstance(module, ParallelLinear):
+            known = module.in_graphs.key.requires_grad, module.in_graphs.stream
+            if known != (module.weight in trainable, stream):
+                module.follow_weight()
 
     gatherer.is_in_forward = True
     if not in_backward():

@@ -31,6 +31,11 @@ _calls: "WeakValueDictionary[int, _GraphCall]" = WeakValueDictionary()
 _numbers = itertools.count(1)  # float64 holds them exactly
 
 
+def current_stream(device: torch.device) -> int | None:
+    """The CUDA stream on which work is enqueued now; None on other devices."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
 class GraphFunction:
     """An autograd function of a module that compiled graphs call as one operator.
 
@@ -54,9 +59,12 @@ class GraphFunction:
         self.follow(weight)
 
     def follow(self, weight: Tensor | None) -> None:
-        """Take this weight from now on: a conversion has replaced it, or it was frozen or unfrozen."""
+        """Take this weight from now on: a conversion has replaced it, or it was frozen or unfrozen, or the stream has
+        changed: what autograd accumulates in a weight, it does on the stream on which its node was made."""
+        self.key = torch.empty(0)  # frees the weight's node, which this may be all that keeps
+        self.stream = None if weight is None else current_stream(weight.device)
         with torch.inference_mode(False), torch.enable_grad():
-            self.key: Tensor = _WeightKey.apply(weight, float(self._number))
+            self.key = _WeightKey.apply(weight, float(self._number))
 
     def __call__(self, features: int, x: Tensor, other: Tensor | None = None) -> Tensor:
         """Call the function, which returns [..., features], in the graph that is being traced."""
