@@ -3,7 +3,6 @@
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -59,28 +58,18 @@ def require_given_targets(model: nn.Module) -> None:
         )
 
 
-def arguments_with_targets(
-    tokens: Tensor, targets: Tensor, num_targets: Tensor | int, *, attends: bool
-) -> dict[str, Any]:
+def arguments_with_targets(tokens: Tensor, targets: Tensor, num_targets: Tensor | int) -> dict[str, Any]:
     """The arguments of a causal language model's forward with which it returns the mean loss over the global batch.
 
     Labels would be shifted, and each sequence lose its last target; `shift_labels` are taken as they are.
-    attends: all of its layers are of attention. It then gets a cache that keeps nothing: without one transformers looks
-    for packed sequences, for which the host waits for the GPU in each forward pass.
     """
-    given = {"input_ids": tokens, "labels": targets, "shift_labels": targets, "num_items_in_batch": num_targets}
-    return given | {"use_cache": False} | ({"past_key_values": _cache_of_nothing()} if attends else {})
-
-
-@cache
-def _cache_of_nothing() -> Any:
-    from transformers import DynamicCache
-
-    class CacheOfNothing(DynamicCache):
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            return key_states, value_states
-
-    return CacheOfNothing()
+    return {
+        "input_ids": tokens,
+        "labels": targets,
+        "shift_labels": targets,
+        "num_items_in_batch": num_targets,
+        "use_cache": False,
+    }
 
 
 def compares_with_next(model: nn.Module) -> bool:

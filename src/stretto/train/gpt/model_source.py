@@ -157,8 +157,7 @@ class HuggingFaceSource(ModelSource):
     def arguments(self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int") -> dict[str, Any]:
         from stretto.huggingface.loss import arguments_with_targets
 
-        attends = self.config.get("model_type") in DECODERS
-        return arguments_with_targets(tokens, targets, num_targets, attends=attends)
+        return arguments_with_targets(tokens, targets, num_targets)
 
 
 class FolderSource(HuggingFaceSource):
