@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab transformers`: all ways train one model, from predictions that are written first."""
 
+import itertools
 import json
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,19 @@ def test_all_ways_train_the_same_model(ranks, tmp_path, model):
     kept = json.loads((tmp_path / "kept.json").read_text())["rows"]
     assert [row["name"] for row in kept] == list(chosen)
     assert [row.get("predicted_milliseconds") for row in kept[-2:]] == [1.0, None]
+
+
+def test_experts_divided_by_nccl_train_as_those_of_fsdp2_and_stretto_with_a_skewed_routing(ranks):
+    setting = TransformersSetting(
+        models=("qwen3-30b-a3b",), ranks=2, small=True, layers=1, warm_up=0, repeats=1, rounds=1
+    )
+    ways = list_ways(2, has_experts=True)
+    names = ("FSDP2, eager", "FSDP2, experts by NCCL's all-to-all", "Stretto z=2 expert=2")
+    workload = _make_workload("qwen3-30b-a3b", setting, "skewed")
+    rows = ranks(2).run(measure_model, workload, {name: ways[name] for name in names}, 2, False, len)[0]
+    assert [row.get("error") for row in rows] == [None] * len(names)
+    for row, number in itertools.product(rows[1:], ("loss", "gradient_norm", "last_loss")):
+        assert row[number] == pytest.approx(rows[0][number], rel=1e-4), (row["name"], number)
 
 
 def test_measuring_takes_predictions_of_the_same_model(tmp_path):
