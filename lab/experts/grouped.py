@@ -170,13 +170,8 @@ def measure_all(
         sizes = _TINY if setting.on_cpu else MODELS[model]
         case = ExpertsCase(16 if setting.on_cpu else tokens, *sizes, routing, device, setting.implementation)
         for part in setting.parts:
-            row: dict[str, Any] = {
-                "model": model,
-                "tokens": tokens,
-                "routing": routing,
-                "load": case.load,
-                "part": part,
-            }
+            row: dict[str, Any] = {"model": model, "tokens": tokens, "routing": routing, "part": part}
+            row |= {"load": case.load, "predicted": predicted.get(tuple(row.values()))}
             try:
                 row |= case.measure(part)
             except FAILURES as error:
