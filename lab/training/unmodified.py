@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from lab.experts import ROUTINGS
+from lab.experts.routing import draw_routing, load_of
 from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
 from lab.training.families import TRANSFORMERS
 from lab.training.steps import captured
@@ -233,6 +234,11 @@ def _predict(workload: TransformerWorkload, ways: Mapping[str, Way], cluster: Cl
             if way.by_blocks:
                 raise ValueError("the planner predicts models with roles")
             batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
+            if workload.routing is not None and (parts := way.grid.get("expert", 1)) > 1:
+                sizes = TRANSFORMERS[workload.name].sizes
+                experts, top_k = sizes["num_experts"], sizes["num_experts_per_tok"]
+                ids, _ = draw_routing(workload.seq_len, experts, top_k, workload.routing, torch.device("cpu"))
+                batch["imbalance"] = load_of(ids * parts // experts, parts)
             plan = predict(model, cluster, grid=way.grid, **batch, **way.options)
             row |= {"predicted_milliseconds": plan.step_time * 1e3, "predicted_gib": plan.peak_memory / GIB}
         except ValueError as error:
