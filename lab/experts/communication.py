@@ -215,8 +215,8 @@ class _TrainStep:
         self._rates = (setting.node_link * 1e6, setting.link * 1e6) if is_slow else None
         self._batch = local_batch(setting, grid.coordinate("batch"), grid.size("batch"), grid.device)
         model = whole_gpt(setting.model, grid.device)
-        dtypes = {"dtype": torch.bfloat16} if setting.on_gpus else {}
-        self._model = parallelize(model, grid, overlap=setting.on_gpus, **dtypes, **bar.options)
+        dtype = torch.bfloat16 if setting.on_gpus else None
+        self._model = parallelize(model, grid, dtype=dtype, overlap=setting.on_gpus, **bar.options)
         self._counts_once = setting.on_gpus  # counting slows the host
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         self.device = grid.device

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from lab.experts import ROUTINGS
-from lab.experts.grouped import MODELS, list_products, pin
+from lab.experts import MODELS, ROUTINGS
+from lab.experts.grouped import list_products, pin
 from lab.experts.peers import exchange_experts
 from lab.experts.routing import count_rows_sent, draw_routing, load_of
 from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
@@ -97,7 +97,8 @@ class Row:
 def run_exchange(setting: ExchangeSetting, out: Path) -> Measured:
     """Predict all rows, or measure them, those of all_to_all_vdev_2d last."""
     assert setting.ranks is not None
-    name, about = f"exchange-{setting.ranks}", {"ranks": setting.ranks}
+    name = f"exchange-{setting.ranks}"
+    about: dict[str, Any] = {"ranks": setting.ranks}
     if setting.cluster is not None:
         cluster = Cluster.find(setting.cluster)
         rows = [_predict(*case, setting, cluster) for case in setting.cases()]
@@ -245,10 +246,7 @@ class _Exchange:
         return row | {"nccl_rate": self.choice_bytes / row["nccl"] / 1e6, "rate": self.bytes / best / 1e6}
 
     def _dispatch(self, how: str = "auto", max_rows: int | None = None) -> moe.Dispatched:
-        dispatch = pin(moe.dispatch, how)
-        found: Any = dispatch(self.x, self.ids, self.experts, self.group, max_rows=max_rows)
-        assert isinstance(found, moe.Dispatched)
-        return found
+        return pin(moe.dispatch, how)(self.x, self.ids, self.experts, self.group, max_rows=max_rows)
 
     def measure_layer(self, kind: str) -> dict[str, Any]:
         """Times of the experts' forward pass, or of a step, and how much of the communication is hidden."""
@@ -311,6 +309,7 @@ def measure_vdev(setting: ExchangeSetting) -> dict[tuple[str, str, str], dict[st
     if not symmetric.is_nvshmem_available():
         return {case: {"failed": "all_to_all_vdev_2d: NVSHMEM is not here"} for case in cases}
     symmetric.set_backend("NVSHMEM")
+    symmetric.enable_symm_mem_for_group(name)
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for model, routing, kind in cases:
         try:

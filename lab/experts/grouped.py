@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from lab.experts import ROUTINGS
+from lab.experts import MODELS, ROUTINGS
 from lab.experts.peers import grouped_mm, torch_experts
 from lab.experts.routing import draw_routing, load_of
 from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
@@ -33,16 +33,10 @@ from stretto.ops.moe.permutation import sort_by_expert
 from stretto.parallel import Grid
 from stretto.planner.compute import Device
 
-# Hidden and intermediate sizes, experts and top-k.
-MODELS: Mapping[str, tuple[int, int, int, int]] = {
-    "mixtral-8x7b": (4096, 14336, 8, 2),
-    "qwen1.5-moe": (2048, 1408, 60, 4),
-    "deepseek-moe": (2048, 1408, 64, 6),
-    "qwen3-30b-a3b": (2048, 768, 128, 8),
-}
 PARTS = ("gate and up", "down", "gradients by rows", "gradients by weights", "forward", "step")
 _TINY = (32, 48, 4, 2)
 Results = Callable[[], Sequence[Tensor]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -314,7 +308,7 @@ class ExpertsCase:
         return sum(size for place, (size, _) in kept.items() if place not in weights)
 
 
-def pin(operator: Callable[..., Tensor], how: str) -> Callable[..., Tensor]:
+def pin(operator: Callable[..., T], how: str) -> Callable[..., T]:
     """The operator with this implementation; ValueError for one that it has no choice of."""
     if "implementation" in signature(operator).parameters:
         return partial(operator, implementation=how)
