@@ -309,7 +309,7 @@ def measure_vdev(setting: ExchangeSetting) -> dict[tuple[str, str, str], dict[st
     if not symmetric.is_nvshmem_available():
         return {case: {"failed": "all_to_all_vdev_2d: NVSHMEM is not here"} for case in cases}
     symmetric.set_backend("NVSHMEM")
-    symmetric.enable_symm_mem_for_group(name)
+    symmetric.enable_symm_mem_for_group(name)  # type: ignore[arg-type]
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for model, routing, kind in cases:
         try:
