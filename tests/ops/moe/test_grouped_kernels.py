@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of the grouped GEMM in Triton's interpreter, beside products in fp64, and compiled for Hopper."""
+
+import pytest
+import torch
+from tests.ops.moe.oracle import draw
+
+from stretto.ops.gemm import Blocks
+from stretto.ops.moe.grouped_kernels import (
+    GroupedConfig,
+    differentiate_gate,
+    multiply,
+    multiply_gated,
+    multiply_transposed,
+)
+
+SEED = 590
+BLOCKS = Blocks(16, 16, 16, 2, 4, 2, 3)
+CONFIGS = [GroupedConfig(BLOCKS), GroupedConfig(BLOCKS, halves=True), GroupedConfig(BLOCKS, stores_by_tma=True)]
+SIZES = {  # rows of each expert, rows of padding; a and b
+    "ragged": ([5, 0, 33, 16, 1], 4, 24, 40),
+    "all to one": ([0, 37, 0], 0, 16, 16),
+    "one row": ([0, 0, 1], 0, 40, 8),
+    "padding alone": ([0, 0], 9, 8, 24),
+}
+
+
+def make_offsets(sizes):
+    return torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def experts_of(sizes):
+    return [expert for expert, size in enumerate(sizes) for _ in range(size)]
+
+
+def multiply_exactly(rows, weight, sizes, padding):
+    """Row by row, in fp64; zeros for padding."""
+    products = [weight[expert].double() @ row.double() for row, expert in zip(rows, experts_of(sizes), strict=False)]
+    return torch.stack([*products, *[torch.zeros(weight.shape[1], dtype=torch.float64)] * padding])
+
+
+def close(found, expected, scale=1.0):
+    """True if results differ from exact ones by a rounding to their dtype and the sums' in fp32."""
+    assert found.shape == expected.shape
+    allowed = expected.abs() * torch.finfo(found.dtype).eps * scale + 2e-3 * scale
+    return bool(((found.double() - expected).abs() <= allowed).all())
+
+
+def multiply_everything(dtype):
+    """Which products were right, by their names."""
+    right = {}
+    for name, (sizes, padding, a, b) in SIZES.items():
+        n, experts, offsets = sum(sizes) + padding, len(sizes), make_offsets(sizes)
+        x = draw(SEED, 7, a).to(dtype)
+        tokens = torch.randint(7, (n,), generator=torch.Generator().manual_seed(SEED), dtype=torch.int32)
+        tokens[sum(sizes) :] = 1 << 30  # of padding, is not read
+        rows = x[tokens.clamp(max=6).long()]
+        rows[sum(sizes) :] = torch.nan
+        weight = (draw(SEED + 1, experts, b, a) / 4).to(dtype)
+        grad = draw(SEED + 2, n, b).to(dtype)
+        for expert, size in enumerate(sizes):
+            if size == 0:
+                weight[expert] = torch.nan  # and so is this
+        weights = {"": weight, "transposed ": weight.mT.contiguous().mT}
+        exact = multiply_exactly(rows, weight, sizes, padding)
+        for index, config in enumerate(CONFIGS):
+            for order, given in weights.items():
+                key = f"{name}, {order}{index}"
+                right[key] = close(multiply(config, rows, given, offsets), exact)
+                right[key + " by tokens"] = close(multiply(config, x, given, offsets, tokens), exact)
+            found = multiply_transposed(config, grad, rows, offsets)
+            by_tokens = multiply_transposed(config, grad, x, offsets, None, tokens)
+            other = multiply_transposed(config, x, grad, offsets, tokens)
+            expected = torch.stack(
+                [
+                    grad[begin:end].double().T @ rows[begin:end].double()
+                    for begin, end in zip(offsets[:-1], offsets[1:], strict=True)
+                ]
+            )
+            right[f"{name}, gradient {index}"] = close(found, expected)
+            right[f"{name}, gradient {index} by tokens"] = torch.equal(found, by_tokens)
+            right[f"{name}, gradient {index} of tokens"] = torch.equal(found, other.mT)
+    return right
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_multiply_ragged_rows(interpret, dtype):
+    [right] = interpret(1, multiply_everything, dtype)
+    assert not [name for name, is_right in right.items() if not is_right]
