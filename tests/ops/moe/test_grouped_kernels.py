@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of the grouped GEMM in Triton's interpreter, beside products in fp64, and compiled for Hopper."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from tests.ops.moe.oracle import draw
+from torch.nn.functional import silu
 
 from stretto.ops.gemm import Blocks
+from stretto.ops.moe.grouped_config import GroupedConfig
 from stretto.ops.moe.grouped_kernels import (
-    GroupedConfig,
     differentiate_gate,
     multiply,
     multiply_gated,
@@ -72,10 +75,7 @@ def multiply_everything(dtype):
             by_tokens = multiply_transposed(config, grad, x, offsets, None, tokens)
             other = multiply_transposed(config, x, grad, offsets, tokens)
             expected = torch.stack(
-                [
-                    grad[begin:end].double().T @ rows[begin:end].double()
-                    for begin, end in zip(offsets[:-1], offsets[1:], strict=True)
-                ]
+                [grad[begin:end].double().T @ rows[begin:end].double() for begin, end in pairwise(offsets)]
             )
             right[f"{name}, gradient {index}"] = close(found, expected)
             right[f"{name}, gradient {index} by tokens"] = torch.equal(found, by_tokens)
@@ -83,7 +83,51 @@ def multiply_everything(dtype):
     return right
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
 def test_kernels_multiply_ragged_rows(interpret, dtype):
     [right] = interpret(1, multiply_everything, dtype)
+    assert not [name for name, is_right in right.items() if not is_right]
+
+
+def gate_everything(dtype):
+    """Which results of gated products and their gradients were right, by their names."""
+    right = {}
+    for name, (sizes, padding, a, columns) in SIZES.items():
+        n, experts, total, offsets = sum(sizes) + padding, len(sizes), sum(sizes), make_offsets(sizes)
+        x, grad = draw(SEED, 7, a).to(dtype), draw(SEED + 2, 7, a).to(dtype)
+        tokens = torch.randint(7, (n,), generator=torch.Generator().manual_seed(SEED), dtype=torch.int32)
+        factors = draw(SEED + 3, n).abs().float()
+        gate_up = (draw(SEED + 1, experts, 2 * columns, a) / 4).to(dtype)
+        down = (draw(SEED + 4, experts, a, columns) / 4).to(dtype)
+        exact = multiply_exactly(x[tokens.long()][:total], gate_up, sizes, 0) if total else torch.zeros(0, 2 * columns)
+        for index, config in enumerate(CONFIGS):
+            key = f"{name}, {index} "
+            out, inner = multiply_gated(config, x, gate_up, offsets, tokens)
+            right[key + "inner"] = close(inner[:total], exact)
+            gate, up = (one.requires_grad_() for one in inner[:total].double().chunk(2, 1))
+            gated = silu(gate) * up
+            right[key + "gated"] = close(out[:total], gated.detach()) and not out[total:].any()
+            again, nothing = multiply_gated(config, x[tokens.long()], gate_up, offsets, keeps_inner=False)
+            right[key + "rows"] = torch.equal(again, out) and nothing is None
+            if not total:
+                continue
+            # Of factors * gated @ down.T: each row of it has the gradient of its token.
+            of_gated = multiply_exactly(grad[tokens.long()][:total], down.mT, sizes, 0)
+            for weighs in (True, False):
+                times = factors[:total, None].double() if weighs else 1
+                expected = torch.cat(torch.autograd.grad(gated, (gate, up), of_gated * times, retain_graph=True), 1)
+                found = differentiate_gate(config, grad, down, offsets, inner, tokens, factors if weighs else None)
+                right[f"{key}gradient {weighs}"] = (
+                    close(found.inner[:total], expected, 2) and not found.inner[total:].any()
+                )
+                right[f"{key}activated {weighs}"] = close(found.activated[:total], gated.detach() * times, 2)
+                if weighs:
+                    products = (of_gated * gated.detach()).sum(1)
+                    right[key + "products"] = close(found.products.sum(0)[:total], products)
+    return right
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+def test_kernels_multiply_gates_and_differentiate_them(interpret, dtype):
+    [right] = interpret(1, gate_everything, dtype)
     assert not [name for name, is_right in right.items() if not is_right]

@@ -96,9 +96,16 @@ def test_only_gradients_that_are_needed_are_computed_and_only_their_operands_kep
 
 @pytest.mark.long
 def test_torch_finds_nothing_wrong_with_the_operators():
-    inputs = draw(SEED, 5, 3).requires_grad_(), draw(SEED, 2, 4, 3).requires_grad_(), as_offsets([0, 2, 5])
+    inputs = (
+        draw(SEED, 5, 3).requires_grad_(),
+        draw(SEED, 2, 4, 3).requires_grad_(),
+        as_offsets([0, 2, 5]),
+        None,
+        None,
+        "auto",
+    )
     torch.library.opcheck(torch.ops.stretto.grouped_matmul.default, inputs)
-    inputs = draw(SEED, 5, 4), draw(SEED, 5, 3), as_offsets([0, 2, 5])
+    inputs = draw(SEED, 5, 4), draw(SEED, 5, 3), as_offsets([0, 2, 5]), None, "auto"
     torch.library.opcheck(torch.ops.stretto.grouped_matmul_weight_gradient.default, inputs)
 
 

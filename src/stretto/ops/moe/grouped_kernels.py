@@ -17,30 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.gemm import Blocks, describe_matrix, halve, order_tiles
+from stretto.ops.gemm import describe_matrix, halve, order_tiles
+from stretto.ops.moe.grouped_config import GroupedConfig
 from stretto.tiles.launches import launch_cached
 
 _MOST_ROWS = 1 << 30
 _WRAP = 1 << 34  # times _MOST_ROWS and 2 bytes or more: a multiple of 2^64
 _LARGEST = 0x7FFF0000
+_MANY_EXPERTS = 128  # up to so many, one compiled kernel is for any number
 
 MOST_ROWS = tl.constexpr(_MOST_ROWS)
 CLEARED = tl.constexpr(1024)  # columns of padding at once
-
-
-class GroupedConfig(NamedTuple):
-    """How a grouped product is launched.
-
-    blocks: tiles. n: columns of the result (with a gate, of gate and of up each); k: the step of the sum; of a weights'
-    gradient, tiles are m x n of a weight, and k are rows. halves: the last rows of an expert, if they fit, take a tile
-    of half the rows. is_flattened: the compiler joins loops over tiles and steps, so that a tile's loads begin before
-    the last one's stores; not with halves. stores_by_tma: whether whole tiles of plain products are.
-    """
-
-    blocks: Blocks
-    halves: bool = False
-    is_flattened: bool = False
-    stores_by_tma: bool = False
 
 
 class GateGradient(NamedTuple):
@@ -113,7 +100,7 @@ def multiply_transposed(
     grad_tokens: Tensor | None = None,
     row_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Each expert's grad.T @ rows: grad [n, b], rows [n, a] -> [e, b, a]; with tokens, of grad[grad_tokens] and so on."""
+    """Each expert's grad.T @ rows: grad [n, b], rows [n, a] -> [e, b, a]; with tokens, grad and rows are [t, .]."""
     (m, n, k, group_rows, num_warps, num_stages, programs), *_ = config
     experts, b, a = offsets.shape[0] - 1, grad.shape[1], rows.shape[1]
     out = rows.new_empty(experts, b, a)
@@ -158,7 +145,7 @@ def _launch_product(
         describe_matrix(stored, (1, k, n) if is_transposed else (1, n, k)), offsets, out, given,
         inner, activated, factors, products, None,
         out.shape[0], weight.shape[1] // (2 if epilogue == "gate" else 1), depth, experts, group_rows,
-        EXPERTS=triton.next_power_of_2(experts), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, TRANSPOSED=is_transposed,
+        EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, TRANSPOSED=is_transposed,
         EPILOGUE=epilogue, HALVES=halves, FLATTEN=flattens, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
@@ -175,7 +162,7 @@ def describe_ragged(matrix: Tensor, block: tuple[int, int]) -> Any:
     return describe_matrix(matrix, (1, 1, *block), shape, strides)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "experts", "group_rows"])
 def multiply_groups(  # type: ignore[no-untyped-def]
     rows, half_rows, tokens, weight, offsets, out, out_tiles, inner, activated, factors, products, arrivals,
     n, columns, k, experts, group_rows, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -247,8 +234,8 @@ def _make_tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Multiply a tile, and store its rows before `end` as the epilogue says."""
     expert, row, end, column, ready = place
-    out, out_tiles, inner, activated, factors, products = results
-    n, columns, k = sizes
+    out, out_tiles, inner, _, _, _ = results
+    _, columns, k = sizes
     dtype: tl.constexpr = out.dtype.element_ty
     at, steps = row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     is_row = at < end
@@ -267,34 +254,20 @@ def _make_tile(  # type: ignore[no-untyped-def]
         total = tl.dot(x, _load_weight(weight, expert, column, start, BLOCK_N, BLOCK_K, TRANSPOSED), total)
         if EPILOGUE == "gate":
             up = tl.dot(x, _load_weight(weight, expert, columns + column, start, BLOCK_N, BLOCK_K, TRANSPOSED), up)
-    # 64 bits for where the tile begins, 32 bits for offsets in it: fewer registers.
-    column_steps = tl.arange(0, BLOCK_N)[None, :]
-    row_steps = tl.arange(0, BLOCK_M)[:, None]
-    mask = (row_steps < end - row) & (column_steps < columns - column)
-    narrow = row_steps * columns + column_steps
-    wide = row_steps * (2 * columns) + column_steps
-    narrow_begin = tl.cast(row, tl.int64) * columns + column
-    wide_begin = tl.cast(row, tl.int64) * (2 * columns) + column
     if EPILOGUE == "differentiate":
-        gate = tl.load(inner + wide_begin + wide, mask=mask, other=0).to(tl.float32)
-        up = tl.load(inner + wide_begin + columns + wide, mask=mask, other=0).to(tl.float32)
-        share = 1 / (1 + tl.exp(-gate))
-        gated = gate * share * up
-        if factors is not None:
-            part = products + tl.cast(column // BLOCK_N, tl.int64) * n + at
-            tl.store(part, tl.sum(total * gated, axis=1), mask=is_row)
-            factor = tl.load(factors + at, mask=is_row, other=0)[:, None]
-            total *= factor
-            gated *= factor
-        tl.store(activated + narrow_begin + narrow, gated.to(dtype), mask=mask)
-        of_gate = total * up * (share * (1 + gate * (1 - share)))
-        tl.store(out + wide_begin + wide, of_gate.to(dtype), mask=mask)
-        tl.store(out + wide_begin + columns + wide, (total * (gate * share)).to(dtype), mask=mask)
+        left, right = halve(total)
+        _differentiate(halve(left) + halve(right), place, results, sizes, BLOCK_M, BLOCK_N)
     else:
+        # 64 bits for where the tile begins, 32 bits for offsets in it: fewer registers.
+        column_steps = tl.arange(0, BLOCK_N)[None, :]
+        row_steps = tl.arange(0, BLOCK_M)[:, None]
+        mask = (row_steps < end - row) & (column_steps < columns - column)
         if EPILOGUE == "gate":
             if inner is not None:
-                tl.store(inner + wide_begin + wide, total.to(dtype), mask=mask)
-                tl.store(inner + wide_begin + columns + wide, up.to(dtype), mask=mask)
+                gates = inner + tl.cast(row, tl.int64) * (2 * columns) + column
+                places = row_steps * (2 * columns) + column_steps
+                tl.store(gates + places, total.to(dtype), mask=mask)
+                tl.store(gates + columns + places, up.to(dtype), mask=mask)
             # Rounded as they are saved: the gradient computes the same activation again.
             gate = total.to(dtype).to(tl.float32)
             total = gate / (1 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
@@ -303,7 +276,49 @@ def _make_tile(  # type: ignore[no-untyped-def]
             _store_ragged(out_tiles, left.to(dtype), row, end, column)
             _store_ragged(out_tiles, right.to(dtype), row, end, column + BLOCK_N // 2)
         else:
-            tl.store(out + narrow_begin + narrow, total.to(dtype), mask=mask)
+            begin = out + tl.cast(row, tl.int64) * columns + column
+            tl.store(begin + (row_steps * columns + column_steps), total.to(dtype), mask=mask)
+
+
+@triton.jit
+def _differentiate(quarters, place, results, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the gradients of gate and up, and the activation, for a tile of its gradient in quarters of its columns.
+
+    In quarters, since a whole tile's operands do not fit into registers.
+    """
+    _, row, end, column, _ = place
+    out, _, inner, activated, factors, products = results
+    n, columns, _ = sizes
+    dtype: tl.constexpr = out.dtype.element_ty
+    width: tl.constexpr = BLOCK_N // 4
+    rows = tl.arange(0, BLOCK_M)
+    is_row = rows < end - row
+    product = tl.zeros((BLOCK_M,), tl.float32)
+    factor = product
+    if factors is not None:
+        factor = tl.load(factors + row + rows, mask=is_row, other=0)
+    narrow_places = rows[:, None] * columns + tl.arange(0, width)[None, :]
+    wide_places = rows[:, None] * (2 * columns) + tl.arange(0, width)[None, :]
+    for quarter in tl.static_range(4):
+        total = quarters[quarter]
+        at = column + quarter * width
+        mask = is_row[:, None] & (tl.arange(0, width) < columns - at)[None, :]
+        wide = tl.cast(row, tl.int64) * (2 * columns) + at
+        gate = tl.load(inner + wide + wide_places, mask=mask, other=0).to(tl.float32)
+        up = tl.load(inner + wide + columns + wide_places, mask=mask, other=0).to(tl.float32)
+        share = 1 / (1 + tl.exp(-gate))
+        gated = gate * share * up
+        if factors is not None:
+            product += tl.sum(total * gated, axis=1)
+            total *= factor[:, None]
+            gated *= factor[:, None]
+        narrow = tl.cast(row, tl.int64) * columns + at
+        tl.store(activated + narrow + narrow_places, gated.to(dtype), mask=mask)
+        of_gate = total * up * (share * (1 + gate * (1 - share)))
+        tl.store(out + wide + wide_places, of_gate.to(dtype), mask=mask)
+        tl.store(out + wide + columns + wide_places, (total * (gate * share)).to(dtype), mask=mask)
+    if factors is not None:
+        tl.store(products + tl.cast(column // BLOCK_N, tl.int64) * n + row + rows, product, mask=is_row)
 
 
 @triton.jit
@@ -326,7 +341,7 @@ def _store_ragged(matrix, block, row, end, column):  # type: ignore[no-untyped-d
     matrix.store([MOST_ROWS, end, MOST_ROWS - (end - row), column], tl.reshape(block, (1, 1, rows, columns)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts", "group_rows"])
 def sum_outer_products(  # type: ignore[no-untyped-def]
     grad, grad_tokens, rows, row_tokens, offsets, out, b, a, experts, group_rows,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLATTEN: tl.constexpr,
