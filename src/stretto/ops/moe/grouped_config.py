@@ -56,7 +56,7 @@ class GroupedWork(NamedTuple):
     by_tokens: bool
 
 
-_TABLE: dict[Kind, GroupedConfig] = {
+TABLE: dict[Kind, GroupedConfig] = {
     "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 4, 1), halves=True),
     "gate": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
     "gate gradient": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
@@ -66,7 +66,7 @@ _TABLE: dict[Kind, GroupedConfig] = {
 
 def find_config(work: GroupedWork, processors: int) -> GroupedConfig:
     """The tiles of a product on a GPU with so many multiprocessors; 0: it is interpreted."""
-    config = _TABLE[work.kind]
+    config = TABLE[work.kind]
     if processors == 0:
         return config._replace(blocks=config.blocks._replace(m=32, n=32, k=32, num_stages=2, programs=4))
     return config._replace(blocks=config.blocks._replace(programs=processors * config.blocks.programs))
