@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of the grouped GEMM in Triton's interpreter, beside products in fp64, and compiled for Hopper."""
 
+import re
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from tests.ops.moe.oracle import draw
+from tests.tiles.machine_code import Ptx, find_spills
 from torch.nn.functional import silu
 
+from stretto.ops import moe
 from stretto.ops.gemm import Blocks
-from stretto.ops.moe.grouped_config import GroupedConfig
+from stretto.ops.moe import grouped_kernels
+from stretto.ops.moe.grouped_config import TABLE, GroupedConfig
 from stretto.ops.moe.grouped_kernels import (
     differentiate_gate,
     multiply,
@@ -131,3 +136,81 @@ def gate_everything(dtype):
 def test_kernels_multiply_gates_and_differentiate_them(interpret, dtype):
     [right] = interpret(1, gate_everything, dtype)
     assert not [name for name, is_right in right.items() if not is_right]
+
+
+def route_by_kernels(dtype):
+    """Errors of routed experts and their gradients by kernels, relative to each result's largest number, in fp64."""
+    x, weights = draw(SEED, 21, 40), draw(SEED + 1, 21, 2).abs()
+    gate_up, down, grad = draw(SEED + 2, 5, 48, 40) / 5, draw(SEED + 3, 5, 40, 24) / 5, draw(SEED + 4, 21, 40)
+    ids = torch.rand(21, 4, generator=torch.Generator().manual_seed(SEED)).topk(2).indices  # the last has no tokens
+    found, expected = [], []
+    for results, implementation, kind in ((found, "kernel", dtype), (expected, "library", torch.float64)):
+        leaves = [one.to(dtype).to(kind).requires_grad_() for one in (x, gate_up, down)]
+        factors = weights.float().to(torch.float32 if kind == dtype else kind).requires_grad_()
+        out = moe.routed_experts(leaves[0], ids, factors, *leaves[1:], implementation=implementation)
+        results += [out, *torch.autograd.grad(out, [*leaves, factors], grad.to(kind))]
+    assert [one.dtype for one in found] == [dtype] * 4 + [torch.float32]
+    errors = [
+        (one.double() - right).abs().max() / right.abs().max() for one, right in zip(found, expected, strict=True)
+    ]
+    with pytest.raises(ValueError, match=r"multiples of 8, not \[21, 39\]"):
+        moe.grouped_matmul(
+            x[:, :39].to(dtype), gate_up[:, :, :39].to(dtype), make_offsets([21]), implementation="kernel"
+        )
+    return [float(error) for error in errors]
+
+
+def test_routed_experts_by_kernels_are_those_of_the_library(interpret):
+    [errors] = interpret(1, route_by_kernels, torch.bfloat16)
+    assert max(errors) < 2**-6
+
+
+def launch(kind, by_tokens):
+    """A launch of this kind of product with its configuration of the table: kernel, arguments and options."""
+    launches = []
+
+    def note(kernel, programs, *arguments, **options):
+        names = [one.name for one in kernel.params[len(arguments) :]]
+        launches.append((kernel, (*arguments, *(options.pop(name) for name in names)), options))
+
+    def make(*shape):
+        return torch.empty(*shape, dtype=torch.bfloat16)
+
+    offsets, tokens = make_offsets([64] * 4), torch.zeros(256, dtype=torch.int32) if by_tokens else None
+    config, wide = TABLE[kind], make(4, 512, 256)
+    with mock.patch.object(grouped_kernels, "launch_cached", note):
+        match kind:
+            case "product":
+                multiply(config, make(256, 256), wide, offsets, tokens)
+            case "gate":
+                multiply_gated(config, make(256, 256), wide, offsets, tokens)
+            case "gate gradient":
+                factors = torch.empty(256) if by_tokens else None
+                differentiate_gate(config, make(256, 512), wide, offsets, make(256, 512), tokens, factors)
+            case _:
+                multiply_transposed(config, make(256, 512), make(256, 256), offsets, None, tokens)
+    return launches[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("by_tokens", [False, True])
+@pytest.mark.parametrize("kind", TABLE)
+def test_kernels_are_compiled_to_tensor_core_loops_without_spills(kind, by_tokens, tmp_path):
+    from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
+
+    kernel, arguments, options = launch(kind, by_tokens)
+    forms = compile_kernel(kernel, arguments, options, "sm_90")
+    lines = Ptx(line.strip() for line in forms["ptx"].splitlines())
+    lines.cubin = forms["cubin"]
+    assert re.search(r"wgmma\.mma_async\S*\.m64n(128|256)k16", forms["ptx"])
+    assert "cp.async.bulk.tensor.3d.shared" in forms["ptx"] or "cp.async.bulk.tensor.4d.shared" in forms["ptx"]
+    assert (
+        bool(
+            re.search(
+                r"cp\.async\.cg\.shared\.global \[ *%r\d+ *\+ *\d+ *\], \[ *%rd\d+ *\+ *\d+ *\], 0x10", forms["ptx"]
+            )
+        )
+        == by_tokens
+    )
+    assert find_spills(lines, tmp_path) == 0
+    assert count_shared_bytes(kernel, arguments, options, "sm_90") <= 227 << 10
