@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a grouped product: kernel or library, and tiles. Tables of defaults, to edit after measuring.
 
-An expert's last tile is rarely full, and neither is the last wave of tiles. `estimate_efficiency` counts both for equal
-experts, which is what the host knows: the sizes are on the device.
+An expert's last tile is rarely full, and neither is the last wave of tiles: `estimate_efficiency` counts both.
 """
 
+import math
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -22,12 +22,12 @@ DTYPES = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
 _MOST_ROWS = 1 << 30  # see `describe_ragged`
 
-# Of the peak, for shapes that fill their tiles; and of the library's, with many rows an expert. A kernel is taken where
-# it is estimated to be faster.
-KERNEL_RATE = 0.85
+# The speed beside a dense product's where all tiles are full. Until they are measured, the library's is what it reaches
+# with many rows (H200: 783 of 808 TFLOP/s), and the kernel's is a cautious guess. By the dtype of bf16 alone: the
+# library takes fp16 expert by expert.
+KERNEL_RATE = 0.87
 LIBRARY_RATE = 0.97
-LIBRARY_ROWS = 180  # rows an expert at which the library reaches half of its rate
-MAX_LIBRARY_ROWS = 1024  # from here on the library is near a dense product's speed
+LIBRARY_TILES = Blocks(128, 256, 64, 8, 8, 4, 1)
 
 
 class GroupedConfig(NamedTuple):
@@ -75,29 +75,28 @@ def find_config(work: GroupedWork, processors: int) -> GroupedConfig:
 @lru_cache(maxsize=4096)
 def is_faster(work: GroupedWork, processors: int) -> bool:
     """True if the kernel is estimated to be faster than the library: the choice of implementation="auto"."""
-    rows = work.n // max(work.experts, 1)
-    if rows >= MAX_LIBRARY_ROWS:
-        return False
-    library = LIBRARY_RATE * rows / (rows + LIBRARY_ROWS)
-    return estimate_efficiency(work, processors) * KERNEL_RATE > library
+    kernel = estimate_efficiency(work, find_config(work, processors))
+    whole = work._replace(columns=2 * work.columns) if work.kind == "gate" else work  # the library has no gates
+    library = estimate_efficiency(whole, GroupedConfig(LIBRARY_TILES._replace(programs=processors)))
+    return KERNEL_RATE * kernel > LIBRARY_RATE * library
 
 
-def estimate_efficiency(work: GroupedWork, processors: int) -> float:
-    """The part of the tiles' time that is spent on what the product needs, for experts of equally many rows."""
-    config = find_config(work, processors)
-    blocks, rows = config.blocks, max(1, work.n // max(work.experts, 1))
+def estimate_efficiency(work: GroupedWork, config: GroupedConfig) -> float:
+    """The part of the tiles' time that is spent on what the product needs.
+
+    The host does not know experts' sizes: half of each expert's last tile is taken to be empty.
+    """
+    blocks, experts = config.blocks, max(work.experts, 1)
+    rows, column_tiles = work.n / experts, divide_up(work.columns, blocks.n)
     if work.kind == "weight gradient":
-        tiles = work.experts * divide_up(work.columns, blocks.m) * divide_up(work.depth, blocks.n)
-        return rows / (divide_up(rows, blocks.k) * blocks.k) * _fill_waves(tiles, blocks.programs)
-    grain = blocks.m // 2 if config.halves else blocks.m
-    column_tiles = divide_up(work.columns, blocks.n)
-    tiles = work.experts * divide_up(rows, blocks.m) * column_tiles
-    filled = rows / (divide_up(rows, grain) * grain) * work.columns / (column_tiles * blocks.n)
-    return filled * _fill_waves(tiles, blocks.programs)
-
-
-def _fill_waves(tiles: int, programs: int) -> float:
-    return tiles / (divide_up(tiles, programs) * programs)
+        tiles, empty = divide_up(work.columns, blocks.m) * divide_up(work.depth, blocks.n), blocks.k / 2
+        filled = work.columns * work.depth / (tiles * blocks.m * blocks.n)
+    else:
+        empty = blocks.m / (4 if config.halves else 2)
+        tiles = max(1, round((rows + empty) / blocks.m)) * column_tiles
+        filled = work.columns / (column_tiles * blocks.n)
+    waves = experts * tiles / blocks.programs
+    return filled * rows / (rows + empty) * waves / math.ceil(waves)
 
 
 def choose_config(
