@@ -3,12 +3,9 @@
 
 from stretto.ops.moe.activation import gated_activation
 from stretto.ops.moe.exchange import Dispatched, DispatchHandle, combine, dispatch
+from stretto.ops.moe.experts import experts_mlp, routed_experts
 from stretto.ops.moe.fixed_rows import check_rows
-from stretto.ops.moe.grouped_matmul import (
-    experts_mlp,
-    grouped_matmul,
-    grouped_weight_gradient,
-)
+from stretto.ops.moe.grouped_matmul import grouped_matmul, grouped_weight_gradient
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
 
 __all__ = [
@@ -23,5 +20,6 @@ __all__ = [
     "grouped_matmul",
     "grouped_weight_gradient",
     "permute",
+    "routed_experts",
     "unpermute",
 ]
