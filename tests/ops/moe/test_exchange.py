@@ -143,7 +143,7 @@ def test_a_fixed_number_of_rows_has_the_same_rows_and_then_zeros(ranks):
         assert padded == rows + [[0.0, 0.0]] * (most - len(rows))
 
 
-def exceed(case, max_rows):
+def exceed(case, max_rows, implementation="library"):
     """(whether the output and gradients are NaN where a rank got too many rows, messages of later errors)."""
     rank, group = dist.get_rank(), dist.group.WORLD
     layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen)
@@ -151,7 +151,7 @@ def exceed(case, max_rows):
     weights = part(layer.weights, case.tokens, rank)
 
     def run(limit):
-        sent = moe.dispatch(x, ids, case.experts, group, max_rows=limit)
+        sent = moe.dispatch(x, ids, case.experts, group, max_rows=limit, implementation=implementation)
         out = moe.combine(sent.rows * 2, sent.handle, weights, group)
         return out, torch.autograd.grad(out.sum(), x)[0]
 

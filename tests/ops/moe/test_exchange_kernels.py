@@ -1,35 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange by kernels in Triton's interpreter: beside the library's and a loop over tokens, in several processes."""
+"""The exchange by kernels in Triton's interpreter, in several processes: beside the library's, and what it refuses."""
+
+import re
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ops.moe import test_exchange
-from tests.ops.moe.test_exchange import CASES, EXACT, Case
+from tests.ops.moe.oracle import draw, make_layer
+from tests.ops.moe.test_exchange import Case, count_needed, exceed, part
+from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
 
-BY_KERNEL = {"implementation": "kernel"}
+from stretto import ops, tiles
+from stretto.memory import PeerError
+from stretto.ops import moe
+from stretto.ops.moe import exchange_kernel
+
+SEED, HIDDEN = 320, 37
 
 
-def find_differences(case, spare):
-    """Those of rows as many as there are, summed in both ways, and of a fixed number if `spare` is not None."""
-    found = [test_exchange.find_differences(case, reduce=how, **BY_KERNEL) for how in ("rank", "choice")]
-    if spare is not None:
-        most = max(max(test_exchange.count_needed(case)) + spare, 1)
-        found.append(test_exchange.find_differences(case, most, **BY_KERNEL))
-    return [one for differences in found for one in differences]
+def run_layer(case, dtype, **options):
+    """Rows, output and gradients of experts that double their rows."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen, hidden=HIDDEN)
+    x, weights = (part(one, case.tokens, rank).clone() for one in (layer.x.to(dtype), layer.weights.float()))
+    leaves = [x.requires_grad_(), weights.requires_grad_()]
+    grad = part(draw(SEED + 9, *layer.x.shape), case.tokens, rank).to(dtype)
+    sent = moe.dispatch(x, part(layer.ids, case.tokens, rank), case.experts, group, **options)
+    out = moe.combine(sent.rows * 2, sent.handle, weights, group)
+    return [sent.rows.detach(), sent.offsets, out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def compare_with_library(case, dtype, options):
+    """True for each result of a second call by kernels that has the bits of the library's."""
+    run_layer(case, dtype, implementation="kernel", **options)
+    ours = run_layer(case, dtype, implementation="kernel", **options)
+    library = run_layer(case, dtype, implementation="library", **options)
+    return [torch.equal(*pair) for pair in zip(ours, library, strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("case", "spare"),
+    ("case", "dtype", "options"),
     [
-        (CASES["as many tokens each"], 0),
-        (CASES["a rank without tokens"], None),
-        (CASES["all to the experts of one rank"], None),
-        (Case((3, 3, 3), 3, 6), 5),
-        (CASES["no tokens at all"], 1),
+        (Case((4, 0, 3), 3, 6), torch.bfloat16, {"reduce": "rank"}),
+        (Case((2, 5), 2, 4), torch.float32, {"reduce": "choice"}),
+        (Case((3, 4), 2, 4, range(2, 4)), torch.float32, {"reduce": "rank"}),  # none on rank 0
+        (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16}),
     ],
     ids=str,
 )
-def test_output_and_gradients_are_those_of_a_loop_over_tokens(interpret, case, spare):
-    found = interpret(case.ranks, find_differences, case, spare)
-    assert all(difference < EXACT for differences in found for difference in differences), found
+def test_kernels_give_the_librarys_bits(interpret, case, dtype, options):
+    for same in interpret(case.ranks, compare_with_library, case, dtype, options):
+        assert all(same), same
+
+
+def test_too_many_rows_give_nan_and_an_error_on_all_ranks(interpret):
+    case = Case((3, 3), 2, 4, range(2))
+    needed = count_needed(case)
+    assert needed == [12, 0]
+    for is_nan, messages in interpret(2, exceed, case, 11, "kernel"):
+        assert is_nan[0]
+        for message in messages:
+            assert "rank 0 of the group (rank 0 of all) needs 12 rows, more than max_rows=11" in message
+        assert len(messages) == 2
+
+
+def miss_a_call():
+    """Rank 1 misses a call: rank 0's error of it, and of the next one."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    x, ids = torch.ones(2, 8), torch.tensor([[0, 1]] * 2)
+    moe.dispatch(x, ids, 2, group, max_rows=8, implementation="kernel")
+    messages = []
+    if dist.get_rank() == 0:
+        for _ in range(2):
+            with pytest.raises(PeerError) as error:
+                moe.dispatch(x, ids, 2, group, max_rows=8, implementation="kernel")
+            messages.append(str(error.value))
+    dist.barrier()
+    with pytest.raises(PeerError) if messages else pytest.MonkeyPatch.context():
+        dist.destroy_process_group(group)
+        if messages:
+            ops.check()
+    return messages
+
+
+def test_a_missed_call_is_an_error_that_names_the_rank(interpret):
+    messages, nothing = interpret(2, miss_a_call)
+    assert nothing == []
+    for message in messages:
+        assert "moe.dispatch's counts" in message
+        assert "waited in vain for rank 1" in message
+
+
+def refuse(options):
+    with pytest.raises(ValueError) as error:
+        moe.dispatch(torch.ones(2, 4), torch.tensor([[0, 1]] * 2), 4, dist.group.WORLD, **options)
+    return str(error.value)
+
+
+def test_where_no_kernel_can_run_it_says_so(ranks):
+    for message in ranks(2).run(refuse, {"implementation": "kernel"}):
+        assert "no kernel can run: on CPUs kernels are interpreted" in message
+        assert 'implementation="library" will do' in message
+
+
+def test_rows_are_stored_before_their_signal_in_wide_pieces():
+    rows, longs, words = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64), torch.zeros(64)
+    words = words.int()
+    mapping = tiles.shard_tiles(32, 4, 1, channels=32, fixed=True)
+    arguments = (
+        make_channel("p2p"), mapping, rows, longs, words.float(), words.view(torch.uint8), words, words, rows, words,
+        4096, 8192, 8192, 0, True, 8, 8, 4, 1024, 4,
+    )  # fmt: skip
+    lines = compile_to_ptx(exchange_kernel.push_rows, arguments, num_warps=8, enable_fp_fusion=False)
+    stores = [number for number, line in enumerate(lines) if re.search(r"st\.global\.(.*\.)?v4\.b32", line)]
+    signal = next(number for number, line in enumerate(lines) if re.search(RELEASE, line))
+    barriers = [number for number, line in enumerate(lines) if line.startswith("bar.sync")]
+    assert stores
+    assert max(stores) < signal
+    assert any(max(stores) < barrier < signal for barrier in barriers)
