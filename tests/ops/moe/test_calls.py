@@ -165,7 +165,9 @@ def find_errors():
         lambda: moe.dispatch(x, ids, 6, "world"),
         lambda: moe.dispatch(x, ids, 6, outside) if rank == 2 else moe.combine(sent.rows, sent.handle, weights, other),
         lambda: moe.combine(sent.rows, sent.handle, weights, other),
-        lambda: moe.exchange._dispatch_to_ranks(x, ids + 5, 6, group, None, None, "rank", False, moe.exchange.call),
+        lambda: moe.exchange._dispatch_to_ranks(
+            x, ids + 5, None, 6, group, None, None, "rank", False, moe.exchange.call
+        ),
         lambda: moe.dispatch(x[: rank + 1], ids[: rank + 1], 6, group, max_rows=9),
     ):
         try:

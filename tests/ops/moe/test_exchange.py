@@ -64,9 +64,12 @@ def find_differences(case, max_rows=None, **options):
     leaves = [part(one, size, rank).clone().requires_grad_() for one, size in zip(layer.leaves, sizes, strict=True)]
     x, weights, gate_up, down = leaves
     ids = part(layer.ids, case.tokens, rank)
-    sent = moe.dispatch(x, ids, case.experts, group, max_rows=max_rows, **options)
-    same = moe.combine(sent.rows, sent.handle, weights, group)
-    out = moe.combine(moe.experts_mlp(sent.rows, sent.offsets, gate_up, down), sent.handle, weights, group)
+    sent = moe.dispatch(x, ids, case.experts, group, topk_weights=weights, max_rows=max_rows, **options)
+    same = moe.combine(sent.rows, sent.handle, weights.clone(), group)
+    hidden, sent = moe.dispatch_grouped_matmul(
+        x, ids, gate_up, group, topk_weights=weights, max_rows=max_rows, **options
+    )
+    out = moe.grouped_matmul_combine(moe.gated_activation(hidden), down, sent, weights, group)
     grads = torch.autograd.grad(out, leaves, part(grad, case.tokens, rank))
     got, sizes = [out, *grads], (case.tokens, *sizes)
     wanted = [part(one, size, rank) for one, size in zip(expected, sizes, strict=True)]

@@ -9,6 +9,7 @@ from stretto.ops.moe.grouped_matmul import (
     grouped_matmul,
     grouped_weight_gradient,
 )
+from stretto.ops.moe.overlapped import dispatch_grouped_matmul, grouped_matmul_combine
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
 
 __all__ = [
@@ -18,9 +19,11 @@ __all__ = [
     "check_rows",
     "combine",
     "dispatch",
+    "dispatch_grouped_matmul",
     "experts_mlp",
     "gated_activation",
     "grouped_matmul",
+    "grouped_matmul_combine",
     "grouped_weight_gradient",
     "permute",
     "unpermute",

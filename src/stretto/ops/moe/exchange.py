@@ -41,7 +41,8 @@ class DispatchHandle:
     """The routing information of a `dispatch`, which `combine` needs to return the rows.
 
     num_rows: of the rows that were returned. shape: [t, k] of topk_ids. positions: int64 [t, k], the row of each copy,
-    where one rank has all experts; elsewhere the route. reduce: of `dispatch`.
+    where one rank has all experts; elsewhere the route. reduce: of `dispatch`. weights: those that it was given, with
+    their version.
     """
 
     num_rows: int
@@ -50,6 +51,14 @@ class DispatchHandle:
     route: Route | None
     group: dist.ProcessGroup | None
     reduce: Reduce
+    weights: tuple[Tensor, int] | None = None
+
+    def knows(self, topk_weights: Tensor) -> bool:
+        """True if these are the weights that `dispatch` was given, and nobody has written to them since."""
+        if self.weights is None or topk_weights.is_inference():
+            return False
+        weights, version = self.weights
+        return weights is topk_weights and weights._version == version
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ def dispatch(
     num_experts: int,
     group: dist.ProcessGroup | None = None,
     *,
+    topk_weights: Tensor | None = None,
     max_rows: int | None = None,
     gather_group: dist.ProcessGroup | None = None,
     reduce: Reduce = "rank",
@@ -85,6 +95,9 @@ def dispatch(
     nothing waits for the device. x is bf16, fp16, fp32 or fp64, topk_ids int64 or int32; ids are checked on CPUs, and
     where the host reads the rows' numbers (for others see `permute`). t may differ between ranks, and may be 0; all
     else is the same on all ranks.
+
+    topk_weights: those that `combine` will be given, [t, k]: they are sent with the tokens, so that it need not send
+    them. They are used only there; without them the results are the same.
 
     max_rows: None for a dynamic number of rows, which the host reads from the device once per call. Otherwise a fixed
     number of rows to return, padded with zeros: the host does not wait, and the call can be captured in a CUDA graph. t
@@ -118,6 +131,10 @@ def dispatch(
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(f'dispatch: implementation is "auto", "kernel" or "library", not {implementation!r}')
     require_tokens("dispatch", x, topk_ids, num_experts)
+    if topk_weights is not None and topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"dispatch: topk_weights has topk_ids' shape, {list(topk_ids.shape)}, not {list(topk_weights.shape)}"
+        )
     if reduce not in get_args(Reduce):
         raise ValueError(f'dispatch: reduce is "rank" or "choice", not {reduce!r}')
     if reduce == "choice" and max_rows is not None:
@@ -134,7 +151,7 @@ def dispatch(
         return _dispatch_here(x, topk_ids, num_experts, max_rows, reduce)
     by_kernel = _runs_kernels(implementation, group, gather_group, x.device)
     return _dispatch_to_ranks(
-        x, topk_ids, num_experts, group, gather_group, max_rows, reduce, by_kernel, wrap_collective
+        x, topk_ids, topk_weights, num_experts, group, gather_group, max_rows, reduce, by_kernel, wrap_collective
     )
 
 
@@ -183,6 +200,7 @@ def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int 
 def _dispatch_to_ranks(
     x: Tensor,
     topk_ids: Tensor,
+    topk_weights: Tensor | None,
     num_experts: int,
     group: dist.ProcessGroup | None,
     gather_group: dist.ProcessGroup | None,
@@ -194,8 +212,11 @@ def _dispatch_to_ranks(
     groups = tuple(one for one in (group, gather_group) if one is not None)
     look_for_errors(groups[0], x.device)
     (t, k), h = topk_ids.shape, x.shape[1]
+    # fp64 would be rounded on its way. With "choice" the backward pass needs weights at the experts, and sends them.
+    given = None if reduce == "choice" or (topk_weights is not None and not _can_send(topk_weights)) else topk_weights
     same = (
-        f"moe.dispatch of {x.dtype} [., {h}], k={k}, {num_experts} experts, max_rows={max_rows}, {reduce}, {by_kernel}"
+        f"moe.dispatch of {x.dtype} [., {h}], k={k}, {num_experts} experts, max_rows={max_rows}, {reduce}, "
+        f"{'kernel' if by_kernel else 'library'}, {'no' if given is None else given.dtype} weights"
     )
     for one in groups:
         # With max_rows the ranks' tokens are gathered, and the host does not learn how many they are.
@@ -205,16 +226,18 @@ def _dispatch_to_ranks(
     tokens = None
     with torch.no_grad():
         if by_kernel and group is not None:
-            route, tokens, needed = find_kernel_route(x, topk_ids, num_experts, max_rows, group, wrap_collective)
+            route, tokens, needed = find_kernel_route(x, topk_ids, num_experts, max_rows, group, wrap_collective, given)
         elif max_rows is None:
-            route = find_route(topk_ids, num_experts, group, gather_group, wrap_collective)
+            route = find_route(topk_ids, num_experts, group, gather_group, wrap_collective, given)
         else:
             shards, shard = (1, 0) if group is None else (group.size(), group.rank())
             route, needed = find_fixed_route(topk_ids, num_experts, max_rows, groups, shards, shard, wrap_collective)
         if max_rows is not None:
             record_rows(groups[0], needed, max_rows)
     rows = _Dispatch.apply(x, tokens, route, reduce, wrap_collective)
-    handle = DispatchHandle(rows.shape[0], (t, k), None, route, group, reduce)
+    handle = DispatchHandle(
+        rows.shape[0], (t, k), None, route, group, reduce, None if given is None else (given, given._version)
+    )
     return Dispatched(rows, route.index.offsets, handle)
 
 
@@ -222,8 +245,10 @@ def _dispatch_to_ranks(
 def _combine_from_ranks(
     rows: Tensor, handle: DispatchHandle, weights: Tensor, wrap_collective: CollectiveWrapper
 ) -> Tensor:
-    function = _CombineChoices if handle.reduce == "choice" else _Combine
-    out: Tensor = function.apply(rows, weights, handle.route, wrap_collective)
+    if handle.reduce == "choice":
+        out: Tensor = _CombineChoices.apply(rows, weights, handle.route, wrap_collective)
+    else:
+        out = _Combine.apply(rows, weights, handle.route, handle.knows(weights), wrap_collective)
     return out
 
 
@@ -256,9 +281,14 @@ class _Combine(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, route: Route, wrap_collective: CollectiveWrapper) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, route: Route, is_sent: bool, wrap_collective: CollectiveWrapper
+    ) -> Tensor:
+        """is_sent: the route has these weights."""
         ctx.route, ctx.wrap_collective = route, wrap_collective
-        everyones = route.send(lambda: weights, wrap_collective)
+        everyones = route.weights if is_sent else None
+        if everyones is None:
+            everyones = route.send(lambda: weights, wrap_collective)
         ctx.save_for_backward(everyones, rows if ctx.needs_input_grad[1] else None)
         return route.sum_back(lambda: rows, everyones, wrap_collective)
 
@@ -276,7 +306,7 @@ class _Combine(torch.autograd.Function):
             grad_weights = route.give_back(
                 lambda: multiply_copies(tokens, rows, index.positions, index.is_here), wrap_collective
             ).to(weights.dtype)
-        return grad_rows, grad_weights, None, None
+        return grad_rows, grad_weights, None, None, None
 
 
 class _CombineChoices(torch.autograd.Function):
@@ -312,6 +342,11 @@ def _spread(route: Route, tokens: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return route.fill_padding(tokens.index_select(0, route.index.places()))
     return route.fill_padding(weigh_tokens(tokens, weights, slots))
+
+
+def _can_send(topk_weights: Tensor) -> bool:
+    """Whether weights are sent with the tokens: as fp32, and if writes to them are counted."""
+    return topk_weights.dtype != torch.float64 and not topk_weights.is_inference()
 
 
 def _find_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -35,6 +35,7 @@ class FixedRoute(Route):
     index: PlaceIndex
     is_row: Tensor
     fill: Tensor
+    weights: None = None
 
     def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """All tokens' values, [t, .] -> [all tokens, .]."""

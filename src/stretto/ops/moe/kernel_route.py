@@ -24,8 +24,9 @@ from stretto.ops.moe.routes import (
     PlaceIndex,
     Route,
     find_pairs,
-    name_experts,
+    pack_words,
     require_experts,
+    unpack_words,
 )
 from stretto.ops.operator import abandon, count_bytes, find_group, find_kept, find_name, find_workspace
 
@@ -52,6 +53,7 @@ class KernelRoute(Route):
     choices_back: int
     is_row: Tensor | None
     fill: Tensor | None
+    weights: Tensor | None
 
     def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """Send a row of each pair: see `Route`."""
@@ -120,10 +122,12 @@ def find_kernel_route(
     max_rows: int | None,
     group: dist.ProcessGroup,
     wrap_collective: CollectiveWrapper,
+    topk_weights: Tensor | None = None,
 ) -> tuple[KernelRoute, Tensor, Tensor]:
-    """(the route of this call, x at the places of its tokens, rows that each rank needs [ranks]); x is sent with it.
+    """(the route of this call, x at the places of its tokens, rows that each rank needs [ranks]).
 
-    max_rows: None to have the host read the counts, once. ValueError for ids that are no experts, where it reads.
+    x and topk_weights are sent in one launch with the pairs' experts. max_rows: None to have the host read the counts,
+    once. ValueError for ids that are no experts, where it reads.
     """
     (t, k), world, rank = topk_ids.shape, group.size(), group.rank()
     local = num_experts // world
@@ -147,11 +151,12 @@ def find_kernel_route(
         back, choices_back = t * min(k, world), t * k
 
     def push() -> tuple[Tensor, Tensor]:
-        experts = name_experts(topk_ids, pairs, num_experts, world, sent)
-        tokens, words = _push(group, x, pairs.tokens[:, None], None, None, experts, table, places)
+        packed = pack_words(topk_ids, topk_weights, pairs, local, sent)
+        tokens, words = _push(group, x, pairs.tokens[:, None], None, None, packed, table, places)
         return tokens[:number].clone(), words[:number].clone()
 
-    tokens, experts = wrap_collective("all_to_all", push)
+    tokens, words = wrap_collective("all_to_all", push)
+    experts, weights = unpack_words(words, topk_weights)
     is_row = fill = None
     if max_rows is not None:
         numbers, own = torch.arange(max_rows, device=x.device), needed[rank]
@@ -160,7 +165,7 @@ def find_kernel_route(
         is_row, fill = (numbers < own) & ~is_over, torch.where(is_over, torch.nan, 0.0)
     order = sort_by_expert(experts, local)
     index = _index(order, experts < local, rows)
-    return KernelRoute(group, pairs, table, index, places, back, choices_back, is_row, fill), tokens, needed
+    return KernelRoute(group, pairs, table, index, places, back, choices_back, is_row, fill, weights), tokens, needed
 
 
 def _index(order: CopyOrder, is_here: Tensor, rows: int) -> PlaceIndex:
@@ -182,7 +187,7 @@ def _exchange_counts(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
             backend="cuda" if device.type == "cuda" else "host",
         )
 
-    block_channel = find_kept(name, device, "moe counts", make)
+    block_channel = find_kept(name, device, ("moe counts",), make)
     unused = tiles.shard_tiles(0, world, 1, channels=1, fixed=True)
     table = torch.empty(world, world, 2, dtype=torch.int32, device=device)
     block_channel.check()

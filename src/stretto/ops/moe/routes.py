@@ -53,9 +53,13 @@ class PlaceIndex:
 
 
 class Route(ABC):
-    """The way of a call's tokens to their experts' ranks, and back. index: of this rank's rows."""
+    """The way of a call's tokens to their experts' ranks, and back.
+
+    index: of this rank's rows. weights: those of the places' choices, [places, k], if they were sent with the route.
+    """
 
     index: PlaceIndex
+    weights: Tensor | None
 
     @abstractmethod
     def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
@@ -125,15 +129,27 @@ def find_pairs(topk_ids: Tensor, num_experts: int, world: int) -> Pairs:
     return Pairs(order, of_pairs[0], of_pairs[1], numbers, is_first, counts)
 
 
-def name_experts(topk_ids: Tensor, pairs: Pairs, num_experts: int, world: int, number: int | None = None) -> Tensor:
-    """Of each pair, of `number` of them, its token's experts as its rank numbers them: int32 [pairs, k].
+def pack_words(
+    topk_ids: Tensor, topk_weights: Tensor | None, pairs: Pairs, local: int, number: int | None = None
+) -> Tensor:
+    """Of each of `number` pairs, its token's experts as its rank numbers them, then their weights: int32 [pairs, .].
 
-    An expert that the rank does not have is num_experts // world.
+    local: experts of a rank, and what stands for an expert that the rank does not have. Weights are bits of fp32.
     """
-    local = num_experts // world
     tokens, ranks = pairs.tokens[:number], pairs.ranks[:number]
     ids = topk_ids.index_select(0, tokens) - ranks[:, None] * local
-    return torch.where((ids >= 0) & (ids < local), ids, local).to(torch.int32)
+    experts = torch.where((ids >= 0) & (ids < local), ids, local).to(torch.int32)
+    if topk_weights is None:
+        return experts
+    return torch.cat((experts, topk_weights.float().index_select(0, tokens).view(torch.int32)), 1)
+
+
+def unpack_words(words: Tensor, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The experts and the weights of places, from what `pack_words` has packed with such weights."""
+    if topk_weights is None:
+        return words, None
+    experts, weights = words.chunk(2, 1)
+    return experts, weights.contiguous().view(torch.float32).to(topk_weights.dtype)
 
 
 def index_places(experts: Tensor, local: int, rows: int) -> PlaceIndex:
@@ -221,6 +237,7 @@ class ExactRoute(Route):
     of_pairs: Exchange
     of_choices: Exchange
     choice_totals: list[int]
+    weights: Tensor | None
 
     def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """Send a row of each pair: see `Route`."""
@@ -260,10 +277,11 @@ def find_route(
     group: dist.ProcessGroup | None,
     gather_group: dist.ProcessGroup | None,
     wrap_collective: CollectiveWrapper,
+    topk_weights: Tensor | None = None,
 ) -> ExactRoute:
     """The route of this call. All ranks' counts are exchanged, and the host reads them once; then pairs' experts are.
 
-    ValueError for ids that are no experts.
+    topk_weights: sent with the experts. ValueError for ids that are no experts.
     """
     world = 1 if group is None else group.size()
     pairs = find_pairs(topk_ids, num_experts, world)
@@ -294,10 +312,12 @@ def find_route(
     of_pairs = Exchange(group, gather_group, sends, receives, max(totals))
     of_choices = Exchange(group, gather_group, choice_sends, choice_receives, max(choice_totals))
     local = num_experts // world
-    experts = of_pairs.send(
-        lambda: name_experts(topk_ids, pairs, num_experts, world, sum(sends)), wrap_collective, padding=local
+    words = of_pairs.send(
+        lambda: pack_words(topk_ids, topk_weights, pairs, local, sum(sends)), wrap_collective, padding=local
     )
-    return ExactRoute(pairs, index_places(experts, local, sum(choice_totals)), of_pairs, of_choices, choice_totals)
+    experts, weights = unpack_words(words, topk_weights)
+    index = index_places(experts, local, sum(choice_totals))
+    return ExactRoute(pairs, index, of_pairs, of_choices, choice_totals, weights)
 
 
 def require_experts(topk_ids: Tensor, number: int, num_experts: int) -> None:

@@ -230,6 +230,7 @@ class ParallelExperts(ShardedModule):
             ids,
             self.num_experts,
             plan.group,
+            topk_weights=weights,
             max_rows=limit,
             gather_group=gather_over,
             reduce=plan.reduce,
