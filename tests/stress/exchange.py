@@ -15,7 +15,10 @@ from stretto.stress.team import Team, is_exact
 ENTRIES = 6
 K = 3
 LOCAL = 2  # experts of a rank
-_EXCHANGE = tuple(f"ops.moe.exchange_kernel.{name}" for name in ("exchange_counts", "push_rows"))
+_EXCHANGE = (
+    *(f"ops.moe.exchange_kernel.{name}" for name in ("exchange_counts", "push_rows")),
+    *(f"ops.moe.pairs.{name}" for name in ("count_pairs", "place_pairs")),
+)
 
 
 class ExchangeCase(StressCase):

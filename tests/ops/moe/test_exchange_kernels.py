@@ -14,7 +14,7 @@ from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
 from stretto import ops, tiles
 from stretto.memory import PeerError
 from stretto.ops import moe
-from stretto.ops.moe import exchange_kernel
+from stretto.ops.moe import exchange_kernel, pairs
 
 SEED, HIDDEN = 320, 37
 
@@ -64,6 +64,33 @@ def test_too_many_rows_give_nan_and_an_error_on_all_ranks(interpret):
         for message in messages:
             assert "rank 0 of the group (rank 0 of all) needs 12 rows, more than max_rows=11" in message
         assert len(messages) == 2
+
+
+def compare_pairs(tokens, k, ranks, local, is_weighted):
+    """The names of fields that kernels and torch's operators find differently."""
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.rand(tokens, ranks * local, generator=generator).topk(k).indices
+    ids[1::7, 0] = ranks * local  # no expert
+    weights = torch.rand(tokens, k, generator=generator) if is_weighted else None
+    ours, right = (find(ids, weights, local, ranks) for find in (pairs._find_by_kernels, pairs._find_by_torch))
+    count = int(right.is_pair.sum())
+
+    def take(found):
+        whole = {name: getattr(found, name) for name in ("owners", "is_pair", "counts")}
+        return whole | {
+            "tokens": found.tokens[:count], "words": found.words[:count], "numbers": found.numbers[right.is_pair],
+        }  # fmt: skip
+
+    return [name for name, one in take(ours).items() if not torch.equal(one, take(right)[name])]
+
+
+def compare_all_pairs():
+    shapes = [(300, 3, 4, 2, True), (5, 1, 3, 1, False), (130, 8, 2, 8, True), (0, 2, 2, 2, False)]
+    return [compare_pairs(*shape) for shape in shapes]
+
+
+def test_kernels_find_the_same_pairs_as_torch(interpret):
+    assert interpret(1, compare_all_pairs) == [[[]] * 4]
 
 
 def miss_a_call():

@@ -110,10 +110,10 @@ def dispatch(
     then in the order of that group's ranks, source ranks and tokens.
 
     reduce: where `combine` sums a token's rows, and the backward pass its copies' gradients, both in fp32 for 16-bit
-    dtypes. "rank": each rank sums those of its experts, in the order of topk_ids, rounds, and sends one row, of which
-    the token's rank adds up those of all ranks. So the bits depend on which rank has which expert; they are the same in
-    each run. "choice": all rows are sent back, and added in the order of topk_ids: the bits are those of one rank with
-    all experts (without gather_group, which sums parts of rows). Not with max_rows.
+    dtypes. "rank": each rank sums those of its experts, in the order of topk_ids, rounds, and sends one row; the
+    token's rank adds up those of all ranks in their order. So the bits depend on which rank has which expert; they are
+    the same in each run. "choice": all rows are sent back, and added in the order of topk_ids: the bits are those of
+    one rank with all experts (without gather_group, which sums parts of rows). Not with max_rows.
 
     wrap_collective: called in place of each collective, in the backward pass too, as wrap_collective(kind, make), with
     kind "all_to_all", "all_gather" or "reduce_scatter"; make() issues the collective, and its result is returned. In

@@ -17,17 +17,9 @@ from torch import Tensor
 from stretto import tiles
 from stretto.memory.gpus import limit_waiting
 from stretto.ops.moe.exchange_kernel import CHUNKS, exchange_counts, push_rows
+from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
 from stretto.ops.moe.permutation import CopyOrder, choose_block, invert, sort_by_expert, sum_copies
-from stretto.ops.moe.routes import (
-    CollectiveWrapper,
-    Pairs,
-    PlaceIndex,
-    Route,
-    find_pairs,
-    pack_words,
-    require_experts,
-    unpack_words,
-)
+from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, require_experts
 from stretto.ops.operator import abandon, count_bytes, find_group, find_kept, find_name, find_workspace
 
 _ALIGNMENT = 128
@@ -67,7 +59,7 @@ class KernelRoute(Route):
         return sent
 
     def give_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
-        """Return a row of each place, and sum each token's in the order of their first choices."""
+        """Return a row of each place, and sum each token's in the order of ranks."""
 
         def push() -> Tensor:
             places = make()
@@ -92,7 +84,7 @@ class KernelRoute(Route):
 
         def push() -> Tensor:
             numbers = self.index.is_here.reshape(-1).cumsum(0).index_select(0, self.index.slots) - 1
-            positions, number = invert(numbers)[:, None], self.pairs.numbers.numel()
+            positions, number = invert(numbers)[:, None], self.pairs.owners.numel()
             staged, _ = _push(self.group, make(), positions, None, None, None, self.table, self.choices_back, back_by=1)
             return staged[:number].clone()
 
@@ -102,7 +94,7 @@ class KernelRoute(Route):
     @property
     def choices(self) -> Tensor:
         """The choices' order by rank."""
-        return self.pairs.order.positions
+        return self.pairs.order_choices()
 
     def fill_padding(self, rows: Tensor) -> Tensor:
         """The rows, where padding has `fill`."""
@@ -112,7 +104,7 @@ class KernelRoute(Route):
 
     def _sum_pairs(self, rows: Tensor, positions: Tensor, weights: Tensor | None, is_valid: Tensor | None) -> Tensor:
         staged, _ = _push(self.group, rows, positions, weights, is_valid, None, self.table, self.pairs_back, back_by=0)
-        return sum_copies(staged, self.pairs.numbers, is_valid=self.pairs.is_first)
+        return sum_copies(staged, self.pairs.numbers, is_valid=self.pairs.is_pair)
 
 
 def find_kernel_route(
@@ -131,28 +123,26 @@ def find_kernel_route(
     """
     (t, k), world, rank = topk_ids.shape, group.size(), group.rank()
     local = num_experts // world
-    pairs = find_pairs(topk_ids, num_experts, world)
+    pairs = find_pairs(topk_ids, topk_weights, num_experts, world)
 
     def exchange() -> tuple[Tensor, ...]:
-        table = _exchange_counts(group, pairs.counts.to(torch.int32))
+        table = _exchange_counts(group, pairs.counts)
         return (table, table.cpu()) if max_rows is None else (table,)
 
     table, *on_host = wrap_collective("all_to_all", exchange)
     needed = table[:, :, 1].sum(0, dtype=torch.int64)
     if max_rows is None:
         (known,) = on_host
-        sent, choices = known[rank].sum(0).tolist()
-        require_experts(topk_ids, choices, num_experts)
+        require_experts(topk_ids, int(known[rank, :, 1].sum()), num_experts)
         arriving = known[:, :, 0].sum(0)
         places, number, rows = int(arriving.max()), int(arriving[rank]), int(known[:, rank, 1].sum())
         back, choices_back = (int(one) for one in known.sum(1).amax(0))
     else:
-        sent, places, number, rows = None, max_rows, max_rows, max_rows
+        places = number = rows = max_rows
         back, choices_back = t * min(k, world), t * k
 
     def push() -> tuple[Tensor, Tensor]:
-        packed = pack_words(topk_ids, topk_weights, pairs, local, sent)
-        tokens, words = _push(group, x, pairs.tokens[:, None], None, None, packed, table, places)
+        tokens, words = _push(group, x, pairs.tokens[:, None], None, None, pairs.words, table, places)
         return tokens[:number].clone(), words[:number].clone()
 
     tokens, words = wrap_collective("all_to_all", push)

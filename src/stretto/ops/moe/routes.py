@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.ops import operator
-from stretto.ops.moe.permutation import CopyOrder, invert, sort_by_expert, sum_copies
+from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
+from stretto.ops.moe.permutation import invert, sort_by_expert, sum_copies
 from stretto.ops.operator import find_name
 
 T = TypeVar("T")
@@ -88,68 +89,6 @@ class Route(ABC):
     def fill_padding(self, rows: Tensor) -> Tensor:
         """The rows [n, .], with what rows of padding have, if there are any."""
         return rows
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """This rank's pairs of a token and a rank, sorted by rank, then by token.
-
-    order: of the choices by their experts' rank. tokens: int64 [t * k], the token of each pair; ranks: the rank; both 0
-    beyond the last pair. numbers: int64 [t, k], the pair of each choice; is_first: bool [t, k], False for a choice
-    whose pair an earlier choice has. counts: int64 [ranks, 2], pairs with each rank, and choices.
-    """
-
-    order: CopyOrder
-    tokens: Tensor
-    ranks: Tensor
-    numbers: Tensor
-    is_first: Tensor
-    counts: Tensor
-
-
-def find_pairs(topk_ids: Tensor, num_experts: int, world: int) -> Pairs:
-    """The pairs of topk_ids [t, k], without a wait for the device. Ids that are no experts belong to none."""
-    k, ids = topk_ids.shape[1], topk_ids.to(torch.int64)
-    is_expert = (ids >= 0) & (ids < num_experts)
-    owners = torch.where(is_expert, ids // (num_experts // world), world)
-    order = sort_by_expert(owners, world)
-    owners, tokens = owners.reshape(-1).index_select(0, order.slots), order.slots // k
-    is_new = torch.ones_like(tokens, dtype=torch.bool)
-    is_new[1:] = (owners[1:] != owners[:-1]) | (tokens[1:] != tokens[:-1])
-    is_new &= owners < world
-    ends = is_new.cumsum(0)
-    numbers = (ends - 1).clamp(min=0)
-    ends = torch.cat((ends.new_zeros(1), ends)).index_select(0, order.offsets)
-    of_pairs = torch.zeros(2, len(tokens), dtype=torch.int64, device=ids.device)
-    of_pairs[0].scatter_(0, numbers, tokens)  # of one pair's choices all write the same
-    of_pairs[1].scatter_(0, numbers, owners.clamp(max=world - 1))
-    flat = order.positions.reshape(-1)
-    is_first, numbers = (one.index_select(0, flat).view_as(ids) for one in (is_new, numbers))
-    counts = torch.stack((ends.diff(), order.offsets.diff()), 1)
-    return Pairs(order, of_pairs[0], of_pairs[1], numbers, is_first, counts)
-
-
-def pack_words(
-    topk_ids: Tensor, topk_weights: Tensor | None, pairs: Pairs, local: int, number: int | None = None
-) -> Tensor:
-    """Of each of `number` pairs, its token's experts as its rank numbers them, then their weights: int32 [pairs, .].
-
-    local: experts of a rank, and what stands for an expert that the rank does not have. Weights are bits of fp32.
-    """
-    tokens, ranks = pairs.tokens[:number], pairs.ranks[:number]
-    ids = topk_ids.index_select(0, tokens) - ranks[:, None] * local
-    experts = torch.where((ids >= 0) & (ids < local), ids, local).to(torch.int32)
-    if topk_weights is None:
-        return experts
-    return torch.cat((experts, topk_weights.float().index_select(0, tokens).view(torch.int32)), 1)
-
-
-def unpack_words(words: Tensor, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The experts and the weights of places, from what `pack_words` has packed with such weights."""
-    if topk_weights is None:
-        return words, None
-    experts, weights = words.chunk(2, 1)
-    return experts, weights.contiguous().view(torch.float32).to(topk_weights.dtype)
 
 
 def index_places(experts: Tensor, local: int, rows: int) -> PlaceIndex:
@@ -245,9 +184,9 @@ class ExactRoute(Route):
         return self.of_pairs.send(lambda: make().index_select(0, tokens), wrap_collective)
 
     def give_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
-        """Return a row of each pair, and sum each token's in the order of their first choices."""
+        """Return a row of each pair, and sum each token's in the order of ranks."""
         returned = self.of_pairs.give_back(make, wrap_collective)
-        return sum_copies(returned, self.pairs.numbers, is_valid=self.pairs.is_first)
+        return sum_copies(returned, self.pairs.numbers, is_valid=self.pairs.is_pair)
 
     def give_choices_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """Return a row of each choice: see `Route`."""
@@ -268,7 +207,7 @@ class ExactRoute(Route):
     @property
     def choices(self) -> Tensor:
         """The choices' order by rank."""
-        return self.pairs.order.positions
+        return self.pairs.order_choices()
 
 
 def find_route(
@@ -284,7 +223,7 @@ def find_route(
     topk_weights: sent with the experts. ValueError for ids that are no experts.
     """
     world = 1 if group is None else group.size()
-    pairs = find_pairs(topk_ids, num_experts, world)
+    pairs = find_pairs(topk_ids, topk_weights, num_experts, world)
 
     def exchange() -> Tensor:
         """Counts [source rank, 2]: of pairs and of choices."""
@@ -312,9 +251,7 @@ def find_route(
     of_pairs = Exchange(group, gather_group, sends, receives, max(totals))
     of_choices = Exchange(group, gather_group, choice_sends, choice_receives, max(choice_totals))
     local = num_experts // world
-    words = of_pairs.send(
-        lambda: pack_words(topk_ids, topk_weights, pairs, local, sum(sends)), wrap_collective, padding=local
-    )
+    words = of_pairs.send(lambda: pairs.words[: sum(sends)], wrap_collective, padding=local)
     experts, weights = unpack_words(words, topk_weights)
     index = index_places(experts, local, sum(choice_totals))
     return ExactRoute(pairs, index, of_pairs, of_choices, choice_totals, weights)
