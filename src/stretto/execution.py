@@ -221,6 +221,7 @@ RECOMPUTATION_KINDS = ("none", "full", "products", "communication", "host")  # a
 
 
 Fused = Literal["auto", False]
+ExpertReduce = Literal["rank", "choice"]
 ReshardPolicy = Literal["after_forward", "after_backward", "weights_after_step", "gradients_after_step", "after_step"]
 
 
@@ -228,8 +229,8 @@ ReshardPolicy = Literal["after_forward", "after_backward", "weights_after_step",
 class ExecutionOptions:
     """Options of a step's execution, apart from its grid, micro-batch and dtypes.
 
-    Raises ValueError for an unknown reshard policy, mode of recomputation or value of fused, and for expert_rows that
-    are not positive.
+    Raises ValueError for an unknown reshard policy, mode of recomputation or value of fused, for expert_rows that are
+    not positive, and for expert_reduce with another value, or "choice" with expert_rows.
     """
 
     overlap: Overlap = field(
@@ -298,6 +299,14 @@ class ExecutionOptions:
             "unset": "dynamic",
         },
     )
+    expert_reduce: ExpertReduce = field(
+        default="rank",
+        metadata={
+            "help": "where a token's outputs of several experts are summed. `rank`: each rank sums those of its "
+            "experts and returns one row, so the bits depend on `expert`; `choice`: every output is returned, and the "
+            "bits are those of expert=1 ([bits](experts.md#sharding-over-a-grid))"
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.reshard not in get_args(ReshardPolicy):
@@ -305,7 +314,11 @@ class ExecutionOptions:
         if self.fused not in ("auto", False):
             raise ValueError(f"fused is {self.fused!r}, but must be 'auto' or False")
         Recomputation.parse(self.recompute)
+        if self.expert_reduce not in get_args(ExpertReduce):
+            raise ValueError(f"expert_reduce is {self.expert_reduce!r}, but must be 'rank' or 'choice'")
         rows = self.expert_rows
+        if rows is not None and self.expert_reduce == "choice":
+            raise ValueError("expert_reduce is 'choice', which needs expert_rows=None; expert_reduce='rank' would do")
         if rows is not None and (isinstance(rows, bool) or rows < 1):
             raise ValueError(f"expert_rows is {rows!r}, but must be a whole number, at least 1, or None")
 
@@ -369,6 +382,7 @@ class ExecutionKeywords(TypedDict, total=False):
     stages: StageOptions
     drop_duplicates: bool
     expert_rows: int | None
+    expert_reduce: ExpertReduce
 
 
 _OLD_SWITCHES = {

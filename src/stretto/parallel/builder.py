@@ -283,7 +283,7 @@ class Builder:
             grid.communicator(EXPERT_Z),
             grid.size("x") * grid.size("y") > 1,
         )
-        plan = ExpertsPlan(name, flow, group, over_y, is_cut, self.options.expert_rows)
+        plan = ExpertsPlan(name, flow, group, over_y, is_cut, self.options.expert_rows, self.options.expert_reduce)
         parameters, products = {}, {}
         for part in (part for part in EXPERTS_PARAMETERS if hasattr(module, part)):
             original = module.get_parameter(part)

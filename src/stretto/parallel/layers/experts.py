@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from stretto.axes import EXPERT
+from stretto.execution import ExpertReduce
 from stretto.ops.moe import combine, dispatch, gated_activation, grouped_matmul, grouped_weight_gradient
 from stretto.parallel.comm.autograd import is_asked_for, sum_gradient
 from stretto.parallel.comm.collectives import Pending, all_reduce, collective, own, start_all_reduce
@@ -149,7 +150,7 @@ class ExpertsPlan:
     """The placement of one module's experts, and the routing of tokens.
 
     group: the ranks that divide the experts; None for one rank. over_y: the grid's group. checks_features: whether x
-    or y have several ranks. max_rows: of `stretto.ops.moe.dispatch`.
+    or y have several ranks. max_rows, reduce: of `stretto.ops.moe.dispatch`.
     """
 
     name: str
@@ -158,10 +159,11 @@ class ExpertsPlan:
     over_y: dist.ProcessGroup | None
     checks_features: bool
     max_rows: int | None
+    reduce: ExpertReduce
 
     def kept_of_output(self) -> str | None:
         """As what recomputation keeps the first thing that `combine` sends; None if it needs the rows themselves."""
-        if self.max_rows is not None:
+        if self.reduce == "rank":
             return None
         if self.group is not None:
             return _KEPT_AS["all_to_all"]
@@ -228,8 +230,10 @@ class ParallelExperts(ShardedModule):
             ids,
             self.num_experts,
             plan.group,
+            topk_weights=weights,
             max_rows=limit,
             gather_group=gather_over,
+            reduce=plan.reduce,
             wrap_collective=_wrap_collective,
         )
         inner = self._activate(self._multiply(self._up, found.rows, found.offsets))
