@@ -165,6 +165,18 @@ def make_repeating() -> nn.Module:
     return model
 
 
+def make_deepseek() -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    heads = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    more = {"moe_intermediate_size": 8, "first_k_dense_replace": 0, "use_cache": False}
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(vocab_size=VOCAB, num_hidden_layers=2, **sizes, **heads, **experts, **more)
+    )
+
+
 def make_checkpointed() -> nn.Module:
     model: Any = make_llama()
     model.gradient_checkpointing_enable()
@@ -243,6 +255,8 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
     [
         (make_llama, {"z": 2}, {}),
         (make_llama, {"z": 2}, BY_BLOCKS),
+        (make_qwen, {"z": 2, "expert": 2}, {"expert_rows": 300}),
+        pytest.param(make_deepseek, {"z": 2, "expert": 2}, {}, marks=pytest.mark.long),
         pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, marks=pytest.mark.long),
         pytest.param(make_llama, {"z": 2}, {**BY_BLOCKS, "reshard": "after_forward"}, marks=pytest.mark.long),
         pytest.param(make_gpt2, {"x": 2}, {}, marks=pytest.mark.long),

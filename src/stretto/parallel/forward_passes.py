@@ -11,7 +11,7 @@ from torch import nn
 
 from stretto.parallel.capture import note_forward
 from stretto.parallel.comm.autograd import in_backward
-from stretto.parallel.layers.linear import ParallelLinear
+from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded
 from stretto.parallel.state import ParallelState, state_of, wrappers_of
 from stretto.suggestions import did_you_mean
@@ -31,15 +31,13 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
     note_forward(model)
     if not in_backward():
         gradient_reducer.drop_failed_passes()
-    trainable = set()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             check_is_sharded(name, parameter)
-            trainable.add(parameter)
         gradient_reducer.defer_hooks(parameter, name)
     for module in model.modules():
-        if isinstance(module, ParallelLinear) and module.in_graphs.key.requires_grad != (module.weight in trainable):
-            module.follow_weight()
+        if isinstance(module, ShardedModule) and module.in_graphs is not None and module.in_graphs.is_outdated:
+            module.follow_weights()
 
     gatherer.is_in_forward = True
     if not in_backward():

@@ -65,9 +65,8 @@ def route_whole_features(
         return sum_gradient(found, over_y) if is_factor and over_y.size() > 1 else found
 
     on_grid = torch.compiler.disable(on_whole_features, recursive=False)
-    # On one rank nothing is sent, and a compiler may trace the whole forward. Not where a router's statistics are kept
-    # in Python.
-    may_trace = grid.size("world") == 1 and not counts_tokens
+    # A compiler may trace the forward, but for that of a router whose statistics are kept in Python.
+    may_trace = over_y.size() == 1 and not counts_tokens
 
     @functools.wraps(forward)
     def route(*args: Any, **kwargs: Any) -> Any:
