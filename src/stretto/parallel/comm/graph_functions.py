@@ -69,13 +69,13 @@ class GraphFunction:
         """True if a weight was frozen or unfrozen since it was taken."""
         return self._needs != [weight.requires_grad for weight in self.weights]
 
-    def __call__(self, features: int, x: Tensor, *others: Tensor) -> Tensor:
-        """Call the function, which returns [..., features], in the graph that is being traced."""
+    def __call__(self, shape: Sequence[int], x: Tensor, *others: Tensor) -> Tensor:
+        """Call the function, which returns a tensor of this shape, in the graph that is being traced."""
         is_on = torch.is_grad_enabled()
         needs = [is_on and each.requires_grad for each in (self.key, x, *others)]
         # Compilers make one call of two that are alike, but for what is empty: a new number is in no other call.
         this = torch.empty(1, dtype=torch.float64, device="cpu")
-        y, _ = torch.ops.stretto.call_function(this, self.key, [x, *others], features, needs)
+        y, _ = torch.ops.stretto.call_function(this, self.key, [x, *others], list(shape), needs)
         found: Tensor = y
         return found
 
@@ -83,7 +83,7 @@ class GraphFunction:
 class GraphCode(GraphFunction):
     """A module's code, of any functions that autograd records, that compiled graphs call as one operator.
 
-    It takes tensors, of which x is the first, and returns one of x's shape and dtype, but for the last dim. weights:
+    It takes tensors, of which x is the first, and returns one of x's dtype. weights:
     parameters whose gradients it makes itself; it reads no other that needs a gradient, but as an input.
     """
 
@@ -205,7 +205,7 @@ def _version_of(saved: Tensor | int | None) -> int | None:
 
 @torch.library.custom_op("stretto::call_function", mutates_args=())
 def _call_function(
-    this: Tensor, key: Tensor, inputs: Sequence[Tensor], features: int, needs: Sequence[bool]
+    this: Tensor, key: Tensor, inputs: Sequence[Tensor], shape: Sequence[int], needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
     call = _GraphCall.of(key, needs)
     y = call.forward(inputs, needs)
@@ -215,9 +215,9 @@ def _call_function(
 
 @_call_function.register_fake
 def _(
-    this: Tensor, key: Tensor, inputs: Sequence[Tensor], features: int, needs: Sequence[bool]
+    this: Tensor, key: Tensor, inputs: Sequence[Tensor], shape: Sequence[int], needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    return inputs[0].new_empty(*inputs[0].shape[:-1], features), torch.empty(1, dtype=torch.float64)
+    return inputs[0].new_empty(shape), torch.empty(1, dtype=torch.float64)
 
 
 @torch.library.custom_op("stretto::differentiate_function", mutates_args=())

@@ -93,6 +93,7 @@ class RecordedCode:
             saved_tensors_hooks(hooks.pack, hooks.unpack),
         ):
             y = code(*leaves)
+            y = y.view_as(y) if y.is_leaf and y.requires_grad else y  # an input itself
             if y.grad_fn is not None:
                 self._place, self._nodes = y.output_nr, _sort(y.grad_fn)
                 self._numbers = {

@@ -215,7 +215,7 @@ class ParallelExperts(ShardedModule):
             check_features(hidden, "y", self.plan.name)
         x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
         if torch.compiler.is_compiling():
-            y = self.in_graphs(x.shape[1], x, top_k_weights, top_k_index)
+            y = self.in_graphs(x.shape, x, top_k_weights, top_k_index)
         else:
             y = self._send_and_compute(x, top_k_weights, top_k_index)
         return note_features(y.view(hidden.shape), "y")

@@ -387,10 +387,9 @@ class ParallelLinear(ShardedModule):
     def forward_in_graph(self, x: Tensor) -> Tensor:
         """The same, as one operator of a compiled graph."""
         cast, is_row = self.plan.shard.precision.cast, x.dim() == 1
-        bias = None if self.bias is None else cast(self.plan.used(self.local_bias()))
-        y = self.in_graphs(
-            self._features_here, cast(x.unsqueeze(0) if is_row else x), *(() if bias is None else (bias,))
-        )
+        x = cast(x.unsqueeze(0) if is_row else x)
+        bias = () if self.bias is None else (cast(self.plan.used(self.local_bias())),)
+        y = self.in_graphs((*x.shape[:-1], self._features_here), x, *bias)
         return y.squeeze(0) if is_row else y
 
     def weights_in_graphs(self) -> Sequence[Tensor]:
