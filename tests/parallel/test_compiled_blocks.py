@@ -5,6 +5,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,6 +166,31 @@ def make_repeating() -> nn.Module:
     return model
 
 
+def make_deepseek() -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    heads = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    more = {"moe_intermediate_size": 8, "first_k_dense_replace": 0, "use_cache": False}
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(vocab_size=VOCAB, num_hidden_layers=2, **sizes, **heads, **experts, **more)
+    )
+
+
+class NamedGPT(GPT):
+    """A GPT that is called as transformers' models are."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        return SimpleNamespace(loss=super().forward(input_ids[:, :-1], labels[:, 1:]))
+
+
+def make_experts() -> nn.Module:
+    sizes = {"num_experts": 4, "experts_per_token": 2, "expert_ffn": 16, "shared_ffn": 16, "shared_expert_gate": True}
+    balance = {"balance": "switch", "balance_loss": 0.1, "z_loss": 0.01}
+    return NamedGPT(gpt(layers=2, positions="rotary", activation="swiglu", norm="rmsnorm", **sizes, **balance))
+
+
 def make_checkpointed() -> nn.Module:
     model: Any = make_llama()
     model.gradient_checkpointing_enable()
@@ -212,7 +238,7 @@ def compile_like_a_user(
     with warnings.catch_warnings(record=True) as warned:
         called = torch.compile(model, backend=count) if what == "model" else model
         for name, module in model.named_modules():
-            if "layers" in what and name.rpartition(".")[0].endswith((".layers", ".h")):
+            if "layers" in what and name.rpartition(".")[0].endswith((".layers", ".h", "blocks")):
                 module.compile(backend=count)
         for step in range(2):
             for each in (model, plain):
@@ -241,8 +267,12 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
 @pytest.mark.parametrize(
     ("make_model", "sizes", "options"),
     [
-        (make_llama, {"z": 2}, {}),
+        pytest.param(make_llama, {"z": 2}, {}, marks=pytest.mark.long),
         (make_llama, {"z": 2}, BY_BLOCKS),
+        (make_qwen, {"z": 2, "expert": 2}, {"expert_rows": 300}),
+        pytest.param(make_deepseek, {"z": 2, "expert": 2}, {}, marks=pytest.mark.long),
+        pytest.param(make_experts, {"z": 2, "expert": 2}, {}, marks=pytest.mark.long),
+        pytest.param(make_qwen, {"y": 2}, {}, marks=pytest.mark.long),  # norms and routers exchange over y
         pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, marks=pytest.mark.long),
         pytest.param(make_llama, {"z": 2}, {**BY_BLOCKS, "reshard": "after_forward"}, marks=pytest.mark.long),
         pytest.param(make_gpt2, {"x": 2}, {}, marks=pytest.mark.long),

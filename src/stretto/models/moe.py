@@ -127,6 +127,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         _, weights, ids = self.router(x)
-        with record_function(EXPERTS_MARK) if torch.autograd._profiler_enabled() else nullcontext():
+        is_marked = not torch.compiler.is_compiling() and torch.autograd._profiler_enabled()
+        with record_function(EXPERTS_MARK) if is_marked else nullcontext():
             y = self.experts(x.flatten(0, -2), ids, weights).view(x.shape)
         return y if self.shared is None else y + self.shared(x)

@@ -119,6 +119,8 @@ class Router(nn.Module):
         self.sum_over_earlier_ranks: Callable[[Tensor], Tensor] = torch.zeros_like
         # Starts `sum_over_ranks`, and returns a function that waits for the sum and returns it; it may be called again.
         self.start_sum_over_ranks: Callable[[Tensor], Callable[[], Tensor]] | None = None
+        # What compiled graphs call in place of `add_losses`; None: they look into it.
+        self.in_graphs: Callable[..., Tensor] | None = None
         self._statistics: Tensor | None = None
         # Forward passes whose statistics are not added yet, by their get_total.
         self._waiting: dict[Callable[[], Tensor], _ForwardPass] = {}
@@ -219,21 +221,39 @@ class Router(nn.Module):
         counts = chosen.sum(0)
         dropped = torch.zeros_like(counts)
         has_loss, has_capacity = self.options.has_loss, self.options.capacity_factor is not None
-        get_total = self._start_sum(counts) if has_loss or has_capacity else None
+        # In a graph `add_losses` begins the sum, out of a compiler's sight.
+        calls_graph = self.in_graphs if torch.compiler.is_compiling() else None
+        get_total = self._start_sum(counts) if (has_loss or has_capacity) and calls_graph is None else None
         if has_capacity:
             assert get_total is not None
             is_dropped = self._exceeds_capacity(chosen, counts, get_total()).gather(1, ids)
             dropped.scatter_add_(0, ids.flatten(), is_dropped.flatten().long())
             weights, ids = weights.masked_fill(is_dropped, 0.0), ids.masked_fill(is_dropped, self.num_experts)
-        sums, is_awaited = None, False
-        if has_loss:
-            assert get_total is not None
-            sums = torch.cat((self._balance_sums(x, scores, chosen), self._z_sum(logits)))
+        sums = torch.cat((self._balance_sums(x, scores, chosen), self._z_sum(logits))) if has_loss else None
+        if calls_graph is None:
+            return self.add_losses(weights, counts, dropped, sums, get_total), ids
+        return calls_graph(weights.shape, weights, counts, dropped, *([] if sums is None else [sums])), ids
+
+    def add_losses(
+        self,
+        weights: Tensor,
+        counts: Tensor,
+        dropped: Tensor,
+        sums: Tensor | None,
+        get_total: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """Return the weights, whose gradient brings that of the losses; and record the statistics.
+
+        sums: of the losses, None for no loss. get_total: waits for the sum of counts over ranks; None to begin it here.
+        """
+        is_awaited = False
+        if sums is not None:
+            get_total = get_total or self._start_sum(counts)
             scale = self.loss_scale if self.averaged_ranks == 1 else self.loss_scale * self.averaged_ranks
             weights = _AddLoss.apply(weights, sums, partial(self._factors_in_backward, get_total), scale)
             sums, is_awaited = sums.detach(), sums.requires_grad
-        self.record(_ForwardPass(counts, dropped, sums, get_total if has_loss else None), is_awaited=is_awaited)
-        return weights, ids
+        self.record(_ForwardPass(counts, dropped, sums, None if sums is None else get_total), is_awaited=is_awaited)
+        return weights
 
     def _start_sum(self, counts: Tensor) -> Callable[[], Tensor]:
         if self.start_sum_over_ranks is not None:

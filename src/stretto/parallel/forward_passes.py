@@ -12,7 +12,7 @@ from torch import nn
 from stretto.parallel.capture import note_forward
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.graph_functions import current_stream
-from stretto.parallel.layers.linear import ParallelLinear
+from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded
 from stretto.parallel.state import ParallelState, state_of, wrappers_of
 from stretto.suggestions import did_you_mean
@@ -32,18 +32,15 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
     note_forward(model)
     if not in_backward():
         gradient_reducer.drop_failed_passes()
-    trainable = set()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             check_is_sharded(name, parameter)
-            trainable.add(parameter)
         gradient_reducer.defer_hooks(parameter, name)
     stream = current_stream(state.grid.device)
     for module in model.modules():
-        if isinstance(module, ParallelLinear):
-            known = module.in_graphs.key.requires_grad, module.in_graphs.stream
-            if known != (module.weight in trainable, stream):
-                module.follow_weight()
+        graphs = module.in_graphs if isinstance(module, ShardedModule) else None
+        if graphs is not None and graphs.is_outdated(stream):
+            module.follow_weights()
 
     gatherer.is_in_forward = True
     if not in_backward():

@@ -17,7 +17,7 @@ saves the call's token.
 
 import itertools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from stretto.parallel.comm.kept_outputs import is_recomputed
+from stretto.parallel.comm.recorded_code import RecordedCode
 
 _functions: "WeakValueDictionary[int, GraphFunction]" = WeakValueDictionary()
 _calls: "WeakValueDictionary[int, _GraphCall]" = WeakValueDictionary()
@@ -53,70 +54,129 @@ class GraphFunction:
     ) -> None:
         self.function: Any = function
         self.arrange = arrange
+        self._register(keeps_inputs, weight)
+
+    def _register(self, keeps_inputs: Callable[[], bool], *weights: Tensor | None) -> None:
         self.keeps_inputs = keeps_inputs
         self._number = next(_numbers)
         _functions[self._number] = self
-        self.follow(weight)
+        self.follow(*weights)
 
-    def follow(self, weight: Tensor | None) -> None:
-        """Take this weight from now on: a conversion has replaced it, or it was frozen or unfrozen, or the stream has
-        changed: what autograd accumulates in a weight, it does on the stream on which its node was made."""
-        self.key = torch.empty(0)  # frees the weight's node, which this may be all that keeps
-        self.stream = None if weight is None else current_stream(weight.device)
+    def follow(self, *weights: Tensor | None) -> None:
+        """Take these weights from now on: a conversion has replaced them, they were frozen or unfrozen, or the stream
+        has changed: what autograd accumulates in a weight, it does on the stream on which its node was made."""
+        self.key = torch.empty(0)  # frees the weights' nodes, which this may be all that keeps
+        self.weights = tuple(weight for weight in weights if weight is not None)
+        self._needs = [weight.requires_grad for weight in self.weights]
+        self._stream = current_stream(self.weights[0].device) if self.weights else None
         with torch.inference_mode(False), torch.enable_grad():
-            self.key = _WeightKey.apply(weight, float(self._number))
+            self.key = _WeightKey.apply(float(self._number), *weights)
 
-    def __call__(self, features: int, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """Call the function, which returns [..., features], in the graph that is being traced."""
-        needs = x.requires_grad or self.key.requires_grad or (other is not None and other.requires_grad)
+    def is_outdated(self, stream: int | None) -> bool:
+        """True if a weight was frozen or unfrozen since it was taken, or taken on another stream than this."""
+        changed = self._needs != [weight.requires_grad for weight in self.weights]
+        return changed or (bool(self.weights) and self._stream != stream)
+
+    def __call__(self, shape: Sequence[int], x: Tensor, *others: Tensor) -> Tensor:
+        """Call the function, which returns a tensor of this shape, in the graph that is being traced."""
+        is_on = torch.is_grad_enabled()
+        needs = [is_on and each.requires_grad for each in (self.key, x, *others)]
         # Compilers make one call of two that are alike, but for what is empty: a new number is in no other call.
         this = torch.empty(1, dtype=torch.float64, device="cpu")
-        y, _ = torch.ops.stretto.call_function(this, self.key, x, other, features, needs and torch.is_grad_enabled())
+        y, _ = torch.ops.stretto.call_function(this, self.key, [x, *others], list(shape), needs)
         found: Tensor = y
         return found
 
 
+class GraphCode(GraphFunction):
+    """A module's code, of any functions that autograd records, that compiled graphs call as one operator.
+
+    It takes tensors, of which x is the first, and returns one of x's dtype. weights:
+    parameters whose gradients it makes itself; it reads no other that needs a gradient, but as an input.
+    """
+
+    def __init__(
+        self, code: Callable[..., Tensor], *weights: Tensor, keeps_inputs: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.code = code
+        self._register(keeps_inputs, *weights)
+
+
 class _WeightKey(torch.autograd.Function):
-    """A number as a tensor whose graph leads to a weight, to which it passes no gradient."""
+    """A number as a tensor whose graph leads to weights, to which it passes no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor | None, number: float) -> Tensor:
+    def forward(ctx: Any, number: float, *weights: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
+        ctx.count = len(weights)
         return torch.tensor([number], dtype=torch.float64)  # a compiler makes a constant of one without dims
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
-        return None, None
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, ...]:
+        return (None,) * (1 + ctx.count)
 
 
 class _GraphCall(bytearray):
-    """A call's context, as autograd gives one to a function; its bytes are its number, and the memory of its token."""
+    """A call of a function; its bytes are its number, and the memory of its token."""
 
-    function: GraphFunction
+    function: Any
+
+    @classmethod
+    def of(cls, key: Tensor, needs: Sequence[bool]) -> "_GraphCall":
+        """A new call. needs: whether the weights, and each input, need gradients."""
+        number, function = next(_numbers), _functions[int(key)]
+        if any(needs) and not needs[0] and any(weight.requires_grad for weight in function.weights):
+            raise RuntimeError(
+                "a weight of a compiled module was unfrozen after the last forward pass of the whole model, which "
+                "sees that: call the model that stretto.parallelize has returned before you call a part of it"
+            )
+        call = (_CodeCall if isinstance(function, GraphCode) else _FunctionCall)(struct.pack("d", number))
+        call.function = function
+        _calls[number] = call
+        return call
+
+    def forward(self, inputs: Sequence[Tensor], needs: Sequence[bool]) -> Tensor:
+        """Run the function."""
+        raise NotImplementedError
+
+    def backward(self, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]) -> Sequence[Tensor | None]:
+        """The gradients of the inputs that need some."""
+        raise NotImplementedError
+
+
+class _CodeCall(_GraphCall):
+    """A call of code, as autograd records it."""
+
+    def forward(self, inputs: Sequence[Tensor], needs: Sequence[bool]) -> Tensor:
+        self._record = RecordedCode()
+        return self._record.run(self.function.code, inputs, needs[1:], is_recorded=any(needs))
+
+    def backward(self, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]) -> Sequence[Tensor | None]:
+        return self._record.differentiate(inputs, gradient)
+
+
+class _FunctionCall(_GraphCall):
+    """A call of an autograd function, to which it is the context."""
+
     next_functions: tuple[tuple[Any, int], ...] = ()
     _inputs: tuple[Tensor | None, Tensor | None] = (None, None)
     needs_input_grad: tuple[bool, ...] = ()
 
-    @classmethod
-    def of(cls, key: Tensor, is_recorded: bool) -> "_GraphCall":
-        number = next(_numbers)
-        call = cls(struct.pack("d", number))
-        call.function = _functions[int(key)]
-        if is_recorded:
-            node = call.function.key.grad_fn
-            call.next_functions = ((None, 0), (None, 0) if node is None else node.next_functions[0])
-            weight = call.function.arrange(key, None)[1]
-            if node is None and weight is not None and weight.requires_grad:
-                raise RuntimeError(
-                    "a weight of a compiled module was unfrozen after the last forward pass of the whole model, which "
-                    "sees that: call the model that stretto.parallelize has returned before you call a part of it"
-                )
-        _calls[number] = call
-        return call
+    def forward(self, inputs: Sequence[Tensor], needs: Sequence[bool]) -> Tensor:
+        if any(needs):
+            node = self.function.key.grad_fn
+            self.next_functions = ((None, 0), (None, 0) if node is None else node.next_functions[0])
+        y: Tensor = self._run("forward", inputs)
+        return y.contiguous()
 
-    def run(self, name: str, x: Tensor, other: Tensor | None, *gradients: Tensor) -> Any:
+    def backward(self, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]) -> Sequence[Tensor | None]:
+        self.needs_input_grad = (needs[0], False, *needs[1:])
+        of_x, _, of_other, *_ = self._run("backward", inputs, gradient)
+        return (of_x, of_other)[: len(inputs)]
+
+    def _run(self, name: str, inputs: Sequence[Tensor], *gradients: Tensor) -> Any:
         """Run the function's `forward`, or its `backward` with gradients, on inputs that are kept for so long."""
-        self._inputs = (x, other)
+        x, other = self._inputs = inputs[0], inputs[1] if len(inputs) > 1 else None
         try:
             with torch.no_grad():
                 return getattr(self.function.function, name)(self, *(gradients or self.function.arrange(x, other)))
@@ -153,56 +213,58 @@ def _version_of(saved: Tensor | int | None) -> int | None:
 
 @torch.library.custom_op("stretto::call_function", mutates_args=())
 def _call_function(
-    this: Tensor, key: Tensor, x: Tensor, other: Tensor | None, features: int, is_recorded: bool
+    this: Tensor, key: Tensor, inputs: Sequence[Tensor], shape: Sequence[int], needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    call = _GraphCall.of(key, is_recorded)
-    y = call.run("forward", x, other)
+    call = _GraphCall.of(key, needs)
+    y = call.forward(inputs, needs)
     # A block's recomputation may keep y, whose memory the graph may use for another tensor.
-    return y.clone() if is_recomputed() else y.contiguous(), torch.frombuffer(call, dtype=torch.float64)
+    return y.clone() if is_recomputed() else y, torch.frombuffer(call, dtype=torch.float64)
 
 
 @_call_function.register_fake
 def _(
-    this: Tensor, key: Tensor, x: Tensor, other: Tensor | None, features: int, is_recorded: bool
+    this: Tensor, key: Tensor, inputs: Sequence[Tensor], shape: Sequence[int], needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(*x.shape[:-1], features), torch.empty(1, dtype=torch.float64)
+    return inputs[0].new_empty(shape), torch.empty(1, dtype=torch.float64)
 
 
 @torch.library.custom_op("stretto::differentiate_function", mutates_args=())
 def _differentiate_function(
-    key: Tensor, token: Tensor, x: Tensor, other: Tensor | None, gradient: Tensor, needs_x: bool, needs_other: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    key: Tensor, token: Tensor, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]
+) -> list[Tensor]:
     call = _calls[int(token)]
-    call.needs_input_grad = (needs_x, False, needs_other)
     if call.function.keeps_inputs():
-        x, gradient = x.clone(), gradient.clone()
-    of_x, _, of_other, *_ = call.run("backward", x, other, gradient)
-    of_x, of_other = (x.new_empty(0) if each is None else each.contiguous() for each in (of_x, of_other))
-    return torch.zeros_like(key), of_x, of_other
+        inputs, gradient = [each.clone() for each in inputs], gradient.clone()
+    parts = call.backward(inputs, gradient, needs)
+    found = [torch.zeros_like(key)]
+    for each, part, need in zip(inputs, parts, needs, strict=True):
+        if need:
+            part = torch.zeros_like(each) if part is None else part.to(each.dtype).contiguous()
+        found.append(part if need and part is not None else each.new_empty(0))
+    return found
 
 
 @_differentiate_function.register_fake
-def _(
-    key: Tensor, token: Tensor, x: Tensor, other: Tensor | None, gradient: Tensor, needs_x: bool, needs_other: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    of_other = x.new_empty(0) if other is None or not needs_other else other.new_empty(other.shape)
-    return torch.empty_like(key), x.new_empty(x.shape if needs_x else 0), of_other
+def _(key: Tensor, token: Tensor, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]) -> list[Tensor]:
+    parts = [each.new_empty(each.shape if need else 0) for each, need in zip(inputs, needs, strict=True)]
+    return [torch.empty_like(key), *parts]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, key, x, other, _, _ = inputs
+    _, key, given, _, ctx.needs = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(key, output[1], x, other)
+    ctx.save_for_backward(key, output[1], *given)
 
 
-def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    _, needs_key, needs_x, needs_other, *_ = ctx.needs_input_grad
+def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...]:
+    key, token, *inputs = ctx.saved_tensors
     if gradient is None:
-        return (None,) * 6
-    found = torch.ops.stretto.differentiate_function(*ctx.saved_tensors, gradient, needs_x, needs_other)
-    of_key, of_x, of_other = found
-    return None, of_key if needs_key else None, of_x if needs_x else None, of_other if needs_other else None, None, None
+        return None, None, [None for _ in inputs], None, None
+    needs = ctx.needs[1:]
+    of_key, *found = torch.ops.stretto.differentiate_function(key, token, inputs, gradient, needs)
+    parts = [part if need else None for part, need in zip(found, needs, strict=True)]
+    return None, of_key if ctx.needs[0] else None, parts, None, None
 
 
 _call_function.register_autograd(_differentiate, setup_context=_save)

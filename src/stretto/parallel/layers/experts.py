@@ -16,7 +16,7 @@ gathered over what expert leaves of z. All ranks of x have the same tokens. What
 The gradient of the hidden features and of the experts' weights is complete, and equal, on ranks that have the same.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from stretto.execution import ExpertReduce
 from stretto.ops.moe import combine, dispatch, gated_activation, grouped_matmul, grouped_weight_gradient
 from stretto.parallel.comm.autograd import is_asked_for, sum_gradient
 from stretto.parallel.comm.collectives import Pending, all_reduce, collective, own, start_all_reduce
+from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.comm.kept_outputs import is_given_back, keep_output
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
@@ -187,17 +188,23 @@ class ParallelExperts(ShardedModule):
     ) -> None:
         """parameters, products: of the first product and the second, by the names of the parameters."""
         self._up, self._down = products
-        super().__init__(products[self._up].shard.gradients)
+        super().__init__(gradients := products[self._up].shard.gradients)
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
         self.num_experts: int = parameters[self._up].shape[0]
         self.act_fn: Callable[[Tensor], Tensor] = module.act_fn  # type: ignore[assignment]
         self.plan = plan
         self.products = dict(products)
+        self.in_graphs: GraphCode = GraphCode(
+            self._send_and_compute, *self.weights_in_graphs(), keeps_inputs=lambda: gradients.deferred is not None
+        )
+
+    def weights_in_graphs(self) -> Sequence[Tensor]:
+        return self.get_parameter(self._up), self.get_parameter(self._down)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not self.is_being_traced():
-            return self.forward_on_grid(hidden, top_k_index, top_k_weights)
+            return self._forward_on_grid(hidden, top_k_index, top_k_weights)
         up, down = (local(self.get_parameter(name)) for name in (self._up, self._down))
         x, ids = hidden.to(up.dtype).flatten(0, -2), self._known(top_k_index)
         found = dispatch(x, ids, self.num_experts, max_rows=self.plan.max_rows)
@@ -205,16 +212,22 @@ class ParallelExperts(ShardedModule):
         y = combine(grouped_matmul(inner, down, found.offsets), found.handle, top_k_weights)
         return y.view(hidden.shape)
 
-    @torch.compiler.disable
-    def forward_on_grid(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The output, as the plan says where tokens go. A compiler's graph breaks here."""
-        plan, flow = self.plan, self.plan.flow
-        if plan.checks_features:
-            check_features(hidden, "y", plan.name)
-        if plan.group is not None and plan.max_rows is None and hidden.is_cuda:
-            self._refuse_capture()
+    def _forward_on_grid(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if self.plan.checks_features:
+            check_features(hidden, "y", self.plan.name)
         x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
-        ids, weights, tokens = self._known(top_k_index), top_k_weights, x.shape[0]
+        if torch.compiler.is_compiling():
+            y = self.in_graphs(x.shape, x, top_k_weights, top_k_index)
+        else:
+            y = self._send_and_compute(x, top_k_weights, top_k_index)
+        return note_features(y.view(hidden.shape), "y")
+
+    def _send_and_compute(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The output [t, h / y], as the plan says where tokens go."""
+        plan, flow = self.plan, self.plan.flow
+        if plan.group is not None and plan.max_rows is None and x.is_cuda:
+            self._refuse_capture()
+        ids, tokens = self._known(ids), x.shape[0]
         if plan.over_y is not None:
             weights = sum_gradient(weights, plan.over_y)
         if flow.cut_over is not None:
@@ -248,7 +261,7 @@ class ParallelExperts(ShardedModule):
             y = gather_tokens(y, tokens, flow.cut_over)
         if flow.sum_tokens_over is not None:
             y = _SumTokens.apply(y, flow.sum_tokens_over)
-        return note_features(y.view(hidden.shape), "y")
+        return y
 
     def _multiply(self, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
         output: Tensor = _Multiply.apply(rows, self.get_parameter(name), offsets, self.products[name])

@@ -11,7 +11,7 @@ With sequence sharding, a colwise linear has a sharded input edge and a rowwise 
 all-gather and the reduce-scatter run within the product then (`stretto.ops`).
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -351,7 +351,7 @@ class ParallelLinear(ShardedModule):
         self.plan = plan
         self.joined: JoinedLinears | None = None  # the linears with which it is computed
         self._bias_scale = 1.0 if bias is None else plan.shard.gradients.forward_scale(bias)
-        self.in_graphs = GraphFunction(
+        self.in_graphs: GraphFunction = GraphFunction(
             _Linear3D,
             lambda x, bias: (x, self.weight, bias, self.plan, None, None),
             weight,
@@ -387,21 +387,13 @@ class ParallelLinear(ShardedModule):
     def forward_in_graph(self, x: Tensor) -> Tensor:
         """The same, as one operator of a compiled graph."""
         cast, is_row = self.plan.shard.precision.cast, x.dim() == 1
-        bias = None if self.bias is None else cast(self.plan.used(self.local_bias()))
-        y = self.in_graphs(self._features_here, cast(x.unsqueeze(0) if is_row else x), bias)
+        x = cast(x.unsqueeze(0) if is_row else x)
+        bias = () if self.bias is None else (cast(self.plan.used(self.local_bias())),)
+        y = self.in_graphs((*x.shape[:-1], self._features_here), x, *bias)
         return y.squeeze(0) if is_row else y
 
-    def follow_weight(self) -> None:
-        """Have compiled graphs take the weight as it is now: converted, frozen or unfrozen."""
-        self.in_graphs.follow(self.weight)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        self.in_graphs.follow(None)  # torch swaps no tensor to which a graph leads
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self.follow_weight()
-        return self
+    def weights_in_graphs(self) -> Sequence[Tensor]:
+        return (self.weight,)
 
     def local_bias(self) -> Tensor:
         """This rank's part of the bias."""

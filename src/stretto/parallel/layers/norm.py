@@ -13,6 +13,7 @@ from stretto.ops.rms_norm import rms_norm
 from stretto.parallel.comm.autograd import scale_gradient
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.comm.kept_outputs import keep_output
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layout import local
@@ -86,9 +87,6 @@ class _SplitNorm(torch.autograd.Function):
         return (grad_x * rstd).to(x.dtype), grad_weight, grad_bias, None, None, None
 
 
-_split_norm = torch.compiler.disable(_SplitNorm.apply)
-
-
 class ParallelNorm(ShardedModule):
     """LayerNorm (`is_centred`) or RMSNorm of activations [..., hidden / Y] over all `hidden` features.
 
@@ -125,6 +123,7 @@ class ParallelNorm(ShardedModule):
         self.name = name
         self.axis = axis
         self.is_fused = is_fused and not is_centred and weight is not None and bias is None
+        self.in_graphs: GraphCode = GraphCode(self._normalize)
 
     def forward(self, x: Tensor) -> Tensor:
         is_split = self.group is not None and self.group.size() > 1
@@ -132,14 +131,16 @@ class ParallelNorm(ShardedModule):
             check_features(x, self.axis, self.name)
         x = self.precision.cast(x)
         weight = None if self.weight is None else scale_gradient(local(self.weight), self._scales[0])
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps  # nn.RMSNorm's default
+        eps = self._eps_of(x)
         if self.is_fused and weight is not None and not is_split and not torch.compiler.is_compiling():
             return rms_norm(x, weight, eps, self.weight_offset)
         if weight is not None and self.weight_offset:
             weight = weight + self.weight_offset
         bias = None if self.bias is None else scale_gradient(local(self.bias), self._scales[1])
         if is_split:
-            return note_features(_split_norm(x, weight, bias, eps, self.is_centred, self.group), self.axis)
+            present = [each for each in (weight, bias) if each is not None]
+            y = self.in_graphs(x.shape, x, *present) if torch.compiler.is_compiling() else self._normalize(x, *present)
+            return note_features(y, self.axis)
         shape = x.shape[-1:]
         weight = None if weight is None else weight.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)
@@ -147,3 +148,13 @@ class ParallelNorm(ShardedModule):
             return F.layer_norm(x, shape, weight, bias, eps)
         y = F.rms_norm(x, shape, weight, eps)
         return y if bias is None else y + bias
+
+    def _eps_of(self, x: Tensor) -> float:
+        return torch.finfo(x.dtype).eps if self.eps is None else self.eps  # nn.RMSNorm's default
+
+    def _normalize(self, x: Tensor, *present: Tensor) -> Tensor:
+        """Normalize features that the group splits. present: of weight and bias those that this norm has."""
+        weight = None if self.weight is None else present[0]
+        bias = None if self.bias is None else present[-1]
+        y: Tensor = _SplitNorm.apply(x, weight, bias, self._eps_of(x), self.is_centred, self.group)
+        return y

@@ -13,6 +13,7 @@ from stretto.axes import LOSS, STAGE
 from stretto.parallel.comm.autograd import sum_gradient
 from stretto.parallel.comm.collectives import Pending, gather_rows, start_all_reduce
 from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.comm.kept_outputs import keep_output, run_once
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.plain_parts import forward_scales, tensors_in
@@ -50,6 +51,10 @@ def route_whole_features(
     of_parameters = Precision() if counts_tokens else precision
     scales = forward_scales(places, gradients)
 
+    ranks = over_y.size()
+    gather_in_graphs = GraphCode(lambda part: gather_features(part, part.shape[-1] * ranks, over_y))
+    sum_in_graphs = GraphCode(lambda factor: sum_gradient(factor, over_y))
+
     @functools.wraps(forward)
     def on_whole_features(*args: Any, **kwargs: Any) -> Any:
         if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
@@ -57,25 +62,28 @@ def route_whole_features(
         if checks:
             check_features(args[0], "y", name)
         hidden = precision.cast(args[0])
-        if over_y.size() > 1:
-            hidden = gather_features(hidden, hidden.shape[-1] * over_y.size(), over_y)
+        if ranks > 1:
+            shape = (*hidden.shape[:-1], hidden.shape[-1] * ranks)
+            is_traced = torch.compiler.is_compiling()
+            hidden = gather_in_graphs(shape, hidden) if is_traced else gather_features(hidden, shape[-1], over_y)
         with tensors_in(places, of_parameters, scales):
             found = forward(hidden, *args[1:], **kwargs)
         is_factor = isinstance(found, Tensor) and found.shape[-1] == 1
-        return sum_gradient(found, over_y) if is_factor and over_y.size() > 1 else found
+        if not is_factor or ranks == 1:
+            return found
+        return sum_in_graphs(found.shape, found) if torch.compiler.is_compiling() else sum_gradient(found, over_y)
 
+    if counts_tokens:
+        count_over_ranks(module, gradients, tokens, overlaps=overlaps)
     on_grid = torch.compiler.disable(on_whole_features, recursive=False)
-    # On one rank nothing is sent, and a compiler may trace the whole forward. Not where a router's statistics are kept
-    # in Python.
-    may_trace = grid.size("world") == 1 and not counts_tokens
+    # A compiler cannot trace statistics that are kept in Python.
+    may_trace = not counts_tokens or getattr(module, "in_graphs", None) is not None
 
     @functools.wraps(forward)
     def route(*args: Any, **kwargs: Any) -> Any:
         return on_whole_features(*args, **kwargs) if may_trace else on_grid(*args, **kwargs)
 
     module.forward = route
-    if counts_tokens:
-        count_over_ranks(module, gradients, tokens, overlaps=overlaps)
 
 
 def count_over_ranks(router: Any, gradients: GradientReducer, tokens: TokenShards | None, *, overlaps: bool) -> None:
@@ -96,10 +104,20 @@ def count_over_ranks(router: Any, gradients: GradientReducer, tokens: TokenShard
     router.sum_over_earlier_ranks = functools.partial(_keep, functools.partial(_sum_of_earlier, groups))
     if hasattr(router, "record"):
         router.record = functools.partial(run_once, router.record)
+    # With a capacity the choices wait for the sum over ranks, and a compiler's graph breaks.
+    if hasattr(router, "add_losses") and router.options.capacity_factor is None:
+        router.in_graphs = GraphCode(functools.partial(_add_losses, router))
     # On one rank nothing is waited for, and torch.compile traces the router's losses.
     if hasattr(router, "start_sum_over_ranks") and grid.size(over) > 1:
         # Once: recomputation runs in the backward pass, which would wait for another sum immediately.
         router.start_sum_over_ranks = functools.partial(run_once, start_sum)
+
+
+def _add_losses(router: Any, weights: Tensor, *others: Tensor) -> Tensor:
+    """A router's `add_losses`, which keeps what it is given for its statistics."""
+    counts, dropped, *sums = (each.clone() for each in others)
+    added: Tensor = router.add_losses(weights, counts, dropped, *(sums or (None,)))
+    return added
 
 
 def _keep(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

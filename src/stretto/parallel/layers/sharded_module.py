@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of the modules that `parallelize` puts in: state dicts, conversions, refused copies and wrappers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeGuard
 from weakref import ref
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.graph_functions import GraphFunction
 from stretto.parallel.comm.kept_outputs import keep_output
 from stretto.parallel.layout import layout_of, shard_like
 from stretto.parallel.low_precision_weights import copy_of
@@ -29,12 +30,14 @@ class ShardedModule(nn.Module):
 
     The attribute `is_traceable`: its grid has one rank, which computes in the parameters' own dtype and recomputes
     nothing. torch.compile then traces the module as it traces a plain one, and gradients come through autograd.
+    `in_graphs`: what compiled graphs call in its place otherwise.
     """
 
     def __init__(self, gradients: GradientReducer | None = None) -> None:
         super().__init__()
         self.gradients = gradients
         self.is_traceable = False
+        self.in_graphs: GraphFunction | None = None
 
     def is_being_traced(self) -> bool:
         """True if torch.compile is tracing this module, and may trace a plain module's operations."""
@@ -42,11 +45,25 @@ class ShardedModule(nn.Module):
             return False
         return self.gradients is None or (self.gradients.sink is None and self.gradients.deferred is None)
 
+    def weights_in_graphs(self) -> Sequence[Tensor]:
+        """The weights of which `in_graphs` makes the gradients itself."""
+        return ()
+
+    def follow_weights(self) -> None:
+        """Have compiled graphs take the weights as they are now: converted, frozen or unfrozen."""
+        if self.in_graphs is not None:
+            self.in_graphs.follow(*self.weights_in_graphs())
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         noted = {
             name: (layout_of(parameter), copy_of(parameter)) for name, parameter in self.named_parameters(recurse=False)
         }
-        super()._apply(fn, recurse)
+        if self.in_graphs is not None:
+            self.in_graphs.follow()  # torch swaps no tensor to which a graph leads
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self.follow_weights()
         for name, (layout, copy) in noted.items():
             parameter = self.get_parameter(name)
             note_layout(parameter, layout)
