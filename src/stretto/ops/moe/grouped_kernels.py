@@ -145,7 +145,8 @@ def _launch_product(
         describe_matrix(stored, (1, k, n) if is_transposed else (1, n, k)), offsets, out, given,
         inner, activated, factors, products, None,
         out.shape[0], weight.shape[1] // (2 if epilogue == "gate" else 1), depth, experts, group_rows,
-        EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, TRANSPOSED=is_transposed,
+        EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS),
+        BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, TRANSPOSED=is_transposed,
         EPILOGUE=epilogue, HALVES=halves, FLATTEN=flattens, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
