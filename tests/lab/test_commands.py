@@ -79,7 +79,6 @@ def test_every_bench_has_help(command):
         (["recompute", "--hidden", "100"], "must be 64 times a number of heads"),
         (["recompute", "--modes", "most"], "recompute is 'most', but must be one of"),
         (["checkouts", "--before", "missing"], "missing"),
-        (["ddp", "--before", "missing"], "missing"),
         (["chunks", "--bucket", "100"], "must be a multiple of 64"),
         (["pipeline", "--stages", "4", "--micro-batches", "4"], "4 and 8 would do"),
         (["stages", "--layers", "6"], "8 would do"),
@@ -117,7 +116,6 @@ def test_every_bench_has_help(command):
         (["dlrm", "--ranks", 2, "--batch", 0], "batch is 0, but must be at least 1"),
         (["embedding", "--ranks", 2, "--replays", 0], "replays is 0, but must be at least 1"),
         (["embedding", "--ranks", 2, "--rows", 0], "rows is 0, but must be at least 1"),
-        (["embedding-studies", "--ranks", 2, "--studies", "magic"], "there is no study 'magic'"),
         (
             ["embedding", "--ranks", 2, "--skip", "bag"],
             "there is no peer 'bag'; did you mean 'bags'? There are bags",
