@@ -14,6 +14,7 @@ from typing import Any
 from lab.processes import Processes
 from lab.simulated_schedules.cases import MeasuredSchedule
 from lab.two_level.namespaces import Network, command_in, shaped_network
+from lab.two_level.run import TwoLevelSetting
 from stretto.collectives.algorithms import find
 from stretto.simulator.collectives.times import CollectiveOptions, simulate_collective
 from stretto.simulator.network import EventDrivenNetwork, NetworkTopology
@@ -40,7 +41,7 @@ SCHEDULES: dict[str, dict[str, int]] = {
     "direct-all-to-all": {"ranks": RANKS},
     "two-step-all-to-all": _BOTH,
 }
-NETWORK = Network(nodes=NODES, leaf_nodes=2, node_bandwidth=6.25e6, loopback_bandwidth=25e6, trunk_bandwidth=6.25e6)
+NETWORK = TwoLevelSetting(RANKS_PER_NODE, NODES).network()
 """50 Mbit/s a node and between the halves of the nodes, 200 inside a node."""
 _START_LIMIT, _RUN_LIMIT = 300.0, 120.0  # seconds for eight processes on few cores
 _LEAD = 0.03  # seconds from agreeing on a start to the start
@@ -94,7 +95,7 @@ def measure_sockets(
         command_in(rank // RANKS_PER_NODE, "lab.simulated_schedules.socket_rank", json.dumps(job), str(rank))
         for rank in range(RANKS)
     ]
-    with shaped_network(NETWORK), Processes("the bench", commands) as ranks:
+    with shaped_network(NETWORK), Processes(commands) as ranks:
         ranks.receive("start; its own words are above", _START_LIMIT)
         return [row for name in schedules for row in _measure(ranks, name, sizes, repeats)]
 

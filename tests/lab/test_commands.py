@@ -34,7 +34,6 @@ COMMANDS = (
     "two-level",
     "collectives",
     "ablations",
-    "checkouts",
 )
 
 
@@ -78,7 +77,6 @@ def test_every_bench_has_help(command):
         (["blocks", "--ranks", "2", "--models", "unet"], "there is no model 'unet'"),
         (["recompute", "--hidden", "100"], "must be 64 times a number of heads"),
         (["recompute", "--modes", "most"], "recompute is 'most', but must be one of"),
-        (["checkouts", "--before", "missing"], "missing"),
         (["chunks", "--bucket", "100"], "must be a multiple of 64"),
         (["pipeline", "--stages", "4", "--micro-batches", "4"], "4 and 8 would do"),
         (["stages", "--layers", "6"], "8 would do"),

@@ -307,15 +307,6 @@ def simulated_dlrm(count: int) -> dict[str, Any]:
     return {"rows": rows, "scale": scale, "published": 0.1}
 
 
-def checkouts(count: int) -> dict[str, Any]:
-    rows = [
-        {"case": f"allreduce/bf16/{1 << place} MB/graph", "is_bounded": place % 2 == 1}
-        | {"ratio": 1.0, "low": 0.98, "high": 1.0 + place / 100}
-        for place in range(count)
-    ]
-    return {"bound": 0.02, "rows": rows}
-
-
 def offload_buckets(count: int) -> dict[str, Any]:
     tried = [("split", size, 3) for size in (1, 2, 4, 16, 64)[:count]]
     tried += [("whole", 16, 3)] + [("split", 16, sets) for sets in (1, 2, 4, 8)[: count - 1]]
@@ -512,7 +503,6 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "simulated-zero3.json": simulated_zero3,
     "simulated-dlrm.json": simulated_dlrm,
     "simulated-scaling.json": simulated_scaling,
-    "checkouts.json": checkouts,
     "moe-demo.json": moe_demo,
     "experts.json": experts,
     "offload-buckets.json": offload_buckets,
