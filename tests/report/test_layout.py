@@ -256,7 +256,7 @@ def simulated_cells(count: int) -> list[dict[str, Any]]:
     return [
         {"machine": machine, "collective": collective, "ranks": ranks, "mb": mb, "speedup": ranks / mb}
         | {"flat_ms": 0.1 * ranks, "two_level_ms": 0.1 * mb, "mpi_ms": 0.2 * ranks}
-        | {"event_speedup": None if count == 1 else ranks / mb}
+        | {"event_speedup": ranks / mb}
         | {"flat_event_ms": 0.1 * ranks, "two_level_event_ms": 0.1 * mb}
         for machine in ("frontier", "perlmutter")[:count]
         for collective in ("all_gather", "reduce_scatter")[:count]
