@@ -32,18 +32,18 @@ class CollectiveBuffers:
         return cls(torch.randn(of_input, device=device).to(dtype), torch.empty(of_output, dtype=dtype, device=device))
 
 
-def nccl_run(collective: str, buffers: CollectiveBuffers) -> Callable[[], Any]:
-    """The collective by torch.distributed, which runs it with NCCL."""
-    x, y = buffers.input, buffers.output
-    match collective:
-        case "allreduce":
-            return lambda: dist.all_reduce(y)
-        case "allgather":
-            return lambda: dist.all_gather_into_tensor(y, x)
-        case "reducescatter":
-            return lambda: dist.reduce_scatter_tensor(y, x)
-        case _:
-            return lambda: dist.all_to_all_single(y, x)
+def nccl_run(
+    collective: str, buffers: CollectiveBuffers, group: dist.ProcessGroup | None = None, *, is_async: bool = False
+) -> Callable[[], Any]:
+    """The collective by torch.distributed, which runs it with the group's backend, by default NCCL."""
+    calls: dict[str, Callable[..., Any]] = {
+        "allreduce": dist.all_reduce,
+        "allgather": dist.all_gather_into_tensor,
+        "reducescatter": dist.reduce_scatter_tensor,
+        "alltoall": dist.all_to_all_single,
+    }
+    tensors = (buffers.output,) if collective == "allreduce" else (buffers.output, buffers.input)
+    return partial(calls[collective], *tensors, group=group, async_op=is_async)
 
 
 class TorchPeers:
