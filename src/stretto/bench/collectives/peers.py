@@ -36,14 +36,17 @@ def nccl_run(
     collective: str, buffers: CollectiveBuffers, group: dist.ProcessGroup | None = None, *, is_async: bool = False
 ) -> Callable[[], Any]:
     """The collective by torch.distributed, which runs it with the group's backend, by default NCCL."""
-    calls: dict[str, Callable[..., Any]] = {
-        "allreduce": dist.all_reduce,
-        "allgather": dist.all_gather_into_tensor,
-        "reducescatter": dist.reduce_scatter_tensor,
-        "alltoall": dist.all_to_all_single,
-    }
-    tensors = (buffers.output,) if collective == "allreduce" else (buffers.output, buffers.input)
-    return partial(calls[collective], *tensors, group=group, async_op=is_async)
+    x, y = buffers.input, buffers.output
+    options: dict[str, Any] = {"group": group, "async_op": is_async}
+    match collective:
+        case "allreduce":
+            return lambda: dist.all_reduce(y, **options)
+        case "allgather":
+            return lambda: dist.all_gather_into_tensor(y, x, **options)
+        case "reducescatter":
+            return lambda: dist.reduce_scatter_tensor(y, x, **options)
+        case _:
+            return lambda: dist.all_to_all_single(y, x, **options)
 
 
 class TorchPeers:
