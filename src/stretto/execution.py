@@ -345,9 +345,6 @@ class ExecutionOptions:
 
     def replace(self, **changes: Any) -> "ExecutionOptions":
         """The same with other values by name; `overlap` may be a bool (`Overlap.parse`). TypeError for no option."""
-        for name, value in changes.items():
-            if near := nearest_option(name, value):
-                raise TypeError(f"{name}={value!r} is no option; {near[0]}={near[1]!r} would do")
         if "overlap" in changes:
             changes["overlap"] = Overlap.parse(changes["overlap"])
         return replace(self, **changes)
@@ -383,22 +380,6 @@ class ExecutionKeywords(TypedDict, total=False):
     drop_duplicates: bool
     expert_rows: int | None
     expert_reduce: ExpertReduce
-
-
-_OLD_SWITCHES = {
-    "keep_gathered": ("reshard", "after_backward", "after_forward"),
-    "gather_once": ("reshard", "weights_after_step", "after_backward"),
-    "accumulate_unsharded": ("reshard", "gradients_after_step", "after_backward"),
-    "checkpoint_activations": ("recompute", "full", "none"),
-}
-
-
-def nearest_option(name: str, value: object) -> tuple[str, str] | None:
-    """The option and value in place of a switch that older files and programs have; None for another name."""
-    if name not in _OLD_SWITCHES:
-        return None
-    option, on, off = _OLD_SWITCHES[name]
-    return option, on if value else off
 
 
 # An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's
