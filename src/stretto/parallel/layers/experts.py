@@ -183,7 +183,7 @@ class ExpertsPlan:
     """The placement of one module's experts, and the routing of tokens.
 
     group: the ranks that divide the experts; None for one rank. over_y: the grid's group. checks_features: whether x
-    or y have several ranks. max_rows, reduce: of `stretto.ops.moe.dispatch`. is_first_of_x: this rank is the first of x.
+    or y have several ranks. max_rows, reduce: of `stretto.ops.moe.dispatch`. is_first_of_x: this rank is x's first.
     """
 
     name: str
