@@ -38,8 +38,7 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
         gradient_reducer.defer_hooks(parameter, name)
     stream = current_stream(state.grid.device)
     for module in model.modules():
-        graphs = module.in_graphs if isinstance(module, ShardedModule) else None
-        if graphs is not None and graphs.is_outdated(stream):
+        if isinstance(module, ShardedModule) and module.in_graphs is not None and module.in_graphs.is_outdated(stream):
             module.follow_weights()
 
     gatherer.is_in_forward = True
