@@ -145,8 +145,9 @@ def _launch_product(
         describe_matrix(stored, (1, k, n) if is_transposed else (1, n, k)), offsets, out, given,
         inner, activated, factors, products, None,
         out.shape[0], weight.shape[1] // (2 if epilogue == "gate" else 1), depth, experts, group_rows,
-        EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, TRANSPOSED=is_transposed,
-        EPILOGUE=epilogue, HALVES=halves, FLATTEN=flattens, num_warps=num_warps, num_stages=num_stages,
+        EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
+        TRANSPOSED=is_transposed, EPILOGUE=epilogue, HALVES=halves, FLATTEN=flattens,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
@@ -180,44 +181,67 @@ def multiply_groups(  # type: ignore[no-untyped-def]
     gradient of that result; out [n, 2 * columns] is the gradient of inner, which is read, activated [n, columns] is
     silu(gate) * up * factors, and products fp32 [column tiles, n] is what each tile adds to the factors' gradient.
 
-    EXPERTS: a power of two, experts or more. Order: expert after expert; among its tiles, `order_tiles`.
+    EXPERTS: a power of two, experts or more. Order: expert after expert; among its tiles, `order_tiles`. Programs take
+    units in turns: a tile, or with HALVES two tiles of half the rows, which take as long, in an expert's last rows.
     Synchronization: none without arrivals: programs own their tiles. With arrivals: see `await_rows`.
     """
     column_tiles = tl.cdiv(columns, BLOCK_N)
-    at = tl.arange(0, EXPERTS)
-    begins = tl.load(offsets + at, mask=at < experts, other=0)
-    ends = tl.load(offsets + at + 1, mask=at < experts, other=0)
-    tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
-    last_tiles = tl.cumsum(tiles)
-    for tile in tl.range(tl.program_id(0), tl.sum(tiles) * column_tiles, tl.num_programs(0), flatten=FLATTEN):
-        # The experts whose tiles all come before, and the number of these tiles, in one sum.
-        is_before = last_tiles <= tile // column_tiles
-        before = tl.sum(tl.where(is_before, tiles.to(tl.int64) + (1 << 32), 0))
-        expert = (before >> 32).to(tl.int32)
+    units = _count_units(offsets, experts, column_tiles, EXPERTS, BLOCK_M, HALVES)
+    last_units = tl.cumsum(units)
+    results = out, out_tiles, inner, activated, factors, products
+    half_results = out, None, inner, activated, factors, products
+    sizes = n, columns, k
+    for unit in tl.range(tl.program_id(0), tl.sum(units), tl.num_programs(0), flatten=FLATTEN):
+        # The experts whose units all come before, and the number of these units, in one sum.
+        before = tl.sum(tl.where(last_units <= unit, units.to(tl.int64) + (1 << 32), 0))
+        expert, index = (before >> 32).to(tl.int32), unit - before.to(tl.int32)
         begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
-        row_tile, column_tile = order_tiles(
-            tile - before.to(tl.int32) * column_tiles, tl.cdiv(end - begin, BLOCK_M), column_tiles, group_rows
-        )
-        row, column = begin + row_tile * BLOCK_M, column_tile * BLOCK_N
-        ready = await_rows(arrivals, row, tl.minimum(row + BLOCK_M, end))
-        place = expert, row, end, column, ready
-        results = out, out_tiles, inner, activated, factors, products
-        sizes = n, columns, k
+        row_tiles = _count_row_tiles(end - begin, BLOCK_M, HALVES)
         if HALVES:
-            if end - row > BLOCK_M // 2:
+            if index < row_tiles * column_tiles:
+                row_tile, column_tile = order_tiles(index, row_tiles, column_tiles, group_rows)
+                row = begin + row_tile * BLOCK_M
+                place = expert, row, end, column_tile * BLOCK_N, await_rows(arrivals, row, min(row + BLOCK_M, end))
                 _make_tile(rows, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
             else:
-                _make_tile(
-                    half_rows, tokens, weight, place, (out, None, inner, activated, factors, products), sizes,
-                    BLOCK_M // 2, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE,
-                )  # fmt: skip
+                row = begin + row_tiles * BLOCK_M
+                first = (index - row_tiles * column_tiles) * 2
+                ready = await_rows(arrivals, row, end)
+                for column_tile in range(first, tl.minimum(first + 2, column_tiles)):
+                    place = expert, row, end, column_tile * BLOCK_N, ready
+                    _make_tile(
+                        half_rows, tokens, weight, place, half_results, sizes,
+                        BLOCK_M // 2, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE,
+                    )  # fmt: skip
         else:
+            row_tile, column_tile = order_tiles(index, row_tiles, column_tiles, group_rows)
+            row = begin + row_tile * BLOCK_M
+            place = expert, row, end, column_tile * BLOCK_N, await_rows(arrivals, row, min(row + BLOCK_M, end))
             _make_tile(rows, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
     width = columns * 2 if EPILOGUE == "differentiate" else columns
     for padding in range(tl.load(offsets + experts) + tl.program_id(0), n, tl.num_programs(0)):
         for start in range(0, width, CLEARED):
             places = start + tl.arange(0, CLEARED)
             tl.store(out + tl.cast(padding, tl.int64) * width + places, 0.0, mask=places < width)
+
+
+@triton.jit
+def _count_units(offsets, experts, column_tiles, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Count each expert's units of work: [EXPERTS], zeros from `experts` on."""
+    at = tl.arange(0, EXPERTS)
+    begins = tl.load(offsets + at, mask=at < experts, other=0)
+    rows = tl.load(offsets + at + 1, mask=at < experts, other=0) - begins
+    row_tiles = _count_row_tiles(rows, BLOCK_M, HALVES)
+    units = row_tiles * column_tiles
+    if HALVES:
+        units += tl.where(rows > row_tiles * BLOCK_M, tl.cdiv(column_tiles, 2), 0)
+    return units
+
+
+@triton.jit
+def _count_row_tiles(rows, BLOCK_M: tl.constexpr, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Count an expert's tiles of BLOCK_M rows; with HALVES, without a last one that half of the rows suffice for."""
+    return (rows + (BLOCK_M // 2 if HALVES else BLOCK_M) - 1) // BLOCK_M
 
 
 @triton.jit
