@@ -56,12 +56,14 @@ def multiply_gated(
     tokens: Tensor | None = None,
     *,
     keeps_inner: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """(silu(gate) * up [n, F], gate and up [n, 2 * F] if kept) of rows, or rows[tokens], and gate_up [e, 2 * F, a]."""
+) -> tuple[Tensor, Tensor]:
+    """(silu(gate) * up [n, F], gate and up [n, 2 * F]) of rows, or rows[tokens], and gate_up [e, 2 * F, a].
+
+    keeps_inner: if not, gate and up are not stored, and the second is empty.
+    """
     n, columns = rows.shape[0] if tokens is None else tokens.shape[0], gate_up.shape[1] // 2
-    out = rows.new_empty(n, columns)
-    inner = rows.new_empty(n, 2 * columns) if keeps_inner else None
-    _launch_product(config, rows, gate_up, offsets, tokens, out, "gate", inner=inner)
+    out, inner = rows.new_empty(n, columns), rows.new_empty(n if keeps_inner else 0, 2 * columns)
+    _launch_product(config, rows, gate_up, offsets, tokens, out, "gate", inner=inner if keeps_inner else None)
     return out, inner
 
 
