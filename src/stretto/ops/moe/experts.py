@@ -157,13 +157,11 @@ def _run_gradient(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of rows, gate_up, down and weights; what is not needed is empty."""
-    factors = None
+    grad, factors = grad.contiguous(), None
     if weights is not None and positions is not None:
         factors = torch.empty(positions.numel(), dtype=sum_dtype(rows.dtype), device=rows.device)
         factors.scatter_(0, positions.reshape(-1), weights.reshape(-1).to(factors.dtype))
-    of_inner, gated, products = _differentiate_gate(
-        grad.contiguous(), down, offsets, inner, tokens, factors, implementation
-    )
+    of_inner, gated, products = _differentiate_gate(grad, down, offsets, inner, tokens, factors, implementation)
     needs_rows, needs_gate_up, needs_down, needs_weights = needed
     none = rows.new_empty(0)
     of_rows = of_gate_up = of_down = of_weights = none

@@ -10,6 +10,7 @@ An expert's rows begin and end anywhere. Loads of a product may read rows of the
 stored. TMA that stores rows, or loads what is summed over rows, has to end at the expert's end: `describe_ragged`.
 """
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -105,12 +106,13 @@ def multiply_transposed(
     """Each expert's grad.T @ rows: grad [n, b], rows [n, a] -> [e, b, a]; with tokens, grad and rows are [t, .]."""
     (m, n, k, group_rows, num_warps, num_stages, programs), *_ = config
     experts, b, a = offsets.shape[0] - 1, grad.shape[1], rows.shape[1]
+    grad_tokens, row_tokens = (one if one is None else one.contiguous() for one in (grad_tokens, row_tokens))
     out = rows.new_empty(experts, b, a)
     launch_cached(
         sum_outer_products, programs,
         describe_ragged(grad, (k, m)) if grad_tokens is None else grad, grad_tokens,
         describe_ragged(rows, (k, n)) if row_tokens is None else rows, row_tokens,
-        offsets, describe_matrix(out, (1, m, n // 2)), b, a, experts, group_rows,
+        offsets.contiguous(), _describe(out, 1, m, n // 2), b, a, experts, group_rows,
         BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, FLATTEN=config.is_flattened, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out
@@ -131,20 +133,21 @@ def _launch_product(
     products: Tensor | None = None,
 ) -> None:
     (m, n, k, group_rows, num_warps, num_stages, programs), halves, flattens, stores_by_tma = config
-    experts, depth = weight.shape[0], weight.shape[2]
+    experts, depth, offsets = weight.shape[0], weight.shape[2], offsets.contiguous()
+    tokens = None if tokens is None else tokens.contiguous()
     is_transposed = not weight.is_contiguous()
     stored = weight.transpose(1, 2) if is_transposed else weight
     given = None
     source: Any = rows
     half_rows: Any = rows
     if tokens is None:
-        source = describe_matrix(rows, (m, k))
-        half_rows = describe_matrix(rows, (m // 2, k)) if halves else None
+        source = _describe(rows, m, k)
+        half_rows = _describe(rows, m // 2, k) if halves else None
     if stores_by_tma and epilogue != "differentiate":
         given = describe_ragged(out, (m, n // 2))
     launch_cached(
         multiply_groups, programs, source, half_rows, tokens,
-        describe_matrix(stored, (1, k, n) if is_transposed else (1, n, k)), offsets, out, given,
+        _describe(stored, 1, *((k, n) if is_transposed else (n, k))), offsets, out, given,
         inner, activated, factors, products, None,
         out.shape[0], weight.shape[1] // (2 if epilogue == "gate" else 1), depth, experts, group_rows,
         EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
@@ -153,14 +156,20 @@ def _launch_product(
     )  # fmt: skip
 
 
+def _describe(tensor: Tensor, *block: int) -> Any:
+    """A TMA descriptor of a contiguous tensor; its dims of size 1 may have any stride, of which TMA takes few."""
+    strides = tuple(prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
+    return describe_matrix(tensor, block, strides=strides)
+
+
 def describe_ragged(matrix: Tensor, block: tuple[int, int]) -> Any:
-    """A TMA descriptor of a matrix for `ragged`: access ends at a row that the kernel gives.
+    """A TMA descriptor of a contiguous matrix, access to which ends at a row that the kernel gives.
 
     Three coordinates are of rows, and add up: 2^30 * (2^34 - stride) + end * stride + (2^30 - end + row) * stride is
     row * stride, modulo 2^64 bytes. The third dim ends at 2^30, and so does the access at row = end (Triton's own
     `triton.tools.ragged_tma` is the same).
     """
-    stride, columns = matrix.stride(0), matrix.shape[1]
+    stride = columns = matrix.shape[1]
     shape, strides = (_LARGEST, _LARGEST, _MOST_ROWS, columns), (_WRAP - stride, stride, stride, 1)
     return describe_matrix(matrix, (1, 1, *block), shape, strides)
 
