@@ -29,7 +29,14 @@ def run_layer(case, dtype, **options):
     ids = part(layer.ids, case.tokens, rank)
     sent = moe.dispatch(x, ids, case.experts, group, topk_weights=weights, **options)
     out = moe.combine(sent.rows * 2, sent.handle, weights, group)
-    return [sent.rows.detach(), sent.offsets, out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    found = [sent.rows.detach(), sent.offsets, out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    if options.pop("reduce", "rank") == "choice":
+        return found
+    places = moe.send_tokens(x, ids, weights, case.experts, group, **options)
+    used = places.index.is_here.any(1)  # of a fixed number of places some hold no token
+    sums = places.tokens * torch.where(used, places.weights.sum(1), 0)[:, None].to(dtype)
+    out = moe.return_sums(torch.where(used[:, None], sums, 0), places)
+    return [*found, out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def compare_with_library(case, dtype, options):

@@ -11,11 +11,13 @@ from stretto.ops.moe.grouped_matmul import (
 )
 from stretto.ops.moe.overlapped import dispatch_grouped_matmul, grouped_matmul_combine
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
+from stretto.ops.moe.places import SentTokens, return_sums, send_tokens
 
 __all__ = [
     "DispatchHandle",
     "Dispatched",
     "Permuted",
+    "SentTokens",
     "check_rows",
     "combine",
     "dispatch",
@@ -26,5 +28,7 @@ __all__ = [
     "grouped_matmul_combine",
     "grouped_weight_gradient",
     "permute",
+    "return_sums",
+    "send_tokens",
     "unpermute",
 ]

@@ -143,7 +143,10 @@ def find_kernel_route(
 
     def push() -> tuple[Tensor, Tensor]:
         tokens, words = _push(group, x, pairs.tokens[:, None], None, None, pairs.words, table, places)
-        return tokens[:number].clone(), words[:number].clone()
+        tokens = tokens[:number].clone()
+        if max_rows is not None:  # so that every product with them is NaN
+            tokens[:, :1].masked_fill_(needed[rank] > max_rows, torch.nan)
+        return tokens, words[:number].clone()
 
     tokens, words = wrap_collective("all_to_all", push)
     experts, weights = unpack_words(words, topk_weights)

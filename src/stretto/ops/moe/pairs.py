@@ -90,9 +90,12 @@ def _find_by_kernels(ids: Tensor, weights: Tensor | None, local: int, ranks: int
         of_blocks = torch.empty(blocks, ranks, 2, dtype=torch.int32, device=device)
         bits = None if weights is None else weights.float().contiguous().view(torch.int32)
         sizes = {"K": k, "SLOTS": triton.next_power_of_2(k), "TOKENS": _TOKENS, "num_warps": 4}
-        launch_cached(count_pairs, blocks, ids, of_blocks, t, local, ranks, **sizes)
         found = owners, numbers, is_pair.view(torch.uint8), tokens, words, counts
-        launch_cached(place_pairs, blocks, ids, bits, of_blocks, *found, t, local, ranks, blocks, BLOCKS=256, **sizes)
+        with torch.cuda.device_of(ids):
+            launch_cached(count_pairs, blocks, ids, of_blocks, t, local, ranks, **sizes)
+            launch_cached(
+                place_pairs, blocks, ids, bits, of_blocks, *found, t, local, ranks, blocks, BLOCKS=256, **sizes
+            )
     return Pairs(owners, numbers, is_pair, tokens, words, counts)
 
 

@@ -90,6 +90,10 @@ class Route(ABC):
         """The rows [n, .], with what rows of padding have, if there are any."""
         return rows
 
+    def mark_excess(self, tokens: Tensor) -> Tensor:
+        """The tokens of places [places, h] as `send` returned them, with NaN in each after too many rows."""
+        return tokens
+
 
 def index_places(experts: Tensor, local: int, rows: int) -> PlaceIndex:
     """Sort the copies of places by expert: experts int32 [places, k], of which `local` stands for none.
