@@ -97,7 +97,8 @@ def check_call(
         raise ValueError(f"{operator}: max_rows is 1 or more, or None for as many as there are, not {max_rows}")
     group, gather_group = find_several(group), find_several(gather_group)
     _require_divisible(operator, num_experts, 1 if group is None else group.size())
-    runs_kernels = _runs_kernels(operator, implementation, group, gather_group, x.device)
+    is_alone = group is None and gather_group is None
+    runs_kernels = not is_alone and _runs_kernels(operator, implementation, group, gather_group, x.device)
     return RouteCall(num_experts, group, gather_group, max_rows, runs_kernels, wrap_collective)
 
 
@@ -123,6 +124,7 @@ def _require_divisible(operator: str, num_experts: int, world: int) -> None:
         )
 
 
+@torch.compiler.disable  # ranks exchange facts at a group's first call
 def _runs_kernels(
     operator: str,
     implementation: str,
