@@ -91,18 +91,18 @@ def launch_exchange(name: str) -> Launch:
         arguments = make_channel("p2p"), unused, WORDS, WORDS, WORDS, 8, 8, 8
         return Launch(exchange_kernel.exchange_counts, arguments, {"num_warps": 1})
     mapping = tiles.shard_tiles(32, 4, 1, channels=32, fixed=True)
-    half, flags, sizes = FLOATS.bfloat16(), FLOATS.to(torch.uint8), (4096, 8192, 8192, 0, True, 8, 16, 4, 1024, 4)
-    operands = half, LONGS, FLOATS, flags, WORDS, WORDS, half.clone(), WORDS
-    options = {"num_warps": 8, "enable_fp_fusion": False}
-    return Launch(exchange_kernel.push_rows, (make_channel("p2p"), mapping, *operands, *sizes), options)
+    half, flags = FLOATS.bfloat16(), FLOATS.to(torch.uint8)
+    pushed = exchange_kernel.PushedRows(half, LONGS, FLOATS, flags, WORDS, 4096, 8192)
+    staged = exchange_kernel.StagedRows(half.clone(), WORDS, 8192)
+    arguments = make_channel("p2p"), mapping, pushed, staged, WORDS, 0, True, 8, 16, 4, 1024, 4
+    return Launch(exchange_kernel.push_rows, arguments, {"num_warps": 8, "enable_fp_fusion": False})
 
 
 def launch_pairs(name: str) -> Launch:
-    sizes = 8, 8, 128
     if name == "count_pairs":
-        return Launch(pairs.count_pairs, (LONGS, WORDS, 8192, 32, 4, *sizes), {})
-    found = LONGS, LONGS, FLOATS.to(torch.uint8), LONGS, WORDS, WORDS
-    return Launch(pairs.place_pairs, (LONGS, WORDS, WORDS, *found, 8192, 32, 4, 64, 256, *sizes), {})
+        return Launch(pairs.count_pairs, (LONGS, WORDS, 8192, 32, 4, 8), {})
+    found = LONGS, FLOATS.to(torch.uint8), LONGS, WORDS, WORDS
+    return Launch(pairs.place_pairs, (LONGS, WORDS, WORDS, *found, 8192, 32, 4, 8), {})
 
 
 def launch_gates(name: str) -> Launch:
