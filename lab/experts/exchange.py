@@ -257,7 +257,13 @@ class _Exchange:
                 dist.all_to_all_single(self.received, self.sorted, self.receives, self.sends)
                 dist.all_to_all_single(back, self.received, self.sends, self.receives)
 
+        first, last = (getattr(moe, name, None) for name in ("dispatch_grouped_matmul", "grouped_matmul_combine"))
+
         def by_stretto(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
+            if first is not None and last is not None:
+                inner, sent = first(x, self.ids, gate_up, self.group, topk_weights=weights)
+                out: Tensor = last(moe.gated_activation(inner), down, sent, weights, self.group)
+                return out
             found = moe.dispatch(x, self.ids, self.experts, self.group)
             y = moe.experts_mlp(found.rows, found.offsets, gate_up, down)
             return moe.combine(y, found.handle, weights, self.group)
