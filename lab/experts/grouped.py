@@ -105,7 +105,7 @@ def run_grouped(setting: GroupedSetting, out: Path) -> Measured:
     if not setting.on_cpu and not torch.cuda.is_available():
         raise ValueError("this bench takes a GPU, and torch finds none here: --cpu tries the command without one")
     predictions = out / "predictions-grouped.json"
-    known = json.loads(predictions.read_text())["rows"] if predictions.is_file() else []
+    known = json.loads(predictions.read_text())["rows"] if predictions.is_file() and not setting.on_cpu else []
     predicted = {(row["model"], row["tokens"], row["routing"], row["part"]): row["predicted"] for row in known}
     keep = partial(keep_rows, out, "grouped", Row, {})
     return Measured(run_ranks(1, measure_all, setting, predicted, keep, trains=False))
