@@ -10,6 +10,7 @@ NCCL's all-to-alls of these rows, timed alone, as the communication. With `--clu
 GPUs rows are small, for a try of the command.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -113,6 +114,12 @@ def run_exchange(setting: ExchangeSetting, out: Path) -> Measured:
             about["vdev"] = in_one_line(error)
         for row in rows:
             row |= found.get((row["model"], row["routing"], row["kind"]), {})
+    predictions = out / f"predictions-{name}.json"
+    if predictions.is_file() and torch.cuda.is_available():
+        known = json.loads(predictions.read_text())["rows"]
+        predicted = {(row["model"], row["routing"], row["kind"], row["tokens"]): row["predicted"] for row in known}
+        for row in rows:
+            row["predicted"] = predicted.get((row["model"], row["routing"], row["kind"], row.get("tokens")))
     return Measured(rows, about, name=name)
 
 
