@@ -242,7 +242,7 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
     ("make_model", "sizes", "options"),
     [
         (make_llama, {"z": 2}, {}),
-        (make_llama, {"z": 2}, BY_BLOCKS),
+        pytest.param(make_llama, {"z": 2}, BY_BLOCKS, marks=pytest.mark.long),
         pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, marks=pytest.mark.exhaustive),
         pytest.param(make_llama, {"z": 2}, {**BY_BLOCKS, "reshard": "after_forward"}, marks=pytest.mark.long),
         pytest.param(make_gpt2, {"x": 2}, {}, marks=pytest.mark.long),
