@@ -103,7 +103,7 @@ _POOL = pytest.StashKey["Pool"]()
 def pytest_collection_finish(session: pytest.Session) -> None:
     import torch
 
-    from tests.pool import Pool, forget_stacks_of_seeds
+    from tests.pool import Pool, forget_stacks
 
     gc.freeze()  # modules and collected tests, so that collecting garbage during tests stays cheap
     gc.enable()
@@ -111,7 +111,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if testing := sys.modules.get("typer.testing"):  # it makes the whole command anew for each call
         testing._get_command = functools.cache(testing._get_command)
     if not torch.cuda.is_available():
-        forget_stacks_of_seeds()
+        forget_stacks()
 
 
 @pytest.hookimpl(tryfirst=True)

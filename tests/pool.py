@@ -395,7 +395,7 @@ def _work(pipe: Connection, folder: str, environment: dict[str, str], backend: s
     if _uses_gpus(backend):
         _sleep_while_gpus_work()
     else:
-        forget_stacks_of_seeds()
+        forget_stacks()
     if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
         _keep_dtypes_of_interpreter()
     caches = _find_caches()
@@ -418,11 +418,15 @@ def _sleep_while_gpus_work() -> None:
         driver.cuDevicePrimaryCtxSetFlags_v2(device, scheduling_by_blocking)
 
 
-def forget_stacks_of_seeds() -> None:
-    """Have seeds that wait for a GPU's first use be stored without the stack of their caller.
+def forget_stacks() -> None:
+    """Have torch store no stack of its caller with seeds that wait for a GPU's first use, nor with fake tensors' modes.
 
-    torch.manual_seed formats it for each kind of GPU, which a process without any never gets to see.
+    torch.manual_seed formats it for each kind of GPU, which a process without any never gets to see. DTensor makes a
+    mode for each operation that it has not seen yet, whose stack only the error of mixed modes shows.
     """
+    from torch._subclasses import fake_tensor
+
+    fake_tensor.traceback = types.SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         if hasattr(kind, "traceback"):
             kind.traceback = types.SimpleNamespace(format_stack=list)

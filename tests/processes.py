@@ -217,7 +217,9 @@ _KINDS: dict[str, Callable[[], PythonServer]] = {
         _TORCH, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, tuple(name for name in FIXED if name != "TRITON_INTERPRET")
     ),
     "commands": lambda: PythonServer(_COMMANDS),
-    "interpreted commands": lambda: PythonServer(_COMMANDS, {"TRITON_INTERPRET": "1"}, origin="torch"),
+    "interpreted commands": lambda: PythonServer(
+        [*_COMMANDS, "stretto.tiles", "triton.experimental.gluon"], {"TRITON_INTERPRET": "1"}, origin="torch"
+    ),
 }
 _SERVERS: dict[str, PythonServer] = {}
 """The session's servers, by kind."""

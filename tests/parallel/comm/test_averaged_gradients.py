@@ -133,7 +133,7 @@ def disagreements(runs: list[Any]) -> list[Any]:
     return [(*run, wrong) for run in runs if (wrong := distances(*run))]
 
 
-@pytest.mark.parametrize("runs", [TWO, THREE, FOUR], ids=["2", "3", "4"])
+@pytest.mark.parametrize("runs", [TWO, THREE, pytest.param(FOUR, marks=pytest.mark.long)], ids=["2", "3", "4"])
 def test_a_term_over_parameters_outside_of_forward_has_the_gradient_of_one_process(ranks, runs):
     count = {id(TWO): 2, id(THREE): 3, id(FOUR): 4}[id(runs)]
     assert ranks(count).run(disagreements, runs) == [[]] * count
