@@ -287,8 +287,9 @@ def test_layers_of_one_kind_are_one_graph_that_logs_nothing(ranks, make_model, s
 
 
 @pytest.mark.long
-def test_compiled_layers_that_checkpoint_themselves_have_the_gradients_of_the_model(ranks):
-    for _, _, far, _ in ranks(2).run(compile_like_a_user, make_checkpointed, {"z": 2}, "layers", {}):
+def test_compiled_layers_that_checkpoint_themselves_are_graphs_inside_of_their_checkpoints(ranks):
+    for graphs, _, far, messages in ranks(2).run(compile_like_a_user, make_checkpointed, {"z": 2}, "layers", {}):
+        assert (graphs, messages) == (3, [])  # without gradients, with them when it is computed again, and evaluating
         assert far < 1e-5
 
 
