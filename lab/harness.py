@@ -103,8 +103,8 @@ class Measured:
     """Rows with what else the result says: `about` joins the JSON, `lines` follow the tables.
 
     tables: printed and written after the rows' own. name, title, row: of the file, its table and its columns, where
-    they are not the bench's. failure: ends the command with status 1 once everything is written. is_drawn: whether a
-    picture is drawn of it, where the bench has one for a file of this name.
+    they are not the bench's. is_drawn: whether a picture is drawn of it, where the bench has one for a file of this
+    name.
     """
 
     rows: Sequence[Any]
@@ -114,7 +114,6 @@ class Measured:
     name: str | None = None
     title: str | None = None
     row: "Columns | None" = None
-    failure: str | None = None
     is_drawn: bool = True
 
 
@@ -130,17 +129,16 @@ class Bench:
     settings: a frozen dataclass whose fields are options (`stretto.bench.settings.Option`). A field `ranks` that is
     None becomes the machine's GPUs where the bench needs GPUs or ranks. run: takes the settings (and the output folder,
     if it has a second parameter), and yields rows, or returns `Measured`, or yields several of them, each of which is
-    written when it comes (again, where the name is the same). A dict that it returns is only what `--json` prints.
-    row: their dataclass, whose fields are `column`s; rows may also be dicts with these keys. title: of the table; takes
-    the settings where it depends on them. plot: draws a result's JSON into a picture; a dict of several, by patterns of
-    files' names. about: what the JSON says besides rows, made of the settings. shares_gpus: whether it takes more ranks
-    than there are GPUs.
+    written when it comes (again, where the name is the same). row: their dataclass, whose fields are `column`s; rows
+    may also be dicts with these keys. title: of the table; takes the settings where it depends on them. plot: draws a
+    result's JSON into a picture; a dict of several, by patterns of files' names. about: what the JSON says besides
+    rows, made of the settings. shares_gpus: whether it takes more ranks than there are GPUs.
     """
 
     name: str
     summary: str
     settings: type[Any]
-    run: Callable[..., Iterable[Any] | Measured | Mapping[str, Any]]
+    run: Callable[..., Iterable[Any] | Measured]
     row: type[Any]
     title: str | Callable[[Any], str]
     plot: Plot | Mapping[str, Plot] | None = None
@@ -152,8 +150,6 @@ class Bench:
         """Measure, print the tables, and write JSON, tables and pictures to `out`. Returns what `--json` prints."""
         takes_out = len(signature(self.run).parameters) > 1
         found = self.run(setting, out) if takes_out else self.run(setting)
-        if isinstance(found, Mapping):
-            return dict(found)
         if isinstance(found, Measured):
             return self._write(found, setting, out)
         rows: list[Any] = []
@@ -167,9 +163,7 @@ class Bench:
             said[None] = self._write(Measured(rows), setting, out)
         if None in said or len(said) == 1:
             return said.get(None) or next(iter(said.values()))
-        failures = [each["failure"] for each in said.values() if "failure" in each]
-        joined = {"rows": [row for each in said.values() for row in each["rows"]]}
-        return joined | ({"failure": failures[0]} if failures else {})
+        return {"rows": [row for each in said.values() for row in each["rows"]]}
 
     def _write(self, measured: Measured, setting: Any, out: Path) -> dict[str, Any]:
         from lab.pictures import draw_result
@@ -197,8 +191,7 @@ class Bench:
         plots = self.plot if isinstance(self.plot, Mapping) else {self.name: self.plot}
         if measured.is_drawn and any(plot and fnmatch(name, pattern) for pattern, plot in plots.items()):
             draw_result(result)
-        failure = {} if measured.failure is None else {"failure": measured.failure}
-        return {"rows": rows, **others, **measured.about, **failure}
+        return {"rows": rows, **others, **measured.about}
 
 
 def _csv(columns: Sequence["Column"], rows: Iterable[Mapping[str, Any]]) -> str:

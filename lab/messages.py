@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lab messages`: a message's time by transport, and an all-reduce's by back end (Singh, figure 3.2).
+"""`python -m lab messages`: a message's time by transport (Singh, figure 3.2, left).
 
-Messages go back and forth between ranks 0 and 1, as in OSU's `osu_latency`: a message's time is half of a round trip,
-from `send` until the other rank can use the tensor. The transports are compared with torch's own blocking `send` and
-`recv`, into a preallocated tensor, with no header to read and no other message pending. All-reduces are of all ranks.
-All runs of a size are measured in turn, for several rounds.
+Messages go back and forth between two ranks, as in OSU's `osu_latency`: a message's time is half of a round trip, from
+`send` until the other rank can use the tensor. The transports are compared with torch's own blocking `send` and `recv`,
+into a preallocated tensor, with no header to read and no other message pending. All runs of a size are measured in
+turn, for several rounds. `python -m lab backend` measures all-reduces, which runs before 2026-11-29 have here.
 """
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
@@ -25,7 +25,7 @@ from lab.harness import Bench, Measured, column
 from lab.pictures import describe_origin, group, points
 from lab.shared_gpus import shared_where_few
 from stretto.bench.harness import FAILURES, in_one_line, run_ranks
-from stretto.bench.settings import Needs, Option, Ranks, Repeats
+from stretto.bench.settings import Option, Repeats
 from stretto.memory import shared_gpus
 from stretto.parallel.pipeline.messages import MessageKey, MessageTransport
 from stretto.parallel.pipeline.transports import TRANSPORTS, choose_transport
@@ -43,19 +43,16 @@ class MessagesSetting:
     sizes: Annotated[tuple[float, ...], Option("Sizes in MiB, with commas.")] = (1, 2, 5, 10, 20, 50)
     repeats: Repeats = 10
     rounds: Annotated[int, Option("Rounds over all transports; the median of all rounds' runs counts.", least=1)] = 5
-    ranks: Ranks = None
 
     def __post_init__(self) -> None:
         for size in self.sizes:
             if not 0 < size <= LARGEST_MIB:
                 raise ValueError(f"a size of {size:g} MiB: must be more than 0 and at most {LARGEST_MIB}")
-        if self.ranks == 1:
-            raise ValueError("messages go between 2 ranks at least, and --ranks is 1: 2 would do")
 
 
 @dataclass(frozen=True)
 class Row:
-    """The time of one size, by a transport or back end, and divided by that of torch's, the first of its part."""
+    """The time of one size, by a transport, and divided by that of torch's."""
 
     part: str = column("what")
     by: str = column("by")
@@ -66,15 +63,18 @@ class Row:
 
 
 def compare_transports(setting: MessagesSetting) -> Measured:
-    """Measure on the ranks, which share GPUs where there are fewer."""
-    assert setting.ranks is not None  # the harness has counted the GPUs
-    with shared_where_few(setting.ranks):
-        found: Measured = run_ranks(setting.ranks, measure_messages, setting, trains=False)
+    """Measure on two ranks, which share the GPU of a machine that has one."""
+    with shared_where_few(2):
+        found: Measured = run_ranks(2, measure_messages, setting, trains=False)
     return found
 
 
+Run = Callable[[Tensor, int], list[float]]
+"""Sends a tensor back and forth the given number of times, and returns the seconds of each."""
+
+
 def measure_messages(setting: MessagesSetting) -> Measured:
-    """The job of each rank."""
+    """The job of each rank: rows of each size and run, which take turns; the time is the median on rank 0."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", shared_gpus.choose_gpu(int(os.environ["LOCAL_RANK"])))
@@ -82,44 +82,26 @@ def measure_messages(setting: MessagesSetting) -> Measured:
     if not dist.is_initialized():
         dist.init_process_group(shared_gpus.default_backend(device.type))
     notes: list[str] = []
-    pair = dist.new_group([0, 1])
     rows: list[Row] = []
-    chosen = ""
+    pair = dist.new_group([0, 1])
     with ExitStack() as stack:
-        if dist.get_rank() < 2:
-            chosen = choose_transport(pair, device)
-            messages = {LIBRARY: _library_trips(pair)} | _transport_trips(pair, device, stack, notes)
-            rows += _measure("message", messages, setting, device, pair)
-        dist.barrier()
-        rows += _measure("all-reduce", _all_reduces(device), setting, device, dist.group.WORLD)
-    about = {"ranks": dist.get_world_size(), "chosen": chosen, "notes": notes}
+        chosen = choose_transport(pair, device)
+        runs = {LIBRARY: _library_trips(pair)} | _transport_trips(pair, device, stack, notes)
+        for size in setting.sizes:
+            count = max(int(size * MIB) // 4, 1)
+            tensor = torch.ones(count, device=device)
+            times: dict[str, list[float]] = {name: [] for name in runs}
+            for turn in range(setting.rounds):
+                for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
+                    dist.barrier(pair)
+                    runs[name](tensor, 2)  # to warm up
+                    times[name] += runs[name](tensor, setting.repeats)
+            seconds = {name: statistics.median(found) for name, found in times.items()}
+            for name, median in seconds.items():
+                each = 1e3 * median, 4e-9 * count / median, median / seconds[LIBRARY]
+                rows.append(Row("message", name, size, *each))
+    about = {"ranks": 2, "chosen": chosen, "notes": notes}
     return Measured(rows, about, (*notes, f"default transport of 2 ranks here: {chosen}"))
-
-
-Run = Callable[[Tensor, int], list[float]]
-"""Runs something the given number of times with a tensor, and returns the seconds of each."""
-
-
-def _measure(
-    part: str, runs: Mapping[str, Run], setting: MessagesSetting, device: torch.device, group: Any
-) -> Iterator[Row]:
-    """Rows of each size and run, which take turns; the time is the median on the group's first rank."""
-    for size in setting.sizes:
-        count = max(int(size * MIB) // 4, 1)
-        tensor = torch.ones(count, device=device)
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for turn in range(setting.rounds):
-            for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
-                dist.barrier(group)
-                runs[name](tensor, 2)  # to warm up
-                times[name] += runs[name](tensor, setting.repeats)
-        seconds = {name: statistics.median(found) for name, found in times.items()}
-        library = next(iter(seconds.values()))
-        for name, median in seconds.items():
-            yield Row(part, name, size, 1e3 * median, 4e-9 * count / median, median / library)
-
-
-# Messages.
 
 
 def _transport_trips(pair: Any, device: torch.device, stack: ExitStack, notes: list[str]) -> dict[str, Run]:
@@ -176,54 +158,13 @@ def _library_trips(pair: Any) -> Run:
     return run
 
 
-# All-reduces.
-
-
-def _all_reduces(device: torch.device) -> dict[str, Run]:
-    """The back ends of all-reduces, torch's first."""
-    ranks = dist.get_world_size()
-    if device.type == "cpu":
-        from stretto.collectives import install
-        from stretto.collectives.algorithms import find
-
-        ours = dist.new_group(backend="stretto")
-        install(find("ring-all-reduce").compile(ranks=ranks), ours)
-        return {"gloo": _reduce(dist.group.WORLD), "Stretto's host executor, ring": _reduce(ours)}
-    ours, gloo = dist.new_group(backend="stretto"), dist.new_group(backend="gloo")
-    return {
-        "gloo, GPUs shared" if shared_gpus.is_enabled() else "nccl": _reduce(dist.group.WORLD),
-        "Stretto's kernels": _reduce(ours),
-        "gloo by way of the host": _reduce(gloo, on_host=True),
-    }
-
-
-def _reduce(group: Any, *, on_host: bool = False) -> Run:
-    """All-reduces of a group; on_host: of a copy in pinned memory, from the device and back."""
-
-    def run(tensor: Tensor, count: int) -> list[float]:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True) if on_host else tensor
-        seconds = []
-        for _ in range(count):
-            began = time.perf_counter()
-            if on_host:
-                host.copy_(tensor)
-            dist.all_reduce(host, op=dist.ReduceOp.MAX, group=group)
-            if on_host:
-                tensor.copy_(host)
-            _synchronize(tensor)
-            seconds.append(time.perf_counter() - began)
-        return seconds
-
-    return run
-
-
 def _synchronize(tensor: Tensor) -> None:
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def plot_messages(data: dict[str, Any], picture: Path) -> None:
-    """Draw a panel for messages and one for all-reduces: times over size, a line a transport or back end."""
+    """Draw times over size, a line a transport; and a panel for the all-reduces that older runs have."""
     from lab.style import PEER, drawing, plain_log
     from stretto.report.style import SERIES
 
@@ -238,7 +179,7 @@ def plot_messages(data: dict[str, Any], picture: Path) -> None:
             drawn.log_ticks(panel.xaxis, [row["megabytes"] for row in rows])
             plain_log(panel.yaxis)
             panel.set(xlabel="MiB", ylabel="ms", title=titles[part])
-        drawn.title = "Messages between two ranks by transport, and all-reduces by back end"
+        drawn.title = "Messages between two ranks by transport" + ", and all-reduces by back end" * (len(parts) > 1)
         drawn.subtitle = describe_origin(data)
         drawn.caption = (
             "Messages (Singh, figure 3.2, left): from the call of send until the receiver can use the tensor. torch's "
@@ -248,11 +189,10 @@ def plot_messages(data: dict[str, Any], picture: Path) -> None:
 
 BENCH = Bench(
     "messages",
-    "Messages between pipeline stages by transport, compared with torch's send and recv; all-reduces by backend.",
+    "Messages between pipeline stages by transport, compared with torch's send and recv.",
     MessagesSetting,
     compare_transports,
     Row,
-    title=lambda setting: f"Messages between 2 ranks, and all-reduces of {setting.ranks}",
+    title="Messages between 2 ranks",
     plot=plot_messages,
-    needs=Needs.RANKS,
 )

@@ -98,7 +98,7 @@ def group(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[Any, list[Mappi
 
 def points(rows: Iterable[Mapping[str, Any]], x: str, y: str) -> tuple[list[Any], list[Any]]:
     """The values of two columns, of the rows in which the second one has a value."""
-    known = [row for row in rows if row[y] is not None]
+    known = [row for row in rows if row.get(y) is not None]
     return [row[x] for row in known], [row[y] for row in known]
 
 

@@ -98,9 +98,9 @@ class Chart(Picture):
                 panel.set_ylim(top=max(reach, _widest(panel.dataLim.intervaly)))
 
 
-def group_bars(count: int, series: int, *, width: float = 0.8) -> tuple[NDArray[np.float64], float]:
+def group_bars(count: int, series: int) -> tuple[NDArray[np.float64], float]:
     """Centres [series, count] of grouped bars, whose groups are centred on 0, 1, ..., and a bar's width."""
-    each = min(0.4, width / max(1, series))
+    each = min(0.4, 0.8 / max(1, series))
     shifts = (np.arange(series) - (series - 1) / 2) * each
     return np.arange(count)[None, :] + shifts[:, None], each
 

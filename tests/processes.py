@@ -480,11 +480,23 @@ def _serve(arguments: list[str], path: list[str]) -> None:
     gc.disable()  # what is imported is no garbage
     for name in modules:
         import_module(name)
+    _name_methods_without_sources()
     gc.freeze()
     gc.enable()
     request, descriptors = server.serve()
     _become(request, descriptors, str(Path(address).with_name("python")), base_path)
     _run(request["arguments"], request["is_safe"])
+
+
+def _name_methods_without_sources() -> None:
+    """Have torchrun's rendezvous name its callers by their code alone.
+
+    It lists the stack with the source of each frame, for which inspect goes through all modules: seconds with thousands
+    of them.
+    """
+    rendezvous = sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    if rendezvous is not None:
+        rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 if __name__ == "__main__":

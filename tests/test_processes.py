@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import LIMIT, PythonServer, _Server
+from tests.processes import LIMIT, PythonServer, _name_methods_without_sources, _Server
 
 
 @pytest.fixture(scope="module", params=["started", "forked"])
@@ -120,3 +120,20 @@ def test_a_signal_to_a_process_that_has_just_been_forked_ends_no_other(monkeypat
     server.close()
     other.wait()
     other.stdout.close()
+
+
+def test_torchruns_rendezvous_names_the_methods_that_torch_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    torchs = dynamic_rendezvous.get_method_name
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", torchs)
+    _name_methods_without_sources()
+
+    def record() -> tuple[str, str]:
+        return torchs(), dynamic_rendezvous.get_method_name()
+
+    def join() -> tuple[str, str]:
+        return record()
+
+    assert dynamic_rendezvous.get_method_name is not torchs
+    assert join() == ("join", "join")

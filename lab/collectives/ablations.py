@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lab.collectives.composed import RingAllReduce, TwoShotAllReduce, TwoStepAllToAll
 from lab.harness import Bench, Measured, column
-from lab.pictures import describe_origin, select
+from lab.pictures import describe_origin, points, select
 from stretto.bench.collectives.settings import MODES, PROTOCOLS
 from stretto.bench.harness import Column, run_ranks
 from stretto.bench.interleaved import name_size, time_interleaved
@@ -312,9 +312,8 @@ def _plot_ablation(
             for panel, algorithm in zip(across, algorithms, strict=False):
                 rows = sorted(select(data["rows"], algorithm=algorithm, mode=mode), key=lambda row: row["bytes"])
                 for key, label, look in series:
-                    points = [(row["bytes"], row[key]) for row in rows if row.get(key) is not None]
-                    if points:
-                        panel.plot(*zip(*points, strict=True), label=label, **look.line)
+                    if any(row.get(key) is not None for row in rows):
+                        panel.plot(*points(rows, "bytes", key), label=label, **look.line)
                 drawn.log_ticks(panel.xaxis, [row["bytes"] for row in rows], name_size)
                 if panel.has_data():
                     plain_log(panel.yaxis)

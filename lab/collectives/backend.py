@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lab.harness import Bench, Measured, column
 from lab.shared_gpus import shared_where_few
-from stretto.bench.collectives.peers import CollectiveBuffers
+from stretto.bench.collectives.peers import CollectiveBuffers, nccl_run
 from stretto.bench.collectives.settings import COLLECTIVES
 from stretto.bench.harness import run_ranks
 from stretto.bench.interleaved import TimingEffort, name_size, time_interleaved
@@ -133,7 +133,7 @@ def _measure_all(setting: BackendSetting) -> list[Row]:
 
 def _measure_alone(groups: _Groups, setting: BackendSetting, collective: str, size: int) -> Row:
     buffers = CollectiveBuffers.make(collective, size, torch.bfloat16, groups.device)
-    runs = {name: partial(_call, collective, buffers, group) for name, group in groups.by_name.items()}
+    runs = {name: nccl_run(collective, buffers, group) for name, group in groups.by_name.items()}
     return _compare("alone", runs, size, 1e6, collective=collective, bytes=size, size=name_size(size))
 
 
@@ -142,7 +142,7 @@ def _measure_overlapped(groups: _Groups, setting: BackendSetting, collective: st
     a, b, c = (torch.randn(_PRODUCT, _PRODUCT, device=groups.device).bfloat16() for _ in range(3))
     first = next(iter(groups.by_name.values()))  # NCCL's where there is one
     probes: dict[str, Callable[[], Any]] = {
-        "collective": partial(_call, collective, buffers, first),
+        "collective": nccl_run(collective, buffers, first),
         "product": partial(torch.mm, a, b, out=c),
     }
     alone = time_interleaved(probes, _ONE_CALL, is_graph=False, effort=TimingEffort(rounds=1, replays=5))
@@ -154,7 +154,7 @@ def _measure_overlapped(groups: _Groups, setting: BackendSetting, collective: st
             torch.mm(a, b, out=c)
 
     def run_overlapped(group: dist.ProcessGroup) -> None:
-        call = _call(collective, buffers, group, is_async=True)
+        call = nccl_run(collective, buffers, group, is_async=True)()
         work()
         call.wait()
 
@@ -191,20 +191,6 @@ def _measure_ddp(groups: _Groups, setting: BackendSetting, bucket_mb: float) -> 
     runs: dict[str, Callable[[], Any]] = {"work": without_all_reduces}
     runs |= {name: partial(step, model) for name, model in models.items()}
     return _compare("ddp", runs, _ONE_CALL, 1e3, bucket_mb=bucket_mb)
-
-
-def _call(collective: str, buffers: CollectiveBuffers, group: dist.ProcessGroup, *, is_async: bool = False) -> Any:
-    """Make one call of torch.distributed; returns its Work if it is asynchronous."""
-    x, y = buffers.input, buffers.output
-    match collective:
-        case "allreduce":
-            return dist.all_reduce(y, group=group, async_op=is_async)
-        case "allgather":
-            return dist.all_gather_into_tensor(y, x, group=group, async_op=is_async)
-        case "reducescatter":
-            return dist.reduce_scatter_tensor(y, x, group=group, async_op=is_async)
-        case _:
-            return dist.all_to_all_single(y, x, group=group, async_op=is_async)
 
 
 def _found_as(run: Callable[[], Any]) -> str:

@@ -5,12 +5,13 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, column
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, group, points
 from stretto.bench.settings import Option
 from stretto.collectives import verify
 from stretto.collectives.algorithms import find
@@ -86,24 +87,15 @@ def plot_compile(data: dict[str, Any], picture: Path) -> None:
     from lab.style import FOURTH_PEER, drawing, plain_log
     from stretto.report.style import GREY, SERIES, STRETTO
 
-    rows = data["rows"]
-    seconds = [row["compile_seconds"] + row["verify_seconds"] for row in rows]
+    rows = [row | {"seconds": row["compile_seconds"] + row["verify_seconds"]} for row in data["rows"]]
     with drawing(picture, 7, 3.8) as drawn:
         panel = drawn.panels(1, 1)[0, 0]
         looks = (STRETTO, *SERIES[1:3], FOURTH_PEER, *SERIES[4:])
-        for number, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
-            mine = [(row["steps"], spent) for row, spent in zip(rows, seconds, strict=True) if row["algorithm"] == name]
-            look = looks[number % len(looks)]
-            panel.plot([steps for steps, _ in mine], [spent for _, spent in mine], label=name, **look.line)
-        steps = sorted(row["steps"] for row in rows)
-        slope = min(spent / row["steps"] for row, spent in zip(rows, seconds, strict=True))
-        panel.plot(
-            steps,
-            [slope * each for each in steps],
-            color=GREY,
-            linewidth=1,
-            label=f"{slope * 1e6:.0f} µs for each step",
-        )
+        for (name, mine), look in zip(group(rows, "algorithm").items(), cycle(looks), strict=False):
+            panel.plot(*points(mine, "steps", "seconds"), label=name, **look.line)
+        steps, slope = sorted(row["steps"] for row in rows), min(row["seconds"] / row["steps"] for row in rows)
+        label = f"{slope * 1e6:.0f} µs for each step"
+        panel.plot(steps, [slope * each for each in steps], color=GREY, linewidth=1, label=label)
         plain_log(panel.xaxis)
         plain_log(panel.yaxis)
         panel.set(xlabel="steps of the schedule", ylabel="seconds to compile and verify")

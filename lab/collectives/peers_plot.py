@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of `stretto bench collectives`, `ablations` and `compile`, drawn from their JSON."""
+"""Pictures of `stretto bench collectives`, drawn from its JSON."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, points, select
 from lab.style import OTHER_PEER, PEER, drawing, plain_log
 from stretto.bench.interleaved import name_size
 from stretto.report.style import GUIDE, INK, STRETTO
@@ -31,12 +31,12 @@ def plot_collectives(data: dict[str, Any], picture: Path) -> None:
     """Draw a row a collective: microseconds, GB/s with the machine's limits, ratio. Prefers bf16 and graphs."""
     mode = "graph" if any(row["mode"] == "graph" for row in data["rows"]) else "eager"
     dtype = "bf16" if any(row["dtype"] == "bf16" for row in data["rows"]) else data["rows"][0]["dtype"]
-    shown = [row for row in data["rows"] if row["mode"] == mode and row["dtype"] == dtype]
+    shown = select(data["rows"], mode=mode, dtype=dtype)
     names = list(dict.fromkeys(row["collective"] for row in shown))
     with drawing(picture, 9.5, 1.75 * len(names) + 0.5) as drawn:
         panels = drawn.panels(len(names), 3)
         for row_of_panels, name in zip(panels, names, strict=True):
-            rows = sorted((row for row in shown if row["collective"] == name), key=lambda row: row["bytes"])
+            rows = sorted(select(shown, collective=name), key=lambda row: row["bytes"])
             _plot_collective(row_of_panels, rows, LIMITS.get(data["machine"]["devices"], {}))
             row_of_panels[0].set_ylabel(f"{_NAMES.get(name, name)}\nmicroseconds")
             for panel in row_of_panels:
@@ -62,22 +62,19 @@ def _plot_collective(panels: Sequence[Axes], rows: Sequence[Mapping[str, Any]], 
     latency, bandwidth, ratio = panels
     sizes = [row["bytes"] for row in rows]
     latency.plot(sizes, [row["nccl"] for row in rows], label="NCCL", **PEER.line)
-    with_torch = [row for row in rows if row["torch"] is not None]
-    if with_torch:
-        times = [row["torch"] for row in with_torch]
-        latency.plot([row["bytes"] for row in with_torch], times, label="torch's best", **OTHER_PEER.line)
+    if any(row["torch"] is not None for row in rows):
+        latency.plot(*points(rows, "bytes", "torch"), label="torch's best", **OTHER_PEER.line)
     of_nccl = [row["busbw"] * row["stretto"] / row["nccl"] for row in rows]
     bandwidth.plot(sizes, of_nccl, **PEER.line)
     latency.plot(sizes, [row["stretto"] for row in rows], label="Stretto", **STRETTO.line)
     bandwidth.plot(sizes, [row["busbw"] for row in rows], **STRETTO.line)
     ratio.plot(sizes, [row["ratio"] for row in rows], **STRETTO.line)
     ratio.axhline(1, **GUIDE)
-    by_library = [row for row in rows if row["way"] == "NCCL"]
+    by_library = select(rows, way="NCCL")
     for panel, key in ((latency, "stretto"), (bandwidth, "busbw"), (ratio, "ratio")):
         if by_library:
             panel.plot(
-                [row["bytes"] for row in by_library],
-                [row[key] for row in by_library],
+                *points(by_library, "bytes", key),
                 linestyle="none",
                 marker="o",
                 markerfacecolor="white",

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picture of `stretto bench embedding`: its peers."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, group
 from lab.style import FOURTH_PEER, OTHER_PEER, PEER, THIRD_PEER, drawing, group_bars, name_bars
 from stretto.report.style import STRETTO
 
@@ -25,9 +26,7 @@ _PEERS_CAPTION = (
 
 def plot_embedding(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel for the forward pass, and one for the backward pass."""
-    passes: dict[str, list[dict[str, Any]]] = {}
-    for row in data["rows"]:
-        passes.setdefault(row["what"], []).append(row)
+    passes = group(data["rows"], "what")
     width = max(8.5, *(1.3 * len(rows) for rows in passes.values()))
     with drawing(picture, width, 2.3 * len(passes)) as drawn:
         for panel, (what, rows) in zip(drawn.panels(len(passes), 1)[:, 0], passes.items(), strict=True):
@@ -37,7 +36,7 @@ def plot_embedding(data: dict[str, Any], picture: Path) -> None:
         drawn.caption = _PEERS_CAPTION
 
 
-def _plot_peers(panel: Axes, what: str, rows: list[dict[str, Any]]) -> None:
+def _plot_peers(panel: Axes, what: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Bars of the peers' times divided by Stretto's, case by case."""
     bars = [bar for bar in _BARS if any(row.get(bar[0]) is not None for row in rows)]
     centres, width = group_bars(len(rows), len(bars))

@@ -6,12 +6,16 @@ every token from each rank of x; with dropped duplicates (Singh, section 7.3.1);
 well (section 7.3.2). Ranks are processes of one machine, and a link's bandwidth is emulated by waiting: each collective
 begins after the time that a ring algorithm's bytes take. x has a fast link, as within a node, and all other axes a slow
 one. Nothing is overlapped (overlap=False). The planner predicts the bytes before anything is timed.
+
+With `--gpus` ranks are GPUs, which compute in bf16 and send over their own links, overlapped as by default: bytes are
+counted in the first step, and only whole steps are timed.
 """
 
 import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,18 +24,19 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 
-from lab.harness import Bench, Measured, Table, column
+from lab.harness import ANY_CPU, Bench, Measured, Table, column
 from lab.papers import read_paper
 from lab.pictures import describe_origin
 from lab.training.steps import cluster_of_a_byte_a_second, whole_gpt
 from stretto.bench.harness import print_table, run_ranks
 from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, local_batch, measure
+from stretto.cluster import Cluster
 from stretto.models.gpt_config import GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, parallelize
 from stretto.parallel.comm.collectives import running_collective
 from stretto.parallel.comm.counting import CollectiveCall
-from stretto.planner import predict
+from stretto.planner import GridPlan, predict
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,15 @@ class ExpertsSetting:
     link: Annotated[float, Option("Bandwidth between nodes in MB/s, for all axes but x.")] = 0.125
     node_link: Annotated[float, Option("Bandwidth within a node in MB/s, for x.")] = 0.75
     layers: Annotated[int, Option("Transformer blocks; every second one has experts.", least=2)] = 2
-    hidden: Annotated[int, Option("Width of a token's vector; heads are of 16.", least=1)] = 64
+    hidden: Annotated[int, Option("Width of a token's vector; heads are of 16, on GPUs of 128.", least=1)] = 64
     batch: Annotated[int, Option("Sequences of a step.", least=1)] = 8
     seq_len: SeqLen = 128
     warm_up: WarmUp = 0
     repeats: Repeats = 2
     rounds: Rounds = 1
+    on_gpus: Annotated[bool, Option("GPUs, with their own links, in place of CPU processes.", "--gpus")] = False
+    cluster: Annotated[str, Option("Whose links predict GPUs' times: a file or a preset's name.")] = "dgx-h100"
+    only_predicts: Annotated[bool, Option("Only predict.", "--predict")] = False
 
     def __post_init__(self) -> None:
         for name, rate in (("link", self.link), ("node_link", self.node_link)):
@@ -80,16 +88,21 @@ class ExpertsSetting:
             raise ValueError(
                 f"layers is {self.layers}, but blocks alternate, so that it must be even; {self.layers + 1} would do"
             )
-        if self.hidden % 16 or self.hidden // 16 % self.x:
+        if self.hidden % self.head or self.hidden // self.head % self.x:
             raise ValueError(
-                f"hidden is {self.hidden}, but must be 16 times a number of heads that x = {self.x} divides; "
-                f"{16 * self.x} would do"
+                f"hidden is {self.hidden}, but must be {self.head} times a number of heads that x = {self.x} divides; "
+                f"{self.head * self.x} would do"
             )
         if self.batch % self.data:
             raise ValueError(
                 f"batch is {self.batch}, which data = {self.data} does not divide; "
                 f"{-(-self.batch // self.data) * self.data} would do"
             )
+
+    @property
+    def head(self) -> int:
+        """Width of a head."""
+        return 128 if self.on_gpus else 16
 
     @property
     def ranks(self) -> int:
@@ -110,7 +123,7 @@ class ExpertsSetting:
             "num_experts": self.data,
             "experts_per_token": 1,
         }
-        return GPTConfig(self.layers, self.hidden, self.hidden // 16, moe_layers="every:2", **sizes)
+        return GPTConfig(self.layers, self.hidden, self.hidden // self.head, moe_layers="every:2", **sizes)
 
 
 @dataclass(frozen=True)
@@ -133,36 +146,57 @@ class Row:
 
 def compare_runs(setting: ExpertsSetting) -> Measured:
     """Predict, print that, and measure."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the links are between processes of the CPU
+    name = "experts-gpus" if setting.on_gpus else "experts"
     predictions = {bar.name: predict_bytes(setting, bar) for bar in BARS}
+    if setting.only_predicts:
+        rows = tabulate(setting, predictions)
+        return Measured(rows, {"machine": ANY_CPU}, name=f"predictions-{name}", is_drawn=False)
+    if not setting.on_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the links are between processes of the CPU
+    elif (gpus := torch.cuda.device_count()) < setting.ranks:
+        raise ValueError(f"data x x is {setting.ranks} GPUs, and there are {gpus}: fewer ranks would do, or no --gpus")
     before = Table("Before measuring: bytes by the planner, over the links' rates", tabulate(setting, predictions), Row)
     print_table(before.title, before.columns(), before.rows)
     runs, calls = run_ranks(setting.ranks, measure_bars, setting)
-    return Measured(tabulate(setting, predictions, runs, calls), {"runs": runs})
+    return Measured(tabulate(setting, predictions, runs, calls), {"runs": runs}, name=name)
 
 
 def predict_bytes(setting: ExpertsSetting, bar: ComparedRun) -> dict[str, float]:
     """Bytes that a rank sends in a step, by part, where every expert has as many tokens."""
-    sent = predict(
+    sent = _predict(setting, bar, cluster_of_a_byte_a_second(setting.ranks)).communication
+    return {ALL_TO_ALL: sent["all_to_all"], OVER_X: sent["all_reduce_x"], GRADIENTS: sent["all_reduce_data"]}
+
+
+def _predict(setting: ExpertsSetting, bar: ComparedRun, cluster: Cluster) -> GridPlan:
+    return predict(
         setting.model,
-        cluster_of_a_byte_a_second(setting.ranks),
+        cluster,
         grid=setting.grid,
         batch=setting.batch,
         seq_len=setting.seq_len,
-        dtype="fp32",
+        dtype="bf16" if setting.on_gpus else "fp32",
         optimizer="sgd",
-        overlaps=False,
+        overlaps=setting.on_gpus,
         imbalance=1.0,
         **bar.options,
-    ).communication
-    return {ALL_TO_ALL: sent["all_to_all"], OVER_X: sent["all_reduce_x"], GRADIENTS: sent["all_reduce_data"]}
+    )
+
+
+def predict_milliseconds(setting: ExpertsSetting, bar: ComparedRun, sent: Mapping[str, float]) -> dict[str, float]:
+    """A step and its parts: bytes over the emulated links' rates, or by the planner for the cluster of GPUs."""
+    if setting.on_gpus:
+        return {STEP: _predict(setting, bar, Cluster.find(setting.cluster)).step_time * 1e3}
+    rates = {ALL_TO_ALL: setting.link, OVER_X: setting.node_link, GRADIENTS: setting.link}
+    milliseconds = {part: number / rates[part] / 1e3 for part, number in sent.items()}
+    return milliseconds | {STEP: sum(milliseconds.values())}
 
 
 def measure_bars(setting: ExpertsSetting) -> tuple[list[dict[str, Any]], dict[str, dict[str, int]]]:
     """The job of each rank: a row for each bar, without links and with them, and a block's calls by bar and part."""
-    grid = Grid(data=setting.data, x=setting.x, expert=setting.data, device="cpu")
+    device = None if setting.on_gpus else "cpu"
+    grid = Grid(data=setting.data, x=setting.x, expert=setting.data, device=device)
     calls = {bar.name: count_calls(grid, bar) for bar in BARS}
-    cases = [(is_slow, bar) for is_slow in (False, True) for bar in BARS]
+    cases = [(is_slow, bar) for is_slow in ((False,) if setting.on_gpus else (False, True)) for bar in BARS]
     runs = [
         TrainingRun(
             f"{bar.name}, {'slow' if is_slow else 'no'} links", partial(_TrainStep, setting, grid, bar, is_slow)
@@ -181,14 +215,19 @@ class _TrainStep:
         self._rates = (setting.node_link * 1e6, setting.link * 1e6) if is_slow else None
         self._batch = local_batch(setting, grid.coordinate("batch"), grid.size("batch"), grid.device)
         model = whole_gpt(setting.model, grid.device)
-        self._model = parallelize(model, grid, overlap=False, **bar.options)
+        dtype = torch.bfloat16 if setting.on_gpus else None
+        self._model = parallelize(model, grid, dtype=dtype, overlap=setting.on_gpus, **bar.options)
+        self._counts_once = setting.on_gpus  # counting slows the host
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        self.device = grid.device
         self.sent: dict[str, int] = {}
         self.waited: dict[str, float] = {}
 
     def __call__(self) -> Stepped:
-        self.sent, self.waited = defaultdict(int), defaultdict(float)
-        with count_collectives(self._grid, before=self._wait):
+        counts = not (self._counts_once and self.sent)
+        if counts:
+            self.sent, self.waited = defaultdict(int), defaultdict(float)
+        with count_collectives(self._grid, before=self._wait) if counts else nullcontext():
             loss = self._model(*self._batch)
             loss.backward()
         norm = clip_grad_norm_(self._model.parameters(), 1.0, self._grid)
@@ -219,6 +258,7 @@ def _describe_messages(step: Step) -> dict[str, Any]:
     means = torch.tensor(
         [[step.sent.get(part, 0) for part in parts], [step.waited.get(part, 0.0) for part in parts]],
         dtype=torch.float64,
+        device=step.device,
     )
     dist.all_reduce(means)
     sent, waited = (dict(zip(parts, each, strict=True)) for each in (means / dist.get_world_size()).tolist())
@@ -245,7 +285,7 @@ def count_calls(grid: Grid, bar: ComparedRun) -> dict[str, int]:
 
         model = parallelize(whole_gpt(config, grid.device), grid, overlap=False, **bar.options)
         generator = torch.Generator().manual_seed(grid.coordinate("batch"))
-        batch = torch.randint(64, (1, tokens), generator=generator)
+        batch = torch.randint(64, (1, tokens), generator=generator).to(grid.device)
         with count_collectives(grid, before=count):
             model(batch, batch).backward()
         counts.append(found)
@@ -261,19 +301,17 @@ def tabulate(
 ) -> list[dict[str, Any]]:
     """Rows for each bar and part of a step, with the prediction and the paper's value.
 
-    A predicted step is the time of its bytes over the links plus, once measured, the step without links.
+    A predicted step of CPU ranks is the time of its bytes over the links plus, once measured, the step without links.
     """
     found = {(run["bar"], run["is_slow"]): run for run in runs if "error" not in run}
-    rates = {ALL_TO_ALL: setting.link, OVER_X: setting.node_link, GRADIENTS: setting.link}
     rows: list[dict[str, Any]] = []
     published = read_paper("singh")["figure-7-5"]
     for bar in BARS:
         predicted = predictions[bar.name]
-        milliseconds = {part: sent / rates[part] / 1e3 for part, sent in predicted.items()}
-        milliseconds[STEP] = sum(milliseconds.values())
-        if (plain := found.get((bar.name, False))) is not None:
+        milliseconds = predict_milliseconds(setting, bar, predicted)
+        if not setting.on_gpus and (plain := found.get((bar.name, False))) is not None:
             milliseconds[STEP] += plain["step_milliseconds"]
-        run = found.get((bar.name, True))
+        run = found.get((bar.name, not setting.on_gpus))
         measured = {} if run is None else _measured_parts(run)
         for part in PARTS:
             sent, spent = measured.get(part, (None, None))
@@ -283,7 +321,7 @@ def tabulate(
                 "calls": None if calls is None else calls.get(bar.name, {}).get(part),
                 "megabytes": sent,
                 "predicted_megabytes": predicted[part] / 1e6 if part in predicted else None,
-                "milliseconds": spent,
+                "milliseconds": None if setting.on_gpus and part != STEP else spent,
                 "predicted_milliseconds": milliseconds.get(part),
                 "published_saved": published.get(PUBLISHED.get(part, ""), {}).get(bar.name),
             }
@@ -362,6 +400,8 @@ BENCH = Bench(
     ExpertsSetting,
     compare_runs,
     Row,
-    title=lambda setting: f"Figure 7.5 on {setting.ranks} CPU ranks, links made by waiting",
+    title=lambda setting: (
+        f"Figure 7.5 on {setting.ranks} " + ("GPUs" if setting.on_gpus else "CPU ranks, links made by waiting")
+    ),
     plot=plot_experts,
 )

@@ -45,7 +45,7 @@ TABLES = (
 
 @dataclass(frozen=True)
 class Cell:
-    """A collective on a number of ranks, by each library, in closed form and event-driven (None: not simulated)."""
+    """A collective on a number of ranks, by each library, in closed form and event-driven."""
 
     machine: str = column("machine")
     collective: Literal["all_gather", "reduce_scatter", "all_reduce"] = column("collective")
@@ -56,12 +56,12 @@ class Cell:
     two_level_ms: float = column("two levels (ms)", "{:.3f}")
     speedup: float = column("speed-up", "{:.2f}")
     flat_event_ms: float = column("flat, event-driven (ms)", "{:.3f}")
-    two_level_event_ms: float | None = column("two levels, event-driven (ms)", "{:.3f}")
-    event_speedup: float | None = column("speed-up, event-driven", "{:.2f}")
+    two_level_event_ms: float = column("two levels, event-driven (ms)", "{:.3f}")
+    event_speedup: float = column("speed-up, event-driven", "{:.2f}")
     mpi_ms: float = column("Cray MPICH (ms)", "{:.3f}")
     mpi_speedup: float = column("speed-up over it", "{:.1f}")
     recursive_over_ring: float = column("recursive over ring between nodes", "{:.2f}")
-    event_recursive_over_ring: float | None = column("the same, event-driven", "{:.2f}")
+    event_recursive_over_ring: float = column("the same, event-driven", "{:.2f}")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Recursion:
     ranks: int = column("GCDs", "{:,}")
     mb: int = column("MB")
     one_switch: float = column("recursive over ring, one switch", "{:.2f}")
-    event_driven: float | None = column("event-driven", "{:.2f}")
+    event_driven: float = column("event-driven", "{:.2f}")
     groups: float = column("groups of 128 nodes, closed-form", "{:.2f}")
 
 
@@ -118,16 +118,13 @@ def study_collectives(
     machines: Iterable[str] = tuple(MACHINES),
     ranks: Iterable[int] = RANKS,
     sizes: Iterable[int] = SIZES,
-    leaf_nodes: int | None = None,
-    oversubscription: float = 1.0,
 ) -> Iterator[Measured | Compared]:
     """Simulate all cells, compare them with what is published, and repeat those of the curves.
 
-    ranks: whole nodes, 2 or more. sizes: MiB, an all-gather's output and a reduce-scatter's input. leaf_nodes: nodes
-    on one switch (None: all), which send `oversubscription` times as much as its links carry.
+    ranks: whole nodes, 2 or more. sizes: MiB, an all-gather's output and a reduce-scatter's input.
     """
     rows = [
-        simulate_cell(MACHINES[name], collective, count, mb, leaf_nodes, oversubscription)
+        simulate_cell(MACHINES[name], collective, count, mb)
         for name in machines
         for collective in COLLECTIVES
         for count in ranks
@@ -162,30 +159,19 @@ def study_collectives(
         yield Compared("Singh", f"figure {claim.figure}", run, what, claim.published, *times)
 
 
-def simulate_cell(
-    machine: StudiedMachine,
-    collective: Collective,
-    ranks: int,
-    mb: int,
-    leaf_nodes: int | None = None,
-    oversubscription: float = 1.0,
-) -> Cell:
+def simulate_cell(machine: StudiedMachine, collective: Collective, ranks: int, mb: int) -> Cell:
     """Simulate one collective on `ranks` ranks."""
     num_bytes = mb * MIB
-    links = machine.two_level_links(leaf_nodes, oversubscription)
     protocol = machine.choose_protocol(num_bytes, ranks)
     flat, mpi = machine.flat_seconds(num_bytes, ranks), machine.mpi_seconds(num_bytes, ranks)
     recursive, ring = (
-        machine.two_level_seconds(collective, algorithm, num_bytes, ranks, links) for algorithm in BETWEEN_NODES
+        machine.two_level_seconds(collective, algorithm, num_bytes, ranks) for algorithm in BETWEEN_NODES
     )
     flat_event = symmetric.flat_seconds(machine, protocol, num_bytes, ranks, PACKET)
-    event_ms = event_speedup = event_over_ring = None
-    if leaf_nodes is None:  # the event-driven network has one switch: only the closed form models several
-        event, event_ring = (
-            symmetric.two_level_seconds(machine, collective, algorithm, num_bytes, ranks, PACKET)
-            for algorithm in BETWEEN_NODES
-        )
-        event_ms, event_speedup, event_over_ring = event * 1e3, flat_event / event, event_ring / event
+    event, event_ring = (
+        symmetric.two_level_seconds(machine, collective, algorithm, num_bytes, ranks, PACKET)
+        for algorithm in BETWEEN_NODES
+    )
     return Cell(
         machine.name,
         collective,
@@ -196,12 +182,12 @@ def simulate_cell(
         two_level_ms=recursive * 1e3,
         speedup=flat / recursive,
         flat_event_ms=flat_event * 1e3,
-        two_level_event_ms=event_ms,
-        event_speedup=event_speedup,
+        two_level_event_ms=event * 1e3,
+        event_speedup=flat_event / event,
         mpi_ms=mpi * 1e3,
         mpi_speedup=mpi / recursive,
         recursive_over_ring=ring / recursive,
-        event_recursive_over_ring=event_over_ring,
+        event_recursive_over_ring=event_ring / event,
     )
 
 
@@ -230,14 +216,13 @@ def _compare(cell: Cell, figure: str, low: float, high: float | str | None = Non
     carried = cell.mb * MIB / machine.flat_links(protocol).node_bandwidth
     nodes = cell.ranks // machine.gpus_per_node
     average = (nodes * protocol.latency + (cell.ranks - nodes) * protocol.in_node_latency) / cell.ranks
-    judged = cell.speedup if cell.event_speedup is None else cell.event_speedup
     return Claim(
         *about,
         machine.library,
         published,
         cell.speedup,
         cell.event_speedup,
-        is_within="yes" if 0.9 * low <= judged <= 1.1 * most else "no",
+        is_within="yes" if 0.9 * low <= cell.event_speedup <= 1.1 * most else "no",
         implied_hop_us=max(0.0, low * cell.two_level_ms / 1e3 - carried) / (cell.ranks - 1) * 1e6,
         hop_us=average * 1e6,
     )
@@ -253,14 +238,11 @@ def find_wins(rows: list[Cell]) -> Iterator[Crossover]:
         yield Crossover(*key, *found)
 
 
-def _first_win(counts: list[int], speedups: list[float | None]) -> float | None:
+def _first_win(counts: list[int], speedups: list[float]) -> float | None:
     """The number of ranks at which the speed-up passes 1; the smallest if it is above 1 there; None if it never is."""
-    known = {float(count): speedup for count, speedup in zip(counts, speedups, strict=True) if speedup is not None}
-    if len(known) < len(counts):
-        return None
-    if known[counts[0]] >= 1:
+    if speedups[0] >= 1:
         return counts[0]
-    found = find_crossovers(list(known), known.__getitem__, lambda _: 1.0)
+    found = find_crossovers(counts, dict(zip(map(float, counts), speedups, strict=True)).__getitem__, lambda _: 1.0)
     return found[0] if found else None
 
 
@@ -337,8 +319,7 @@ def plot_two_level_heat_maps(data: dict[str, Any], picture: Path) -> None:
             sizes = sorted({row["mb"] for row in rows}, reverse=True)
             cells = np.full((len(sizes), len(ranks)), np.nan)
             for row in rows:
-                found = row["speedup"] if row["event_speedup"] is None else row["event_speedup"]
-                cells[sizes.index(row["mb"]), ranks.index(row["ranks"])] = found
+                cells[sizes.index(row["mb"]), ranks.index(row["ranks"])] = row["event_speedup"]
             panel.imshow(cells, cmap="RdBu", norm=LogNorm(1 / 40, 40), aspect="auto")
             for line, place in np.ndindex(cells.shape):
                 value = cells[line, place]

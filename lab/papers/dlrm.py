@@ -5,7 +5,7 @@ The paper's nodes and network (table 2); unstated parameters are varied. Its ker
 published: they are estimated from that GPU's datasheet, or measured on an H200.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -32,6 +32,7 @@ Row = dict[str, Any]
 BANDWIDTH, LATENCY = 25e9, 700e-9  # 200 Gb/s a link and direction; table 2
 SIZES = {128: (16, 8), 256: (16, 16), 512: (32, 16), 1024: (32, 32)}  # of the torus
 PUBLISHED: float = read_paper("punniyamurthy")["section-4-4"]["forward_less"]  # 128 nodes, "on average"
+STEP, KERNELS = RecommendationStep(batch=512, tables=4), ("mi210", "h200")
 SLICES = 16  # of the message from a rank to another on 128 ranks; as many in total on more ranks
 # Written before the study ran, from the load of the busiest link and the kernels' times: less time, forward and both.
 PREDICTED: dict[tuple[str, str, str], tuple[float, float]] = {
@@ -75,35 +76,24 @@ class Average:
     published: float = column("published", "{:.0%}")
 
 
-def study_dlrm(
-    step: RecommendationStep | None = None,
-    kernels: Sequence[str] = ("mi210", "h200"),
-    ranks: Iterable[int] = tuple(SIZES),
-    *,
-    is_quick: bool = False,
-) -> Iterator[Measured | Compared]:
-    """Simulate 128 nodes, more nodes, and what the paper leaves open (unless quick).
-
-    step: None is 512 samples and 4 tables a rank. kernels: whose times, the first for all tables.
-    """
-    step = step or RecommendationStep(batch=512, tables=4)
-    rates = [find_kernels(name) for name in kernels]
+def study_dlrm() -> Iterator[Measured | Compared]:
+    """Simulate 128 nodes, more nodes, and what the paper leaves open; tables but the first are of the first kernels."""
+    rates = [find_kernels(name) for name in KERNELS]
     fused = [
-        compare_fusions(step, each, torus_of(128), collective, fidelity)
+        compare_fusions(STEP, each, torus_of(128), collective, fidelity)
         for each in rates
         for collective in EXCHANGES
         for fidelity in FIDELITIES
     ]
-    shapes = [] if is_quick else _vary_shapes(step, rates[0])
+    shapes = _vary_shapes(rates[0])
     scale = [
-        compare_fusions(step, rates[0], torus_of(count), "by-dimension", fidelity, slices=SLICES * 128 // count)
-        for count in ranks
+        compare_fusions(STEP, rates[0], torus_of(count), "by-dimension", fidelity, slices=SLICES * 128 // count)
+        for count in SIZES
         for fidelity in FIDELITIES
     ]
     averages = [
         Average(collective, mean(row["forward_less"] for row in select(shapes, collective=collective)), PUBLISHED)
         for collective in EXCHANGES
-        if shapes
     ]
     first, less = rates[0].name, ("forward_less", "both_less", "forward_predicted", "both_predicted")
     times = ("none_ms", "forward_ms", "both_ms", *less)
@@ -123,12 +113,12 @@ def study_dlrm(
         ),
         Table(
             f"Other assumptions, {first}, direct, event-driven, 128 ranks",
-            [] if is_quick else _vary_assumptions(step, rates[0]),
+            _vary_assumptions(rates[0]),
             _columns("changed", *times[:5]),
             "varied",
         ),
     )
-    about = {"step": asdict(step), "kernels": {each.name: asdict(each) for each in rates}, "published": PUBLISHED}
+    about = {"step": asdict(STEP), "kernels": {each.name: asdict(each) for each in rates}, "published": PUBLISHED}
     row = _columns("kernels", "collective", "fidelity", "lookup_ms", "exposed_ms", *times)
     title = "128 nodes, 16 x 8 torus"
     yield Measured(fused, about | {"machine": ANY_CPU}, name="simulated-dlrm", title=title, tables=tables, row=row)
@@ -190,11 +180,11 @@ def compare_fusions(
     return row
 
 
-def _vary_shapes(step: RecommendationStep, rates: KernelRates) -> list[Row]:
+def _vary_shapes(rates: KernelRates) -> list[Row]:
     """Batches and tables, with fewer slices: only how much of the look-up is hidden depends on them."""
     return [
         compare_fusions(
-            replace(step, batch=batch, tables=tables),
+            replace(STEP, batch=batch, tables=tables),
             rates,
             torus_of(128),
             collective,
@@ -208,7 +198,7 @@ def _vary_shapes(step: RecommendationStep, rates: KernelRates) -> list[Row]:
     ]
 
 
-def _vary_assumptions(step: RecommendationStep, rates: KernelRates) -> list[Row]:
+def _vary_assumptions(rates: KernelRates) -> list[Row]:
     """The parameters that the paper does not state, changed one at a time."""
     half = replace(rates, lookup=rates.lookup / 2, memory=rates.memory / 2)
     slow = replace(rates, flops=rates.flops / 2, launch=4 * rates.launch)
@@ -217,7 +207,7 @@ def _vary_assumptions(step: RecommendationStep, rates: KernelRates) -> list[Row]
         ("nothing", {}),
         ("half the memory bandwidth", {"rates": half}),
         ("products and launches twice and four times as slow", {"rates": slow}),
-        ("a bottom MLP of 1 layer", {"step": replace(step, bottom_layers=1)}),
+        ("a bottom MLP of 1 layer", {"step": replace(STEP, bottom_layers=1)}),
         ("an update of 4 look-ups", {"rates": replace(rates, update_factor=4.0)}),
         ("4 slices a pair of ranks", {"slices": 4}),
         ("64 slices a pair of ranks", {"slices": 64, "fusions": ("none", "forward")}),
@@ -229,7 +219,7 @@ def _vary_assumptions(step: RecommendationStep, rates: KernelRates) -> list[Row]
         ("a fat tree of 8-port switches", {"network": fat_tree(8, BANDWIDTH, LATENCY)}),
         ("a dragonfly of 8 groups of 4 routers", {"network": dragonfly(8, 4, 4, BANDWIDTH, LATENCY)}),
     ]
-    base: dict[str, Any] = {"step": step, "rates": rates, "network": network, "collective": "direct"}
+    base: dict[str, Any] = {"step": STEP, "rates": rates, "network": network, "collective": "direct"}
     base["fidelity"] = "event-driven"
     return [{"changed": what} | compare_fusions(**(base | dict(change))) for what, change in changes]
 

@@ -25,7 +25,7 @@ from stretto.planner.memory import step_memory, whole_logits
 from stretto.planner.search_space import PredictKeywords
 from stretto.planner.workload import StepConfig, StepWorkload
 
-SEQ_LEN, PEAK, GPU_BYTES = 2048, 125e12, 16e9
+SEQ_LEN, MICRO_BATCH, PEAK, GPU_BYTES = 2048, 1, 125e12, 16e9
 # Table 4.1's base models, with GPT-3's sizes (Brown et al., table 2.1; 13B has 5120 there 5140), and its batches.
 BASES = {
     "1.3B": (24, 2048, 16, 512),
@@ -121,12 +121,12 @@ class ModernRow:
     plan_seconds: float | None = column("planned in (s)", "{:.1f}")
 
 
-def study_experts(micro_batch: int = 1) -> Iterator[Measured | Compared]:
-    """Plan sizes, steps, the bars of figure 7.5, and current models. micro_batch: of Summit's steps, in sequences."""
-    about = {"micro_batch": micro_batch, "seq_len": SEQ_LEN}
+def study_experts() -> Iterator[Measured | Compared]:
+    """Plan sizes, steps, the bars of figure 7.5, and current models."""
+    about = {"micro_batch": MICRO_BATCH, "seq_len": SEQ_LEN}
     sizes = [plan_sizes(gpus) for gpus in (32, 64, 128, 256, 512)]
-    steps = [plan_steps(*run, micro_batch=micro_batch) for run in STEPS]
-    bars = plan_bars(micro_batch)
+    steps = [plan_steps(*run) for run in STEPS]
+    bars = plan_bars()
     yield Measured(sizes, about, name="experts-sizes", title="Figure 7.9: the largest mixture")
     yield Measured(steps, about, name="experts-steps", title="Figures 7.8, 7.10, 7.11 and Table 7.1")
     yield Measured(bars, about, name="experts-bars", title="Figure 7.5: 6.7B, 32 experts, 128 GPUs")
@@ -229,16 +229,15 @@ def _largest_by_equation(gpus: int, most_tensor: int) -> float:
 
 
 def plan_steps(
-    figure: str, base: str, gpus: int, experts: int, low: float, high: float, peak: float | None = None, *,
-    micro_batch: int = 1,
-) -> StepRow:  # fmt: skip
+    figure: str, base: str, gpus: int, experts: int, low: float, high: float, peak: float | None = None
+) -> StepRow:
     """Predict one run with full checkpointing and duplicates, and with communication kept and no duplicates.
 
     low, high: the published range of gains, in percent. peak: the published percent of the peak.
     """
     grid = GridSizes(data=gpus // TENSOR[base], x=TENSOR[base], expert=experts)
-    baseline = _predict(base, experts, grid, micro_batch, "full", drops_duplicates=False).step_time
-    improved = _predict(base, experts, grid, micro_batch, "communication", drops_duplicates=True).step_time
+    baseline = _predict(base, experts, grid, "full", drops_duplicates=False).step_time
+    improved = _predict(base, experts, grid, "communication", drops_duplicates=True).step_time
     # Top-1 experts do not change the model FLOPs.
     flops = model_flops(mixture(base, experts), BASES[base][3], SEQ_LEN)
     return StepRow(
@@ -250,9 +249,9 @@ def plan_steps(
     )
 
 
-def plan_bars(micro_batch: int) -> list[BarRow]:
+def plan_bars() -> list[BarRow]:
     """Predict the three bars of figure 7.5: 6.7B with 32 experts on 128 GPUs, x = 4."""
-    predicted = partial(_predict, "6.7B", 32, GridSizes(data=32, x=4, expert=32), micro_batch)
+    predicted = partial(_predict, "6.7B", 32, GridSizes(data=32, x=4, expert=32))
     bars = {
         "baseline": predicted("full", drops_duplicates=False),
         "DTD": predicted("full", drops_duplicates=True),
@@ -276,16 +275,14 @@ def plan_bars(micro_batch: int) -> list[BarRow]:
     ]
 
 
-def _predict(
-    base: str, experts: int, grid: GridSizes, micro_batch: int, recompute: str, *, drops_duplicates: bool
-) -> GridPlan:
+def _predict(base: str, experts: int, grid: GridSizes, recompute: str, *, drops_duplicates: bool) -> GridPlan:
     return predict(
         mixture(base, experts),
         Cluster.preset("summit"),
         grid=grid.sizes(),
         batch=BASES[base][3],
         seq_len=SEQ_LEN,
-        micro_batch=micro_batch,
+        micro_batch=MICRO_BATCH,
         dtype="fp16",
         state=STATE,
         recompute=recompute,

@@ -29,6 +29,7 @@ from stretto.simulator.network import NetworkTopology
 from stretto.simulator.schedules import MachineCosts, simulate_schedule
 
 MEMORY_BANDWIDTH = {"azure-ndv4": 1555e9, "dgx-2": 900e9}  # bytes/s, reads and writes together
+TILES = 4  # of a chunk that are simulated; further ones are extrapolated
 COSTS = {"azure-ndv4": "nccl-2.8-a100", "dgx-2": "nccl-2.8-v100"}
 CLAIMS: list[dict[str, Any]] = read_paper("mscclang")["claims"]
 TITLES = {"azure-ndv4": "NDv4", "dgx-2": "DGX-2"}
@@ -71,7 +72,6 @@ class ClusterSimulation:
 
     cluster: Cluster
     costs: MachineCosts
-    tiles: int
     executor: str = "interpreter"
     topology: NetworkTopology | None = None
 
@@ -119,18 +119,18 @@ class ClusterSimulation:
             protocol=protocol,
             ranks_per_node=self.cluster.gpus_per_node,
             instances=instances,
-            max_tiles=self.tiles,
+            max_tiles=TILES,
         ).seconds
 
 
-def on_cluster(name: str, tiles: int) -> ClusterSimulation:
+def on_cluster(name: str) -> ClusterSimulation:
     """A cluster of the paper by its preset."""
-    return ClusterSimulation(Cluster.preset(name), MachineCosts.find(COSTS[name]), tiles)
+    return ClusterSimulation(Cluster.preset(name), MachineCosts.find(COSTS[name]))
 
 
-def hierarchical_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Iterator[Row]:
+def hierarchical_study(name: str, nodes: int, sizes: Sequence[int]) -> Iterator[Row]:
     """Figure 8c: hierarchical all-reduce and the same composed of NCCL's calls, over NCCL's all-reduce."""
-    where = on_cluster(name, tiles)
+    where = on_cluster(name)
     gpus = where.cluster.gpus_per_node
     shape: dict[str, Any] = {"nodes": nodes, "gpus": gpus}
     rings = rotated_rings_all_reduce.compile(rings=int(where.cluster.require("nics_per_node")), **shape)
@@ -160,9 +160,9 @@ def _one_gpu_a_node(where: ClusterSimulation) -> ClusterSimulation:
     return replace(where, cluster=replace(cluster, gpus_per_node=1, nics_per_node=1, between_nodes=link))
 
 
-def two_step_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Iterator[Row]:
+def two_step_study(name: str, nodes: int, sizes: Sequence[int]) -> Iterator[Row]:
     """Figure 8e: two-step all-to-all and NCCL's, over two-step written by hand with NCCL's sends and receives."""
-    where = on_cluster(name, tiles)
+    where = on_cluster(name)
     gpus = where.cluster.gpus_per_node
     ours = where.best(find("two-step-all-to-all").compile(nodes=nodes, gpus=gpus), sizes)
     sends = replace(where, executor="nccl")  # as NCCL 2.8 sends and receives
@@ -175,9 +175,9 @@ def two_step_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> I
     yield from _rows(study, "NCCL", nccl, by_hand, 1.3)
 
 
-def next_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Iterator[Row]:
+def next_study(name: str, nodes: int, sizes: Sequence[int]) -> Iterator[Row]:
     """Figure 8g: AllToNext with r instances, over each GPU's one send to the next."""
-    where = on_cluster(name, tiles)
+    where = on_cluster(name)
     gpus = where.cluster.gpus_per_node
     sends = replace(where, executor="nccl")
     direct = sends.best(direct_sends(nodes * gpus, gpus), sizes, protocols=("Simple",), instances=(1, 2))
@@ -189,14 +189,14 @@ def next_study(name: str, nodes: int, tiles: int, sizes: Sequence[int]) -> Itera
             yield from _rows(study, f"r={instances}", found, direct, 14.5)
 
 
-def sccl_study(tiles: int, sizes: Sequence[int]) -> Iterator[Row]:
+def sccl_study(sizes: Sequence[int]) -> Iterator[Row]:
     """Figure 11: the (1,2,2) all-gather on a DGX-1 by MSCCLang's protocols, over SCCL's direct copies.
 
     The baseline is Simple without the copy out of slots, and without slots to wait for.
     """
     costs = MachineCosts.find("nccl-2.8-v100")
     topology = dgx1_topology(costs.link_latency)
-    where = ClusterSimulation(Cluster.preset("dgx-1v"), costs, tiles, topology=topology)
+    where = ClusterSimulation(Cluster.preset("dgx-1v"), costs, topology=topology)
     schedule, several = find("dgx1-all-gather").compile(), (1, 2, 4)
     copies = replace(where, executor="direct-copy")
     direct = copies.best(schedule, sizes, protocols=("Simple",), instances=several)
@@ -214,19 +214,19 @@ def _rows(study: str, variant: str, times: Times, baseline: Times, claim: float 
         yield Row(num_bytes, claim, study, variant, size, best, seconds * 1e6, base * 1e6, base / seconds)
 
 
-def study_msccl(tiles: int = 4) -> Iterator[Measured | Compared]:
-    """Simulate all figures. tiles: of a chunk that are simulated, at least 2; further ones are extrapolated."""
+def study_msccl() -> Iterator[Measured | Compared]:
+    """Simulate all figures."""
     all_reduce = [1 << power for power in (12, 16, 20, 24, 28, 30, 32)]
     large, every = ([1 << power for power in range(first, 31, 2)] for first in (18, 10))
     rows: list[Row] = []
     for study in (
-        hierarchical_study("azure-ndv4", 2, tiles, all_reduce),
-        hierarchical_study("dgx-2", 2, tiles, all_reduce),
-        two_step_study("azure-ndv4", 8, tiles, large),
-        two_step_study("dgx-2", 4, tiles, large),
-        next_study("azure-ndv4", 3, tiles, every),
-        next_study("dgx-2", 3, tiles, every),
-        sccl_study(tiles, every[:-1]),
+        hierarchical_study("azure-ndv4", 2, all_reduce),
+        hierarchical_study("dgx-2", 2, all_reduce),
+        two_step_study("azure-ndv4", 8, large),
+        two_step_study("dgx-2", 4, large),
+        next_study("azure-ndv4", 3, every),
+        next_study("dgx-2", 3, every),
+        sccl_study(every[:-1]),
     ):
         rows += study
         print(f"{rows[-1].study}: done", file=sys.stderr, flush=True)

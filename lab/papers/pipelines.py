@@ -102,14 +102,14 @@ class Choice:
     best_of_all_seconds: float | None = column("its step (s)", "{:.0f}", default=None)
 
 
-def study_pipelines(batch: int = RUNS_BATCH) -> Iterator[Measured | Compared]:
-    """Plan and simulate the figures' stages and the choices of Table 3.1. batch: of these, in sequences of 512."""
+def study_pipelines() -> Iterator[Measured | Compared]:
+    """Plan and simulate the figures' stages and the choices of Table 3.1."""
     stages = [simulate_stages(plan_stages(count)) for count in (6, 12, 24, 48)]
     choices: list[Choice] = []
     for choice in CHOICES:
-        choices.append(_compare_choice(choice, batch, choices))
+        choices.append(_compare_choice(choice, choices))
     table = Table(f"12B parameters on 48 GPUs of Summit, {FIGURES_BATCH} sequences", stages, key="stages")
-    about, title = {"batch": batch, "seq_len": SEQ_LEN}, f"Table 3.1's choices, {batch} sequences"
+    about, title = {"batch": RUNS_BATCH, "seq_len": SEQ_LEN}, f"Table 3.1's choices, {RUNS_BATCH} sequences"
     yield Measured(choices, about, name="simulated-pipelines", title=title, tables=(table,))
     for row in stages:
         if row.published_seconds is not None:
@@ -154,13 +154,13 @@ def simulate_stages(planned: Stages) -> Stages:
     return replace(planned, closed_seconds=closed.phase, queued_seconds=queued.phase, idle_share=idle, pipe_share=pipe)
 
 
-def _compare_choice(choice: tuple[int, str, int, int, int, int], batch: int, before: list[Choice]) -> Choice:
+def _compare_choice(choice: tuple[int, str, int, int, int, int], before: list[Choice]) -> Choice:
     """Predict and simulate a choice (in closed form). before: rows of other choices, with AxoNN's of this size."""
     billions, framework, micro_batch, intra, inter, data = choice
     grid, is_axonn = GridSizes(pipe=inter, data=data, x=intra), framework == "AxoNN"
-    found = predict_pipeline(billions, grid, batch, micro_batch, is_axonn)
-    long = simulate_long(billions, found, batch, "closed-form", hides=is_axonn)
-    flops = model_flops(MODELS[billions], batch, SEQ_LEN) / grid.ranks / PEAK
+    found = predict_pipeline(billions, grid, RUNS_BATCH, micro_batch, is_axonn)
+    long = simulate_long(billions, found, RUNS_BATCH, "closed-form", hides=is_axonn)
+    flops = model_flops(MODELS[billions], RUNS_BATCH, SEQ_LEN) / grid.ranks / PEAK
     row = Choice(
         billions,
         framework,
@@ -183,7 +183,7 @@ def _compare_choice(choice: tuple[int, str, int, int, int, int], batch: int, bef
             over_axonn=row.step_seconds / axonn.step_seconds,
             published_over_axonn=PUBLISHED["over_axonn_100"][framework] if billions == 100 else None,
         )
-    best, best_of_all = _find_best(billions, grid.ranks, batch)
+    best, best_of_all = _find_best(billions, grid.ranks)
     return replace(
         row,
         best=_name(best),
@@ -217,10 +217,10 @@ def predict_pipeline(
     )
 
 
-def _find_best(billions: int, gpus: int, batch: int) -> tuple[GridPlan, GridPlan]:
+def _find_best(billions: int, gpus: int) -> tuple[GridPlan, GridPlan]:
     """The fastest plan of stages and data alone, and that of all grids."""
     model, summit = MODELS[billions], Cluster.preset("summit")
-    options: dict[str, Any] = {"gpus": gpus, "batch": batch, "seq_len": SEQ_LEN, "dtype": "fp16", "state": STATE}
+    options: dict[str, Any] = {"gpus": gpus, "batch": RUNS_BATCH, "seq_len": SEQ_LEN, "dtype": "fp16", "state": STATE}
     pipes = [pipe for pipe in range(2, model.layers + 1) if gpus % pipe == 0]
     plans = [each for pipe in pipes for each in plan(model, summit, pipe=pipe, **options) if each.fits]
     alone = [each for each in plans if each.grid["pipe"] * each.grid["data"] == gpus]

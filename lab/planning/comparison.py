@@ -167,19 +167,13 @@ def _plot_pairs(panel: Any, rows: Sequence[Mapping[str, Any]], key: str) -> None
         label="predicted",
     )
     alone = [
-        (place, row[f"measured_{key}"])
+        (row[f"measured_{key}"], place)
         for place, row in enumerate(rows)
         if row.get(f"measured_{key}") is not None and row.get(f"predicted_{key}") is None
     ]
     if alone:
-        panel.plot(
-            *zip(*((value, place) for place, value in alone), strict=True),
-            linestyle="none",
-            marker="s",
-            markersize=6,
-            color=PEER.colour,
-            label="FSDP2",
-        )
+        peers: dict[str, Any] = {"color": PEER.colour, "label": "FSDP2"}
+        panel.plot(*zip(*alone, strict=True), linestyle="none", marker="s", markersize=6, **peers)
     panel.tick_params(axis="y", length=0)
     panel.set_xlim(left=0)
 

@@ -29,7 +29,6 @@ from lab.planning.layout_file import (
     read_layouts,
     shrink,
 )
-from lab.planning.plan import name_measured, why_not
 from lab.shared_gpus import shared_where_few
 from stretto.axes import OUTER_TO_INNER
 from stretto.bench.harness import TORCH_DTYPES, run_ranks
@@ -237,6 +236,31 @@ def measure_layouts(
     return rows + [name_measured(row) for row in measure(runs, workload, world.device)]
 
 
+def name_measured(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `measure` as `compare` joins it with its prediction."""
+    return {
+        "grid": row["name"],
+        "measured_milliseconds": row.get("step_milliseconds"),
+        "measured_gib": row.get("peak_memory_gib"),
+        "tokens_per_second_per_gpu": row.get("tokens_per_second_per_gpu"),
+        "loss": row.get("loss"),
+        "seconds": row.get("seconds"),
+        "step_seconds": row.get("step_seconds"),
+        "reason": row.get("error"),
+    }
+
+
+def why_not(row: Mapping[str, Any], device: torch.device) -> str | None:
+    """The reason not to measure a predicted row: it is impossible, or needs more than the GPU's memory."""
+    if row.get("reason") is not None:
+        return str(row["reason"])
+    if device.type == "cuda":
+        has = torch.cuda.get_device_properties(device).total_memory / 2**30
+        if row["predicted_gib"] > has:
+            return f"not tried: it would need {row['predicted_gib']:.0f} GiB of the {has:.0f} that there are"
+    return None
+
+
 class _TaskStep:
     """Steps of the task that `stretto train` runs."""
 
@@ -275,6 +299,11 @@ def _build_peer(layout: TrainConfig, peer: FsdpPeer, device: torch.device) -> St
     return build_accumulating(model, tokens, peer.micro_batch, device, options)
 
 
+def plot_plan(data: dict[str, Any], picture: Path) -> None:
+    """Draw the committed runs of all grids of 2 and 4 GPUs and 8 CPU ranks: a row of panels a workload."""
+    plot_predicted(data, picture, "grid", "Grids are the sizes of data, x, y and z")
+
+
 def plot_layouts(data: dict[str, Any], picture: Path) -> None:
     """Draw a line a layout, from its predicted to its measured time, and memory; peers have no prediction."""
     plot_predicted(data, picture, "layout", "Layouts are grids with how they run")
@@ -290,7 +319,7 @@ BENCH = Bench(
     run_layouts,
     Row,
     title=lambda setting: f"Layouts of {setting.file.stem}",
-    plot={"layouts-*": plot_layouts},
+    plot={"layouts-*": plot_layouts, "plan": plot_plan},
     needs=Needs.TWO_GPUS,
     about=lambda setting: {},
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from lab.harness import Bench, column
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, select
 from stretto.bench.settings import Option, require_least
 from stretto.schedules import (
     PipelineTimeline,
@@ -160,11 +160,7 @@ def plot_schedules(data: dict[str, Any], picture: Path) -> None:
             for panel, (latency, memory) in zip(across, columns, strict=True):
                 panel.axhline(1, **GUIDE)
                 for order, look in zip(orders, SERIES, strict=False):
-                    rows = [
-                        row
-                        for row in data["rows"]
-                        if (row["size"], row["latency"], row["memory"], row["order"]) == (size, latency, memory, order)
-                    ]
+                    rows = select(data["rows"], size=size, latency=latency, memory=memory, order=order)
                     jitters = [100 * row["jitter"] for row in rows]
                     if rows:
                         panel.plot(jitters, [row["to_1f1b"] for row in rows], label=order, **look.line)

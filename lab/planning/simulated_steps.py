@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab simulated-steps`: steps that were measured on GPUs, compared with the simulator's and the planner's.
 
-Nothing is measured here. The machine's parameters are those of its probe alone, in the folder of the measured steps of
-`python -m lab plan`; `python -m lab overlap` was measured on the machine of the first of them.
+Nothing is measured here. The machine's parameters are those of its probe alone, in the folder of the measured
+grids (`lab/results/plan`); `python -m lab overlap` was measured on the machine of the first of them.
 """
 
 import json
@@ -32,7 +32,7 @@ class SimulatedStepsSetting:
 
     plans: Annotated[
         tuple[str, ...],
-        Option("Folders of `python -m lab plan`, with the machine's probed.toml.", separator=" ", metavar="FOLDER"),
+        Option("Folders of measured grids, with the machine's probed.toml.", separator=" ", metavar="FOLDER"),
     ] = ("lab/results/plan", "lab/results/plan-2-gpus")
     overlaps: Annotated[
         Path, Option("A file of `python -m lab overlap` from the first folder's machine.", metavar="FILE")
@@ -92,7 +92,7 @@ class Summary:
 
 
 def compare_plans(folder: Path) -> Iterator[dict[str, Any]]:
-    """The steps of a folder of `python -m lab plan`."""
+    """The steps of a folder of measured grids."""
     cluster = Cluster.load(folder / "probed.toml")
     measured = _read(folder / "plan.json")
     models = {each["workload"]: each["model"] for each in _read(folder / "predictions.json")["workloads"]}
@@ -167,9 +167,7 @@ def _summarize(workload: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise ValueError(
-            f"there is no file {file}: `python -m lab plan` and `python -m lab overlap` write such results"
-        )
+        raise ValueError(f"there is no file {file}: lab/results/plan and `python -m lab overlap` have such results")
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 

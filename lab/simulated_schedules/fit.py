@@ -18,6 +18,7 @@ from stretto.simulator.schedules.simulate import simulate_schedule
 
 Parameter = tuple[str, str, str]
 """An executor, a protocol of it ("" for figures of the executor itself) and the figure's name."""
+_ROUNDS = 12
 _STEP = 0.02  # of a logarithm, for derivatives
 _SIMULATED_TILES = 4  # enough to see the slope of the pipelining loop
 
@@ -91,8 +92,6 @@ def fit(
     start: MachineCosts,
     parameters: Sequence[Parameter],
     predict: Callable[[MeasuredSchedule, MachineCosts], float],
-    *,
-    rounds: int = 12,
 ) -> MachineCosts:
     """Fit the parameters from their values in `start` (Levenberg-Marquardt on logarithms of parameters and times).
 
@@ -117,7 +116,7 @@ def fit(
         return float(np.where(small, errors**2, 0.3 * np.abs(errors) - 0.0225).sum())
 
     damping, errors = 1e-2, residuals(values)
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         jacobian = np.empty((len(cases), len(values)))
         for column in range(len(values)):
             moved = values.copy()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, Table, column
-from lab.pictures import describe_origin
+from lab.pictures import describe_origin, select
 from lab.simulated_schedules.cases import MeasuredSchedule, read_gpu_cases
 from lab.simulated_schedules.choices import Choice, list_choices, summarize_choices
 from lab.simulated_schedules.fit import Parameter, SchedulePredictor, fit
@@ -310,7 +310,7 @@ def plot_simulated_collectives(data: dict[str, Any], picture: Path) -> None:
         for panel, (title, executors) in zip(panels, _PANELS, strict=True):
             rows = [row for row in data["rows"] if row["executor"] in executors]
             for executor in executors:
-                _plot_ratios(panel, [row for row in rows if row["executor"] == executor], executor, looks[executor])
+                _plot_ratios(panel, select(rows, executor=executor), executor, looks[executor])
             panel.axhline(1, **GUIDE)
             panel.axhspan(0.85, 1.15, color="#e4e4e4", zorder=0)
             panel.set_xscale("log", base=2)
@@ -333,7 +333,7 @@ def plot_simulated_collectives(data: dict[str, Any], picture: Path) -> None:
 
 def _plot_ratios(panel: Any, rows: Sequence[Mapping[str, Any]], executor: str, look: Any) -> None:
     for use, face in (("fitted", "white"), ("predicted", look.colour)):
-        chosen = [row for row in rows if row["use"] == use]
+        chosen = select(rows, use=use)
         if chosen:
             panel.plot(
                 [row["bytes"] for row in chosen],

@@ -13,7 +13,8 @@ from typing import Any
 
 from lab.processes import Processes
 from lab.simulated_schedules.cases import MeasuredSchedule
-from lab.two_level.namespaces import Network, command_in, shaped_network
+from lab.two_level.namespaces import command_in, shaped_network
+from lab.two_level.run import TwoLevelSetting
 from stretto.collectives.algorithms import find
 from stretto.simulator.collectives.times import CollectiveOptions, simulate_collective
 from stretto.simulator.network import EventDrivenNetwork, NetworkTopology
@@ -40,7 +41,7 @@ SCHEDULES: dict[str, dict[str, int]] = {
     "direct-all-to-all": {"ranks": RANKS},
     "two-step-all-to-all": _BOTH,
 }
-NETWORK = Network(nodes=NODES, leaf_nodes=2, node_bandwidth=6.25e6, loopback_bandwidth=25e6, trunk_bandwidth=6.25e6)
+NETWORK = TwoLevelSetting(RANKS_PER_NODE, NODES).network()
 """50 Mbit/s a node and between the halves of the nodes, 200 inside a node."""
 _START_LIMIT, _RUN_LIMIT = 300.0, 120.0  # seconds for eight processes on few cores
 _LEAD = 0.03  # seconds from agreeing on a start to the start
@@ -49,10 +50,9 @@ _HEADERS = 8934 / 9014  # TCP payload of an Ethernet frame of 9000 bytes
 _IN_MEMORY = 10e9  # bytes/s: only links of the network limit the bandwidth
 
 
-def socket_topology(network: Network = NETWORK, in_node: float = 0.0, between: float = 0.0) -> NetworkTopology:
+def socket_topology(in_node: float = 0.0, between: float = 0.0) -> NetworkTopology:
     """The links between the namespaces as they are shaped. in_node, between: seconds of latency."""
-    nodes, size = network.nodes, RANKS_PER_NODE
-    devices = nodes * size
+    network, nodes, size, devices = NETWORK, NODES, RANKS_PER_NODE, RANKS
     vertices = iter(range(devices, devices + 4 * nodes + network.leaves))
     loop_in, loop_out, out, back = ([next(vertices) for _ in range(nodes)] for _ in range(4))
     leaves = [next(vertices) for _ in range(network.leaves)]
@@ -79,9 +79,7 @@ def socket_topology(network: Network = NETWORK, in_node: float = 0.0, between: f
     return NetworkTopology("namespaces", devices, links, vertices=devices + 4 * nodes + network.leaves)
 
 
-def measure_sockets(
-    sizes: Sequence[int], repeats: int, schedules: Sequence[str] = tuple(SCHEDULES)
-) -> list[dict[str, Any]]:
+def measure_sockets(sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Time all schedules at all sizes (bytes), medians of the slowest rank; the rows of `read_socket_cases`.
 
     Raises ValueError where this machine or user cannot make network namespaces, or a schedule's output is wrong.
@@ -94,9 +92,9 @@ def measure_sockets(
         command_in(rank // RANKS_PER_NODE, "lab.simulated_schedules.socket_rank", json.dumps(job), str(rank))
         for rank in range(RANKS)
     ]
-    with shaped_network(NETWORK), Processes("the bench", commands) as ranks:
+    with shaped_network(NETWORK), Processes(commands) as ranks:
         ranks.receive("start; its own words are above", _START_LIMIT)
-        return [row for name in schedules for row in _measure(ranks, name, sizes, repeats)]
+        return [row for name in SCHEDULES for row in _measure(ranks, name, sizes, repeats)]
 
 
 def _measure(ranks: Processes, algorithm: str, sizes: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:

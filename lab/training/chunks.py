@@ -22,12 +22,13 @@ from torch import Tensor
 
 from lab.harness import Bench, Measured, column
 from lab.pictures import describe_origin, group
+from lab.training.offload import flat_store
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Option, Repeats
 from stretto.execution import StateOptions
-from stretto.optim.state.store import OptimizerStateStore, StoredParameter
+from stretto.optim.state.store import OptimizerStateStore
 from stretto.planner.optimizer_state import exposed_sums
-from stretto.train.stored_optimizer import adamw_update, build_store
+from stretto.train.stored_optimizer import adamw_update
 
 # Of an all-reduce of all gradients to all steps (Singh, figure 3.4: "2.5 times longer").
 SUMS_TO_STEPS = 2.5
@@ -117,7 +118,10 @@ def measure_chunks(setting: ChunksSetting) -> Measured:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     link = _SlowLink(dist.group.WORLD)  # type: ignore[arg-type]
-    stores = {k: _build(setting, k, link) for k in setting.coarsenings()}
+    make, stores = adamw_update(betas=(0.9, 0.95), eps=1e-8), {}
+    for k in setting.coarsenings():
+        options = StateOptions("host", bucket_size=setting.bucket, coarsening=k)
+        stores[k] = flat_store(setting.bucket * setting.buckets, torch.device("cpu"), make, options, link)
     everything = max(stores)
     _time(stores[everything], link, alone=True)  # to warm up
     steps = _agree(statistics.median(_time(stores[everything], link, alone=True) for _ in range(setting.repeats)))
@@ -152,17 +156,6 @@ def measure_chunks(setting: ChunksSetting) -> Measured:
             f"{measured[chosen] / measured[best] - 1:.1%} slower than it"
         )
     return Measured(rows, {"choices": choices}, tuple(choices))
-
-
-def _build(setting: ChunksSetting, k: int, link: _SlowLink) -> OptimizerStateStore:
-    numbers = setting.bucket * setting.buckets
-    parameter = StoredParameter("flat", torch.Size((numbers,)), (), 1, 0.0)
-    options = StateOptions("host", bucket_size=setting.bucket, coarsening=k)
-    make = adamw_update(betas=(0.9, 0.95), eps=1e-8)
-    store = build_store([parameter], make, torch.bfloat16, options, torch.device("cpu"), link)
-    store.prepare()
-    store.gradients.fill_(1e-3)
-    return store
 
 
 def _time(store: OptimizerStateStore, link: _SlowLink, *, alone: bool = False) -> float:

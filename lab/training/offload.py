@@ -30,6 +30,7 @@ from stretto.bench.settings import Needs, Option, Repeats, SeqLen, require_known
 from stretto.cluster import Cluster, HostLink
 from stretto.cluster.probe import measure_host_link
 from stretto.execution import StateOptions
+from stretto.memory.failures import synchronize
 from stretto.models import GPT, GPTConfig
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
 from stretto.optim.state.updates import GPU_TILE, TILE
@@ -192,7 +193,7 @@ def _buckets(setting: OffloadSetting, device: torch.device, duplex: float) -> It
             splits_weights=is_split,
             step_on=place,  # type: ignore[arg-type]
         )
-        store = _flat_store(numbers, device, adamw_update(betas=(0.9, 0.95), eps=1e-8), options)
+        store = flat_store(numbers, device, adamw_update(betas=(0.9, 0.95), eps=1e-8), options)
         seconds = statistics.median(_time_step(store) for _ in range(3 + setting.repeats))
         bytes_each = 4 if place == "host" else 2 * (10 if is_split else 12)
         limit = numbers * bytes_each / duplex
@@ -202,24 +203,25 @@ def _buckets(setting: OffloadSetting, device: torch.device, duplex: float) -> It
         empty_memory()
 
 
-def _flat_store(
-    numbers: int, device: torch.device, make: MakeUpdate, options: StateOptions, *, gradient: float = 1e-3
+def flat_store(
+    numbers: int, device: torch.device, make: MakeUpdate, options: StateOptions, communicator: Any = None
 ) -> OptimizerStateStore:
+    """State of so many numbers in one parameter, whose gradients have come. communicator: None for one rank."""
     parameter = StoredParameter("flat", torch.Size((numbers,)), (), 1, 0.0)
-    store = build_store([parameter], make, torch.bfloat16, options, device, NoRanks())
+    store = build_store([parameter], make, torch.bfloat16, options, device, communicator or NoRanks())
     store.prepare()
-    store.gradients.fill_(gradient)
+    store.gradients.fill_(1e-3)
     return store
 
 
 def _time_step(store: OptimizerStateStore) -> float:
     store.add(0, store.gradients[: store.parameters[0].shape.numel()])  # itself
     store.finish()
-    _synchronize(store.device)
+    synchronize(store.device)
     began = time.perf_counter()
     store.step(LEARNING_RATE)
     store.residence.synchronize()
-    _synchronize(store.device)
+    synchronize(store.device)
     return time.perf_counter() - began
 
 
@@ -236,7 +238,7 @@ def _tiles(setting: OffloadSetting, device: torch.device) -> Iterator[TileRow]:
     for name, size in (("kernel", 0), *tiles, ("one tile", numbers)):
         options = StateOptions("device", bucket_size=max(1 << 24, -(-size // 64) * 64))
         update = tiled_update(make, tile=size) if size else sgd_update(momentum=0.9)
-        store = _flat_store(numbers, device, update, options)
+        store = flat_store(numbers, device, update, options)
         _time_step(store)  # the first one makes the momentum
         store.update._scratch = torch.empty(0)  # type: ignore[attr-defined]
         yield _tile_row(setting, device, name, partial(_time_step, store))
@@ -247,13 +249,13 @@ def _tiles(setting: OffloadSetting, device: torch.device) -> Iterator[TileRow]:
     optimizer = make([master])
 
     def step() -> float:
-        _synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         master.grad = gradient.float()
         optimizer.step()
         weight.copy_(master.detach())
         master.grad = None
-        _synchronize(device)
+        synchronize(device)
         return time.perf_counter() - began
 
     step()
@@ -341,14 +343,14 @@ def _time_micro_batches(
         torch.cuda.reset_peak_memory_stats(device)
     times, updates = [], []
     for _ in range(setting.repeats if count < LONG else 1):
-        _synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         for number in range(count):
             loss = run(number == count - 1)
-        _synchronize(device)
+        synchronize(device)
         passed = time.perf_counter()
         update()
-        _synchronize(device)
+        synchronize(device)
         ended = time.perf_counter()
         times.append(ended - began)
         updates.append(ended - passed)
@@ -453,11 +455,6 @@ def _draw(setting: OffloadSetting, config: GPTConfig, device: torch.device) -> t
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(config.vocab, (setting.micro_batch, length + 1), generator=generator).to(device)
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def plot_buckets(data: dict[str, Any], picture: Path) -> None:

@@ -33,6 +33,6 @@ def cluster_of_a_byte_a_second(ranks: int) -> Cluster:
     return Cluster(
         name="CPU ranks",
         gpus_per_node=ranks,
-        gpu=GPU(name="CPU", memory=1e12, memory_bandwidth=1e10, peak_flops=FlopRates(fp32=1e11)),
+        gpu=GPU(name="CPU", memory=1e12, memory_bandwidth=1e10, peak_flops=FlopRates(fp32=1e11, bf16=1e11)),
         in_node=NodeLink(bandwidth=1.0, latency=1e-30),
     )

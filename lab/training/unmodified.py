@@ -4,8 +4,10 @@
 All runs train one model from the same weights on the same tokens, in bf16 with fp32 weights and fp32 reduction, and
 with gradients clipped at norm 1. Torch's are FSDP2 (fused AdamW, one collective for the norm), tensor parallelism by
 DTensor with sharded sequences and with async-TP (TileLink's figure 11), both together, and on one GPU plain PyTorch.
-Attention and experts are transformers' fastest. With `--cluster` Stretto's runs are only predicted, for a file that is
-committed before anything is measured. Rows are written as they come, in the order of rounds over all runs.
+Attention and experts are transformers' fastest; experts are also divided among the ranks by NCCL's all-to-all, and
+some get more tokens than the others with `--routing skewed`. With `--cluster` Stretto's runs are only predicted, for a
+file that is committed before anything is measured. Rows are written as they come, in the order of rounds over all
+runs.
 """
 
 import itertools
@@ -18,6 +20,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from lab.experts import ROUTINGS
+from lab.experts.routing import draw_routing, load_of
 from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
 from lab.training.families import TRANSFORMERS
 from lab.training.steps import captured
@@ -51,6 +55,7 @@ class TransformersSetting:
     only: Annotated[
         tuple[str, ...], Option("Only runs with this in their name; may be given several times.", is_repeated=True)
     ] = ()
+    routing: Annotated[tuple[str, ...], Option("Of tokens to experts: uniform, skewed, with commas.")] = ("uniform",)
     with_captured: Annotated[
         bool, Option("Compiled runs also as one CUDA graph a step.", "--captured/--no-captured")
     ] = False
@@ -64,6 +69,10 @@ class TransformersSetting:
 
     def __post_init__(self) -> None:
         require_known("model", self.models, TRANSFORMERS)
+        require_known("routing", self.routing, ROUTINGS)
+        for model in self.models:
+            if "skewed" in self.routing and not has_experts(model):
+                raise ValueError(f"{model} has no experts to be routed to; --routing uniform would do")
 
 
 @dataclass(frozen=True)
@@ -87,13 +96,14 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
     """Predict each model's runs, or measure them, a model in a job of its own."""
     ranks = setting.ranks
     assert ranks is not None
-    for model in setting.models:
-        workload = _make_workload(model, setting)
-        ways = list_ways(ranks, has_experts="num_experts" in TRANSFORMERS[model].sizes)
+    for model, routing in itertools.product(setting.models, setting.routing):
+        workload = _make_workload(model, setting, routing)
+        ways = list_ways(ranks, has_experts=has_experts(model))
         chosen = {name: way for name, way in ways.items() if _is_chosen(name, setting.only)}
         if not chosen:
             raise ValueError(f"no run has {' or '.join(map(repr, setting.only))} in its name")
         name = f"{model}-batch-{workload.batch}-ranks-{ranks}" + ("-small" if setting.small else "")
+        name += ("" if setting.seq_len is None else f"-seq-{setting.seq_len}") + ("-skewed" * (routing == "skewed"))
         about = {"model": model, "ranks": ranks, "workload": asdict(workload)}
         predictions = f"predictions-{name}"
         if setting.cluster is not None:
@@ -106,13 +116,20 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
         yield Measured(_compare(found, predicted), about, name=name, title=_title(workload, ranks))
 
 
-def _make_workload(model: str, setting: TransformersSetting) -> TransformerWorkload:
+def has_experts(model: str) -> bool:
+    """Whether this model is a mixture of experts."""
+    return "num_experts" in TRANSFORMERS[model].sizes
+
+
+def _make_workload(model: str, setting: TransformersSetting, routing: str = "uniform") -> TransformerWorkload:
     known = TRANSFORMERS[model]
     seq_len = setting.seq_len or (32 if setting.small else known.seq_len)
     batch = setting.batch or (setting.ranks or 1) * (2 if setting.small else max(1, 8192 // seq_len))
     layers = setting.layers or (2 if setting.small else known.layers)
     times = setting.warm_up, setting.repeats, setting.rounds
-    return TransformerWorkload(model, layers, batch, seq_len, setting.small, *times)
+    return TransformerWorkload(
+        model, layers, batch, seq_len, setting.small, *times, routing if has_experts(model) else None
+    )
 
 
 def _is_chosen(name: str, only: Sequence[str]) -> bool:
@@ -120,7 +137,8 @@ def _is_chosen(name: str, only: Sequence[str]) -> bool:
 
 
 def _title(workload: TransformerWorkload, ranks: int) -> str:
-    return f"{workload.name}, {workload.layers} layers, {workload.batch} x {workload.seq_len} tokens, {ranks} ranks"
+    name = workload.name + (f", {workload.routing}" if workload.routing else "")
+    return f"{name}, {workload.layers} layers, {workload.batch} x {workload.seq_len} tokens, {ranks} ranks"
 
 
 def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
@@ -149,6 +167,10 @@ def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
             ways[f"PyTorch, {text}"] = Way("torch", "", precision)
     if has_experts and ranks > 1:
         grids += [{"z": ranks, "expert": ranks}, {"data": ranks, "expert": ranks}]
+        if ranks > 2 and ranks % 2 == 0:
+            grids.append({"data": 2, "z": ranks // 2, "expert": ranks})
+        ways["FSDP2, experts by NCCL's all-to-all, compiled"] = Way("torch", exchanges=True)
+        ways["FSDP2, experts by NCCL's all-to-all"] = Way("torch", "", exchanges=True)
     for grid in grids:
         name = "Stretto " + " ".join(f"{axis}={size}" for axis, size in grid.items())
         ways[f"{name}, compiled"] = Way("stretto", grid=grid)
@@ -212,6 +234,11 @@ def _predict(workload: TransformerWorkload, ways: Mapping[str, Way], cluster: Cl
             if way.by_blocks:
                 raise ValueError("the planner predicts models with roles")
             batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
+            if workload.routing is not None and (parts := way.grid.get("expert", 1)) > 1:
+                sizes = TRANSFORMERS[workload.name].sizes
+                experts, top_k = sizes["num_experts"], sizes["num_experts_per_tok"]
+                ids, _ = draw_routing(workload.seq_len, experts, top_k, workload.routing, torch.device("cpu"))
+                batch["imbalance"] = load_of(ids * parts // experts, parts)
             plan = predict(model, cluster, grid=way.grid, **batch, **way.options)
             row |= {"predicted_milliseconds": plan.step_time * 1e3, "predicted_gib": plan.peak_memory / GIB}
         except ValueError as error:

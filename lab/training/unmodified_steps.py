@@ -23,6 +23,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lab.experts.peers import exchange_model
+from lab.experts.routing import route
 from lab.peers import MasterWeights
 from lab.training.families import TRANSFORMERS, make_transformer
 from stretto.axes import OUTER_TO_INNER
@@ -39,7 +41,10 @@ MASKED = -100  # of a label: it does not count in the loss
 
 @dataclass(frozen=True)
 class TransformerWorkload:
-    """A model with its global batch, and how its steps are timed. is_small: tiny sizes, computed in fp32."""
+    """A model with its global batch, and how its steps are timed. is_small: tiny sizes, computed in fp32.
+
+    routing: of `lab.experts`, of a model that has experts.
+    """
 
     name: str
     layers: int
@@ -49,6 +54,7 @@ class TransformerWorkload:
     warm_up: int
     repeats: int
     rounds: int
+    routing: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +64,10 @@ class TransformerWorkload:
     def make(self) -> nn.Module:
         """Make the model on the default device, with the same fp32 weights on every rank."""
         torch.manual_seed(0)
-        return make_transformer(self.name, self.layers, is_small=self.is_small)
+        model = make_transformer(self.name, self.layers, is_small=self.is_small)
+        if self.routing is not None:
+            route(model, self.routing)
+        return model
 
     def tokens(self, part: int, parts: int, device: torch.device) -> Tensor:
         """One part of a fixed random batch. Raises ValueError if `parts` does not divide it."""
@@ -75,7 +84,8 @@ class Way:
 
     Torch's: tensor is the ranks of DTensor's tensor parallelism; FSDP2 is over the others, and casts (`precision`);
     autocast, and bf16 weights with fp32 masters, are of runs without it. frees_weights, is_symmetric: FSDP2's.
-    is_async: async-TP. Stretto's: grid, options of `parallelize`; by_blocks: without roles.
+    is_async: async-TP. exchanges: experts divided among all ranks, with NCCL's all-to-all. Stretto's: grid, options of
+    `parallelize`; by_blocks: without roles.
     """
 
     kind: Literal["torch", "stretto"]
@@ -85,6 +95,7 @@ class Way:
     frees_weights: bool = False
     is_async: bool = False
     is_symmetric: bool = False
+    exchanges: bool = False
     by_blocks: bool = False
     grid: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -156,13 +167,14 @@ def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Ste
     blocks = _find_blocks(model)
     if tensors:
         _shard_tensors(model, blocks, mesh["tp"])
+    exchanged = exchange_model(model, mesh["dp"]) if way.exchanges else set()
     if way.is_async:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
     _compile(model, blocks, way)
     if way.precision == "fsdp2":
-        _shard_fully(model, blocks, workload, mesh["dp"], way)
+        _shard_fully(model, blocks, workload, mesh["dp"], way, exchanged)
     parameters = list(model.parameters())
     is_sharded = isinstance(parameters[0], DTensor)
     optimizer: Any = (
@@ -207,9 +219,16 @@ def _compile(model: Any, blocks: list[str], way: Way) -> None:
         model.loss_function = torch.compile(model.loss_function)
 
 
-def _shard_fully(model: nn.Module, blocks: list[str], workload: TransformerWorkload, mesh: Any, way: Way) -> None:
+def _shard_fully(
+    model: nn.Module,
+    blocks: list[str],
+    workload: TransformerWorkload,
+    mesh: Any,
+    way: Way,
+    ignored: set[nn.Parameter],
+) -> None:
     policy = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=torch.float32)
-    shard: Callable[..., Any] = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    shard: Callable[..., Any] = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     for name in blocks:
         shard(model.get_submodule(name), reshard_after_forward=way.frees_weights)
     embedding, norm, head = _find_ends(model)

@@ -155,7 +155,7 @@ def run_nodes(setting: TwoLevelSetting) -> dict[str, Any]:
             command_in(rank // setting.ranks_per_node, "lab.two_level.rank", *given, str(rank))
             for rank in range(setting.world)
         ]
-        with Processes("the bench", commands) as ranks:
+        with Processes(commands) as ranks:
             return ranks.receive("measuring; its own words are above", _START_LIMIT + _predict_longest(setting))[0]
 
 

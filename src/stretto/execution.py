@@ -221,6 +221,7 @@ RECOMPUTATION_KINDS = ("none", "full", "products", "communication", "host")  # a
 
 
 Fused = Literal["auto", False]
+ExpertReduce = Literal["rank", "choice"]
 ReshardPolicy = Literal["after_forward", "after_backward", "weights_after_step", "gradients_after_step", "after_step"]
 
 
@@ -228,8 +229,8 @@ ReshardPolicy = Literal["after_forward", "after_backward", "weights_after_step",
 class ExecutionOptions:
     """Options of a step's execution, apart from its grid, micro-batch and dtypes.
 
-    Raises ValueError for an unknown reshard policy, mode of recomputation or value of fused, and for expert_rows that
-    are not positive.
+    Raises ValueError for an unknown reshard policy, mode of recomputation or value of fused, for expert_rows that are
+    not positive, and for expert_reduce with another value, or "choice" with expert_rows.
     """
 
     overlap: Overlap = field(
@@ -298,6 +299,14 @@ class ExecutionOptions:
             "unset": "dynamic",
         },
     )
+    expert_reduce: ExpertReduce = field(
+        default="rank",
+        metadata={
+            "help": "where a token's outputs of several experts are summed. `rank`: each rank sums those of its "
+            "experts and returns one row, so the bits depend on `expert`; `choice`: every output is returned, and the "
+            "bits are those of expert=1 ([bits](experts.md#sharding-over-a-grid))"
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.reshard not in get_args(ReshardPolicy):
@@ -305,7 +314,11 @@ class ExecutionOptions:
         if self.fused not in ("auto", False):
             raise ValueError(f"fused is {self.fused!r}, but must be 'auto' or False")
         Recomputation.parse(self.recompute)
+        if self.expert_reduce not in get_args(ExpertReduce):
+            raise ValueError(f"expert_reduce is {self.expert_reduce!r}, but must be 'rank' or 'choice'")
         rows = self.expert_rows
+        if rows is not None and self.expert_reduce == "choice":
+            raise ValueError("expert_reduce is 'choice', which needs expert_rows=None; expert_reduce='rank' would do")
         if rows is not None and (isinstance(rows, bool) or rows < 1):
             raise ValueError(f"expert_rows is {rows!r}, but must be a whole number, at least 1, or None")
 
@@ -332,9 +345,6 @@ class ExecutionOptions:
 
     def replace(self, **changes: Any) -> "ExecutionOptions":
         """The same with other values by name; `overlap` may be a bool (`Overlap.parse`). TypeError for no option."""
-        for name, value in changes.items():
-            if near := nearest_option(name, value):
-                raise TypeError(f"{name}={value!r} is no option; {near[0]}={near[1]!r} would do")
         if "overlap" in changes:
             changes["overlap"] = Overlap.parse(changes["overlap"])
         return replace(self, **changes)
@@ -369,22 +379,7 @@ class ExecutionKeywords(TypedDict, total=False):
     stages: StageOptions
     drop_duplicates: bool
     expert_rows: int | None
-
-
-_OLD_SWITCHES = {
-    "keep_gathered": ("reshard", "after_backward", "after_forward"),
-    "gather_once": ("reshard", "weights_after_step", "after_backward"),
-    "accumulate_unsharded": ("reshard", "gradients_after_step", "after_backward"),
-    "checkpoint_activations": ("recompute", "full", "none"),
-}
-
-
-def nearest_option(name: str, value: object) -> tuple[str, str] | None:
-    """The option and value in place of a switch that older files and programs have; None for another name."""
-    if name not in _OLD_SWITCHES:
-        return None
-    option, on, off = _OLD_SWITCHES[name]
-    return option, on if value else off
+    expert_reduce: ExpertReduce
 
 
 # An output of at least so many bytes is summed over ranks in two halves, the first under the product of the second's

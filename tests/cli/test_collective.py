@@ -90,17 +90,11 @@ def test_algorithms_are_verified_and_drawn_by_their_names(tmp_path, monkeypatch)
 
 
 @pytest.mark.long
-def test_the_ranks_of_a_file_are_selected_by_only_and_by_its_old_name(ring, tmp_path):
+def test_the_ranks_of_a_file_are_selected_by_only(ring, tmp_path):
     assert run("show", ring, "--only", "2-9").stderr == "stretto: the schedule has ranks 0 to 3\n"
-    old = run("show", ring, "--ranks", "1-2", "-o", tmp_path / "old.svg")
-    assert (old.exit_code, old.stderr) == (
-        0,
-        "stretto: the ranks of a file to show are --only FIRST-LAST now, not --ranks\n",
-    )
-    assert run("show", ring, "--only", "1-2", "-o", tmp_path / "new.svg").exit_code == 0
-    ranks = [set(re.findall("rank [0-9]", (tmp_path / name).read_text())) for name in ("old.svg", "new.svg")]
-    assert ranks == [{"rank 1", "rank 2"}] * 2
-    assert "--ranks takes a number of ranks, not '1-2'" in run("show", "ring-all-reduce", "--ranks", "1-2").stderr
+    assert run("show", ring, "--only", "1-2", "-o", tmp_path / "shown.svg").exit_code == 0
+    assert set(re.findall("rank [0-9]", (tmp_path / "shown.svg").read_text())) == {"rank 1", "rank 2"}
+    assert run("show", "ring-all-reduce", "--ranks", "1-2").exit_code == 2
 
 
 def test_options_reach_the_schedule(tmp_path):

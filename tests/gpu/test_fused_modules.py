@@ -149,6 +149,7 @@ def train_captured() -> tuple[list[float], list[float]]:
     with pytest.raises(RuntimeError, match="makes the host wait for the GPU"):
         waiting(ids)
     waiting.close()
+    torch.rand(2, device=grid.device)
     return run(captures=True), run(captures=False)
 
 

@@ -197,6 +197,30 @@ def test_what_computes_something_else_or_is_not_the_classs_own_stays():
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_training_keeps_no_cache_unless_it_is_asked_to(name):
+    model = MODELS[name][0]().train()
+    expected = model(input_ids=TOKENS, labels=TOKENS).loss
+    fuse_modules(model, NO_TUNER)
+    found = model(input_ids=TOKENS, labels=TOKENS)
+    if name == "gpt2":
+        assert found.past_key_values is None
+    else:
+        with pytest.raises(ValueError, match="use_cache=True"):
+            model(input_ids=TOKENS, past_key_values=found.past_key_values)
+    torch.testing.assert_close(found.loss, expected)
+    assert model(input_ids=TOKENS, use_cache=True).past_key_values.get_seq_length() == TOKENS.shape[1]
+    with torch.no_grad():
+        assert model(input_ids=TOKENS).past_key_values.get_seq_length() == TOKENS.shape[1]
+    packed = torch.arange(6).repeat(2).expand(4, 12)  # two sequences a row, which only transformers' own mask parts
+    torch.testing.assert_close(
+        model(input_ids=TOKENS, position_ids=packed, use_cache=False).logits[:, 6:],
+        model(input_ids=TOKENS[:, 6:]).logits,
+    )
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(model(input_ids=TOKENS, labels=TOKENS).loss, expected)
+
+
 def test_a_norm_that_is_given_a_gate_computes_with_it():
     norm = Gated(32)
     x, gate = draw(2, 3, 32), draw(2, 3, 32)

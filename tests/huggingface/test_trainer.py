@@ -107,14 +107,27 @@ def test_trainer_equals_one_process_and_resumes_on_another_grid(ranks: MakeRanks
         check_same(found, expected)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", ["Trainer qwen3_moe", "SFTTrainer llama", "SFTTrainer qwen3_moe"])
-def test_each_trainer_equals_one_process_on_each_grid(case: str, ranks: MakeRanks, tmp_path: Path) -> None:
+GRIDS: list[dict[str, int]] = [{"x": 2}, {"z": 2}, {"data": 2, "z": 2}, {"x": 2, "z": 2}, {"z": 4}]
+CASES = {"Trainer qwen3_moe": [0, 1, 3], "SFTTrainer llama": [0, 2], "SFTTrainer qwen3_moe": [0, 4]}
+"""Each grid is long for one case; all begin with the first, whose checkpoint the others resume."""
+
+
+@pytest.mark.parametrize(
+    ("case", "grids"),
+    [
+        *(pytest.param(case, [GRIDS[each] for each in long], marks=pytest.mark.long) for case, long in CASES.items()),
+        *(pytest.param(case, GRIDS, marks=pytest.mark.exhaustive) for case in CASES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(len(value)),
+)
+def test_each_trainer_equals_one_process_on_each_grid(
+    case: str, grids: list[dict[str, int]], ranks: MakeRanks, tmp_path: Path
+) -> None:
     name, kind = case.split()
     saves = {"save_strategy": "steps", "save_steps": 3}
     expected = train_alone(name, kind, tmp_path / "alone", **saves)
     resume = None
-    for number, sizes in enumerate(({"x": 2}, {"z": 2}, {"data": 2, "z": 2}, {"x": 2, "z": 2}, {"z": 4})):
+    for number, sizes in enumerate(grids):
         out = tmp_path / str(number)
         for found in ranks(prod(sizes.values())).run(train_on_grid, sizes, name, kind, out, resume=resume, **saves):
             check_same(found, expected)

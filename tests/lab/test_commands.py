@@ -29,12 +29,10 @@ COMMANDS = (
     "parity",
     "peers",
     "overlap",
-    "plan",
     "schedules",
     "two-level",
     "collectives",
     "ablations",
-    "checkouts",
 )
 
 
@@ -50,8 +48,6 @@ def test_every_bench_has_help(command):
         (["parity", "--ranks", "0"], "0"),
         (["peers", "--ranks", "2", "--batches", "few"], "--batches has 'few'"),
         (["overlap", "--ranks", "2", "--grids", "q=2"], "q"),
-        (["plan", "--dtype", "fp7"], "--dtype is bf16 or fp32"),
-        (["plan", "--ranks", "2"], "predictions.json"),
         (["layouts", "--file", "nowhere.toml"], "there is no file of layouts nowhere.toml"),
         (["layouts", "--repeats", "0"], "repeats is 0, but must be at least 1"),
         (["compile", "--largest", "4"], "the smallest case has 8 ranks"),
@@ -78,17 +74,14 @@ def test_every_bench_has_help(command):
         (["blocks", "--ranks", "2", "--models", "unet"], "there is no model 'unet'"),
         (["recompute", "--hidden", "100"], "must be 64 times a number of heads"),
         (["recompute", "--modes", "most"], "recompute is 'most', but must be one of"),
-        (["checkouts", "--before", "missing"], "missing"),
-        (["ddp", "--before", "missing"], "missing"),
         (["chunks", "--bucket", "100"], "must be a multiple of 64"),
         (["pipeline", "--stages", "4", "--micro-batches", "4"], "4 and 8 would do"),
         (["stages", "--layers", "6"], "8 would do"),
         (["moe-demo", "--steps", "1"], "1"),
         (["experts", "--layers", "3"], "4 would do"),
         (["flips", "--flips", "0"], "flips is 0, but must be at least 1"),
-        (["messages"], "Without GPUs these run"),
-        (["messages", "--ranks", "1"], "2 would do"),
-        (["messages", "--ranks", "2", "--sizes", "0"], "a size of 0 MiB"),
+        (["blocks"], "Without GPUs these run"),
+        (["messages", "--sizes", "0"], "a size of 0 MiB"),
         (["offload", "--parts", "everything"], "there is no part 'everything'"),
         (["schedules", "--sizes", "4"], "a size is stages x micro-batches, such as 4x16"),
         (["simulator-speed", "--largest", "1000"], "512 would do"),
@@ -97,8 +90,6 @@ def test_every_bench_has_help(command):
         (["peers", "--ranks", 2, "--grids", "z=4"], "the grid z=4 has 4 ranks, but 2 are used"),
         (["peers", "--ranks", 2, "--models", "llama-8b"], "no model is named 'llama-8b'"),
         (["peers", "--ranks", 2, "--batches", "1,two"], "--batches has 'two', but takes whole numbers"),
-        (["plan", "--ranks", 2, "--predict", "somewhere.json"], "--predict FILE and --cluster go together"),
-        (["plan", "--ranks", 2, "--predictions", "nowhere.json"], "there is no file of predictions at nowhere.json"),
         (["ablations", "--ranks", 2, "--tiles", "many"], "--tiles has 'many'"),
         (["ablations", "--ranks", 2, "--protocol", "LL64"], "there is no protocol 'LL64'"),
         (["ablations", "--ranks", 2, "--step", 1], "by a factor of 1 (at least 2)"),
@@ -113,11 +104,9 @@ def test_every_bench_has_help(command):
         (["train", "--ranks", 2, "--repeats", 2**62], "but must be at most 1,000,000"),
         (["peers", "--ranks", 2, "--rounds", 0], "rounds is 0, but must be at least 1"),
         (["overlap", "--ranks", 4, "--warm-up", -1], "--warm-up is -1, but must be at least 0"),
-        (["plan", "--ranks", 2, "--repeats", 0], "repeats is 0, but must be at least 1"),
         (["dlrm", "--ranks", 2, "--batch", 0], "batch is 0, but must be at least 1"),
         (["embedding", "--ranks", 2, "--replays", 0], "replays is 0, but must be at least 1"),
         (["embedding", "--ranks", 2, "--rows", 0], "rows is 0, but must be at least 1"),
-        (["embedding-studies", "--ranks", 2, "--studies", "magic"], "there is no study 'magic'"),
         (
             ["embedding", "--ranks", 2, "--skip", "bag"],
             "there is no peer 'bag'; did you mean 'bags'? There are bags",
@@ -126,7 +115,6 @@ def test_every_bench_has_help(command):
         (["redraw", "nowhere"], "there is no folder nowhere"),
         (["two-level", "--repeats", 0], "repeats is 0, but must be at least 1"),
         (["parity", "--ranks", 0], "--ranks is 0, but must be at least 1"),
-        (["plan", "--ranks", 2, "--models", "gpt-5b:few"], "the layers in --models has 'few'"),
     ],
 )
 def test_bad_input_is_refused_before_any_rank_starts(arguments, words):
@@ -148,22 +136,6 @@ def test_redraw_names_a_damaged_result(tmp_path: Path, text: str, problem: str) 
     status, output = bench("redraw", tmp_path)
     assert (status, output.count("\n")) == (2, 1), output
     assert f"{tmp_path / 'train.json'} is damaged, and cannot be drawn: {problem}" in output
-
-
-def test_predictions_for_a_preset_are_written_without_a_gpu(tmp_path):
-    file = tmp_path / "predictions.json"
-    arguments = ["--models", "gpt-5b gpt-10b:16", "--batches", "8,16", "--ranks", 4]
-    status, text = bench("plan", "--predict", file, "--cluster", "dgx-h200", *arguments)
-    assert status == 0, text
-    workloads = {entry["workload"]: entry["grids"] for entry in json.loads(file.read_text())["workloads"]}
-    assert set(workloads) == {
-        f"{model} layers, batch {batch} x 2048 tokens, 4 ranks"
-        for model in ("gpt-5b, 24", "gpt-10b, 16")
-        for batch in (8, 16)
-    }
-    for grids in workloads.values():
-        assert len(grids) == 10  # the factorizations of 4 into data, x, y and z
-        assert all(row["predicted_milliseconds"] > 0 and row["predicted_gib"] > 0 for row in grids)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,21 @@ def test_runs_train_the_same_and_send_what_is_predicted(ranks, tmp_path, monkeyp
     assert (losses[1], norms[1]) == (losses[2], norms[2])  # recomputation changes no bit
 
 
+@pytest.mark.long
+def test_runs_on_gpus_train_the_same_in_bf16_and_count_the_bytes_of_one_step(ranks):
+    sizes = {"x": 2, "hidden": 256, "batch": 2, "seq_len": 64, "repeats": 2}
+    setting = ExpertsSetting(on_gpus=True, **sizes)  # here, CPUs
+    runs, _ = ranks(4).run(communication.measure_bars, setting)[0]
+    predictions = {bar.name: communication.predict_bytes(setting, bar) for bar in BARS}
+    rows = {(row["name"], row["part"]): row for row in tabulate(setting, predictions, runs)}
+    for name in NAMES:
+        sent = rows[name, ALL_TO_ALL]
+        assert sent["megabytes"] == pytest.approx(sent["predicted_megabytes"], rel=0.02)
+        assert sent["milliseconds"] is None
+        assert rows[name, STEP]["milliseconds"] > 0 < rows[name, STEP]["predicted_milliseconds"]
+        assert rows[name, STEP]["loss"] == pytest.approx(rows[NAMES[0], STEP]["loss"], rel=1e-3)
+
+
 def run(bar: str, is_slow: bool, seconds: float, waited: float) -> dict[str, object]:
     """A measured run that waits half of `waited` for all-to-alls, and half over x."""
     parts = {ALL_TO_ALL: 0.5, ALL_REDUCE: 0.25, IN_ITS_PLACE: 0.25, GRADIENTS: 0.0}

@@ -9,6 +9,8 @@ import pytest
 
 from lab.planning.layout_file import predictions_file, read_layout_predictions, read_layouts, shrink
 from lab.planning.layouts import BENCH, LayoutsSetting
+from stretto.axes import name_grid
+from stretto.bench.training.settings import grids_of
 from stretto.cluster import Cluster
 from stretto.train.gpt.model_source import GPTSource
 from stretto.train.gpt.preflight import plan_of_run
@@ -116,6 +118,12 @@ def test_the_committed_layouts_can_be_and_are_predicted_as_stretto_plan_does(tmp
     assert row["predicted_milliseconds"] == plan.step_time * 1e3
     assert row["predicted_gib"] == plan.peak_memory / 2**30
     assert shrink(file).first.model.hidden <= 256
+
+
+def test_a_committed_file_has_every_grid_of_four_gpus():
+    file = read_layouts(ROOT / "lab" / "results" / "plan" / "gpt-5b.toml")
+    assert set(file.layouts) == {name_grid(sizes) for sizes in grids_of(4)}
+    assert all(name_grid(layout.grid.sizes()) == name for name, layout in file.layouts.items())
 
 
 @pytest.mark.exhaustive

@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions are written first and only read by what measures; the comparison says what it should of them."""
+"""What is said of predictions and measurements: of the order of grids, and of memory, run by run."""
 
 import json
-from dataclasses import replace
 
 import pytest
-from tests.lab.workloads import TINY, WORKLOAD, start_on_pool
 
-from lab.planning import memory, plan
+from lab.planning import memory
 from lab.planning.comparison import compare, rank_correlation, summarize
 from lab.planning.memory import KINDS, MemorySetting, choose_runs
-from lab.planning.plan import Planned, PlanSetting, read_predictions, write_predictions
-from stretto.cluster import Cluster, NodeLink
-
-PLANNED = Planned("tiny", WORKLOAD, 2)
-KEY = "tiny, 2 layers, batch 2 x 16 tokens, 2 ranks"
+from stretto.cluster import Cluster
 
 
 @pytest.mark.parametrize(
@@ -60,77 +54,6 @@ def test_the_summary_judges_the_choice_and_the_worst_errors():
         "largest_time_error": pytest.approx(0.2),
         "largest_memory_error": pytest.approx(0.2),
     }
-
-
-def measure(planned, file, out, monkeypatch, **options):
-    """Run the bench on these workloads."""
-    monkeypatch.setattr(PlanSetting, "workloads", lambda self: planned)
-    return plan.BENCH(PlanSetting(ranks=2, predictions=file, **options), out)
-
-
-def test_a_missing_prediction_is_refused_before_anything_is_measured(tmp_path):
-    file = tmp_path / "predictions.json"
-    with pytest.raises(ValueError, match=r"there is no file of predictions at .*python -m lab plan --predict"):
-        read_predictions(file, [PLANNED])
-    write_predictions([PLANNED], Cluster.preset("dgx-h200"), file)
-    other = Planned("tiny", replace(WORKLOAD, batch=4), 2)
-    with pytest.raises(ValueError, match="has no prediction for 'tiny, 2 layers, batch 4 x 16 tokens, 2 ranks'"):
-        read_predictions(file, [PLANNED, other])
-    wider = Planned("tiny", replace(WORKLOAD, model=replace(TINY, ffn=64)), 2)
-    with pytest.raises(ValueError, match="for a model of other sizes"):
-        read_predictions(file, [wider])
-
-
-@pytest.mark.exhaustive
-def test_every_grid_is_measured_or_has_a_reason_and_kept_rows_are_not_measured_again(ranks, tmp_path, monkeypatch):
-    calls = start_on_pool(monkeypatch, plan, ranks)
-    file = tmp_path / "predictions.json"
-    odd = Planned("odd", replace(WORKLOAD, batch=1), 2)
-    predictions = write_predictions([PLANNED, odd], Cluster.preset("dgx-h200"), file)
-    predicted = {row["grid"]: row for row in predictions["workloads"][0]["grids"]}
-
-    result = measure([PLANNED], file, tmp_path, monkeypatch)
-    rows = {row["grid"]: row for row in result["rows"]}
-    assert set(rows) == {"data=2", "x=2", "y=2", "z=2"}
-    for grid, row in rows.items():
-        assert row["workload"] == KEY
-        assert row["predicted_milliseconds"] == predicted[grid]["predicted_milliseconds"] > 0
-        assert row["time_ratio"] == pytest.approx(row["predicted_milliseconds"] / row["measured_milliseconds"])
-        assert row["memory_ratio"] is None  # a CPU has no peak
-    assert result["summaries"][0]["grids"] == 4
-    assert -1 <= result["summaries"][0]["rank_correlation"] <= 1
-
-    both = measure([PLANNED, odd], file, tmp_path, monkeypatch)
-    assert len(calls) == 2
-    assert [row for row in both["rows"] if row["workload"] == KEY] == result["rows"]
-    reasons = {row["grid"]: row["reason"] for row in both["rows"] if row["workload"] == odd.key}
-    assert (reasons["x=2"], reasons["y=2"]) == (None, None)
-    assert "data x z = 2 does not divide a batch of 1" in reasons["z=2"]
-    written = json.loads((tmp_path / "plan.json").read_text())
-    assert written["rows"] == json.loads(json.dumps(both["rows"]))
-    assert written["predictions"]["cluster"] == "dgx-h200"
-    assert (tmp_path / "plan.png").stat().st_size > 1000
-
-    measure([PLANNED], file, tmp_path, monkeypatch, again=True)
-    assert len(calls) == 3
-
-
-@pytest.mark.long
-def test_grids_with_sharded_tokens_are_predicted_on_demand_and_measured_where_they_were(ranks, tmp_path, monkeypatch):
-    start_on_pool(monkeypatch, plan, ranks)
-    file = tmp_path / "predictions.json"
-    # Without NVLink: workspaces of operators, of 1 MiB and more, would take more than these activations.
-    cluster = replace(Cluster.preset("dgx-h200"), in_node=NodeLink(bandwidth=50e9))
-    without = write_predictions([PLANNED], cluster, file)["workloads"][0]["grids"]
-    written = write_predictions([PLANNED], cluster, file, shards_sequence=True)
-    predicted = {row["grid"]: row for row in written["workloads"][0]["grids"]}
-    assert set(predicted) - {row["grid"] for row in without} == {"x=2, sequence sharded"}
-    assert predicted["x=2, sequence sharded"]["predicted_gib"] < predicted["x=2"]["predicted_gib"]
-
-    rows = {row["grid"]: row for row in measure([PLANNED], file, tmp_path, monkeypatch)["rows"]}
-    assert set(rows) == {"data=2", "x=2", "y=2", "z=2", "x=2, sequence sharded"}
-    assert all(row["measured_milliseconds"] > 0 for row in rows.values())
-    assert rows["x=2, sequence sharded"]["loss"] == pytest.approx(rows["x=2"]["loss"], rel=1e-3)
 
 
 @pytest.mark.exhaustive

@@ -46,7 +46,7 @@ def test_the_committed_times_are_what_the_simulator_gives(monkeypatch):
 
 
 def test_a_file_that_is_missing_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no file .*plan.json: `python -m lab plan`"):
+    with pytest.raises(ValueError, match=r"there is no file .*plan.json: lab/results/plan"):
         list(simulated_steps.compare_plans(_probe_alone(tmp_path)))
 
 

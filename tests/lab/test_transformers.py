@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab transformers`: all ways train one model, from predictions that are written first."""
 
+import itertools
 import json
 from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
+from lab.experts import ROUTINGS
+from lab.experts.routing import load_of
 from lab.training.unmodified import (
     BENCH,
     TransformersSetting,
@@ -34,6 +38,33 @@ def test_all_ways_train_the_same_model(ranks, tmp_path, model):
     kept = json.loads((tmp_path / "kept.json").read_text())["rows"]
     assert [row["name"] for row in kept] == list(chosen)
     assert [row.get("predicted_milliseconds") for row in kept[-2:]] == [1.0, None]
+
+
+def test_experts_divided_by_nccl_train_as_those_of_fsdp2_and_stretto_with_a_skewed_routing(ranks):
+    setting = TransformersSetting(
+        models=("qwen3-30b-a3b",), ranks=2, small=True, layers=1, warm_up=0, repeats=1, rounds=1
+    )
+    ways = list_ways(2, has_experts=True)
+    names = ("FSDP2, eager", "FSDP2, experts by NCCL's all-to-all", "Stretto z=2 expert=2")
+    workload = _make_workload("qwen3-30b-a3b", setting, "skewed")
+    rows = ranks(2).run(measure_model, workload, {name: ways[name] for name in names}, 2, False, len)[0]
+    assert [row.get("error") for row in rows] == [None] * len(names)
+    for row, number in itertools.product(rows[1:], ("loss", "gradient_norm", "last_loss")):
+        assert row[number] == pytest.approx(rows[0][number], rel=1e-4), (row["name"], number)
+
+
+def test_weights_alone_route_tokens_evenly_or_not():
+    setting = TransformersSetting(models=("qwen3-30b-a3b",), ranks=2, small=True)
+    loads: dict[str, list[torch.Tensor]] = {routing: [] for routing in ROUTINGS}
+    for routing, of_layers in loads.items():
+        model = _make_workload("qwen3-30b-a3b", setting, routing).make()
+        for name, module in model.named_modules():
+            if name.endswith("mlp.gate"):
+                module.register_forward_hook(lambda _, inputs, output, found=of_layers: found.append(output[2]))
+        model(input_ids=torch.randint(256, (2, 256), generator=torch.Generator().manual_seed(0)))
+    uniform, skewed = ([load_of(ids, 8) for ids in of_layers] for of_layers in loads.values())
+    assert len(uniform) == 2
+    assert max(uniform) < 1.4 < min(skewed)
 
 
 def test_measuring_takes_predictions_of_the_same_model(tmp_path):

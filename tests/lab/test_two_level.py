@@ -5,15 +5,18 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import LIMIT
 from typer.testing import CliRunner
 
 from lab.commands import app
+from lab.processes import Processes
 from lab.two_level import namespaces
 from lab.two_level import run as two_level
 from lab.two_level.namespaces import Network, list_leftovers, namespace_of, shaped_network
@@ -78,6 +81,14 @@ def test_nothing_is_left_after_an_error_and_a_killed_runs_rest_is_removed(monkey
                 pass
         assert len(list_leftovers()) == 8  # what another run has is not removed
     assert list_leftovers() == []
+
+
+def test_a_rank_that_dies_is_named_and_the_others_are_ended():
+    programs = ("import sys; sys.stdin.read()", "raise SystemExit(3)")
+    with pytest.raises(ValueError, match="rank 1 of the bench died at: start"):
+        with Processes([[sys.executable, "-c", program] for program in programs]) as ranks:
+            ranks.receive("start", LIMIT)
+    assert all(process.poll() is not None for process in ranks._processes)
 
 
 def test_without_root_the_command_raises(monkeypatch, tmp_path):

@@ -3,23 +3,20 @@
 
 import importlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lab.operators.ablations import BENCH, OperatorAblationsSetting, vary
 from lab.operators.peers_plot import plot_operators
 from stretto.bench.interleaved import Timed
 from stretto.bench.operators.settings import CASES, FEW_ROWS, OPERATORS, OperatorsSetting, OperatorsTuning, local_shape
-from stretto.ops import Blocks, KernelConfig
 
 
-def bench_dryly(folder, ablations, dtype="bf16"):
+def bench_dryly(folder, dtype="bf16"):
     """The bench of operators in tiny shapes, its timing left out; rank 0's rows."""
-    module = importlib.import_module("lab.operators.ablations" if ablations else "stretto.bench.operators.run")
+    module = importlib.import_module("stretto.bench.operators.run")
     shapes = importlib.import_module("stretto.bench.operators.settings")
 
     def time_nothing(runs, size, **options):
@@ -32,10 +29,7 @@ def bench_dryly(folder, ablations, dtype="bf16"):
         patch.setattr(module, "time_interleaved", time_nothing)
         patch.setattr(shapes, "CASES", {"flux": (64, 32)})
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
-        options = {"cases": ("flux",), "ms": (16,), "implementation": "kernel", "dtype": dtype}
-        if ablations:
-            return module.measure_all(OperatorAblationsSetting(**options, ranks=dist.get_world_size()))
-        setting = shapes.OperatorsSetting(**options)
+        setting = shapes.OperatorsSetting(cases=("flux",), ms=(16,), implementation="kernel", dtype=dtype)
         module.measure_all(dist.get_world_size(), Path(folder), setting)
     dist.barrier()
     name = setting.file_name
@@ -45,7 +39,7 @@ def bench_dryly(folder, ablations, dtype="bf16"):
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp8", marks=pytest.mark.long)])
 def test_every_operator_is_measured_with_its_peers_and_reports_what_ran(interpret, tmp_path, dtype):
-    rows = interpret(2, bench_dryly, str(tmp_path), False, dtype)[0]
+    rows = interpret(2, bench_dryly, str(tmp_path), dtype)[0]
     names = [name for name in OPERATORS if (name, dtype) != ("gathered", "fp8")]
     expected = [(name, mode) for name in names for mode in ("graph", "eager")]
     assert [(row["operator"], row["mode"]) for row in rows] == expected
@@ -62,34 +56,12 @@ def test_every_operator_is_measured_with_its_peers_and_reports_what_ran(interpre
 
 @pytest.mark.long
 def test_rows_of_an_earlier_run_stay_unless_they_are_measured_again(interpret, tmp_path):
-    interpret(2, bench_dryly, str(tmp_path), False)
+    interpret(2, bench_dryly, str(tmp_path))
     file = tmp_path / "operators.json"
     file.write_text(file.read_text().replace('"m": 16', '"m": 32'))
-    rows = interpret(2, bench_dryly, str(tmp_path), False)[0]
+    rows = interpret(2, bench_dryly, str(tmp_path))[0]
     assert sorted({row["m"] for row in rows}) == [16, 32]
     assert len(rows) == 16
-
-
-@pytest.mark.long
-def test_ablations_are_measured_and_drawn(interpret, tmp_path):
-    rows = interpret(2, bench_dryly, str(tmp_path), True)[0]
-    variations = {row.variation for row in rows if row.operator == "gather"}
-    assert variations >= {"as chosen", "no shift by rank", "16 programs push", "16 programs pull", "copies of 2 MiB"}
-    replace(BENCH, run=lambda setting: rows)(OperatorAblationsSetting(ranks=2), tmp_path)
-    assert (tmp_path / "operator-ablations.png").stat().st_size > 10_000
-
-
-def test_ablations_vary_one_choice_at_a_time():
-    for name in OPERATORS:
-        base = KernelConfig()
-        for plan in vary(name, base).values():
-            changed = {field for field in KernelConfig._fields if getattr(plan, field) != getattr(base, field)}
-            travel = {"transfer", "direction", "movers", "piece_bytes", "exchange", "shots"}
-            assert changed <= {"is_shifted"} or changed <= travel
-    wide = KernelConfig(blocks=Blocks(128, 256, 64, 8, 8, 4, 132))
-    tiles = [plan for plan in vary("scatter", wide).values() if plan.blocks != wide.blocks]
-    assert {plan._replace(blocks=wide.blocks) for plan in tiles} == {wide}
-    assert {plan.blocks.programs for plan in tiles} == {132, 264}
 
 
 def test_shapes_are_a_ranks_and_what_tma_takes():

@@ -273,11 +273,11 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
         pytest.param(make_deepseek, {"z": 2, "expert": 2}, {}, marks=pytest.mark.long),
         pytest.param(make_experts, {"z": 2, "expert": 2}, {}, marks=pytest.mark.long),
         pytest.param(make_qwen, {"y": 2}, {}, marks=pytest.mark.long),  # norms and routers exchange over y
-        pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, marks=pytest.mark.long),
+        pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, marks=pytest.mark.exhaustive),
         pytest.param(make_llama, {"z": 2}, {**BY_BLOCKS, "reshard": "after_forward"}, marks=pytest.mark.long),
         pytest.param(make_gpt2, {"x": 2}, {}, marks=pytest.mark.long),
         pytest.param(make_repeating, {"z": 2}, {}, marks=pytest.mark.long),
-        pytest.param(make_gpt2, {"z": 2}, {"dtype": torch.float64}, marks=pytest.mark.long),
+        pytest.param(make_gpt2, {"z": 2}, {"dtype": torch.float64}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_layers_of_one_kind_are_one_graph_that_logs_nothing(ranks, make_model, sizes, options):
@@ -293,8 +293,13 @@ def test_compiled_layers_that_checkpoint_themselves_are_graphs_inside_of_their_c
         assert far < 1e-5
 
 
+BOTH = pytest.mark.parametrize(
+    "options", [pytest.param({}, id="roles"), pytest.param(BY_BLOCKS, id="blocks", marks=pytest.mark.exhaustive)]
+)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, BY_BLOCKS], ids=["roles", "blocks"])
+@BOTH
 def test_weights_may_be_frozen_between_steps_of_compiled_layers(ranks, options):
     for _, breaks, far, messages in ranks(2).run(compile_like_a_user, make_llama, {"z": 2}, "frozen layers", options):
         assert (breaks, messages) == (0, [])
@@ -302,7 +307,7 @@ def test_weights_may_be_frozen_between_steps_of_compiled_layers(ranks, options):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, BY_BLOCKS], ids=["roles", "blocks"])
+@BOTH
 def test_a_whole_compiled_model_logs_nothing(ranks, options):
     for _, _, far, messages in ranks(2).run(compile_like_a_user, make_llama, {"z": 2}, "model", options):
         assert messages == []

@@ -58,10 +58,12 @@ MORE_ON_FOUR: list[tuple[Sizes, Case]] = [
     ((1, 4, 1, 1), replace(gpt(1, **LLAMA), shards_sequence=True)),
     ((1, 2, 1, 2), replace(gpt(1, **LLAMA), micro_batches=2, checkpoints_activations=True, reshard="after_forward")),
     ((1, 2, 2, 1), gpt(1)),
-    ((2, 2, 1, 1), gpt(1, positions="rotary")),
     ((1, 2, 2, 1), theirs("olmo2", 1)),  # norms of all heads
-    ((1, 4, 1, 1), theirs("llama", 1)),
     ((1, 4, 1, 1), theirs("qwen3_moe", 2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
+]
+MOST_ON_FOUR: list[tuple[Sizes, Case]] = [
+    ((2, 2, 1, 1), gpt(1, positions="rotary")),
+    ((1, 4, 1, 1), theirs("llama", 1)),
 ]
 ON_EIGHT: list[tuple[Sizes, Case]] = [
     ((1, 8, 1, 1), case) for kv_heads in (1, 2, 4) for case in (gpt(kv_heads), theirs("qwen3", kv_heads))
@@ -91,8 +93,11 @@ def test_models_train_with_copied_kv_heads_as_on_one_rank(ranks: MakeRanks) -> N
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "cases"),
-    [(4, MORE_ON_FOUR), pytest.param(8, ON_EIGHT, marks=pytest.mark.exhaustive)],
-    ids=["four", "eight"],
+    [
+        (4, MORE_ON_FOUR),
+        *(pytest.param(*rest, marks=pytest.mark.exhaustive) for rest in ((4, MOST_ON_FOUR), (8, ON_EIGHT))),
+    ],
+    ids=["four", "more on four", "eight"],
 )
 def test_more_models_train_with_copied_kv_heads_as_on_one_rank(
     ranks: MakeRanks, count: int, cases: list[tuple[Sizes, Case]]

@@ -4,7 +4,7 @@
 import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -171,11 +171,15 @@ PASSES = {
 
 
 def differing_modes(
-    code: Callable[..., Tensor], run: Callable[[nn.Module, Tensor], None], needs: bool, **options: Any
+    code: Callable[..., Tensor],
+    run: Callable[[nn.Module, Tensor], None],
+    needs: bool,
+    modes: Sequence[str] = MODES,
+    **options: Any,
 ) -> list[str]:
     """The modes whose gradients are not those of no recomputation, to the bit."""
     found: dict[str, dict[str, Tensor | None]] = {}
-    for mode in ("none", *MODES):
+    for mode in ("none", *modes):
         model = make(mode, code, **options)
         x = torch.randn(3, 8, requires_grad=needs)
         run(model, x)
@@ -224,13 +228,20 @@ def test_whatever_is_frozen_gradients_are_the_same_to_the_bit(ranks):
     assert not any(ranks(1).run(try_frozen)[0].values())
 
 
-@pytest.mark.long
-def test_codes_and_passes_are_the_same_on_two_ranks(ranks):
+@pytest.mark.parametrize(
+    "modes",
+    [
+        pytest.param(("every:2", "products", "communication"), marks=pytest.mark.long),
+        pytest.param(("full", "every:3", "host"), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_codes_and_passes_are_the_same_on_two_ranks(ranks, modes):
     print(f"seed {SEED}")
     for code in CODES.values():
-        assert ranks(2).run(differing_modes, code, backward, True, x=2) == [[], []]
+        assert ranks(2).run(differing_modes, code, backward, True, modes, x=2) == [[], []]
     for run in PASSES.values():
-        assert ranks(2).run(differing_modes, plain, run, True, x=2) == [[], []]
+        assert ranks(2).run(differing_modes, plain, run, True, modes, x=2) == [[], []]
 
 
 def catch_exceptions(block: Block, x: Tensor, inner: Tensor) -> Tensor:

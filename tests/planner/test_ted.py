@@ -87,7 +87,7 @@ def test_gains_of_dropping_and_keeping_grow_with_tensor_parallelism_as_published
 
 
 def test_the_bars_of_figure_7_5_shrink_one_after_another():
-    baseline, dropped, kept = plan_bars(1)
+    baseline, dropped, kept = plan_bars()
     assert baseline.seconds > dropped.seconds > kept.seconds
     assert kept.all_to_all_seconds == pytest.approx(dropped.all_to_all_seconds * 4 / 6)  # CAC: a third
     bytes_alone = baseline.all_to_all_seconds / 4

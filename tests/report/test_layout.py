@@ -226,17 +226,6 @@ def operators(count: int) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def operator_ablations(count: int) -> dict[str, Any]:
-    variations = ("as chosen", "no shift by rank", "128 x 128 tiles, two programs at once", "16 programs pull", "4 MB")
-    rows = [
-        {"operator": name, "case": "flux", "m": m, "variation": variation, "milliseconds": 0.5 + place}
-        for name in ("gather", "reduce")
-        for m in (64, 8192)
-        for place, variation in enumerate(variations[:count])
-    ]
-    return {"rows": rows}
-
-
 def embedding(count: int) -> dict[str, Any]:
     peers = {"bags": 3.15, "batched": 1.31, "chunked": 1.2, "alone": 1.07}
     rows: list[dict[str, Any]] = [
@@ -245,20 +234,6 @@ def embedding(count: int) -> dict[str, Any]:
         for what in ("forward", "backward")
         for case in ("256x16x256x70", "8192x256x256x70", "mlperf", "1024x64x128x70", "4096x64x128x70")[:count]
     ]
-    return {"dtype": "float32", "rows": rows}
-
-
-def embedding_studies(count: int) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = [
-        {"case": "mlperf", "what": "slices", "setting": setting, "stretto": 1.0, "skew": 0.012}
-        for setting in ("slice 1", "slice 64 (chosen)", "tile 1 x 16", "16 programs", "own last")[:count]
-    ]
-    timeline = {
-        "rank": 0,
-        "programs": [[0.0, 30.0, 40.0]] * count,
-        "slices": [[program, (program + 1) % 2, 1.0 + program, 25.0] for program in range(count)],
-    }
-    rows.append({"case": "mlperf", "what": "timeline", "stretto": 1.0, "timeline": timeline})
     return {"dtype": "float32", "rows": rows}
 
 
@@ -281,7 +256,7 @@ def simulated_cells(count: int) -> list[dict[str, Any]]:
     return [
         {"machine": machine, "collective": collective, "ranks": ranks, "mb": mb, "speedup": ranks / mb}
         | {"flat_ms": 0.1 * ranks, "two_level_ms": 0.1 * mb, "mpi_ms": 0.2 * ranks}
-        | {"event_speedup": None if count == 1 else ranks / mb}
+        | {"event_speedup": ranks / mb}
         | {"flat_event_ms": 0.1 * ranks, "two_level_event_ms": 0.1 * mb}
         for machine in ("frontier", "perlmutter")[:count]
         for collective in ("all_gather", "reduce_scatter")[:count]
@@ -330,20 +305,6 @@ def simulated_dlrm(count: int) -> dict[str, Any]:
     ]
     scale = [{"ranks": ranks, "fidelity": "event-driven"} | times for ranks in (128, 256, 512, 1024)[:count]]
     return {"rows": rows, "scale": scale, "published": 0.1}
-
-
-def ddp(count: int) -> dict[str, Any]:
-    kernels = [[number % 3 == 2, 900.0 * number, 900.0 * number + 1200.0] for number in range(3 * count)]
-    return {"ranks": 4, "kernels": {"before": kernels, "after": kernels[::2]}}
-
-
-def checkouts(count: int) -> dict[str, Any]:
-    rows = [
-        {"case": f"allreduce/bf16/{1 << place} MB/graph", "is_bounded": place % 2 == 1}
-        | {"ratio": 1.0, "low": 0.98, "high": 1.0 + place / 100}
-        for place in range(count)
-    ]
-    return {"bound": 0.02, "rows": rows}
 
 
 def offload_buckets(count: int) -> dict[str, Any]:
@@ -535,19 +496,15 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "composition.json": composition,
     "operators.json": operators,
     "operators-fp8.json": operators,
-    "operator-ablations.json": operator_ablations,
     "embedding.json": embedding,
-    "embedding-studies.json": embedding_studies,
     "two-level.json": two_level,
     "simulated-two-level.json": simulated,
     "simulated-curves.json": simulated,
     "simulated-zero3.json": simulated_zero3,
     "simulated-dlrm.json": simulated_dlrm,
     "simulated-scaling.json": simulated_scaling,
-    "checkouts.json": checkouts,
     "moe-demo.json": moe_demo,
     "experts.json": experts,
-    "ddp.json": ddp,
     "offload-buckets.json": offload_buckets,
     "chunks.json": chunks,
     "messages.json": messages,

@@ -18,6 +18,7 @@ CATALOGUES = (
     "tests.stress.embedding",
     "tests.stress.copy_engines",
     "tests.stress.optimizers",
+    "tests.stress.exchange",
     "tests.stress.experts",
 )
 LATE_WARPS = "tests.stress.late_warps"

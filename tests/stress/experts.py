@@ -12,6 +12,7 @@ from stretto.stress.team import Team
 ENTRIES = 6
 K = 3
 _CLEARING = tuple(f"ops.moe.grouped_matmul.{name}" for name in ("clear_padding_rows", "clear_empty_experts"))
+_GROUPED = tuple(f"ops.moe.grouped_kernels.{name}" for name in ("multiply_groups", "sum_outer_products"))
 _COPIES = tuple(f"ops.moe.permutation.{name}" for name in ("sum_rows", "weigh_rows", "multiply_rows"))
 _LOSS = tuple(f"ops.cross_entropy.{name}" for name in ("reduce_rows", "differentiate_rows"))
 _ROTARY = tuple(f"ops.rotary.{name}" for name in ("split_heads", "join_heads", "turn_heads"))
@@ -133,6 +134,47 @@ class ClearingCase(StressCase):
         expected = gradients.masked_fill((offsets[1:] == offsets[:-1])[:, None, None], 0)
         clear_empty(gradients, offsets)
         return [rows, Check(gradients, expected)]
+
+
+class GroupedCase(StressCase):
+    """Routed experts and their gradients by grouped kernels, which must be right, and have the same bits each time."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        tokens, hidden, inner, experts = (900, 264, 200, 9) if team.is_cuda else (9, 16, 8, 3)
+        self._calls = []
+        for entry in range(ENTRIES):
+            words = entry, team.rank
+            shapes = (tokens, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner), (tokens, hidden)
+            x, gate_up, down, grad = (
+                (team.integers(shape, str(place), *words, low=-4, high=5) / 8).bfloat16()
+                for place, shape in enumerate(shapes)
+            )
+            scores = torch.rand(tokens, experts, generator=team.draw("scores", *words), device=team.device)
+            scores[:, entry % experts] = -1.0  # an expert without tokens
+            weights, ids = scores.topk(min(K, experts - 1))
+            self._calls.append((x, ids, weights, gate_up, down, grad))
+        self._expected = [self._run(entry, "kernel") for entry in range(ENTRIES)]
+        for entry, found in enumerate(self._expected):
+            for one, right in zip(found, self._run(entry, "library"), strict=True):
+                if not torch.allclose(one.double(), right, rtol=0.02, atol=0.02 * float(right.abs().max())):
+                    raise AssertionError("the grouped kernels compute something else")
+
+    def _run(self, entry: int, implementation: str) -> tuple[Tensor, ...]:
+        from stretto.ops.moe import routed_experts
+
+        x, ids, weights, gate_up, down, grad = self._calls[entry]
+        dtype = torch.bfloat16 if implementation == "kernel" else torch.float64
+        leaves = [one.to(dtype).requires_grad_() for one in (x, gate_up, down)]
+        factors = (weights if implementation == "kernel" else weights.double()).requires_grad_()
+        out = routed_experts(leaves[0], ids, factors, *leaves[1:], implementation=implementation)
+        return out.detach(), *torch.autograd.grad(out, [*leaves, factors], grad.to(dtype))
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        pairs = zip(self._run(entry, "kernel"), self._expected[entry], strict=True)
+        return [Check(found.contiguous(), right.contiguous()) for found, right in pairs]
 
 
 class LossCase(StressCase):
@@ -262,5 +304,6 @@ def list_configurations() -> list[Configuration]:
         Configuration("experts/copies", "experts", _COPIES, "sums, products and gradients of copies", CopiesCase),
         Configuration("experts/gated", "experts", _GATES, "gated SiLU and its gradient", GatedCase),
         Configuration("experts/clearing", "experts", _CLEARING, "zeros where no expert writes", ClearingCase),
+        Configuration("experts/grouped", "experts", _GROUPED, "routed experts and their gradients", GroupedCase),
         Configuration("loss/cross-entropy", "loss", _LOSS, "cross-entropy and its gradient", LossCase),
     ]

@@ -6,6 +6,7 @@ Other tests look at the machine code of each kernel in many configurations; this
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from stretto import tiles
 from stretto.ops import cross_entropy, rms_norm, rotary
 from stretto.ops.embedding import backward_kernel, forward_kernel
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
-from stretto.ops.moe import activation, permutation
+from stretto.ops.moe import activation, grouped_config, grouped_kernels, permutation
 from stretto.ops.moe.grouped_matmul import clear_empty_experts, clear_padding_rows
 from stretto.optim import adamw_kernel
 from stretto.optim.state import kernels as state_kernels
@@ -102,6 +103,24 @@ def launch_clearing(name: str) -> Launch:
     return Launch(clear_empty_experts, (FLOATS.bfloat16(), WORDS, 4096, 32, 1024), {})
 
 
+def launch_grouped(name: str) -> Launch:
+    half, experts, n = torch.zeros(1, 1, dtype=torch.bfloat16), 8, 4096
+    rows, weight, offsets = half.expand(n, 512), half.expand(experts, 256, 512).contiguous(), WORDS[: experts + 1]
+    launches: list[Launch] = []
+
+    def note(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+        names = [one.name for one in kernel.params[len(arguments) :]]
+        launches.append(Launch(kernel, (*arguments, *(options.pop(one) for one in names)), options))
+
+    with mock.patch.object(grouped_kernels, "launch_cached", note):
+        if name == "multiply_groups":
+            grouped_kernels.multiply(grouped_config.TABLE["product"], rows.contiguous(), weight, offsets)
+        else:
+            config = grouped_config.TABLE["weight gradient"]
+            grouped_kernels.multiply_transposed(config, rows.contiguous(), rows.contiguous(), offsets)
+    return launches[0]
+
+
 def launch_cross_entropy(name: str) -> Launch:
     numbers = (FLOATS, FLOATS.clone(), FLOATS.clone())
     logits = [FLOATS.bfloat16() for _ in range(1 if name == "reduce_rows" else 2)]
@@ -112,7 +131,7 @@ def launch_norm(name: str) -> Launch:
     halves = [FLOATS.bfloat16() for _ in range(3)]
     if name == "normalize_rows":
         return Launch(rms_norm.normalize_rows, (*halves, FLOATS, 4096, 4096, 1e-6, 0.0, 1, 4096), {"num_warps": 8})
-    arguments = *halves[:2], FLOATS, halves[2], FLOATS.bfloat16(), FLOATS, 4096, 4096, 0.0, 528, 1, 4096
+    arguments = *halves[:2], FLOATS, halves[2], FLOATS.bfloat16(), FLOATS, 4096, 4096, 528, 0.0, 1, 4096
     return Launch(rms_norm.differentiate_norm, arguments, {"num_warps": 8})
 
 
@@ -178,6 +197,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         for module, launch, names in (
             ("activation", launch_gates, ("gate_by_silu", "differentiate_silu_gate")),
             ("permutation", launch_copies, ("sum_rows", "weigh_rows", "multiply_rows")),
+            ("grouped_kernels", launch_grouped, ("multiply_groups", "sum_outer_products")),
             ("grouped_matmul", launch_clearing, ("clear_padding_rows", "clear_empty_experts")),
         )
         for name in names

@@ -262,7 +262,7 @@ def show(
         typer.Option("--output", "-o", help="The picture, .png or .svg (default: F.png next to F.xml, or NAME.png)."),
     ] = None,
     only: Annotated[str | None, typer.Option(help="The ranks to show, as FIRST-LAST (default: all).")] = None,
-    ranks: Annotated[str | None, typer.Option(metavar="INTEGER", help="Number of ranks, for an algorithm.")] = None,
+    ranks: Ranks = None,
     nodes: Nodes = None,
     gpus: Gpus = None,
     instances: Instances = 1,
@@ -278,11 +278,6 @@ def show(
     - stretto collective show ring-all-reduce --ranks 4 -o ring.svg
     """
     with refusing_bad_input():
-        if ranks is not None and only is None and is_schedule_file(name):
-            print("stretto: the ranks of a file to show are --only FIRST-LAST now, not --ranks", file=sys.stderr)
-            only, ranks = ranks, None
-        if ranks is not None and not ranks.isdecimal():
-            raise ValueError(f"--ranks takes a number of ranks, not {ranks!r}; --only FIRST-LAST shows some of them")
         file = Path(name if is_schedule_file(name) else name.rpartition(":")[2])
         # A folder as "/" has no name, which load_schedule refuses.
         picture = output or (file.with_suffix(".png") if file.name else Path("schedule.png"))
@@ -290,10 +285,8 @@ def show(
             raise ValueError(f"{picture} is the schedule itself: name another file for the picture with -o")
         require_writable(picture, "--output")
         shown = _rank_range(only)
-        count = None if ranks is None else int(ranks)
-        schedule = load_schedule(
-            name, Compilation(count, nodes, gpus, in_place, set_, instances, protocol, slots), max_file_bytes
-        )
+        given = Compilation(ranks, nodes, gpus, in_place, set_, instances, protocol, slots)
+        schedule = load_schedule(name, given, max_file_bytes)
 
         from stretto.report.pictures import require_drawing
         from stretto.report.schedule_layout import lay_out
@@ -426,5 +419,5 @@ def _rank_range(text: str | None) -> range | None:
         return None
     first, _, last = text.partition("-")
     if not first.isdecimal() or not (last or first).isdecimal():
-        raise ValueError(f"--ranks takes FIRST-LAST or one rank, not {text!r}")
+        raise ValueError(f"--only takes FIRST-LAST or one rank, not {text!r}")
     return range(int(first), int(last or first) + 1)

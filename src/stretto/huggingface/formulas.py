@@ -84,52 +84,6 @@ def _computes(module: nn.Module, kind: NormKind) -> bool:
     return isinstance(actual, Tensor) and torch.allclose(actual, expected.type_as(actual), rtol=1e-4, atol=1e-5)
 
 
-def check_experts(module: nn.Module, name: str) -> None:
-    """Raise UnknownRolesError unless a module computes what `ParallelExperts` does in its place.
-
-    Each token's chosen experts, down(act(gate(x)) * up(x)), weighted and summed. It is run on small parameters, with
-    inputs of several magnitudes, so that a limit on activations shows too.
-    """
-    generator = torch.Generator().manual_seed(0)
-    experts, up = int(module.num_experts), "gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj"  # type: ignore[arg-type]
-    rows = 16 if up == "gate_up_proj" else 8
-    weights = {up: (experts, rows, 8), "down_proj": (experts, 8, 8)}
-    trial = copy.copy(module)
-    trial._parameters = {
-        part: nn.Parameter(torch.randn(shape, generator=generator, device="cpu")) for part, shape in weights.items()
-    }
-    hidden = torch.randn(6, 8, generator=generator) * torch.tensor([0.1, 0.1, 1.0, 1.0, 10.0, 10.0]).unsqueeze(1)
-    ids = torch.stack([torch.randperm(experts, generator=generator)[: min(2, experts)] for _ in hidden])
-    factors = torch.rand(ids.shape, generator=generator)
-    with torch.no_grad():
-        try:
-            expected = _mix_experts(trial, up, hidden, ids, factors)
-            found = trial(hidden, ids, factors)
-        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):  # one of them takes something else
-            expected, found = hidden, None
-    if not isinstance(found, Tensor) or not torch.allclose(found.to(expected.dtype), expected, rtol=1e-3, atol=1e-4):
-        raise UnknownRolesError(
-            f"{name} ({type(module).__name__}) has the role 'experts', but does not compute down(act(gate(x)) * up(x)) "
-            "of each token's experts: what it computes, tried on random numbers, is something else"
-        )
-
-
-def _mix_experts(module: nn.Module, up: str, hidden: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
-    """The sum over each token's experts, one after another."""
-    first, down, act = module.get_parameter(up), module.get_parameter("down_proj"), getattr(module, "act_fn")  # noqa: B009
-    mixed = torch.zeros_like(hidden)
-    for token, (chosen, scales) in enumerate(zip(ids.tolist(), factors, strict=True)):
-        for expert, scale in zip(chosen, scales, strict=True):
-            inner = first[expert] @ hidden[token]
-            if up == "gate_up_proj":
-                gate, other = inner.chunk(2)
-                inner = act(gate) * other
-            else:
-                inner = act(inner)
-            mixed[token] += scale * (down[expert] @ inner)
-    return mixed
-
-
 def embedding_scale(module: nn.Embedding, name: str) -> float:
     """Return the factor of an embedding's rows: 1.0 for nn.Embedding, Gemma's sqrt(hidden) for its subclass.
 

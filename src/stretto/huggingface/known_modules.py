@@ -2,10 +2,11 @@
 """Recognizes modules of transformers for whose computation there are fused kernels, by running them on random numbers.
 
 Some 180 families copy Llama's modules, and a few change them under the same name: so neither names nor the text of a
-forward decide, but what it computes. transformers is not imported.
+forward decide, but what it computes. transformers is imported for a model of its own only.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.huggingface.families import DECODERS
 from stretto.huggingface.formulas import NormKind, norm_kind
 
 ROTATE = "apply_rotary_pos_emb"
@@ -81,6 +83,25 @@ def _rotates(function: Callable[..., Any]) -> bool:
         return heads * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
 
     return _computes(function, (query, key, cos, sin), (turn(query), turn(key)))
+
+
+def keeps_keys_and_values(model: nn.Module) -> bool:
+    """True if a model of transformers has layers of attention alone, whose cache keeps keys and values alone."""
+    names = inspect.signature(model.forward).parameters
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return kind in DECODERS and "use_cache" in names and "past_key_values" in names
+
+
+@functools.cache
+def cache_of_nothing() -> Any:
+    """Make a cache of transformers that returns the keys and values that it is given, and keeps none."""
+    from transformers import DynamicCache
+
+    class CacheOfNothing(DynamicCache):
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            return key_states, value_states
+
+    return CacheOfNothing()
 
 
 def _draw(*shape: int) -> Tensor:

@@ -443,6 +443,11 @@ def _measured_rows(known: _GroupChoices, problem: GemmProblem) -> list[int]:
     return found
 
 
+def find_group_obstacle(name: str, device: torch.device) -> str:
+    """Why the group's ranks can run no kernels together; "" if they can. Collective at the group's first call."""
+    return _find(name, device).obstacle
+
+
 def _find(name: str, device: torch.device) -> _GroupChoices:
     group = find_group(name)
     known = _groups.get(name)

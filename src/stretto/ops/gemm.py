@@ -233,19 +233,29 @@ def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
     return describe_matrix(matrix, (gemm.block_m.value, gemm.block_k.value)) if takes_tma(matrix) else None
 
 
-def describe_matrix(matrix: Tensor, block: tuple[int, int]) -> Any:
-    """A TMA descriptor of a matrix that `takes_tma`, in blocks of that shape, without Triton's checks."""
+def describe_matrix(
+    matrix: Tensor,
+    block: tuple[int, ...],
+    shape: tuple[int, ...] | None = None,
+    strides: tuple[int, ...] | None = None,
+) -> Any:
+    """A TMA descriptor of a tensor in blocks of that shape, without Triton's checks: of a matrix that `takes_tma`.
+
+    shape, strides: other ones than the tensor's, in elements.
+    """
     described: Any = object.__new__(TensorDescriptor)
-    described.base, described.shape, described.strides = matrix, matrix.shape, matrix.stride()
+    described.base = matrix
+    described.shape, described.strides = shape or matrix.shape, strides or matrix.stride()
     described.block_shape, described.padding, described.round_f32_to_tf32 = _known_block(block), "zero", False
     return described
 
 
 @lru_cache
-def _known_block(block: tuple[int, int]) -> list[int]:
+def _known_block(block: tuple[int, ...]) -> list[int]:
     """The block as Triton's descriptors have it. AssertionError or ValueError for a block that Triton refuses."""
     sizes = list(block)
-    return TensorDescriptor(torch.empty(0, dtype=torch.float64), sizes, [16 * block[1], 1], sizes).block_shape
+    strides = [16 * block[-1]] * (len(block) - 1) + [1]
+    return TensorDescriptor(torch.empty(0, dtype=torch.float64), sizes, strides, sizes).block_shape
 
 
 def takes_tma(matrix: Tensor) -> bool:

@@ -48,37 +48,39 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 
 @triton.jit
 def normalize_rows(  # type: ignore[no-untyped-def]
-    x, weight, out, scales, rows, columns, eps, offset, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out = x * scale * (weight + offset), scale = 1 / sqrt(mean of a row's squares + eps), which is stored in scales.
+    x, weight, out, scales, rows, columns,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = x * scale * (weight + OFFSET), scale = 1 / sqrt(mean of a row's squares + EPS), which is stored in scales.
 
-    A program has ROWS rows of BLOCK >= columns numbers. Bytes: x is read and out written once. Synchronization: none:
-    programs own their rows.
+    A program has ROWS rows of BLOCK >= columns numbers. EPS and OFFSET are constants: as arguments, fp64 would get them
+    rounded to fp32. Bytes: x is read and out written once. Synchronization: none: programs own their rows.
     """
     dtype = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     there = (row < rows) & (column < columns)
     value = tl.load(x + row * columns + column, mask=there, other=0.0).to(dtype)
-    factor = tl.load(weight + column, mask=column < columns, other=0.0).to(dtype) + offset
-    scale = 1 / tl.sqrt(tl.sum(value * value, 1)[:, None] / columns + eps)
+    factor = tl.load(weight + column, mask=column < columns, other=0.0).to(dtype) + OFFSET
+    scale = 1 / tl.sqrt(tl.sum(value * value, 1)[:, None] / columns + EPS)
     tl.store(out + row * columns + column, (value * scale * factor).to(out.dtype.element_ty), mask=there)
     tl.store(scales + row, scale, mask=row < rows)
 
 
 @triton.jit
 def differentiate_norm(  # type: ignore[no-untyped-def]
-    x, weight, scales, grad, of_x, of_weight, rows, columns, offset, programs, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, weight, scales, grad, of_x, of_weight, rows, columns, programs,
+    OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """of_x = the gradient of `normalize_rows` by x; of_weight [programs, columns] = each program's part of weight's.
 
-    With u = x * scale and g = grad * (weight + offset), a row's gradient is scale * (g - u * mean(g * u)). A program
+    With u = x * scale and g = grad * (weight + OFFSET), a row's gradient is scale * (g - u * mean(g * u)). A program
     takes every `programs`-th tile of ROWS rows, in a fixed order. Bytes: x and grad are read, and of_x written, once.
     Synchronization: none: programs own their rows, and a row of of_weight.
     """
     dtype = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     column = tl.arange(0, BLOCK)[None, :]
-    factor = tl.load(weight + column, mask=column < columns, other=0.0).to(dtype) + offset
+    factor = tl.load(weight + column, mask=column < columns, other=0.0).to(dtype) + OFFSET
     total = tl.zeros((1, BLOCK), dtype)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), programs):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -107,7 +109,7 @@ def _run(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, 
     with torch.cuda.device_of(x):
         launch_cached(
             normalize_rows, triton.cdiv(rows, tiling["ROWS"]),
-            x, weight.contiguous(), out, scales, rows, columns, float(eps), float(offset), **tiling,
+            x, weight.contiguous(), out, scales, rows, columns, EPS=float(eps), OFFSET=float(offset), **tiling,
         )  # fmt: skip
     return out, scales
 
@@ -120,7 +122,8 @@ def _run_gradient(x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, offse
     with torch.cuda.device_of(x):
         launch_cached(
             differentiate_norm, programs,
-            x, weight.contiguous(), scales, grad, of_x, of_weight, rows, columns, float(offset), programs, **tiling,
+            x, weight.contiguous(), scales, grad, of_x, of_weight, rows, columns, programs,
+            OFFSET=float(offset), **tiling,
         )  # fmt: skip
     return of_x, of_weight.sum(0).to(weight.dtype)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.axes import EXPERT, EXPERT_Z, STAGE, X_COPIES
+from stretto.huggingface.experts import ExpertsKind
 from stretto.memory.copy_engine import have_copy_engines
 from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.parallel.comm.copy_engine_gather import (
@@ -37,7 +38,6 @@ from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import ParameterLayout, Split, layout_of
 from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.roles.plan import (
-    EXPERTS_PARAMETERS,
     LINEARS,
     ParameterSharding,
     Role,
@@ -183,7 +183,7 @@ class Builder:
             case "norm" | "head_norm" | "inner_norm":
                 return self._norm(name, module, role)
             case "experts":
-                return self._experts(name, module)
+                return self.experts(name, module, self.plan.experts[name])
             case _:
                 assert isinstance(module, nn.Dropout)
                 if role.role == "dropout":
@@ -273,7 +273,8 @@ class Builder:
             is_fused=self.is_fused,
         )
 
-    def _experts(self, name: str, module: nn.Module) -> nn.Module:
+    def experts(self, name: str, module: nn.Module, kind: ExpertsKind) -> nn.Module:
+        """Build what replaces a module of experts."""
         grid, source = self.grid, self._whole(name, module)
         shards = self._tokens_of(name) is not None
         flow = TokenFlow.of(grid, shards_sequence=shards, drops=self.options.drop_duplicates)
@@ -283,11 +284,13 @@ class Builder:
             grid.communicator(EXPERT_Z),
             grid.size("x") * grid.size("y") > 1,
         )
-        plan = ExpertsPlan(name, flow, group, over_y, is_cut, self.options.expert_rows)
+        rows, reduce = self.options.expert_rows, self.options.expert_reduce
+        is_first = grid.coordinate("x") == 0
+        plan = ExpertsPlan(name, flow, group, over_y, is_cut, rows, reduce, is_first_of_x=is_first)
         parameters, products = {}, {}
-        for part in (part for part in EXPERTS_PARAMETERS if hasattr(module, part)):
+        for part in kind.weights:
             original = module.get_parameter(part)
-            sharding = experts_sharding(part, original.shape, grid.sizes)
+            sharding = experts_sharding(part, original.shape, grid.sizes, kind)
             weight = self.parameter(original, getattr(source, part), sharding)
             before_z, dim = ParameterLayout(tuple(original.shape), sharding.splits[:-1]), sharding.splits[-1].dim
             rows, here = (
@@ -298,15 +301,21 @@ class Builder:
             shard = WeightShard(rows, here, over_z, *parts, dim=dim)
             shard.watch(weight, may_keep=self.keeps_weights and over_z.size() == 1)
             parameters[part] = weight
+            if kind.has_bias:
+                bias = module.get_parameter(f"{part}_bias")
+                sharding = experts_sharding(f"{part}_bias", bias.shape, grid.sizes, kind)
+                parameters[f"{part}_bias"] = self.parameter(bias, getattr(source, f"{part}_bias"), sharding)
             sums, feeds = (over_y, flow.sum_rows_over), None
             if part == "down_proj":
                 sums, feeds = (flow.sum_rows_over, over_y), plan.kept_of_output()
-            products[part] = ExpertProduct(shard, *sums, self.keeps_weights, self.overlap.all_reduce, feeds)
-        return ParallelExperts(module, parameters, plan, products)
+            products[part] = ExpertProduct(
+                shard, *sums, self.keeps_weights, self.overlap.all_reduce, feeds, is_transposed=kind.is_transposed
+            )
+        return ParallelExperts(module, kind, parameters, plan, products)
 
     def _tokens_of(self, name: str) -> TokenShards | None:
         """The division of tokens that a submodule sees; None if it sees all of them."""
-        return self.tokens if self.plan.sees_part_of_tokens(name) else None
+        return self.tokens if self.tokens is not None and self.plan.sees_part_of_tokens(name) else None
 
     def _sharding(self, name: str, role: Role, part: str) -> ParameterSharding:
         """The sharding of the role of the submodule `name`. With sequence sharding, one used on this rank's tokens is

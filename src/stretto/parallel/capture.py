@@ -4,7 +4,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ class CapturedStep:
         torch.cuda.synchronize()
         # thread_local: other threads (NCCL's watchdog) may call CUDA during capture.
         with (
-            _explaining_failures(),
+            _explaining_failures(self._stream),
             _keeping_garbage(),
             _noting_models() as models,
             capturing_weights() as weights,
@@ -119,11 +119,15 @@ class CapturedStep:
 
 
 @contextmanager
-def _explaining_failures() -> Iterator[None]:
-    """Say what to look for where CUDA or torch refuses to capture an operation."""
+def _explaining_failures(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Say what to look for where CUDA or torch refuses to capture an operation, after which random numbers work."""
     try:
         yield
     except RuntimeError as error:
+        # Torch leaves its generator capturing where a capture fails, and ends that with the next one that does not.
+        small = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local")
+        with suppress(RuntimeError), small:
+            torch.zeros(1, device=stream.device)
         if "captur" not in str(error):
             raise
         raise RuntimeError(

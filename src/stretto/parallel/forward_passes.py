@@ -11,6 +11,7 @@ from torch import nn
 
 from stretto.parallel.capture import note_forward
 from stretto.parallel.comm.autograd import in_backward
+from stretto.parallel.comm.graph_functions import current_stream
 from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded
 from stretto.parallel.state import ParallelState, state_of, wrappers_of
@@ -35,8 +36,9 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
         if parameter.requires_grad:
             check_is_sharded(name, parameter)
         gradient_reducer.defer_hooks(parameter, name)
+    stream = current_stream(state.grid.device)
     for module in model.modules():
-        if isinstance(module, ShardedModule) and module.in_graphs is not None and module.in_graphs.is_outdated:
+        if isinstance(module, ShardedModule) and module.in_graphs is not None and module.in_graphs.is_outdated(stream):
             module.follow_weights()
 
     gatherer.is_in_forward = True

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.huggingface.formulas import NormKind
-from stretto.huggingface.known_modules import ROTATE, is_gated_mlp, is_gelu_by_tanh, rms_norm_of, rotates_halves
+from stretto.huggingface.known_modules import (
+    ROTATE,
+    cache_of_nothing,
+    is_gated_mlp,
+    is_gelu_by_tanh,
+    keeps_keys_and_values,
+    rms_norm_of,
+    rotates_halves,
+)
 from stretto.ops import rotary
 from stretto.ops.moe.activation import is_silu
 from stretto.ops.rms_norm import rms_norm
@@ -47,6 +55,33 @@ def fuse_modules(model: nn.Module, tuner: AttentionTuner) -> None:
             module.forward = _of_one(module.forward, functools.partial(F.gelu, approximate="tanh"))
         elif rotates_halves(module):
             module.forward = _unless_compiled(module.forward, _rotate(module, tuner))
+    if keeps_keys_and_values(model):
+        _keep_no_cache(model)
+
+
+def _keep_no_cache(model: nn.Module) -> None:
+    """In training, pass a cache that keeps nothing, unless the caller wants one, or says where tokens are.
+
+    With a cache, which transformers makes otherwise, torch.compile makes a graph for each layer, and none for those
+    from the ninth on. Without any, transformers looks for packed sequences in positions: the host waits for the GPU.
+    """
+    nothing, layers = cache_of_nothing(), [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
+
+    def pass_nothing(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("past_key_values") is nothing:
+            raise ValueError(
+                "past_key_values are of a training step, which kept none: have the step before keep them, by "
+                "use_cache=True"
+            )
+        wants = kwargs.get("use_cache") or kwargs.get("past_key_values") is not None
+        is_placed = kwargs.get("position_ids") is not None or len(args) > 2
+        if not (model.training and torch.is_grad_enabled()) or wants or is_placed:
+            return None
+        if any(layer.gradient_checkpointing for layer in layers):  # these take none
+            return None
+        return args, kwargs | {"use_cache": False, "past_key_values": nothing}
+
+    model.register_forward_pre_hook(pass_nothing, with_kwargs=True)
 
 
 def _unless_compiled(own: Callable[..., Any], fused: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from stretto.execution import MIN_COPIED_BYTES
 from stretto.huggingface import pretrained_model
+from stretto.huggingface.experts import choose_scaled_inputs
 from stretto.huggingface.sequence import shard_between_blocks
 from stretto.parallel.blocks import has_forward
 from stretto.parallel.builder import Builder
@@ -31,6 +32,7 @@ from stretto.parallel.layers.plain_parts import (
 )
 from stretto.parallel.layers.router import route_whole_features
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copy
+from stretto.parallel.layout import has_layout
 from stretto.parallel.model_loss import install_loss, install_loss_of_rows
 from stretto.parallel.pipeline.cutting import wrap_forwards
 from stretto.parallel.place import PlacedBlocks, Placement
@@ -57,6 +59,8 @@ def install(model: nn.Module, placement: Placement) -> None:
         cut.stages.tokens, cut.stages.has_roles = builder.tokens, has_roles
     for name, module in placement.modules.items():
         _replace_module(model, name, module)
+        if name in plan.experts and plan.experts[name].takes_copies:
+            choose_scaled_inputs(model.get_submodule(name.rpartition(".")[0]))
     if builder.is_fused:
         fuse_modules(model, builder.attention)
     for owner, key, parameter in placement.shared:
@@ -128,6 +132,8 @@ def _install_blocks(model: nn.Module, blocks: PlacedBlocks, builder: Builder, *,
     first: dict[int, str] = {}
     places: dict[str, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
     for name, original in list(model.named_parameters(remove_duplicate=False)):
+        if has_layout(original):  # experts', which are in place
+            continue
         owner_name, _, key = name.rpartition(".")
         owner = model.get_submodule(owner_name)
         held = places.setdefault(blocks.block_of[id(original)], {})

@@ -91,7 +91,8 @@ def _place(
         for copies in sorted({role.copies for role in plan.copied.values()}):  # of all stages: groups are collective
             grid.copies_mesh(copies)
         _warn_of_copies(plan, grid)
-        plan = plan if cut is None else restrict_plan(plan, model)
+    plan = plan if cut is None else restrict_plan(plan, model)
+    if isinstance(plan, ShardingPlan):
         _warn_of_whole_parts(model, plan, grid)
         drops = any(getattr(model.get_submodule(name), "p", 0) > 0 for name in plan.named("dropout", "inner_dropout"))
         values: list[tuple[nn.Module, str, Any]] = [*_local_attributes(model, plan, grid)]
@@ -108,8 +109,10 @@ def _place(
         modules, shared, plain = builder.build_all(plan), builder.shared_places(plan), builder.build_plain(plan)
         parts = [(part, {name: plain[name] for name in part.parameters}) for part in plan.plain]
         return Placement(plan, builder, cut, modules, shared, parts, values=[*values, *builder.buffers()])
-    shards = {name: builder.plain_parameter(name, Role("gathered")) for name, _ in model.named_parameters()}
-    return Placement(plan, builder, cut, blocks=PlacedBlocks(shards, block_of), values=builder.buffers())
+    modules = {name: builder.experts(name, model.get_submodule(name), kind) for name, kind in plan.experts.items()}
+    others = (name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in modules)
+    shards = {name: builder.plain_parameter(name, Role("gathered")) for name in others}
+    return Placement(plan, builder, cut, modules, blocks=PlacedBlocks(shards, block_of), values=builder.buffers())
 
 
 def _block_of_each(model: nn.Module, blocks: Collection[str]) -> dict[int, str]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.axes import check_sizes
 from stretto.execution import ExecutionOptions
+from stretto.huggingface.experts import ExpertsKind, find_experts
 from stretto.huggingface.family_roles import wildcard
 from stretto.huggingface.formulas import UnknownRolesError
 from stretto.huggingface.pretrained_model import is_conv1d, is_linear, is_pretrained_model
@@ -24,7 +25,7 @@ from stretto.parallel.blocks import find_blocks
 from stretto.parallel.layout import has_layout
 from stretto.parallel.recomputation import check_blocks
 from stretto.parallel.roles.plan import KINDS, PLAIN, PlainPart, Role, ShardingPlan
-from stretto.parallel.roles.validation import check_takes_sharded_sequence, validate_plan
+from stretto.parallel.roles.validation import check_experts, check_takes_sharded_sequence, validate_plan
 from stretto.parallel.state import BlockPlan, state_of
 from stretto.suggestions import did_you_mean
 
@@ -105,10 +106,13 @@ def _find_plan(
         plan = validate_plan(model, plan, sizes)
     except ValueError as error:
         is_unsplit = sizes["x"] == sizes["y"] == 1
-        is_divided = sizes.get("expert", 1) > 1
-        if has_roles or is_divided or not (is_unsplit or isinstance(error, UnknownRolesError)):
+        experts: dict[str, ExpertsKind] = {}
+        if sizes.get("expert", 1) > 1 and is_unsplit and not has_roles:
+            experts = {name: check_experts(model, name, check_sizes(sizes)) for name in find_experts(model)}
+        is_refused = sizes.get("expert", 1) > 1 and not experts
+        if has_roles or is_refused or not (is_unsplit or isinstance(error, UnknownRolesError)):
             raise
-        return BlockPlan(tuple(find_blocks(model)), str(error), is_pretrained_model(model))
+        return BlockPlan(tuple(find_blocks(model)), str(error), is_pretrained_model(model), experts)
     return plan
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from stretto.execution import ExecutionOptions
+    from stretto.huggingface.experts import ExpertsKind
     from stretto.parallel.comm.gradient_reducer import GradientReducer
     from stretto.parallel.comm.weight_gathering import WeightGatherer
     from stretto.parallel.grid import GradientReduction, Grid
@@ -25,11 +26,13 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """A model's blocks by name, why it is sharded by these, and whether it is a transformers model."""
+    """A model's blocks by name, why it is sharded by these, and whether it is a transformers model. experts: modules
+    that the ranks of expert divide among them, where it has several, with what they compute."""
 
     names: tuple[str, ...]
     reason: str
     is_pretrained: bool = False
+    experts: Mapping[str, ExpertsKind] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton import JITFunction, knobs
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.memory.compilation import note_loaded_kernel
 
@@ -178,7 +179,7 @@ def launch_compiled(compiled: Any, programs: int, arguments: Sequence[Any]) -> N
     run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
 
-def kind_of(argument: Tensor | int | None) -> Hashable:
+def kind_of(argument: Tensor | TensorDescriptor | int | None) -> Hashable:
     """Return the properties of an argument that Triton compiles a kernel for, as a part of a launch's key."""
     if type(argument) is Tensor:  # most are, so test it first, and without isinstance, which calls into torch
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
@@ -187,6 +188,8 @@ def kind_of(argument: Tensor | int | None) -> Hashable:
     if isinstance(argument, int):
         bits = 32 if -(1 << 31) <= argument < 1 << 31 else 63 if argument < 1 << 63 else 64
         return argument == 1, argument % _ALIGNMENT == 0, bits
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
     return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
 
 

@@ -55,8 +55,8 @@ EXCHANGE, GATHER, SCATTER = ("all_to_all", 0), ("all_gather", 0), ("reduce_scatt
 @pytest.mark.parametrize(
     ("is_gathered", "max_rows", "forward", "backward"),
     [
-        (False, None, [EXCHANGE] * 3, [EXCHANGE] * 2),
-        (True, None, [GATHER, GATHER, SCATTER], [GATHER, SCATTER]),
+        (False, None, [EXCHANGE] * 5, [EXCHANGE] * 3),
+        (True, None, [GATHER] * 4 + [SCATTER], [GATHER, SCATTER, SCATTER]),
         (False, 12, [GATHER, GATHER, GATHER, SCATTER], [GATHER, SCATTER, SCATTER]),
     ],
 )
@@ -114,8 +114,8 @@ def replay(max_rows):
 
 
 def test_a_caller_that_keeps_the_outermost_results_repeats_the_layer_without_collectives(ranks):
-    # Counts, rows and results travel over two groups each, and one result of each pair is kept.
-    assert ranks(4).run(replay, None) == [(6, 0, True, 3)] * 4
+    # Counts, experts, rows, weights and sums travel over two groups each, and one result of each pair is kept.
+    assert ranks(4).run(replay, None) == [(10, 0, True, 5)] * 4
     # Ids, tokens, weights and results.
     assert ranks(4).run(replay, 16) == [(8, 0, True, 8)] * 4
 
@@ -165,7 +165,9 @@ def find_errors():
         lambda: moe.dispatch(x, ids, 6, "world"),
         lambda: moe.dispatch(x, ids, 6, outside) if rank == 2 else moe.combine(sent.rows, sent.handle, weights, other),
         lambda: moe.combine(sent.rows, sent.handle, weights, other),
-        lambda: moe.exchange._dispatch_to_ranks(x, ids + 5, 6, group, None, None, moe.exchange.call),
+        lambda: moe.exchange._dispatch_to_ranks(
+            x, ids + 5, None, 6, group, None, None, "rank", False, moe.exchange.call
+        ),
         lambda: moe.dispatch(x[: rank + 1], ids[: rank + 1], 6, group, max_rows=9),
     ):
         try:

@@ -2,6 +2,7 @@
 """Dispatch and combine between real processes, against a loop over tokens in fp64."""
 
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def part(tensor, sizes, index):
     return tensor.split(list(sizes))[index]
 
 
-def find_differences(case, max_rows=None):
+def find_differences(case, max_rows=None, **options):
     """Largest differences of this rank's output, gradients and identity experts' output from the oracle's."""
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen)
@@ -62,9 +63,13 @@ def find_differences(case, max_rows=None):
     sizes = (case.tokens, case.tokens, experts, experts)
     leaves = [part(one, size, rank).clone().requires_grad_() for one, size in zip(layer.leaves, sizes, strict=True)]
     x, weights, gate_up, down = leaves
-    sent = moe.dispatch(x, part(layer.ids, case.tokens, rank), case.experts, group, max_rows=max_rows)
-    same = moe.combine(sent.rows, sent.handle, weights, group)
-    out = moe.combine(moe.experts_mlp(sent.rows, sent.offsets, gate_up, down), sent.handle, weights, group)
+    ids = part(layer.ids, case.tokens, rank)
+    sent = moe.dispatch(x, ids, case.experts, group, topk_weights=weights, max_rows=max_rows, **options)
+    same = moe.combine(sent.rows, sent.handle, weights.clone(), group)
+    hidden, sent = moe.dispatch_grouped_matmul(
+        x, ids, gate_up, group, topk_weights=weights, max_rows=max_rows, **options
+    )
+    out = moe.grouped_matmul_combine(moe.gated_activation(hidden), down, sent, weights, group)
     grads = torch.autograd.grad(out, leaves, part(grad, case.tokens, rank))
     got, sizes = [out, *grads], (case.tokens, *sizes)
     wanted = [part(one, size, rank) for one, size in zip(expected, sizes, strict=True)]
@@ -79,15 +84,20 @@ def require_exact(results):
     assert all(difference < EXACT for differences in results for difference in differences), results
 
 
+def find_differences_of_both(case):
+    """Those of sums by ranks, and of sums of choices."""
+    return [*find_differences(case), *find_differences(case, reduce="choice")]
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_output_and_gradients_are_those_of_a_loop_over_tokens(ranks, case):
-    require_exact(ranks(case.ranks).run(find_differences, case))
+    require_exact(ranks(case.ranks).run(find_differences_of_both, case))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", EXTRA, ids=str)
 def test_output_and_gradients_are_those_of_a_loop_over_tokens_for_many_shapes(ranks, case):
-    require_exact(ranks(case.ranks).run(find_differences, case))
+    require_exact(ranks(case.ranks).run(find_differences_of_both, case))
     if len(set(case.tokens)) == 1:
         require_exact(ranks(case.ranks).run(find_differences, case, sum(case.tokens) * case.k))
 
@@ -136,7 +146,7 @@ def test_a_fixed_number_of_rows_has_the_same_rows_and_then_zeros(ranks):
         assert padded == rows + [[0.0, 0.0]] * (most - len(rows))
 
 
-def exceed(case, max_rows):
+def exceed(case, max_rows, implementation="library"):
     """(whether the output and gradients are NaN where a rank got too many rows, messages of later errors)."""
     rank, group = dist.get_rank(), dist.group.WORLD
     layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen)
@@ -144,7 +154,7 @@ def exceed(case, max_rows):
     weights = part(layer.weights, case.tokens, rank)
 
     def run(limit):
-        sent = moe.dispatch(x, ids, case.experts, group, max_rows=limit)
+        sent = moe.dispatch(x, ids, case.experts, group, max_rows=limit, implementation=implementation)
         out = moe.combine(sent.rows * 2, sent.handle, weights, group)
         return out, torch.autograd.grad(out.sum(), x)[0]
 
@@ -180,7 +190,7 @@ GRID = 2
 """Ranks of each of the two groups."""
 
 
-def run_on_grid(case, max_rows=None):
+def run_on_grid(case, max_rows=None, reduce="rank"):
     """As `find_differences`, on 2 x 2 ranks: pairs of neighbours have halves of the same experts, and other tokens."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -199,7 +209,8 @@ def run_on_grid(case, max_rows=None):
     gate_up = layer.gate_up[held][:, both].clone().requires_grad_()
     down = layer.down[held][:, :, columns_of_half].clone().requires_grad_()
     ids = part(layer.ids, case.tokens, rank)
-    sent = moe.dispatch(x, ids, case.experts, group, gather_group=gather_group, max_rows=max_rows)
+    options = {"gather_group": gather_group, "max_rows": max_rows, "reduce": reduce}
+    sent = moe.dispatch(x, ids, case.experts, group, **options)
     rows = moe.experts_mlp(sent.rows, sent.offsets, gate_up, down)
     result = moe.combine(rows, sent.handle, weights, group)
     grads = torch.autograd.grad(result, (x, weights, gate_up, down), part(grad, case.tokens, rank))
@@ -214,17 +225,18 @@ def run_on_grid(case, max_rows=None):
 
 
 @pytest.mark.parametrize(
-    ("case", "max_rows"),
+    ("case", "max_rows", "reduce"),
     [
-        (Case((2, 4, 3, 1), 2, 4), None),
-        (Case((2, 0, 0, 5), 3, 6), None),
-        (Case((0, 0, 0, 0), 1, 2), None),
-        (Case((3, 3, 3, 3), 2, 4), 24),
+        (Case((2, 4, 3, 1), 2, 4), None, "rank"),
+        (Case((2, 4, 3, 1), 2, 4), None, "choice"),
+        (Case((2, 0, 0, 5), 3, 6), None, "rank"),
+        (Case((0, 0, 0, 0), 1, 2), None, "choice"),
+        (Case((3, 3, 3, 3), 2, 4), 24, "rank"),
     ],
     ids=str,
 )
-def test_experts_that_two_ranks_share_get_both_ranks_tokens(ranks, case, max_rows):
-    require_exact(ranks(4).run(run_on_grid, case, max_rows))
+def test_experts_that_two_ranks_share_get_both_ranks_tokens(ranks, case, max_rows, reduce):
+    require_exact(ranks(4).run(run_on_grid, case, max_rows, reduce))
 
 
 def gather_numbers(ids):
@@ -264,21 +276,21 @@ def test_a_gather_group_needs_no_other_group(ranks, max_rows):
         assert difference < EXACT
 
 
-def compute_twice_and_alone(dtype):
+def compute_twice_and_alone(dtype, reduce, **options):
     """(whether repeated calls have the same bits, whether they are those of one rank with all tokens and experts).
 
     Rows are multiples of 64 bytes: MKL's products have other bits at other alignments on some CPUs.
     """
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    case = Case((4, 3), 3, 4)
-    layer = make_layer(SEED, 7, 3, 4, hidden=32, ffn=32)
+    case = Case((4, 3, 2, 5)[:world], 3, 4)
+    layer = make_layer(SEED, sum(case.tokens), 3, 4, hidden=32, ffn=32)
     everything = [layer.x.to(dtype), layer.weights.float(), layer.gate_up.to(dtype), layer.down.to(dtype)]
     experts = [case.experts // world] * world
     sizes = (case.tokens, case.tokens, experts, experts)
 
     def run(leaves, ids, group):
         x, weights, gate_up, down = leaves = [one.clone().requires_grad_() for one in leaves]
-        sent = moe.dispatch(x, ids, case.experts, group)
+        sent = moe.dispatch(x, ids, case.experts, group, reduce=reduce, **options)
         out = moe.combine(moe.experts_mlp(sent.rows, sent.offsets, gate_up, down), sent.handle, weights, group)
         assert out.dtype == dtype
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
@@ -290,9 +302,47 @@ def compute_twice_and_alone(dtype):
     return all(map(torch.equal, first, second)), all(map(torch.equal, first, alone))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_are_the_same_in_each_call_and_on_one_rank(ranks, dtype):
-    assert ranks(2).run(compute_twice_and_alone, dtype) == [(True, True)] * 2
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.float32)])
+def test_sums_of_choices_have_the_bits_of_one_rank_with_all_experts(ranks, world, dtype):
+    assert ranks(world).run(compute_twice_and_alone, dtype, "choice") == [(True, True)] * world
+
+
+def test_sums_by_ranks_have_the_same_bits_in_each_call(ranks):
+    assert [same for same, _ in ranks(2).run(compute_twice_and_alone, torch.float32, "rank")] == [True] * 2
+
+
+def count_sent_rows(case, reduce):
+    """Rows of x's dtype that this rank sends to others in forward and backward, and how many choices are elsewhere."""
+    rank, group, hidden = dist.get_rank(), dist.group.WORLD, 64
+    layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen, hidden=hidden)
+    x, weights = (part(one, case.tokens, rank).clone().requires_grad_() for one in (layer.x, layer.weights))
+    ids, sent_rows, real = part(layer.ids, case.tokens, rank), [], dist.all_to_all_single
+
+    def count(received, sent, receives=None, sends=None, group=None):
+        if sends is not None and sent.shape[1] == hidden:
+            sent_rows.append(sum(sends) - sends[rank])
+        return real(received, sent, receives, sends, group=group)
+
+    with mock.patch.object(dist, "all_to_all_single", count):
+        sent = moe.dispatch(x, ids, case.experts, group, reduce=reduce)
+        moe.combine(sent.rows, sent.handle, weights, group).sum().backward()
+    owners = ids // (case.experts // case.ranks)
+    return sent_rows, owners.tolist()
+
+
+@pytest.mark.parametrize("reduce", ["rank", "choice"])
+def test_a_token_is_sent_once_to_each_rank_that_has_experts_of_it(ranks, reduce):
+    case = Case((6, 9, 4), 4, 12)
+    found = ranks(3).run(count_sent_rows, case, reduce)
+    for rank, (rows, owners) in enumerate(found):
+        others = [(sender, token) for sender, (_, of_rank) in enumerate(found) for token in of_rank if sender != rank]
+        pairs = sum(len(set(token) - {rank}) for token in owners)
+        choices = sum(owner != rank for token in owners for owner in token)
+        pairs_here = sum(rank in token for _, token in others)
+        choices_here = sum(token.count(rank) for _, token in others)
+        assert pairs < choices  # as many rows were sent before
+        back = pairs_here if reduce == "rank" else choices_here
+        assert rows == [pairs, back, pairs, back]
 
 
 def find_relative_error(max_rows):

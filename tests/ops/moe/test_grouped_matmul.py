@@ -96,10 +96,20 @@ def test_only_gradients_that_are_needed_are_computed_and_only_their_operands_kep
 
 @pytest.mark.long
 def test_torch_finds_nothing_wrong_with_the_operators():
-    inputs = draw(SEED, 5, 3).requires_grad_(), draw(SEED, 2, 4, 3).requires_grad_(), as_offsets([0, 2, 5])
+    inputs = (
+        draw(SEED, 5, 3).requires_grad_(),
+        draw(SEED, 2, 4, 3).requires_grad_(),
+        as_offsets([0, 2, 5]),
+        None,
+        None,
+        "auto",
+    )
     torch.library.opcheck(torch.ops.stretto.grouped_matmul.default, inputs)
-    inputs = draw(SEED, 5, 4), draw(SEED, 5, 3), as_offsets([0, 2, 5])
+    inputs = draw(SEED, 5, 4), draw(SEED, 5, 3), as_offsets([0, 2, 5]), None, "auto"
     torch.library.opcheck(torch.ops.stretto.grouped_matmul_weight_gradient.default, inputs)
+    projections = draw(SEED, 2, 8, 3).requires_grad_(), draw(SEED, 2, 3, 4).requires_grad_()
+    inputs = draw(SEED, 5, 3).requires_grad_(), as_offsets([0, 2, 5]), *projections, None, None, None, "auto"
+    torch.library.opcheck(torch.ops.stretto.experts_mlp.default, inputs)
 
 
 def test_flops_are_those_of_one_product_of_all_rows():
@@ -109,6 +119,70 @@ def test_flops_are_those_of_one_product_of_all_rows():
     with FlopCounterMode(display=False) as counter:
         moe.grouped_matmul(rows, weight, as_offsets([0, 2, 5])).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 5 * 3 * 4
+    up, down = draw(SEED, 2, 8, 3).requires_grad_(), draw(SEED, 2, 3, 4).requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        moe.experts_mlp(rows, as_offsets([0, 2, 5]), up, down).sum().backward()
+    assert counter.get_total_flops() == 3 * (2 * 5 * 3 * 8 + 2 * 5 * 4 * 3)
+
+
+def route_plainly(x, ids, weights, gate_up, down):
+    """Token by token."""
+    tokens = []
+    for token in range(len(x)):
+        outputs = []
+        for expert in ids[token].tolist():
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            outputs.append(down[expert] @ (silu(gate) * up))
+        tokens.append((weights[token][:, None] * torch.stack(outputs)).sum(0))
+    return torch.stack(tokens)
+
+
+def test_routed_experts_are_a_weighted_sum_of_each_tokens_experts():
+    leaves = [draw(SEED, 5, 3), draw(SEED + 1, 5, 2), draw(SEED + 2, 4, 4, 3), draw(SEED + 3, 4, 3, 2)]
+    x, weights, gate_up, down = leaves = [one.requires_grad_() for one in leaves]
+    ids = torch.tensor([[0, 2], [2, 0], [0, 3], [3, 2], [2, 0]])  # expert 1 has no tokens
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        found = moe.routed_experts(x, ids, weights, gate_up, down)
+    rows = [one.shape for one in kept if one.is_floating_point() and one.shape[:1] == (10,)]
+    assert rows == [(10, 4)]  # gate and up: no copies of tokens, nor outputs
+    expected = route_plainly(x, ids, weights, gate_up, down)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    grad = draw(SEED + 4, 5, 3)
+    pairs = zip(torch.autograd.grad(found, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True)
+    for one, right in pairs:
+        torch.testing.assert_close(one, right, rtol=0, atol=1e-12)
+    tanh = moe.routed_experts(x, ids, weights, gate_up, down, torch.tanh)
+    rows, offsets, positions = moe.permute(x, ids, 4)
+    assert torch.equal(
+        tanh, moe.unpermute(moe.experts_mlp(rows, offsets, gate_up, down, torch.tanh), positions, weights)
+    )
+
+
+def test_rows_are_gathered_by_tokens():
+    x, weight = draw(SEED, 4, 3).requires_grad_(), draw(SEED + 1, 2, 5, 3).requires_grad_()
+    rows, offsets, positions = moe.permute(x, torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0]]), 2)
+    tokens = torch.empty(8, dtype=torch.int32).scatter_(0, positions.flatten(), torch.arange(8, dtype=torch.int32) // 2)
+    found = moe.grouped_matmul(x, weight, offsets, tokens=tokens, positions=positions)
+    expected = moe.grouped_matmul(rows, weight, offsets)
+    assert torch.equal(found, expected)
+    grad = draw(SEED + 2, 8, 5)
+    for one, right in zip(*(torch.autograd.grad(out, (x, weight), grad) for out in (found, expected)), strict=True):
+        assert torch.equal(one, right)
+    with pytest.raises(ValueError, match="needs positions"):
+        moe.grouped_matmul(x, weight, offsets, tokens=tokens)
+    with pytest.raises(ValueError, match=r"tokens is torch.int32 \[n\] on cpu, not torch.int64 \[8\]"):
+        moe.grouped_weight_gradient(grad, x, offsets, tokens=tokens.long())
+
+
+def test_an_implementation_that_is_unknown_or_cannot_run_is_refused():
+    offsets = as_offsets([0, 2, 5])
+    with pytest.raises(ValueError, match="one of auto, kernel, library, not 'triton'"):
+        moe.grouped_matmul(ROWS, WEIGHT, offsets, implementation="triton")
+    with pytest.raises(ValueError, match=r"take torch.bfloat16 or torch.float16, not torch.float32"):
+        moe.experts_mlp(ROWS, offsets, WEIGHT, torch.zeros(2, 3, 2), implementation="kernel")
+    with pytest.raises(ValueError, match="run on GPUs, not on cpu"):
+        moe.grouped_matmul(ROWS.bfloat16(), WEIGHT.bfloat16(), offsets, implementation="kernel")
 
 
 @pytest.mark.parametrize(("name", "function"), [("silu", silu), ("gelu", gelu), (torch.tanh, torch.tanh)])

@@ -146,17 +146,12 @@ def test_wrong_rows_and_weights_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"implementation": "kernel"}, "dispatch has no kernel yet"),
-        ({"implementation": "fast"}, '"auto" or "library", not \'fast\''),
+        ({"implementation": "fast"}, '"auto", "kernel" or "library", not \'fast\''),
         ({"max_rows": 0}, "max_rows is 1 or more"),
+        ({"reduce": "token"}, 'reduce is "rank" or "choice", not \'token\''),
+        ({"reduce": "choice", "max_rows": 6}, "not with max_rows"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         moe.dispatch(X, IDS, 4, **options)
-
-
-def test_combine_has_no_kernel_either():
-    sent = moe.dispatch(X, IDS, 4, implementation="library")
-    with pytest.raises(ValueError, match="combine has no kernel yet"):
-        moe.combine(sent.rows, sent.handle, WEIGHTS, implementation="kernel")

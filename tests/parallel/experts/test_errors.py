@@ -56,10 +56,17 @@ class Block(nn.Module):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gate_up_proj": None}, r"has the parameters down_proj, but .* has down_proj \[E, h, F\] and either"),
-        ({"bias": (4, 8)}, "has the parameters bias, down_proj, gate_up_proj, but"),
-        ({"gate_up_proj": (4, 8, 8)}, r"gate_up_proj is \[4, 8, 8\] and .* takes gate_up_proj \[E, 2F, h\]"),
-        ({"gate_up_proj": None, "up_proj": (4, 9, 8)}, r"up_proj is \[4, 9, 8\] .* takes up_proj \[E, F, h\]"),
+        (
+            {"gate_up_proj": None},
+            r"down_proj \[4, 8, 8\] and num_experts=4, but .* has .* down_proj \[E, h, F\], and either",
+        ),
+        ({"bias": (4, 8)}, r"has the parameters bias \[4, 8\], down_proj \[4, 8, 8\], gate_up_proj \[4, 16, 8\] and"),
+        (
+            {"down_proj_bias": (4, 8)},
+            r"has the parameters down_proj \[4, 8, 8\], down_proj_bias .* perhaps a bias of each",
+        ),
+        ({"gate_up_proj": (4, 8, 8)}, r"gate_up_proj \[4, 8, 8\] and .* has .* gate_up_proj \[E, 2F, h\]"),
+        ({"gate_up_proj": None, "up_proj": (4, 9, 8)}, r"up_proj \[4, 9, 8\] and .* up_proj \[E, F, h\]"),
     ],
 )
 def test_a_module_without_the_interface_of_experts_is_refused(changes, words):

@@ -15,7 +15,7 @@ from stretto.axes import NAMES
 from stretto.parallel import Grid, Pipeline, gather, parallelize, validate
 from stretto.train.checkpoint.metadata import saved_tensors
 from tests.parallel import moe_families
-from tests.parallel.moe_families import FAMILIES, VOCAB, build
+from tests.parallel.moe_families import BY_BLOCKS, FAMILIES, VOCAB, build
 from tests.parallel.training import IGNORED, my_rows
 
 SEED = 67
@@ -32,6 +32,12 @@ GRIDS: dict[str, dict[str, Any]] = {
     "x2-y2-expert2": {"x": 2, "y": 2, "z": 2, "expert": 2},
     "pipe2-expert2": {"pipe": 2, "data": 2, "expert": 2},
     "x2-fold": {"x": 2, "expert": 2, "expert_tensor": "fold"},
+}
+GRIDS_OF_BLOCKS: dict[str, dict[str, Any]] = {
+    "expert2": {"data": 2, "expert": 2},
+    "z2-expert2": {"z": 2, "expert": 2},
+    "expert4": {"data": 2, "z": 2, "expert": 4},
+    "data2-z2-expert2": {"data": 2, "z": 2, "expert": 2},
 }
 ONE_GRID = "x2-expert2"
 
@@ -170,6 +176,38 @@ def test_a_load_balancing_loss_is_that_of_the_global_batch(ranks, family, name):
     for found, logits, tokens in ranks(count).run(balanced_on_grid, family, GRIDS[name]):
         assert logits == tokens, "a caller gets the logits of its own tokens"
         assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        for key, tensor in expected.tensors.items():
+            torch.testing.assert_close(found.tensors[key], tensor, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def trained_by_blocks(family: str, sizes: dict[str, Any]) -> tuple[Trace, int]:
+    grid = Grid(**sizes)
+    model = parallelize(balanced(family), grid)
+    numbers = sum(
+        module.gate_up_proj.to_local().numel() for module in model.modules() if hasattr(module, "gate_up_proj")
+    )
+    return train(model, my_rows(grid, BATCH)), numbers
+
+
+def by_cost(family: str, name: str) -> Any:
+    is_telling = family in ("gpt_oss", "llama4_text", "ernie4_5_moe") and name == "expert2"
+    return pytest.param(family, name, marks=() if is_telling else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [by_cost(family, name) for family in BY_BLOCKS for name in GRIDS_OF_BLOCKS]
+)
+def test_experts_are_divided_where_blocks_shard_the_rest(ranks, family, name):
+    print(f"seeds {moe_families.SEED} {SEED}")
+    expected, sizes = balanced_plainly(family), GRIDS_OF_BLOCKS[name]
+    parts = sizes["expert"] * (2 if name == "data2-z2-expert2" else 1)
+    whole = sum(tensor.numel() for key, tensor in expected.tensors.items() if key.endswith("experts.gate_up_proj"))
+    for found, numbers in ranks(prod(sizes[axis] for axis in sizes if axis in NAMES)).run(
+        trained_by_blocks, family, sizes
+    ):
+        assert numbers * parts == whole
+        assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert found.tensors.keys() == expected.tensors.keys()
         for key, tensor in expected.tensors.items():
             torch.testing.assert_close(found.tensors[key], tensor, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -343,8 +381,8 @@ def test_a_router_that_nothing_is_known_of_is_named_with_the_role_that_it_may_ha
     message = r"submodules have no role: model\.layers\.1\.mlp\.gate \(Glm4MoeTopkRouter\).*"
     message += r"; if it chooses experts, roles=\{'model\.layers\.\*\.mlp\.gate': 'router'\}"
     with pytest.raises(ValueError, match=message):
-        validate(another_family(), {"data": 2, "expert": 2})
-    validate(another_family(), {"data": 2, "z": 2})  # block by block, as any model
+        validate(another_family(), {"x": 2, "data": 2, "expert": 2})
+    validate(another_family(), {"data": 2, "expert": 2})  # block by block, as any model
 
 
 @pytest.mark.exhaustive

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's configuration: what is read, what is refused and with which words, what is written back."""
 
-import re
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
@@ -19,8 +18,6 @@ from stretto.train.config.options import GridConfig
 from stretto.train.config.rules import nearest_grid
 from stretto.train.devices import resolve_device
 from stretto.train.kinds import KINDS, ModelKind, config_type, kind_of
-
-ROOT = Path(__file__).parents[3]
 
 SMALLEST: dict[str, Any] = {
     "out": "runs/test",
@@ -174,21 +171,6 @@ def test_a_sequence_that_x_cannot_share_is_refused_with_one_that_it_can() -> Non
 )
 def test_a_graph_raises_with_options_that_it_does_not_support(override: str, words: str) -> None:
     assert words in refusal("train.cuda_graph=true", override)
-
-
-@pytest.mark.parametrize(
-    ("older", "would_do"),
-    [
-        ("keep_gathered=false", "train.reshard='after_forward'"),
-        ("keep_gathered=true", "train.reshard='after_backward'"),
-        ("gather_once=true", "train.reshard='weights_after_step'"),
-        ("accumulate_unsharded=true", "train.reshard='gradients_after_step'"),
-        ("checkpoint_activations=true", "train.recompute='full'"),
-    ],
-)
-def test_options_of_older_files_are_refused_with_those_that_took_their_place(older: str, would_do: str) -> None:
-    assert f"train.{older.partition('=')[0]} is an unknown option; {would_do} would do" in refusal(f"train.{older}")
-    make_config(SMALLEST, ["ranks=2", "grid.z=2", "train.micro_batch=2", would_do])
 
 
 def test_a_reshard_policy_is_read_and_an_unknown_one_refused() -> None:
@@ -354,29 +336,6 @@ def test_a_text_that_is_a_boolean_is_told_what_the_text_means() -> None:
         make_config({**SMALLEST, "train": {**SMALLEST["train"], "wandb": True}})
     assert "train.wandb is true, but must be a text (also log to this project of Weights & Biases" in str(refused.value)
     assert str(refused.value).endswith("leave it out for none")
-
-
-@pytest.mark.parametrize(
-    ("switches", "reshard", "recompute"),
-    [
-        ((True, False, False, False), "after_backward", "none"),
-        ((False, False, False, True), "after_forward", "full"),
-        ((True, True, False, False), "weights_after_step", "none"),
-        ((True, False, True, False), "gradients_after_step", "none"),
-        ((False, True, True, False), "after_step", "none"),
-    ],
-)
-def test_a_run_of_before_that_names_all_switches_still_loads(switches, reshard, recompute, tmp_path):
-    run = ROOT / "lab" / "results" / "demo" / "config.toml"
-    text = run.read_text().replace("[train]", "[train]\nmicro_batch = 1")
-    for name, value in zip(
-        ("keep_gathered", "gather_once", "accumulate_unsharded", "checkpoint_activations"), switches, strict=True
-    ):
-        text, count = re.subn(rf"^{name} = \w+$", f"{name} = {str(value).lower()}", text, flags=re.MULTILINE)
-        assert count == 1
-    (tmp_path / "config.toml").write_text(text)
-    config = load_config(tmp_path / "config.toml")
-    assert (config.train.reshard, config.train.recompute) == (reshard, recompute)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -9,6 +9,12 @@ import pytest
 from stretto.train.data import demo, demo_corpus, open_dataset, write_demo_corpus
 
 
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of the test's own, since some of these corpora are made up."""
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture(scope="module")
 def corpus() -> str:
     """The demo's text, which takes seconds to make; nothing was imported for it."""
@@ -52,3 +58,21 @@ def test_a_corpus_that_another_rank_has_written_meanwhile_stays(tmp_path, monkey
     assert write_demo_corpus(path) == path
     assert path.read_text() == "the first rank's"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_corpus_is_collected_once_for_all_runs_and_without_a_cache_for_each(tmp_path, monkeypatch):
+    collected = []
+
+    def collect() -> str:
+        collected.append("the voices\r\nenter")
+        return collected[-1]
+
+    monkeypatch.setattr(demo, "demo_corpus", collect)
+    for number in (1, 2):
+        path = write_demo_corpus(tmp_path / f"run-{number}" / "corpus.txt")
+        assert path.read_bytes() == b"the voices\r\nenter"
+    assert len(collected) == 1
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "file" / "cache"))
+    assert write_demo_corpus(tmp_path / "run-3" / "corpus.txt").read_bytes() == b"the voices\r\nenter"
+    assert len(collected) == 2

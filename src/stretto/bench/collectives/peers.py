@@ -32,18 +32,21 @@ class CollectiveBuffers:
         return cls(torch.randn(of_input, device=device).to(dtype), torch.empty(of_output, dtype=dtype, device=device))
 
 
-def nccl_run(collective: str, buffers: CollectiveBuffers) -> Callable[[], Any]:
-    """The collective by torch.distributed, which runs it with NCCL."""
+def nccl_run(
+    collective: str, buffers: CollectiveBuffers, group: dist.ProcessGroup | None = None, *, is_async: bool = False
+) -> Callable[[], Any]:
+    """The collective by torch.distributed, which runs it with the group's backend, by default NCCL."""
     x, y = buffers.input, buffers.output
+    options: dict[str, Any] = {"group": group, "async_op": is_async}
     match collective:
         case "allreduce":
-            return lambda: dist.all_reduce(y)
+            return lambda: dist.all_reduce(y, **options)
         case "allgather":
-            return lambda: dist.all_gather_into_tensor(y, x)
+            return lambda: dist.all_gather_into_tensor(y, x, **options)
         case "reducescatter":
-            return lambda: dist.reduce_scatter_tensor(y, x)
+            return lambda: dist.reduce_scatter_tensor(y, x, **options)
         case _:
-            return lambda: dist.all_to_all_single(y, x)
+            return lambda: dist.all_to_all_single(y, x, **options)
 
 
 class TorchPeers:

@@ -83,16 +83,15 @@ def look_up_and_send(
     *,
     checks: bool = True,
     config: LaunchConfig | None = None,
-    trace: Tensor | None = None,
     needs_grad: bool = False,
     call_permit: Tensor | None = None,
 ) -> Tensor:
     """Pool this rank's tables for the global batch and exchange the vectors; all ranks call it.
 
     Returns this rank's samples' vectors of all ranks' tables, [batch / world, width], in memory that peers stored into.
-    config: None for `find_launch_config`; each rank may take its own. trace: int64 [`count_trace`, 4], which the kernel
-    fills with clocks, for benches. needs_grad: whether this rank makes a backward pass if tables get gradients.
-    call_permit: int32 [1], which gets what this call permits that pass (`placement.AGREED`).
+    config: None for `find_launch_config`; each rank may take its own. needs_grad: whether this rank makes a backward
+    pass if tables get gradients. call_permit: int32 [1], which gets what this call permits that pass
+    (`placement.AGREED`).
 
     Bad indices of an earlier call raise an error in this one, which all ranks then end without storing anything, and
     of which the others raise an error, too: no rank waits in this call for the rank that has raised.
@@ -124,7 +123,6 @@ def look_up_and_send(
         Bags(indices, offsets, weights),
         launch.pointers,
         ring.index_errors.report,
-        trace,
         waiters,
         config.order,
     )
@@ -136,7 +134,7 @@ def look_up_and_send(
             mode,
             checks,
             find_kind(kernel_tables),
-            *map(tiles.kind_of, (indices, offsets, weights, trace, waiters)),
+            *map(tiles.kind_of, (indices, offsets, weights, waiters)),
         ),
         programs,
         arguments,
@@ -192,12 +190,6 @@ def count_programs(config: LaunchConfig, placement: EmbeddingPlacement, tables: 
     tasks = placement.world_size * tables * -(-placement.local_batch // config.slice)
     waits = (placement.world_size - 1) * count_channels(placement)
     return max(min(config.programs * count_multiprocessors(device), max(tasks, waits)), 1)
-
-
-def count_trace(config: LaunchConfig, placement: EmbeddingPlacement, tables: int, device: torch.device) -> int:
-    """Return the rows of a trace: those of tasks, then those of programs."""
-    tasks = placement.world_size * tables * -(-placement.local_batch // config.slice)
-    return tasks + count_programs(config, placement, tables, device)
 
 
 @functools.lru_cache(maxsize=256)

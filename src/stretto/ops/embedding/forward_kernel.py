@@ -22,7 +22,6 @@ from stretto.ops.embedding.index_errors import OTHER_GRADIENTS, OTHER_TABLES, RE
 from stretto.ops.embedding.placement import AGREED, GRADIENTS, Announced
 from stretto.ops.embedding.pooling_kernel import find_table, pool_bags, read_bags, store_bags
 from stretto.tiles.call_state import EPOCH, advance_targets
-from stretto.tiles.intrinsics import now
 
 ORDERS = ("by_table", "mixed", "remote_first", "oblivious")
 """Orders of slices. by_table: table after table; within each, the next rank's samples first and own ones last. mixed:
@@ -37,9 +36,6 @@ NEEDS_GRAD = tl.constexpr(Announced.NEEDS_GRAD.value)
 REFUSES = tl.constexpr(Announced.REFUSES.value)
 _PERMITS = tl.constexpr(AGREED)
 _PERMITS_GRADIENTS = tl.constexpr(AGREED | GRADIENTS)
-
-TRACE_WORDS = 4
-"""Words of a trace's row. Task: program, destination, begin, end. Program: begin, begin of its wait, end, 0."""
 
 
 class RingPointers(NamedTuple):
@@ -119,7 +115,7 @@ def begin_pooling(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pool_and_send(  # type: ignore[no-untyped-def]
-    channel, mapping, tables, pooling, bags, ring, report, trace, waiters, ORDER: tl.constexpr
+    channel, mapping, tables, pooling, bags, ring, report, waiters, ORDER: tl.constexpr
 ):
     """Pool all bags of this rank's tables, and store each vector into its place in the output of its sample's rank.
 
@@ -135,7 +131,6 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     Reuse: programs store into a slot only after its rank has offered it for this call; that rank's host knows it is
     free.
     """
-    began = _clock_if(trace)
     per_rank = tl.cdiv(tables.batch, pooling.slice)  # slices of a rank and table
     agrees = tl.load(ring.permit) != 0
     tasks = tl.where(agrees, channel.world * tables.count * per_rank, 0)
@@ -143,7 +138,6 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     units: tl.constexpr = UNIT * 8 // ring.slots.dtype.element_ty.primitive_bitwidth
     ticket = tl.atomic_add(ring.tickets, 1, sem="relaxed", scope="gpu")
     while ticket < tasks:
-        started = _clock_if(trace)
         destination, table, group = place_task(ticket, channel.world, channel.rank, tables.count, per_rank, ORDER=ORDER)
         address, rows, dim, column = find_table(tables, table)
         first = group * pooling.slice
@@ -164,25 +158,13 @@ def pool_and_send(  # type: ignore[no-untyped-def]
             stored = tl.minimum(tables.batch - first, pooling.slice)
             tile = destination * mapping.channels + table % mapping.channels
             tiles.producer_tile_notify(channel, mapping, tile, "p2p", count=stored)
-        if trace is not None:
-            words = trace + ticket.to(tl.int64) * 4
-            tl.store(words, tl.program_id(0).to(tl.int64))
-            tl.store(words + 1, tl.cast(destination, tl.int64))
-            tl.store(words + 2, started)
-            tl.store(words + 3, now())
         ticket = tl.atomic_add(ring.tickets, 1, sem="relaxed", scope="gpu")
-    waits = _clock_if(trace)
     waiter = tiles.arrive_produced(channel) - (tl.num_programs(0) - waiters)
     if waiter >= 0:
         for index in range(waiter, tl.where(agrees, (channel.world - 1) * mapping.channels, 0), waiters):
             source = (channel.rank + 1 + index // mapping.channels) % channel.world
             tile = channel.rank * mapping.channels + index % mapping.channels
             tiles.consumer_tile_wait(channel, mapping, tile, source=source)
-    if trace is not None:
-        words = trace + (tasks + tl.program_id(0)).to(tl.int64) * 4
-        tl.store(words, began)
-        tl.store(words + 1, waits)
-        tl.store(words + 2, now())
 
 
 @triton.jit
@@ -205,15 +187,6 @@ def pool_alone(tables, pooling, bags, out, tickets, report, world, ORDER: tl.con
             total = pool_bags(tables, pooling, bags, address, rows, dim, out.dtype, table, start, end, report)
             store_bags(tables, out, row, mask, dim, column, total)
         ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def _clock_if(trace):  # type: ignore[no-untyped-def]
-    """Return the time in nanoseconds if the launch is traced, else 0."""
-    time = tl.zeros((), tl.int64)
-    if trace is not None:
-        time = now()
-    return time
 
 
 @triton.jit

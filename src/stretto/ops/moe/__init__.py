@@ -3,12 +3,10 @@
 
 from stretto.ops.moe.activation import gated_activation
 from stretto.ops.moe.exchange import Dispatched, DispatchHandle, combine, dispatch
+from stretto.ops.moe.experts import experts_mlp, routed_experts
 from stretto.ops.moe.fixed_rows import check_rows
-from stretto.ops.moe.grouped_matmul import (
-    experts_mlp,
-    grouped_matmul,
-    grouped_weight_gradient,
-)
+from stretto.ops.moe.grouped_matmul import grouped_matmul, grouped_weight_gradient
+from stretto.ops.moe.overlapped import dispatch_grouped_matmul, grouped_matmul_combine
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
 
 __all__ = [
@@ -18,10 +16,13 @@ __all__ = [
     "check_rows",
     "combine",
     "dispatch",
+    "dispatch_grouped_matmul",
     "experts_mlp",
     "gated_activation",
     "grouped_matmul",
+    "grouped_matmul_combine",
     "grouped_weight_gradient",
     "permute",
+    "routed_experts",
     "unpermute",
 ]

@@ -6,23 +6,18 @@ Expert parallelism, as in Singh's dissertation, section 7.1. With `gather_group`
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto.ops.moe.fixed_rows import (
-    FixedCombine,
-    FixedDispatch,
-    FixedRoute,
-    find_fixed_route,
-    look_for_errors,
-    record_rows,
-)
+from stretto.memory.copy_engine import has_nvlink
+from stretto.ops.config import find_group_obstacle
+from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors, record_rows
+from stretto.ops.moe.kernel_route import find_kernel_route
 from stretto.ops.moe.permutation import (
-    CopyOrder,
     copy_tokens,
     multiply_copies,
     require_tokens,
@@ -30,28 +25,40 @@ from stretto.ops.moe.permutation import (
     sort_by_expert,
     sum_copies,
     unpermute,
-    weigh_and_multiply,
     weigh_tokens,
 )
 from stretto.ops.moe.routes import CollectiveWrapper, Route, call, find_route
-from stretto.ops.operator import find_name, require_agreement
+from stretto.ops.operator import find_known, find_name, require_agreement
 
-_IMPLEMENTATIONS = ("auto", "library")
+_IMPLEMENTATIONS = ("auto", "kernel", "library")
+
+Reduce = Literal["rank", "choice"]
+"""Where a token's rows are summed: by each of its experts' ranks first, or by its own, in the order of its choices."""
 
 
 @dataclass(frozen=True)
 class DispatchHandle:
     """The routing information of a `dispatch`, which `combine` needs to return the rows.
 
-    num_rows: of the rows that were returned. shape: [t, k] of topk_ids. order: of this rank's copies. route: None where
-    one rank has all experts.
+    num_rows: of the rows that were returned. shape: [t, k] of topk_ids. positions: int64 [t, k], the row of each copy,
+    where one rank has all experts; elsewhere the route. reduce: of `dispatch`. weights: those that it was given, with
+    their version.
     """
 
     num_rows: int
     shape: tuple[int, int]
-    order: CopyOrder
-    route: Route | FixedRoute | None
+    positions: Tensor | None
+    route: Route | None
     group: dist.ProcessGroup | None
+    reduce: Reduce
+    weights: tuple[Tensor, int] | None = None
+
+    def knows(self, topk_weights: Tensor) -> bool:
+        """True if these are the weights that `dispatch` was given, and nobody has written to them since."""
+        if self.weights is None or topk_weights.is_inference():
+            return False
+        weights, version = self.weights
+        return weights is topk_weights and weights._version == version
 
 
 @dataclass(frozen=True)
@@ -73,18 +80,24 @@ def dispatch(
     num_experts: int,
     group: dist.ProcessGroup | None = None,
     *,
+    topk_weights: Tensor | None = None,
     max_rows: int | None = None,
     gather_group: dist.ProcessGroup | None = None,
+    reduce: Reduce = "rank",
     wrap_collective: CollectiveWrapper = call,
     implementation: str = "auto",
 ) -> Dispatched:
-    """Send each token's copies to the ranks of its experts: x [t, h], topk_ids [t, k] -> rows [n, h], by expert.
+    """Send each token to the ranks of its experts, and copy it there: x [t, h], topk_ids [t, k] -> rows [n, h].
 
+    A token is sent once to each of these ranks, however many of its k experts a rank has. Rows are sorted by expert.
     Expert e is on rank e // (num_experts / ranks) of the group. An expert's rows are in the order of their source rank,
     then of its tokens. group: None, or a group of one rank, has all experts here: nothing is sent, n = t * k, and
     nothing waits for the device. x is bf16, fp16, fp32 or fp64, topk_ids int64 or int32; ids are checked on CPUs, and
     where the host reads the rows' numbers (for others see `permute`). t may differ between ranks, and may be 0; all
     else is the same on all ranks.
+
+    topk_weights: those that `combine` will be given, [t, k]: they are sent with the tokens, so that it need not send
+    them. They are used only there; without them the results are the same.
 
     max_rows: None for a dynamic number of rows, which the host reads from the device once per call. Otherwise a fixed
     number of rows to return, padded with zeros: the host does not wait, and the call can be captured in a CUDA graph. t
@@ -96,28 +109,50 @@ def dispatch(
     gathered after the exchange, and `combine` sums over it on the way back (Singh, section 7.3.1). An expert's rows are
     then in the order of that group's ranks, source ranks and tokens.
 
+    reduce: where `combine` sums a token's rows, and the backward pass its copies' gradients, both in fp32 for 16-bit
+    dtypes. "rank": each rank sums those of its experts, in the order of topk_ids, rounds, and sends one row; the
+    token's rank adds up those of all ranks in their order. So the bits depend on which rank has which expert; they are
+    the same in each run. "choice": all rows are sent back, and added in the order of topk_ids: the bits are those of
+    one rank with all experts (without gather_group, which sums parts of rows). Not with max_rows.
+
     wrap_collective: called in place of each collective, in the backward pass too, as wrap_collective(kind, make), with
     kind "all_to_all", "all_gather" or "reduce_scatter"; make() issues the collective, and its result is returned. In
-    the forward pass the exchange of counts is one of them; its make() returns a tuple of tensors. If a collective needs
-    the result of another, the calls nest: its make() calls wrap_collective for the other.
+    the forward pass the exchanges of counts and of experts are two of them; the first one's make() returns a tuple of
+    tensors. If a collective needs the result of another, the calls nest: its make() calls wrap_collective for the
+    other.
 
-    implementation: "auto" or "library", which are the same; there is no kernel yet. x's gradient adds a token's copies
-    in the order of topk_ids, in fp32 for 16-bit dtypes (with max_rows: each rank's in fp32, then the ranks', in x's
-    dtype, by a reduce-scatter). It cannot be differentiated twice.
+    implementation: "kernel" stores rows into the ranks' symmetric memory, and with max_rows a rank receives only its
+    own; it takes no gather_group. "library" sends them by the group's all-to-all, and with max_rows gathers all tokens.
+    "auto": the kernel between GPUs that NVLink connects, else the library. It cannot be differentiated twice.
 
     With torch.compile, a group of one rank is part of the graph; with more ranks the graph breaks here. ValueError for
     other shapes, dtypes and numbers of experts, and if ranks make different calls.
     """
-    _require_library("dispatch", implementation)
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(f'dispatch: implementation is "auto", "kernel" or "library", not {implementation!r}')
     require_tokens("dispatch", x, topk_ids, num_experts)
+    if topk_weights is not None and topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"dispatch: topk_weights has topk_ids' shape, {list(topk_ids.shape)}, not {list(topk_weights.shape)}"
+        )
+    if reduce not in get_args(Reduce):
+        raise ValueError(f'dispatch: reduce is "rank" or "choice", not {reduce!r}')
+    if reduce == "choice" and max_rows is not None:
+        raise ValueError(
+            'dispatch: reduce="choice" returns as many rows as there are, and not with max_rows: give reduce="rank", '
+            "or max_rows=None"
+        )
     group, gather_group = _find_several(group), _find_several(gather_group)
     world = 1 if group is None else group.size()
     _require_divisible(num_experts, world)
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"dispatch: max_rows is 1 or more, or None for as many as there are, not {max_rows}")
     if group is None and gather_group is None:
-        return _dispatch_here(x, topk_ids, num_experts, max_rows)
-    return _dispatch_to_ranks(x, topk_ids, num_experts, group, gather_group, max_rows, wrap_collective)
+        return _dispatch_here(x, topk_ids, num_experts, max_rows, reduce)
+    by_kernel = _runs_kernels(implementation, group, gather_group, x.device)
+    return _dispatch_to_ranks(
+        x, topk_ids, topk_weights, num_experts, group, gather_group, max_rows, reduce, by_kernel, wrap_collective
+    )
 
 
 def combine(
@@ -127,29 +162,26 @@ def combine(
     group: dist.ProcessGroup | None = None,
     *,
     wrap_collective: CollectiveWrapper = call,
-    implementation: str = "auto",
 ) -> Tensor:
     """Return rows to their tokens' ranks, and sum each token's, weighted: rows [n, h], topk_weights [t, k] -> [t, h].
 
-    rows: the experts' outputs for the rows of `dispatch`, in the same order; handle: the handle of `dispatch`. group,
-    wrap_collective and implementation are those of `dispatch`. With its gather_group, rows are summed over that group
-    first. The sum over a token's experts is fp32 for 16-bit rows, in the order of topk_ids, and rounded once to rows'
-    dtype (with max_rows: once for each rank, whose sums are added by a reduce-scatter). topk_weights may be of another
-    floating dtype than rows; its gradient is of its own. It cannot be differentiated twice. ValueError for other
-    shapes, dtypes and groups.
+    rows: the experts' outputs for the rows of `dispatch`, in the same order; handle: the handle of `dispatch`. group
+    and wrap_collective are those of `dispatch`, whose `reduce` says how a token's rows are summed, and whose
+    implementation runs here too. With its gather_group, rows, or the ranks' sums of them, are summed over that group
+    first. topk_weights may be of another floating dtype than rows; its gradient is of its own. It cannot be
+    differentiated twice. ValueError for other shapes, dtypes and groups.
     """
-    _require_library("combine", implementation)
     require_weighted("combine", rows, topk_weights, handle.shape)
     if rows.shape[0] != handle.num_rows:
         raise ValueError(f"combine: dispatch returned {handle.num_rows} rows with this handle, not {rows.shape[0]}")
     if _find_several(group) is not handle.group:
         raise ValueError("combine takes the group that dispatch was given, and was given another")
-    if handle.route is None:
-        return unpermute(rows, handle.order.positions, topk_weights)
+    if handle.positions is not None:
+        return unpermute(rows, handle.positions, topk_weights)
     return _combine_from_ranks(rows, handle, topk_weights, wrap_collective)
 
 
-def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int | None) -> Dispatched:
+def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int | None, reduce: Reduce) -> Dispatched:
     order = sort_by_expert(topk_ids, num_experts)
     rows = copy_tokens(x, order)
     if max_rows is not None:
@@ -161,107 +193,160 @@ def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int 
             )
         rows = torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))
     t, k = topk_ids.shape
-    return Dispatched(rows, order.offsets, DispatchHandle(rows.shape[0], (t, k), order, None, None))
+    return Dispatched(rows, order.offsets, DispatchHandle(rows.shape[0], (t, k), order.positions, None, None, reduce))
 
 
 @torch.compiler.disable  # a graph break: wrap_collective is a function, and an exchange returns the number of rows
 def _dispatch_to_ranks(
     x: Tensor,
     topk_ids: Tensor,
+    topk_weights: Tensor | None,
     num_experts: int,
     group: dist.ProcessGroup | None,
     gather_group: dist.ProcessGroup | None,
     max_rows: int | None,
+    reduce: Reduce,
+    by_kernel: bool,
     wrap_collective: CollectiveWrapper,
 ) -> Dispatched:
     groups = tuple(one for one in (group, gather_group) if one is not None)
     look_for_errors(groups[0], x.device)
     (t, k), h = topk_ids.shape, x.shape[1]
-    same = f"moe.dispatch of {x.dtype} [., {h}], k={k}, {num_experts} experts, max_rows={max_rows}"
+    # fp64 would be rounded on its way. With "choice" the backward pass needs weights at the experts, and sends them.
+    given = None if reduce == "choice" or (topk_weights is not None and not _can_send(topk_weights)) else topk_weights
+    same = (
+        f"moe.dispatch of {x.dtype} [., {h}], k={k}, {num_experts} experts, max_rows={max_rows}, {reduce}, "
+        f"{'kernel' if by_kernel else 'library'}, {'no' if given is None else given.dtype} weights"
+    )
     for one in groups:
         # With max_rows the ranks' tokens are gathered, and the host does not learn how many they are.
         fixed = "" if max_rows is None else f", {t} tokens, {topk_ids.dtype}"
         require_agreement(same + fixed, False, find_name(one), x.device)
-    order = sort_by_expert(topk_ids, num_experts)
-    if max_rows is None:
-        counts = (order.offsets[1:] - order.offsets[:-1]).to(torch.int64)
-        with torch.no_grad():
-            exact, offsets = find_route(counts, group, gather_group, wrap_collective)
-        if sum(exact.sends) != t * k:  # on CPUs it was checked before
-            raise ValueError(
-                f"dispatch: {t * k - sum(exact.sends)} of topk_ids are no experts: they are numbered 0 to "
-                f"{num_experts - 1}"
-            )
-        rows = _Dispatch.apply(x, order, exact, wrap_collective)
-        return Dispatched(rows, offsets, DispatchHandle(rows.shape[0], (t, k), order, exact, group))
-    shards, shard = (1, 0) if group is None else (group.size(), group.rank())
+    route: Route
+    tokens = None
     with torch.no_grad():
-        route, offsets, needed = find_fixed_route(
-            topk_ids, num_experts, max_rows, groups, shards, shard, wrap_collective
-        )
-        record_rows(groups[0], needed, max_rows)
-    rows = FixedDispatch.apply(x, route, wrap_collective)
-    return Dispatched(rows, offsets, DispatchHandle(max_rows, (t, k), order, route, group))
+        if by_kernel and group is not None:
+            route, tokens, needed = find_kernel_route(x, topk_ids, num_experts, max_rows, group, wrap_collective, given)
+        elif max_rows is None:
+            route = find_route(topk_ids, num_experts, group, gather_group, wrap_collective, given)
+        else:
+            shards, shard = (1, 0) if group is None else (group.size(), group.rank())
+            route, needed = find_fixed_route(topk_ids, num_experts, max_rows, groups, shards, shard, wrap_collective)
+        if max_rows is not None:
+            record_rows(groups[0], needed, max_rows)
+    rows = _Dispatch.apply(x, tokens, route, reduce, wrap_collective)
+    handle = DispatchHandle(
+        rows.shape[0], (t, k), None, route, group, reduce, None if given is None else (given, given._version)
+    )
+    return Dispatched(rows, route.index.offsets, handle)
 
 
 @torch.compiler.disable
 def _combine_from_ranks(
     rows: Tensor, handle: DispatchHandle, weights: Tensor, wrap_collective: CollectiveWrapper
 ) -> Tensor:
-    if isinstance(handle.route, FixedRoute):
-        fixed: Tensor = FixedCombine.apply(rows, weights, handle.route, wrap_collective)
-        return fixed
-    exact: Tensor = _Combine.apply(rows, weights, handle.order, handle.route, wrap_collective)
-    return exact
+    if handle.reduce == "choice":
+        out: Tensor = _CombineChoices.apply(rows, weights, handle.route, wrap_collective)
+    else:
+        out = _Combine.apply(rows, weights, handle.route, handle.knows(weights), wrap_collective)
+    return out
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copies of tokens, forward along a route; backward, the copies' gradients return and are summed."""
+    """Tokens along a route, and a copy for each row; backward, gradients are summed, and returned as `reduce` says."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: CopyOrder, route: Route, wrap_collective: CollectiveWrapper) -> Tensor:
-        ctx.order, ctx.route, ctx.wrap_collective = order, route, wrap_collective
-        k = order.positions.shape[1]
-        return route.forward(lambda: x.index_select(0, order.slots // k), wrap_collective)
+    def forward(
+        ctx: Any, x: Tensor, tokens: Tensor | None, route: Route, reduce: Reduce, wrap_collective: CollectiveWrapper
+    ) -> Tensor:
+        """tokens: x at its places, if it was sent with the route."""
+        ctx.route, ctx.reduce, ctx.wrap_collective = route, reduce, wrap_collective
+        return _spread(route, route.send(lambda: x, wrap_collective) if tokens is None else tokens, None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        returned = ctx.route.backward(lambda: grad, ctx.wrap_collective)
-        return sum_copies(returned, ctx.order.positions), None, None, None
+        route: Route = ctx.route
+        if ctx.reduce == "choice":
+            grad_x = sum_copies(route.give_choices_back(lambda: grad, ctx.wrap_collective), route.choices)
+        else:
+            grad_x = route.sum_back(lambda: grad, None, ctx.wrap_collective)
+        return grad_x, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
-    """Rows back along a route, and weighted sums of them; backward, the tokens' gradients go forward."""
+    """Rows summed by place, weighted, and back along a route; backward, the tokens' gradients go forward again.
+
+    Weights are sent to the experts' ranks, where the rows are, and products with rows, the weights' gradients, return.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, order: CopyOrder, route: Route, wrap_collective: CollectiveWrapper
+        ctx: Any, rows: Tensor, weights: Tensor, route: Route, is_sent: bool, wrap_collective: CollectiveWrapper
     ) -> Tensor:
-        ctx.order, ctx.route, ctx.wrap_collective = order, route, wrap_collective
+        """is_sent: the route has these weights."""
+        ctx.route, ctx.wrap_collective = route, wrap_collective
+        everyones = route.weights if is_sent else None
+        if everyones is None:
+            everyones = route.send(lambda: weights, wrap_collective)
+        ctx.save_for_backward(everyones, rows if ctx.needs_input_grad[1] else None)
+        return route.sum_back(lambda: rows, everyones, wrap_collective)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        route, index, wrap_collective = ctx.route, ctx.route.index, ctx.wrap_collective
+        weights, rows = ctx.saved_tensors
         needs_rows, needs_weights, *_ = ctx.needs_input_grad
+        grad_rows = grad_weights = None
+        tokens = route.send(lambda: grad, wrap_collective)
+        if needs_rows:
+            grad_rows = _spread(route, tokens, weights)
+        if needs_weights:
+            grad_weights = route.give_back(
+                lambda: multiply_copies(tokens, rows, index.positions, index.is_here), wrap_collective
+            ).to(weights.dtype)
+        return grad_rows, grad_weights, None, None, None
+
+
+class _CombineChoices(torch.autograd.Function):
+    """Rows back along a route, one a choice, and weighted sums of them in the order of topk_ids."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, route: Route, wrap_collective: CollectiveWrapper) -> Tensor:
+        ctx.route, ctx.wrap_collective = route, wrap_collective
+        needs_rows, needs_weights, *_ = ctx.needs_input_grad
+        returned = route.give_choices_back(lambda: rows, wrap_collective)
         ctx.weights_dtype = weights.dtype
-        returned = route.backward(lambda: rows, wrap_collective)
         ctx.save_for_backward(weights if needs_rows else None, returned if needs_weights else None)
-        return sum_copies(returned, order.positions, weights)
+        return sum_copies(returned, route.choices, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         weights, returned = ctx.saved_tensors
-        order = ctx.order
-        needs_rows, needs_weights, *_ = ctx.needs_input_grad
         grad_rows = grad_weights = None
-        if needs_rows and needs_weights:
-            copies, grad_weights = weigh_and_multiply(grad, returned, order.positions, weights)
-            grad_rows = ctx.route.forward(lambda: copies, ctx.wrap_collective)
-        elif needs_rows:
-            grad_rows = ctx.route.forward(lambda: weigh_tokens(grad, weights, order.slots), ctx.wrap_collective)
-        elif needs_weights:
-            grad_weights = multiply_copies(grad, returned, order.positions)
-        if grad_weights is not None:
-            grad_weights = grad_weights.to(ctx.weights_dtype)
-        return grad_rows, grad_weights, None, None, None
+        if weights is not None:
+            everyones = ctx.route.send(lambda: weights, ctx.wrap_collective)
+            grad_rows = _spread(ctx.route, ctx.route.send(lambda: grad, ctx.wrap_collective), everyones)
+        if returned is not None:
+            grad_weights = multiply_copies(grad, returned, ctx.route.choices).to(ctx.weights_dtype)
+        return grad_rows, grad_weights, None, None
+
+
+def _spread(route: Route, tokens: Tensor, weights: Tensor | None) -> Tensor:
+    """A row for each copy of places' tokens [places, h], times weights [places, k] if there are any."""
+    slots = route.index.slots
+    if not len(tokens):
+        return tokens.new_zeros(len(slots), tokens.shape[1])
+    if weights is None:
+        return route.fill_padding(tokens.index_select(0, route.index.places()))
+    return route.fill_padding(weigh_tokens(tokens, weights, slots))
+
+
+def _can_send(topk_weights: Tensor) -> bool:
+    """Whether weights are sent with the tokens: as fp32, and if writes to them are counted."""
+    return topk_weights.dtype != torch.float64 and not topk_weights.is_inference()
 
 
 def _find_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -281,9 +366,20 @@ def _require_divisible(num_experts: int, world: int) -> None:
         )
 
 
-def _require_library(operator: str, implementation: str) -> None:
-    """ValueError for an implementation that there is not."""
+def _runs_kernels(
+    implementation: str, group: dist.ProcessGroup | None, gather_group: dist.ProcessGroup | None, device: torch.device
+) -> bool:
+    """Whether kernels exchange the tokens of a call, the same on all ranks. ValueError for "kernel" if none can."""
+    if implementation == "library" or (implementation == "auto" and device.type != "cuda"):
+        return False
+    obstacle = "with gather_group rows are gathered by the library" if gather_group is not None else ""
+    if group is not None and not obstacle:
+        obstacle = find_group_obstacle(find_name(group), device)
     if implementation == "kernel":
-        raise ValueError(f'{operator} has no kernel yet: implementation="library" or "auto" will do')
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(f'{operator}: implementation is "auto" or "library", not {implementation!r}')
+        if obstacle:
+            raise ValueError(f'dispatch: no kernel can run: {obstacle}; implementation="library" will do')
+        return True
+    if group is None or obstacle:
+        return False
+    by_nvlink: bool = find_known(find_name(group), device, "nvlink", lambda: has_nvlink(group, device))
+    return by_nvlink

@@ -9,45 +9,44 @@ Synchronization: each call updates the record on the call's stream, and copies i
 memory without waiting, and so sees the records of calls that the device has finished.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from stretto.ops.moe.permutation import multiply_copies, sort_by_expert, sum_copies, weigh_tokens
-from stretto.ops.moe.routes import CollectiveWrapper, gather_rows, scatter_sum
+from stretto.ops.moe.permutation import sort_by_expert
+from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, gather_rows, scatter_sum
 from stretto.ops.operator import find_group, find_known, find_name, is_kept, require_no_capture
 
 _KEY = "moe rows"
 
 
 @dataclass(frozen=True)
-class FixedRoute:
+class FixedRoute(Route):
     """The selection of this rank's rows among all ranks' tokens, in the order of gather_group's, then group's ranks.
 
-    groups: over which tokens are gathered, in this order. slots: int64 [max_rows], the copy (token * k + slot) of each
-    row. is_row: bool [max_rows], False for padding; fill: a scalar, what padding has: 0, or NaN after too many rows.
-    positions: int64 [all tokens, k], the row of each copy; is_here: bool, whether this rank has it.
+    groups: over which tokens are gathered, in this order; a place is one of all their tokens. index: of max_rows rows.
+    is_row: bool [max_rows], False for padding; fill: a scalar, what padding has: 0, or NaN after too many rows.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
-    slots: Tensor
+    index: PlaceIndex
     is_row: Tensor
     fill: Tensor
-    positions: Tensor
-    is_here: Tensor
+    weights: None = None
 
-    def gather(self, tokens: Tensor, wrap_collective: CollectiveWrapper) -> Tensor:
+    def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """All tokens' values, [t, .] -> [all tokens, .]."""
+        tokens = make()
         for group in self.groups:
             tokens = _gather(tokens, group, wrap_collective)
         return tokens
 
-    def scatter(self, sums: Tensor, wrap_collective: CollectiveWrapper) -> Tensor:
+    def give_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """The ranks' sums for this rank's tokens, [all tokens, .] -> [t, .]."""
+        sums = make()
         for group in reversed(self.groups):
             sums = _scatter(sums, group, wrap_collective)
         return sums
@@ -65,8 +64,8 @@ def find_fixed_route(
     shards: int,
     shard: int,
     wrap_collective: CollectiveWrapper,
-) -> tuple[FixedRoute, Tensor, Tensor]:
-    """(route, offsets of its rows, rows that each rank needs [shards]).
+) -> tuple[FixedRoute, Tensor]:
+    """(route, rows that each rank needs [shards]).
 
     shards: the number of ranks that share the experts, of which this is number `shard`.
     """
@@ -86,58 +85,8 @@ def find_fixed_route(
     positions = order.positions - begin
     is_here = (positions >= 0) & (positions < needed[shard])  # also copies beyond max_rows, which so become NaN
     fill = torch.where(is_over, torch.nan, 0.0)
-    route = FixedRoute(groups, slots, (numbers < count) & ~is_over, fill, positions.clamp(0, max_rows - 1), is_here)
-    return route, offsets, needed
-
-
-class FixedDispatch(torch.autograd.Function):
-    """Gather tokens and select rows; backward, sum the rows' gradients by token and reduce-scatter them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, route: FixedRoute, wrap_collective: CollectiveWrapper) -> Tensor:
-        ctx.route, ctx.wrap_collective = route, wrap_collective
-        tokens = route.gather(x, wrap_collective)
-        if not len(tokens):
-            return x.new_zeros(len(route.slots), x.shape[1])
-        return route.fill_padding(tokens.index_select(0, route.slots // route.positions.shape[1]))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        route = ctx.route
-        return route.scatter(sum_copies(grad, route.positions, is_valid=route.is_here), ctx.wrap_collective), None, None
-
-
-class FixedCombine(torch.autograd.Function):
-    """Sum rows by token, weighted, and reduce-scatter the sums; backward, gather the tokens' gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, route: FixedRoute, wrap_collective: CollectiveWrapper
-    ) -> Tensor:
-        ctx.route, ctx.wrap_collective = route, wrap_collective
-        everyones = route.gather(weights, wrap_collective)
-        ctx.save_for_backward(everyones, rows if ctx.needs_input_grad[1] else None)
-        return route.scatter(sum_copies(rows, route.positions, everyones, route.is_here), wrap_collective)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        route, wrap_collective = ctx.route, ctx.wrap_collective
-        weights, rows = ctx.saved_tensors
-        needs_rows, needs_weights, *_ = ctx.needs_input_grad
-        grad_rows = grad_weights = None
-        tokens = route.gather(grad, wrap_collective)
-        if needs_rows:
-            grad_rows = (
-                route.fill_padding(weigh_tokens(tokens, weights, route.slots))
-                if len(tokens)
-                else tokens.new_zeros(len(route.slots), tokens.shape[1])
-            )
-        if needs_weights:
-            products = multiply_copies(tokens, rows, route.positions, route.is_here)
-            grad_weights = route.scatter(products, wrap_collective).to(weights.dtype)
-        return grad_rows, grad_weights, None, None
+    index = PlaceIndex(slots, positions.clamp(0, max_rows - 1), is_here, offsets)
+    return FixedRoute(groups, index, (numbers < count) & ~is_over, fill), needed
 
 
 def _gather(tokens: Tensor, group: dist.ProcessGroup, wrap_collective: CollectiveWrapper) -> Tensor:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products: each expert's rows times its own weight, in one call; and MLPs of two of them.
+"""Grouped products: each expert's rows times its own weight, in one call.
 
-torch's grouped GEMM multiplies bf16 on GPUs, and reads the offsets there. Other dtypes and places take a loop over the
-experts, for which the host reads the offsets: torch's GEMM does the same for them, and supports fewer shapes. It leaves
-what was in memory in rows of padding, and, on some GPUs, in the gradient of an expert without rows. Kernels write zeros
-there. Only the device knows where that is; programs without anything to clear end immediately.
+On Hopper the kernels of `grouped_kernels` multiply bf16 and fp16 where they are estimated to be faster than torch's
+grouped GEMM (`grouped_config`), which multiplies bf16 on GPUs, and reads the offsets there. Other dtypes and places
+take a loop over the experts, for which the host reads the offsets: torch's GEMM does the same for them, and supports
+fewer shapes. It leaves what was in memory in rows of padding, and, on some GPUs, in the gradient of an expert without
+rows. Kernels write zeros there. Only the device knows where that is; programs without anything to clear end
+immediately.
 """
 
 from itertools import pairwise
@@ -16,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.moe.activation import Activation, find_activation, gated_activation
-from stretto.ops.moe.permutation import DTYPES
-from stretto.ops.operator import Autograd, define_operator
+from stretto.ops.moe import grouped_kernels
+from stretto.ops.moe.grouped_config import choose_config, require_implementation
+from stretto.ops.moe.permutation import DTYPES, sum_copies
+from stretto.ops.operator import Autograd, define_operator, needs_gradients
 from stretto.tiles.launches import launch_cached
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -29,7 +32,15 @@ _PARTS = 32
 _BLOCK = 1024
 
 
-def grouped_matmul(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_matmul(
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    tokens: Tensor | None = None,
+    positions: Tensor | None = None,
+    implementation: str = "auto",
+) -> Tensor:
     """Each expert's rows times its weight's transpose: rows [n, a], weight [e, b, a], offsets [e + 1] -> [n, b].
 
     rows and weight are of one dtype: bf16, fp16, fp32 or fp64; sums are fp32 for 16-bit dtypes. offsets is int32 and
@@ -37,55 +48,74 @@ def grouped_matmul(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     padding; their result is zeros, and so is their gradient. The gradient of the weight of an expert without rows is
     zeros.
 
-    For bf16 on GPUs of compute capability 9 or 10, with a and b multiples of 8, nothing waits for the host; otherwise
-    the host reads the offsets in each call. ValueError for other shapes and dtypes.
+    tokens: int32 [n]; rows is [t, a] then, and row i is rows[tokens[i]]: kernels gather while they load. positions:
+    int64 [t, k], the rows of each token (`Permuted`), which the gradient of rows needs: it adds them in this order.
+
+    implementation: "kernel" is Triton, for bf16 and fp16 with a and b multiples of 8 on GPUs of compute capability 9.0;
+    "library" is torch's grouped GEMM, for bf16 on GPUs of compute capability 9 or 10 with a and b multiples of 8, and
+    otherwise a loop, for which the host reads the offsets. "auto" takes the kernel where it is estimated to be faster,
+    and for fp16. ValueError for other shapes and dtypes, and for "kernel" where it cannot run.
     """
-    _require(rows, weight, offsets)
-    return _multiply(rows, weight, offsets)
+    require_operands("grouped_matmul", rows, weight, offsets)
+    require_implementation(implementation)
+    _require_tokens("grouped_matmul", tokens, rows)
+    if tokens is not None and positions is None and needs_gradients(rows):
+        raise ValueError(
+            "grouped_matmul: the gradient of rows by tokens needs positions [t, k], as `permute` gives them"
+        )
+    return _multiply(rows, weight, offsets, tokens, positions, implementation)
 
 
-def grouped_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+def grouped_weight_gradient(
+    grad: Tensor, rows: Tensor, offsets: Tensor, *, tokens: Tensor | None = None, implementation: str = "auto"
+) -> Tensor:
     """The weight's gradient of `grouped_matmul`: grad [n, b], rows [n, a], offsets [e + 1] -> [e, b, a].
 
     For layers that have a backward pass of their own. Expert i's is its rows' grad.T @ rows, and zeros without rows;
-    padding is left out. Dtypes, and where the host reads the offsets, are those of `grouped_matmul`. It has no
-    gradient. ValueError for other shapes and dtypes.
+    padding is left out. Dtypes, tokens (of rows, which are [t, a] then) and implementations are those of
+    `grouped_matmul`. It has no gradient. ValueError for other shapes and dtypes.
     """
-    if grad.dim() != 2 or rows.dim() != 2 or grad.shape[0] != rows.shape[0]:
+    if grad.dim() != 2 or rows.dim() != 2 or (tokens is None and grad.shape[0] != rows.shape[0]):
         raise ValueError(
             f"grouped_weight_gradient takes grad [n, b] and rows [n, a], not {list(grad.shape)} and {list(rows.shape)}"
         )
     _require_alike("grouped_weight_gradient", ("grad", grad), ("rows", rows), offsets)
     if offsets.dim() != 1:
         raise ValueError(f"grouped_weight_gradient: offsets is [experts + 1], not {list(offsets.shape)}")
-    return _weight_gradient(grad, rows, offsets)
+    require_implementation(implementation)
+    _require_tokens("grouped_weight_gradient", tokens, rows)
+    return _weight_gradient(grad, rows, offsets, tokens, implementation)
 
 
-def experts_mlp(
-    rows: Tensor, offsets: Tensor, gate_up: Tensor, down: Tensor, activation: Activation = "silu"
+def _run(
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    tokens: Tensor | None,
+    positions: Tensor | None,
+    implementation: str,
 ) -> Tensor:
-    """Each expert's MLP on its rows: rows [n, h], gate_up [e, 2 * F, h], down [e, h, F] -> [n, h].
-
-    rows and offsets are those of `Dispatched`. down[i] @ (activation(gate) * up), where gate and up are the first and
-    the last F columns of rows @ gate_up[i].T; with an up projection [e, F, h] in gate_up's place, which has no gate,
-    down[i] @ activation(rows @ up[i].T). All of one dtype. `gated_activation` says what activation may be; errors are
-    those of `grouped_matmul`, and ValueError for projections that do not fit each other.
-    """
-    inner = down.shape[-1]
-    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] not in (inner, 2 * inner):
-        raise ValueError(
-            "experts_mlp takes gate_up [e, 2 * F, h], or [e, F, h] without a gate, and down [e, h, F], not "
-            f"{list(gate_up.shape)} and {list(down.shape)}"
-        )
-    hidden = grouped_matmul(rows, gate_up, offsets)
-    is_gated = gate_up.shape[1] != inner
-    hidden = gated_activation(hidden, activation) if is_gated else find_activation(activation)(hidden)
-    return grouped_matmul(hidden, down, offsets)
+    return compute_product(rows, weight, offsets, tokens, implementation)
 
 
-def _run(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    if rows.numel() == 0 or weight.numel() == 0:
-        return rows.new_zeros(rows.shape[0], weight.shape[1])
+def compute_product(
+    rows: Tensor, weight: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str
+) -> Tensor:
+    """Compute `grouped_matmul`, without checks and autograd."""
+    n = rows.shape[0] if tokens is None else tokens.shape[0]
+    if n == 0 or rows.numel() == 0 or weight.numel() == 0:
+        return rows.new_zeros(n, weight.shape[1])
+    if implementation != "library":
+        rows = rows.contiguous()
+        if not (weight.is_contiguous() or weight.mT.is_contiguous()):
+            weight = weight.contiguous()
+        shape = weight.shape[0], weight.shape[1], weight.shape[2]
+        operands = rows, weight
+        config = choose_config(implementation, "product", n, shape, operands, by_tokens=tokens is not None)
+        if config is not None:
+            with torch.cuda.device_of(rows):
+                return grouped_kernels.multiply(config, rows, weight, offsets, tokens)
+    rows = take_rows(rows, tokens)
     if _takes_grouped_gemm(rows, weight):
         out: Tensor = _grouped_mm(rows, weight.transpose(1, 2), offs=offsets[1:])
         clear_padding(out, offsets)
@@ -97,18 +127,47 @@ def _run(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def _run_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+def _run_weight_gradient(
+    grad: Tensor, rows: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str
+) -> Tensor:
+    return compute_weight_gradient(grad, rows, offsets, None, tokens, implementation)
+
+
+def compute_weight_gradient(
+    grad: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    grad_tokens: Tensor | None,
+    row_tokens: Tensor | None,
+    implementation: str,
+) -> Tensor:
+    """Compute `grouped_weight_gradient`, without checks; grad_tokens: of grad, as row_tokens of rows."""
+    experts = offsets.shape[0] - 1
     if grad.numel() == 0 or rows.numel() == 0:
-        return rows.new_zeros(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
+        return rows.new_zeros(experts, grad.shape[1], rows.shape[1])
+    if implementation != "library":
+        grad, rows = grad.contiguous(), rows.contiguous()
+        n = (grad if grad_tokens is None else grad_tokens).shape[0]
+        shape, by_tokens = (experts, grad.shape[1], rows.shape[1]), not grad_tokens is row_tokens is None
+        config = choose_config(implementation, "weight gradient", n, shape, (grad, rows), by_tokens=by_tokens)
+        if config is not None:
+            with torch.cuda.device_of(rows):
+                return grouped_kernels.multiply_transposed(config, grad, rows, offsets, grad_tokens, row_tokens)
+    grad, rows = take_rows(grad, grad_tokens), take_rows(rows, row_tokens)
     if _takes_grouped_gemm(grad, rows):
         out: Tensor = _grouped_mm(grad.t(), rows, offs=offsets[1:])
         clear_empty(out, offsets)
         return out
-    out = rows.new_zeros(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
+    out = rows.new_zeros(experts, grad.shape[1], rows.shape[1])
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         if end > begin:
             torch.mm(grad[begin:end].t(), rows[begin:end], out=out[expert])
     return out
+
+
+def take_rows(rows: Tensor, tokens: Tensor | None) -> Tensor:
+    """rows[tokens], or rows without tokens."""
+    return rows if tokens is None else rows.index_select(0, tokens)
 
 
 def _takes_grouped_gemm(*operands: Tensor) -> bool:
@@ -131,59 +190,89 @@ def _is_aligned(operand: Tensor) -> bool:
     return (is_by_rows or is_by_columns) and not any(one % grain for one in (*outer, operand.storage_offset()))
 
 
-def _fake(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[1])
+def _fake(
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    tokens: Tensor | None,
+    positions: Tensor | None,
+    implementation: str,
+) -> Tensor:
+    return rows.new_empty(rows.shape[0] if tokens is None else tokens.shape[0], weight.shape[1])
 
 
-def _fake_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+def _fake_weight_gradient(
+    grad: Tensor, rows: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str
+) -> Tensor:
     return rows.new_empty(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
 
 
-def _count_flops(rows: torch.Size, weight: torch.Size, offsets: torch.Size, *_: object, **__: object) -> int:
-    return 2 * prod(rows) * weight[1]
+def _count_flops(
+    rows: torch.Size, weight: torch.Size, offsets: torch.Size, tokens: torch.Size | None, *_: object, **__: object
+) -> int:
+    return 2 * (rows if tokens is None else tokens)[0] * weight[1] * weight[2]
 
 
-def _count_gradient_flops(grad: torch.Size, rows: torch.Size, offsets: torch.Size, *_: object, **__: object) -> int:
-    return 2 * prod(rows) * grad[1]
+def _count_gradient_flops(grad: torch.Size, rows: torch.Size, *_: object, **__: object) -> int:
+    return 2 * prod(grad) * rows[1]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rows, weight, offsets = inputs
+    rows, weight, offsets, tokens, positions, ctx.implementation = inputs
     needs_rows, needs_weight, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(rows if needs_weight else None, weight if needs_rows else None, offsets)
+    of_rows = weight, positions
+    ctx.save_for_backward(rows if needs_weight else None, *(of_rows if needs_rows else (None, None)), offsets, tokens)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """C = R @ W.T: dR is dC @ W, and dW is dC.T @ R, for each expert."""
-    rows, weight, offsets = ctx.saved_tensors
+    rows, weight, positions, offsets, tokens = ctx.saved_tensors
     grad = grad.contiguous()
-    grad_rows = None if weight is None else _multiply(grad, weight.transpose(1, 2), offsets)
-    grad_weight = None if rows is None else _weight_gradient(grad, rows, offsets)
-    return grad_rows, grad_weight, None
+    grad_rows = grad_weight = None
+    if weight is not None:
+        grad_rows = _multiply(grad, weight.transpose(1, 2), offsets, None, None, ctx.implementation)
+        grad_rows = grad_rows if tokens is None else sum_copies(grad_rows, positions)
+    if rows is not None:
+        grad_weight = _weight_gradient(grad, rows, offsets, tokens, ctx.implementation)
+    return grad_rows, grad_weight, None, None, None, None
 
 
 _multiply = define_operator(
-    "grouped_matmul", _run, fake=_fake, count_flops=_count_flops, autograd=Autograd(_save, _differentiate)
+    "grouped_matmul",
+    _run,
+    fake=_fake,
+    count_flops=_count_flops,
+    autograd=Autograd(_save, _differentiate),
+    tensors=slice(5),
 )
 _weight_gradient = define_operator(
     "grouped_matmul_weight_gradient",
     _run_weight_gradient,
     fake=_fake_weight_gradient,
     count_flops=_count_gradient_flops,
+    tensors=slice(4),
 )
 
 
-def _require(rows: Tensor, weight: Tensor, offsets: Tensor) -> None:
+def _require_tokens(operator: str, tokens: Tensor | None, rows: Tensor) -> None:
+    """ValueError for tokens that are not int32 [n], on the rows' device."""
+    if tokens is not None and (tokens.dtype != torch.int32 or tokens.dim() != 1 or tokens.device != rows.device):
+        raise ValueError(
+            f"{operator}: tokens is torch.int32 [n] on {rows.device}, not {tokens.dtype} {list(tokens.shape)} on "
+            f"{tokens.device}"
+        )
+
+
+def require_operands(operator: str, rows: Tensor, weight: Tensor, offsets: Tensor) -> None:
+    """ValueError unless a grouped product has these operands."""
     if rows.dim() != 2 or weight.dim() != 3 or rows.shape[1] != weight.shape[2]:
         raise ValueError(
-            f"grouped_matmul takes rows [n, a] and weight [experts, b, a], not {list(rows.shape)} and "
-            f"{list(weight.shape)}"
+            f"{operator} takes rows [n, a] and weight [experts, b, a], not {list(rows.shape)} and {list(weight.shape)}"
         )
-    _require_alike("grouped_matmul", ("rows", rows), ("weight", weight), offsets)
+    _require_alike(operator, ("rows", rows), ("weight", weight), offsets)
     if offsets.shape != (weight.shape[0] + 1,):
         raise ValueError(
-            f"grouped_matmul: offsets for {weight.shape[0]} experts is [{weight.shape[0] + 1}], not "
-            f"{list(offsets.shape)}"
+            f"{operator}: offsets for {weight.shape[0]} experts is [{weight.shape[0] + 1}], not {list(offsets.shape)}"
         )
 
 

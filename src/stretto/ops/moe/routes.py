@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes rows from their tokens' ranks to their experts' ranks and back, as many as there are.
+"""Takes tokens from their ranks to their experts' ranks and back, as many as there are, by the library's all-to-alls.
+
+A token is sent once to each rank that has experts of it, however many of them: a *pair* of a token and a rank. What a
+rank receives are its *places*; `index_places` finds the row of each of their choices. A rank sums a place's rows, and
+sends one row back.
 
 Collectives that follow each other nest: what `make` of the last one computes includes the ones before it. A caller that
 keeps its result (`wrap_collective`) then skips them all.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.ops import operator
+from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
+from stretto.ops.moe.permutation import invert, sort_by_expert, sum_copies
 from stretto.ops.operator import find_name
 
 T = TypeVar("T")
@@ -29,12 +36,76 @@ CollectiveWrapper = Callable[[str, Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
-class Route:
+class PlaceIndex:
+    """The rows of this rank's experts, sorted by expert, then by place.
+
+    slots: int64 [n], the copy (place * k + slot) of each row. positions: int64 [places, k], the row of each copy.
+    is_here: bool [places, k], whether this rank has the copy's expert. offsets: int32 [local experts + 1].
+    """
+
+    slots: Tensor
+    positions: Tensor
+    is_here: Tensor
+    offsets: Tensor
+
+    def places(self) -> Tensor:
+        """The place of each row, int64 [n]."""
+        return self.slots // self.positions.shape[1]
+
+
+class Route(ABC):
+    """The way of a call's tokens to their experts' ranks, and back.
+
+    index: of this rank's rows. weights: those of the places' choices, [places, k], if they were sent with the route.
+    """
+
+    index: PlaceIndex
+    weights: Tensor | None
+
+    @abstractmethod
+    def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
+        """Send what `make` returns for this rank's tokens, [t, .], to their experts' ranks: [places, .] of all."""
+
+    @abstractmethod
+    def give_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
+        """Sum what `make` returns for places, [places, .], over the ranks: [t, .], added in fp32 and rounded once."""
+
+    def sum_back(
+        self, make: Callable[[], Tensor], weights: Tensor | None, wrap_collective: CollectiveWrapper
+    ) -> Tensor:
+        """Sum the rows that `make` returns, [n, .], times weights [places, k], by place, and give the sums back."""
+        index = self.index
+        return self.give_back(lambda: sum_copies(make(), index.positions, weights, index.is_here), wrap_collective)
+
+    def give_choices_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
+        """Return the rows that `make` returns, [n, .], one a choice: [t * k, .], in the order of `choices`."""
+        raise NotImplementedError
+
+    @property
+    def choices(self) -> Tensor:
+        """The position of each of this rank's choices in what `give_choices_back` returns: int64 [t, k]."""
+        raise NotImplementedError
+
+    def fill_padding(self, rows: Tensor) -> Tensor:
+        """The rows [n, .], with what rows of padding have, if there are any."""
+        return rows
+
+
+def index_places(experts: Tensor, local: int, rows: int) -> PlaceIndex:
+    """Sort the copies of places by expert: experts int32 [places, k], of which `local` stands for none.
+
+    rows: the number of copies with an expert.
+    """
+    order = sort_by_expert(experts, local)
+    return PlaceIndex(order.slots[:rows], order.positions.clamp(max=max(rows - 1, 0)), experts < local, order.offsets)
+
+
+@dataclass(frozen=True)
+class Exchange:
     """An all-to-all over `group`, then an all-gather over `gather_group`; each None where it has one rank.
 
     sends, receives: rows to and from each rank of the group. longest: the most rows that a rank of gather_group
-    receives, as many as each has in the gathered buffer. places: int64 [n], where rows sorted by expert lie in that
-    buffer, and rows: int64, the row of each place; both None where the orders are one.
+    receives, as many as each has in the gathered buffer.
     """
 
     group: dist.ProcessGroup | None
@@ -42,108 +113,157 @@ class Route:
     sends: list[int]
     receives: list[int]
     longest: int
-    places: Tensor | None
-    rows: Tensor | None
 
-    def forward(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
-        """Take the rows that `make` returns, [sum(sends), h], to experts' ranks: [n, h], sorted by expert."""
+    def send(
+        self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper, padding: int | None = None
+    ) -> Tensor:
+        """Send the rows that `make` returns, [sum(sends), .], to their ranks. padding: None if it is never read."""
 
         def exchange() -> Tensor:
             if self.group is None:
-                return _pad(make(), self.longest)
+                return self._exchange(make(), None, None, self.longest, padding)
             received: Tensor = wrap_collective(
-                "all_to_all", lambda: self._exchange(make(), self.sends, self.receives, self.longest)
+                "all_to_all", lambda: self._exchange(make(), self.sends, self.receives, self.longest, padding)
             )
             return received
 
         gather_group = self.gather_group
         if gather_group is None:
-            received = exchange()
-        else:
-            received = wrap_collective("all_gather", lambda: gather_rows(exchange(), gather_group))
-        return received if self.places is None else received.index_select(0, self.places)
+            return exchange()
+        gathered: Tensor = wrap_collective("all_gather", lambda: gather_rows(exchange(), gather_group))
+        return gathered
 
-    def backward(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
-        """Take the rows that `make` returns, [n, h], back: [sum(sends), h], after a sum over gather_group."""
-
-        def sort() -> Tensor:
-            return make() if self.rows is None else make().index_select(0, self.rows)
-
+    def give_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
+        """Take rows that `make` returns for those of `send`, back: [sum(sends), .], summed over gather_group."""
         gather_group = self.gather_group
 
         def scatter() -> Tensor:
             if gather_group is None:
-                return sort()
-            own: Tensor = wrap_collective("reduce_scatter", lambda: scatter_sum(sort(), gather_group))
+                return make()
+            own: Tensor = wrap_collective("reduce_scatter", lambda: scatter_sum(make(), gather_group))
             return own[: sum(self.receives)]
 
         if self.group is None:
             return scatter()
         returned: Tensor = wrap_collective(
-            "all_to_all", lambda: self._exchange(scatter(), self.receives, self.sends, sum(self.sends))
+            "all_to_all", lambda: self._exchange(scatter(), self.receives, self.sends, sum(self.sends), None)
         )
         return returned
 
-    def _exchange(self, rows: Tensor, sends: list[int], receives: list[int], length: int) -> Tensor:
-        """All-to-all of rows into the first of `length` rows."""
-        received = rows.new_empty(length, rows.shape[1])
-        dist.all_to_all_single(received[: sum(receives)], rows.contiguous(), receives, sends, group=self.group)
+    def _exchange(
+        self, rows: Tensor, sends: list[int] | None, receives: list[int] | None, length: int, padding: int | None
+    ) -> Tensor:
+        """All-to-all of rows, or a copy without a group, into the first of `length` rows."""
+        shape = length, rows.shape[1]
+        received = rows.new_empty(shape) if padding is None else rows.new_full(shape, padding)
+        if sends is None or receives is None:
+            received[: len(rows)] = rows
+        else:
+            dist.all_to_all_single(received[: sum(receives)], rows.contiguous(), receives, sends, group=self.group)
         return received
+
+
+@dataclass(frozen=True)
+class ExactRoute(Route):
+    """As many rows as there are.
+
+    of_pairs, of_choices: the exchanges of a row for each of them. choice_totals: choices of the tokens that each rank
+    of gather_group receives.
+    """
+
+    pairs: Pairs
+    index: PlaceIndex
+    of_pairs: Exchange
+    of_choices: Exchange
+    choice_totals: list[int]
+    weights: Tensor | None
+
+    def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
+        """Send a row of each pair: see `Route`."""
+        tokens = self.pairs.tokens[: sum(self.of_pairs.sends)]
+        return self.of_pairs.send(lambda: make().index_select(0, tokens), wrap_collective)
+
+    def give_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
+        """Return a row of each pair, and sum each token's in the order of ranks."""
+        returned = self.of_pairs.give_back(make, wrap_collective)
+        return sum_copies(returned, self.pairs.numbers, is_valid=self.pairs.is_pair)
+
+    def give_choices_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
+        """Return a row of each choice: see `Route`."""
+        index, longest = self.index, self.of_choices.longest
+
+        def sort() -> Tensor:
+            numbers = index.is_here.reshape(-1).cumsum(0).index_select(0, index.slots) - 1
+            if self.of_choices.gather_group is None:
+                return make().index_select(0, invert(numbers))
+            gaps = [rank * longest - sum(self.choice_totals[:rank]) for rank in range(len(self.choice_totals))]
+            ranks = index.places() // max(self.of_pairs.longest, 1)
+            numbers = numbers + torch.tensor(gaps, device=numbers.device).index_select(0, ranks)
+            rows = make()
+            return rows.new_zeros(len(gaps) * longest, rows.shape[1]).index_copy_(0, numbers, rows)
+
+        return self.of_choices.give_back(sort, wrap_collective)
+
+    @property
+    def choices(self) -> Tensor:
+        """The choices' order by rank."""
+        return self.pairs.order_choices()
 
 
 def find_route(
-    counts: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
     group: dist.ProcessGroup | None,
     gather_group: dist.ProcessGroup | None,
     wrap_collective: CollectiveWrapper,
-) -> tuple[Route, Tensor]:
-    """(the route of this call, offsets of its rows), from the copies of this rank's tokens for each expert [experts].
+    topk_weights: Tensor | None = None,
+) -> ExactRoute:
+    """The route of this call. All ranks' counts are exchanged, and the host reads them once; then pairs' experts are.
 
-    All ranks' counts are exchanged, and the host reads them once.
+    topk_weights: sent with the experts. ValueError for ids that are no experts.
     """
-    shared = counts.view(1 if group is None else group.size(), -1)  # [expert's rank, its experts]
+    world = 1 if group is None else group.size()
+    pairs = find_pairs(topk_ids, topk_weights, num_experts, world)
 
     def exchange() -> Tensor:
-        """Counts [source rank, this rank's experts]."""
-        received = torch.empty_like(shared)
-        dist.all_to_all_single(received, shared, group=group)
+        """Counts [source rank, 2]: of pairs and of choices."""
+        received = torch.empty_like(pairs.counts)
+        dist.all_to_all_single(received, pairs.counts, group=group)
         return received
 
     def gather(gather_group: dist.ProcessGroup) -> Tensor:
-        """Counts [rank of gather_group, source rank, expert]."""
-        received = shared if group is None else wrap_collective("all_to_all", exchange)
-        return gather_rows(received.reshape(1, -1), gather_group).view(-1, *received.shape)
+        """Counts [rank of gather_group, source rank * 2]."""
+        received = pairs.counts if group is None else wrap_collective("all_to_all", exchange)
+        return gather_rows(received.reshape(1, -1), gather_group)
 
-    def read(received: Tensor) -> tuple[Tensor, Tensor]:
-        """Received counts on the device; and on the host, after rows to send by rank."""
-        return received, torch.cat((shared.sum(1), received.reshape(-1))).cpu()
+    def read(received: Tensor) -> tuple[Tensor]:
+        """The counts on the host: of what is sent, then of what each rank of gather_group receives."""
+        return (torch.cat((pairs.counts.reshape(-1), received.reshape(-1))).cpu(),)
 
     if gather_group is None:
-        received, on_host = wrap_collective("all_to_all", lambda: read(exchange()[None]))
+        (on_host,) = wrap_collective("all_to_all", lambda: read(exchange()))
     else:
-        received, on_host = wrap_collective("all_gather", lambda: read(gather(gather_group)))
-    sends, known = on_host[: shared.shape[0]].tolist(), on_host[shared.shape[0] :].view(received.shape)
-    own = known[0 if gather_group is None else gather_group.rank()]
-    longest = int(known.sum((1, 2)).max())
-    places = rows = None
-    if known.shape[0] > 1 or min(known.shape[1:]) > 1:
-        places, rows = _sort_by_expert(received, longest, int(known.sum()))
-    offsets = torch.zeros(received.shape[2] + 1, dtype=torch.int32, device=received.device)
-    torch.cumsum(received.sum((0, 1)), 0, dtype=torch.int32, out=offsets[1:])
-    return Route(group, gather_group, sends, own.sum(1).tolist(), longest, places, rows), offsets
+        (on_host,) = wrap_collective("all_gather", lambda: read(gather(gather_group)))
+    (sends, choice_sends), *known = (one.t().tolist() for one in on_host.view(-1, world, 2))
+    require_experts(topk_ids, sum(choice_sends), num_experts)
+    receives, choice_receives = known[0 if gather_group is None else gather_group.rank()]
+    totals, choice_totals = ([sum(one[which]) for one in known] for which in (0, 1))
+    of_pairs = Exchange(group, gather_group, sends, receives, max(totals))
+    of_choices = Exchange(group, gather_group, choice_sends, choice_receives, max(choice_totals))
+    local = num_experts // world
+    words = of_pairs.send(lambda: pairs.words[: sum(sends)], wrap_collective, padding=local)
+    experts, weights = unpack_words(words, topk_weights)
+    index = index_places(experts, local, sum(choice_totals))
+    return ExactRoute(pairs, index, of_pairs, of_choices, choice_totals, weights)
 
 
-def _sort_by_expert(counts: Tensor, longest: int, total: int) -> tuple[Tensor, Tensor]:
-    """(places, rows) of `Route`, from counts [rank of gather_group, source rank, expert] of `total` rows."""
-    flat = counts.flatten(1)
-    first = torch.arange(len(flat), device=counts.device)[:, None] * longest
-    starts = (flat.cumsum(1) - flat + first).view_as(counts)  # of each run of rows in the buffer
-    lengths, starts = (one.permute(2, 0, 1).reshape(-1) for one in (counts, starts))
-    before = lengths.cumsum(0) - lengths
-    numbers = torch.arange(total, device=counts.device)
-    places = numbers + torch.repeat_interleave(starts - before, lengths, output_size=total)
-    # Slots without a row get the first row's index; these slots are never read.
-    return places, numbers.new_zeros(len(flat) * longest).scatter_(0, places, numbers)
+def require_experts(topk_ids: Tensor, number: int, num_experts: int) -> None:
+    """ValueError unless so many ids are all of topk_ids; on CPUs it was checked before."""
+    if number != topk_ids.numel():
+        raise ValueError(
+            f"dispatch: {topk_ids.numel() - number} of topk_ids are no experts: they are numbered 0 to "
+            f"{num_experts - 1}"
+        )
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -155,8 +275,3 @@ def scatter_sum(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter rows [ranks * n, h] to [n, h]: on CPUs added in fp32 in rank order, on GPUs by NCCL."""
     scatter = operator.scatter_sum if rows.device.type == "cpu" else operator.reduce_scatter
     return scatter(rows.contiguous(), find_name(group))
-
-
-def _pad(rows: Tensor, length: int) -> Tensor:
-    missing = length - rows.shape[0]
-    return rows if missing == 0 else torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))

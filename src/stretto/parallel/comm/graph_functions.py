@@ -32,6 +32,11 @@ _calls: "WeakValueDictionary[int, _GraphCall]" = WeakValueDictionary()
 _numbers = itertools.count(1)  # float64 holds them exactly
 
 
+def current_stream(device: torch.device) -> int | None:
+    """The CUDA stream on which work is enqueued now; None on other devices."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
 class GraphFunction:
     """An autograd function of a module that compiled graphs call as one operator.
 
@@ -58,16 +63,19 @@ class GraphFunction:
         self.follow(*weights)
 
     def follow(self, *weights: Tensor | None) -> None:
-        """Take these weights from now on: a conversion has replaced them, or they were frozen or unfrozen."""
+        """Take these weights from now on: a conversion has replaced them, they were frozen or unfrozen, or the stream
+        has changed: what autograd accumulates in a weight, it does on the stream on which its node was made."""
+        self.key = torch.empty(0)  # frees the weights' nodes, which this may be all that keeps
         self.weights = tuple(weight for weight in weights if weight is not None)
         self._needs = [weight.requires_grad for weight in self.weights]
+        self._stream = current_stream(self.weights[0].device) if self.weights else None
         with torch.inference_mode(False), torch.enable_grad():
-            self.key: Tensor = _WeightKey.apply(float(self._number), *weights)
+            self.key = _WeightKey.apply(float(self._number), *weights)
 
-    @property
-    def is_outdated(self) -> bool:
-        """True if a weight was frozen or unfrozen since it was taken."""
-        return self._needs != [weight.requires_grad for weight in self.weights]
+    def is_outdated(self, stream: int | None) -> bool:
+        """True if a weight was frozen or unfrozen since it was taken, or taken on another stream than this."""
+        changed = self._needs != [weight.requires_grad for weight in self.weights]
+        return changed or (bool(self.weights) and self._stream != stream)
 
     def __call__(self, shape: Sequence[int], x: Tensor, *others: Tensor) -> Tensor:
         """Call the function, which returns a tensor of this shape, in the graph that is being traced."""

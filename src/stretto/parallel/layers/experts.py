@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from stretto.axes import EXPERT
+from stretto.execution import ExpertReduce
+from stretto.huggingface.experts import ExpertsKind
 from stretto.ops.moe import combine, dispatch, gated_activation, grouped_matmul, grouped_weight_gradient
-from stretto.parallel.comm.autograd import is_asked_for, sum_gradient
+from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient
 from stretto.parallel.comm.collectives import Pending, all_reduce, collective, own, start_all_reduce
 from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.comm.kept_outputs import is_given_back, keep_output
@@ -50,6 +52,7 @@ class ExpertProduct:
 
     output_reduce_group sums the output, input_grad_reduce_group the gradient of the rows (None: nothing does). feeds:
     as what recomputation keeps what the output is sent for, so that it is not made again; None if it is needed.
+    is_transposed: the parameter is [experts, in, out].
     """
 
     shard: WeightShard
@@ -58,6 +61,11 @@ class ExpertProduct:
     keeps_weights: bool
     hides_all_reduce: bool
     feeds: str | None = None
+    is_transposed: bool = False
+
+    def orient(self, parameter: Tensor) -> Tensor:
+        """The weight [experts here, out, in], of a parameter or a gathered one."""
+        return parameter.transpose(1, 2) if self.is_transposed else parameter
 
     def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         """The output, summed over ranks. If it will not be read, its values are arbitrary."""
@@ -82,7 +90,8 @@ class ExpertProduct:
             deferred.append(make)
 
     def _reduce_weight_gradient(self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, offsets: Tensor) -> None:
-        self.shard.start_reduction(parameter, grouped_weight_gradient(gradient, rows, offsets))
+        operands = (rows, gradient) if self.is_transposed else (gradient, rows)
+        self.shard.start_reduction(parameter, grouped_weight_gradient(*operands, offsets))
 
 
 class _Multiply(torch.autograd.Function):
@@ -90,7 +99,7 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, parameter: Tensor, offsets: Tensor, plan: ExpertProduct) -> Tensor:
-        weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions)).rows
+        weight = plan.orient(plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions)).rows)
         ctx.plan, ctx.parameter = plan, parameter
         ctx.save_for_backward(rows, offsets, weight if plan.keeps_weights else None)
         return plan.multiply(rows, weight, offsets)
@@ -102,7 +111,7 @@ class _Multiply(torch.autograd.Function):
         rows, offsets, weight = ctx.saved_tensors
         gradient, pending = gradient.contiguous(), None
         if ctx.needs_input_grad[0]:
-            weight = plan.shard.gather(ctx.parameter).rows if weight is None else weight
+            weight = plan.orient(plan.shard.gather(ctx.parameter).rows) if weight is None else weight
             grad_rows = grouped_matmul(gradient, weight.transpose(1, 2), offsets)
             group = plan.input_grad_reduce_group
             pending = Pending(grad_rows) if group is None else start_all_reduce(grad_rows, group)
@@ -111,6 +120,30 @@ class _Multiply(torch.autograd.Function):
         if is_asked_for(ctx, 1):
             plan.make_weight_gradient(ctx.parameter, rows, gradient, offsets)
         return None if pending is None else pending.wait(), None, None, None
+
+
+class _AddBias(torch.autograd.Function):
+    """rows [n, out] + bias [experts here, out], each row's expert's. The bias's gradient is a product with ones, whose
+    sums are of one order; so every rank that has the same rows has it whole, whether it `adds` or not."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, offsets: Tensor, adds: bool) -> Tensor:
+        ctx.save_for_backward(offsets)
+        if not adds:
+            return rows.view_as(rows)
+        numbers = torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype)
+        experts = torch.searchsorted(offsets[1:], numbers, right=True).clamp_(max=bias.shape[0] - 1)  # padding too
+        return rows + bias[experts]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (offsets,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None, None
+        ones = gradient.new_ones(gradient.shape[0], 16)  # rows of 16 bytes at least, which grouped GEMMs take
+        return gradient, grouped_weight_gradient(gradient, ones, offsets)[..., 0], None, None
 
 
 @dataclass(frozen=True)
@@ -150,7 +183,7 @@ class ExpertsPlan:
     """The placement of one module's experts, and the routing of tokens.
 
     group: the ranks that divide the experts; None for one rank. over_y: the grid's group. checks_features: whether x
-    or y have several ranks. max_rows: of `stretto.ops.moe.dispatch`.
+    or y have several ranks. max_rows, reduce: of `stretto.ops.moe.dispatch`. is_first_of_x: this rank is x's first.
     """
 
     name: str
@@ -159,10 +192,18 @@ class ExpertsPlan:
     over_y: dist.ProcessGroup | None
     checks_features: bool
     max_rows: int | None
+    reduce: ExpertReduce
+    is_first_of_x: bool
+
+    @property
+    def adds_bias(self) -> bool:
+        """True if the second product's bias is added here: only one of the ranks whose products are summed later."""
+        is_part = self.flow.gather_over is not None or self.flow.sum_tokens_over is not None
+        return self.is_first_of_x or not is_part
 
     def kept_of_output(self) -> str | None:
         """As what recomputation keeps the first thing that `combine` sends; None if it needs the rows themselves."""
-        if self.max_rows is not None:
+        if self.reduce == "rank":
             return None
         if self.group is not None:
             return _KEPT_AS["all_to_all"]
@@ -180,17 +221,22 @@ class ParallelExperts(ShardedModule):
     def __init__(
         self,
         module: nn.Module,
+        kind: ExpertsKind,
         parameters: Mapping[str, nn.Parameter],
         plan: ExpertsPlan,
         products: Mapping[str, ExpertProduct],
     ) -> None:
-        """parameters, products: of the first product and the second, by the names of the parameters."""
+        """products: the first and the second, by the names of their weights in `parameters`."""
         self._up, self._down = products
-        super().__init__(gradients := products[self._up].shard.gradients)
+        gradients = products[self._up].shard.gradients
+        super().__init__(gradients)
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
+        self._bias_scales = {name: gradients.forward_scale(parameters[name]) for name in parameters if "bias" in name}
         self.num_experts: int = parameters[self._up].shape[0]
-        self.act_fn: Callable[[Tensor], Tensor] = module.act_fn  # type: ignore[assignment]
+        act: Callable[[Tensor], Tensor] = kind.own_gate(module) if kind.has_own_gate else module.act_fn  # type: ignore[assignment]
+        is_plain = kind.is_gated and not kind.has_own_gate
+        self._activate = partial(gated_activation, activation=act) if is_plain else act
         self.plan = plan
         self.products = dict(products)
         self.in_graphs: GraphCode = GraphCode(
@@ -206,21 +252,22 @@ class ParallelExperts(ShardedModule):
         up, down = (local(self.get_parameter(name)) for name in (self._up, self._down))
         x, ids = hidden.to(up.dtype).flatten(0, -2), self._known(top_k_index)
         found = dispatch(x, ids, self.num_experts, max_rows=self.plan.max_rows)
-        inner = self._activate(grouped_matmul(found.rows, up, found.offsets))
-        y = combine(grouped_matmul(inner, down, found.offsets), found.handle, top_k_weights)
+        inner = grouped_matmul(found.rows, self.products[self._up].orient(up), found.offsets)
+        biases = self._biases()
+        inner = self._activate(self._add_bias(self._up, inner, found.offsets, biases))
+        rows = grouped_matmul(inner, self.products[self._down].orient(down), found.offsets)
+        y = combine(self._add_bias(self._down, rows, found.offsets, biases), found.handle, top_k_weights)
         return y.view(hidden.shape)
 
     def _forward_on_grid(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self.plan.checks_features:
             check_features(hidden, "y", self.plan.name)
         x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
-        if torch.compiler.is_compiling():
-            y = self.in_graphs(x.shape, x, top_k_weights, top_k_index)
-        else:
-            y = self._send_and_compute(x, top_k_weights, top_k_index)
+        run = partial(self.in_graphs, x.shape) if torch.compiler.is_compiling() else self._send_and_compute
+        y = run(x, top_k_weights, top_k_index, *self._biases())
         return note_features(y.view(hidden.shape), "y")
 
-    def _send_and_compute(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def _send_and_compute(self, x: Tensor, weights: Tensor, ids: Tensor, *biases: Tensor) -> Tensor:
         """The output [t, h / y], as the plan says where tokens go."""
         plan, flow = self.plan, self.plan.flow
         if plan.group is not None and plan.max_rows is None and x.is_cuda:
@@ -241,13 +288,15 @@ class ParallelExperts(ShardedModule):
             ids,
             self.num_experts,
             plan.group,
+            topk_weights=weights,
             max_rows=limit,
             gather_group=gather_over,
+            reduce=plan.reduce,
             wrap_collective=_wrap_collective,
         )
-        inner = self._activate(self._multiply(self._up, found.rows, found.offsets))
+        inner = self._activate(self._multiply(self._up, found.rows, found.offsets, biases))
         y = combine(
-            self._multiply(self._down, inner, found.offsets),
+            self._multiply(self._down, inner, found.offsets, biases),
             found.handle,
             weights,
             plan.group,
@@ -259,12 +308,22 @@ class ParallelExperts(ShardedModule):
             y = _SumTokens.apply(y, flow.sum_tokens_over)
         return y
 
-    def _multiply(self, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
+    def _multiply(self, name: str, rows: Tensor, offsets: Tensor, biases: Sequence[Tensor]) -> Tensor:
         output: Tensor = _Multiply.apply(rows, self.get_parameter(name), offsets, self.products[name])
-        return output
+        return self._add_bias(name, output, offsets, biases)
 
-    def _activate(self, inner: Tensor) -> Tensor:
-        return gated_activation(inner, self.act_fn) if self._up == "gate_up_proj" else self.act_fn(inner)
+    def _biases(self) -> tuple[Tensor, ...]:
+        """This rank's parts of the biases, of the first product and the second; none if they have none."""
+        scales = self._bias_scales.items()
+        return tuple(scale_gradient(local(self.get_parameter(name)), scale) for name, scale in scales)
+
+    def _add_bias(self, name: str, rows: Tensor, offsets: Tensor, biases: Sequence[Tensor]) -> Tensor:
+        """The product with its bias, if it has one, which ranks of x that sum their parts of a product add once."""
+        if f"{name}_bias" not in self._bias_scales:
+            return rows
+        bias = biases[list(self._bias_scales).index(f"{name}_bias")].to(rows.dtype)
+        output: Tensor = _AddBias.apply(rows, bias, offsets, name == self._up or self.plan.adds_bias)
+        return output
 
     def _known(self, ids: Tensor) -> Tensor:
         """The choices, with those that were dropped, whose weights are 0, divided evenly among the experts."""

@@ -22,6 +22,7 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.meta import copy_to_meta
 from stretto.parallel.pipeline.stages import ModelPart, ModelStages, PassedOver, make_tie_group
 from stretto.parallel.roles.plan import ShardingPlan
+from stretto.parallel.state import BlockPlan
 from stretto.schedules import partition
 from stretto.suggestions import did_you_mean
 
@@ -452,7 +453,7 @@ def _wrapped(
     return torch.compiler.disable(run, recursive=False)
 
 
-def restrict_plan(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+def restrict_plan(plan: ShardingPlan | BlockPlan, model: nn.Module) -> ShardingPlan | BlockPlan:
     """The plan without what other ranks have."""
     modules = {name for name, module in model.named_modules(remove_duplicate=False) if not isinstance(module, PassedBy)}
     away = [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, PassedBy)]
@@ -460,6 +461,8 @@ def restrict_plan(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     def is_here(name: str) -> bool:
         return name in modules and not any(f"{name}.".startswith(f"{other}.") for other in away)
 
+    if isinstance(plan, BlockPlan):
+        return replace(plan, experts={name: kind for name, kind in plan.experts.items() if is_here(name)})
     return replace(
         plan,
         roles={name: role for name, role in plan.roles.items() if is_here(name)},

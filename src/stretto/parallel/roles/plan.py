@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, LOSS, REPLICAS, axes_of, group_sizes, layout_sizes
+from stretto.huggingface.experts import ExpertsKind
 from stretto.huggingface.formulas import NormKind
 from stretto.parallel.layout import Split
 from stretto.suggestions import name_known
@@ -33,8 +34,8 @@ KINDS = {
     "gathered": "any module that takes and makes hidden features: z shards its parameters, which are gathered for its "
     "forward pass, and all ranks of x and y compute it whole (experts, say)",
     "experts": "experts(hidden [t, h], top_k_index [t, k], top_k_weights [t, k]) -> [t, h], with the parameters "
-    "gate_up_proj [E, 2F, h] (gate first; up_proj [E, F, h] without gates) and down_proj [E, h, F]: expert divides the "
-    "E experts, x splits F, y splits h",
+    "gate_up_proj [E, 2F, h] (up_proj [E, F, h] without gates) and down_proj [E, h, F], or all of them [E, in, out], "
+    "and perhaps their biases: expert divides the E experts, x splits F, y splits h",
     "router": "any module that reads whole hidden features, and that all ranks of x and y compute alike: what chooses "
     "a token's experts, or a linear that makes the one number by which a shared expert is scaled",
     "inner_parameter": "parameter of a module's own, between a colwise and a rowwise linear: x splits its dim 0 (one "
@@ -133,9 +134,10 @@ class ShardingPlan:
     `local_attributes`: the axis that divides each, by name; None for one that all ranks keep as it is. `plain`: what is
     not replaced. `of_own_plan`: the submodules whose roles come with the model, whose code works on a rank's part.
     `is_pretrained`: it is a transformers model. `linears`: its submodules that compute a linear without being
-    nn.Linear; `transposed`: those whose weight is [in, out]. `norms` and `scales`: the formulas of norms, and what
-    embeddings multiply their rows by, by name. `sharded_blocks`: of a transformers model with sequence sharding, the
-    blocks between whose ends a rank of x has a part of the tokens; () if there are none, or all modules see a part.
+    nn.Linear; `transposed`: those whose weight is [in, out]. `norms`, `experts` and `scales`: the formulas of norms
+    and experts, and what embeddings multiply their rows by, by name. `sharded_blocks`: of a transformers model with
+    sequence sharding, the blocks between whose ends a rank of x has a part of the tokens; () if there are none, or all
+    modules see a part.
     """
 
     roles: dict[str, Role]
@@ -146,6 +148,7 @@ class ShardingPlan:
     linears: frozenset[str] = frozenset()
     transposed: frozenset[str] = frozenset()
     norms: Mapping[str, NormKind] = field(default_factory=dict)
+    experts: Mapping[str, ExpertsKind] = field(default_factory=dict)
     scales: Mapping[str, float] = field(default_factory=dict)
     sharded_blocks: tuple[str, ...] = ()
 
@@ -214,24 +217,27 @@ def gathered_sharding(parameter: nn.Parameter, sizes: Mapping[str, int]) -> Para
     return ParameterSharding((), (LOSS,))
 
 
-EXPERTS_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
-"""The parameters of a module with the role "experts": one of the first two, and the last."""
-
-
-def experts_sharding(part: str, shape: Sequence[int], sizes: Mapping[str, Any]) -> ParameterSharding:
-    """Shards one of EXPERTS_PARAMETERS, whose whole shape this is, of a module with the role "experts".
+def experts_sharding(part: str, shape: Sequence[int], sizes: Mapping[str, Any], kind: ExpertsKind) -> ParameterSharding:
+    """Shards the parameter `part`, whose whole shape this is, of a module with the role "experts".
 
     Weights are gathered over the last split's axis, along its dim: by experts if that divides those of a rank, else by
     their rows, if it divides these. Without expert, the axes are those of all weights.
     """
     ranks = layout_sizes(sizes)
-    inner, outer = (2, 1) if part == "down_proj" else (1, 2)
-    folds = sizes.get("expert_tensor") == "fold"
-    cut = () if folds else (Split(inner, "x", 2 if part == "gate_up_proj" else 1),)
+    is_down, folds, is_divided = part.startswith("down_proj"), sizes.get("expert_tensor") == "fold", ranks[EXPERT] > 1
+    segments = 2 if kind.is_gated and not (is_down or kind.is_interleaved) else 1
+    if part.endswith("_bias"):
+        of_output = (Split(1, "y"),) if is_down else () if folds else (Split(1, "x", segments),)
+        if not is_divided:
+            return ParameterSharding(of_output, (LOSS,))
+        others = (axis for axis in axes_of(LOSS) if axis not in ("data", "z"))
+        return ParameterSharding((Split(0, EXPERT), *of_output), (EXPERT_DATA, *others, EXPERT_Z))
+    inner, outer = (2, 1) if is_down != kind.is_transposed else (1, 2)
+    cut = () if folds else (Split(inner, "x", segments),)
     splits = (Split(0, EXPERT), *cut, Split(outer, "y"))
     here = [shape[dim] // prod(ranks[split.axis] for split in splits if split.dim == dim) for dim in (0, 1)]
     by_rows = here[0] % ranks[EXPERT_Z] != 0 and here[1] % ranks[EXPERT_Z] == 0
-    if ranks[EXPERT] > 1:
+    if is_divided:
         sums = (EXPERT_DATA, *(axis for axis in axes_of(REPLICAS) if axis != "data"))
         return ParameterSharding((*splits, Split(int(by_rows), EXPERT_Z)), sums, is_weight=True)
     return ParameterSharding((*splits[1:], Split(int(by_rows), "z")), (REPLICAS,), is_weight=True)

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes
-from stretto.huggingface.formulas import UnknownRolesError, check_experts, check_loss, embedding_scale, norm_kind
+from stretto.huggingface.experts import ExpertsKind, experts_kind
+from stretto.huggingface.formulas import UnknownRolesError, check_loss, embedding_scale, norm_kind
 from stretto.huggingface.refusals import refusal_of_sharded_sequence
 from stretto.huggingface.roles import refuse_alibi, roles_tried
 from stretto.huggingface.sequence import blocks_of
 from stretto.parallel.roles.plan import (
-    EXPERTS_PARAMETERS,
     LINEARS,
     PLAIN,
     PlainPart,
@@ -70,17 +70,18 @@ def _validate(model: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int]) ->
         if len(plan.named(kind)) > 1 and kind != "embedding":
             raise ValueError(f"a model has one {kind}, but these have that role: {', '.join(plan.named(kind))}")
     fitting: dict[str, Role] = {}
+    experts: dict[str, ExpertsKind] = {}
     try:
         for name, role in plan.roles.items():
             if role.role == "experts":
-                _check_experts(name, modules[name], sizes)
+                experts[name] = check_experts(model, name, sizes)
             else:
                 _check_module(name, modules[name], plan, sizes, hidden)
             fitting[name] = role
     except ValueError:
         _find_formulas(modules, replace(plan, roles=fitting))  # an unknown one counts first: blocks take any size
         raise
-    plan = _find_formulas(modules, plan)
+    plan = replace(_find_formulas(modules, plan), experts=experts)
     if sizes.expert > 1 and not plan.named("experts"):
         raise ValueError(
             f"expert is {sizes.expert}, but no submodule of {type(model).__name__} has the role 'experts': give one "
@@ -122,8 +123,6 @@ def _find_formulas(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> Shar
             case "embedding":
                 assert isinstance(module, nn.Embedding)
                 scales[name] = embedding_scale(module, name)
-            case "experts":
-                check_experts(module, name)
     return replace(plan, norms=norms, scales=scales)
 
 
@@ -213,28 +212,17 @@ def _check_module(
             _expect(name, module, role, nn.Dropout)
 
 
-def _check_experts(name: str, module: nn.Module, sizes: GridSizes) -> None:
-    """Raise ValueError for a module without the interface of experts, and for sizes that the grid does not divide."""
-    shapes = {part: tuple(parameter.shape) for part, parameter in module.named_parameters()}
-    up = next((part for part in EXPERTS_PARAMETERS[:-1] if part in shapes), "")
-    if set(shapes) != {up, "down_proj"} or any(len(shape) != 3 for shape in shapes.values()):
-        raise UnknownRolesError(
-            f"{name} ({type(module).__name__}) has the parameters {', '.join(sorted(shapes)) or 'none'}, but a module "
-            "with the role 'experts' has down_proj [E, h, F] and either gate_up_proj [E, 2F, h] or up_proj [E, F, h]"
-        )
-    experts, hidden, inner = shapes["down_proj"]
-    segments = 2 if up == "gate_up_proj" else 1
-    if shapes[up] != (experts, segments * inner, hidden) or getattr(module, "num_experts", None) != experts:
-        raise UnknownRolesError(
-            f"{name}: {up} is {list(shapes[up])} and down_proj {list(shapes['down_proj'])} with num_experts="
-            f"{getattr(module, 'num_experts', None)}, but the role 'experts' takes {up} "
-            f"[E, {'2F' if segments == 2 else 'F'}, h] and down_proj [E, h, F]"
-        )
-    if not callable(getattr(module, "act_fn", None)):
-        raise UnknownRolesError(f"{name} has the role 'experts', but no act_fn, a function of a tensor")
+def check_experts(model: nn.Module, name: str, sizes: GridSizes) -> ExpertsKind:
+    """What experts compute. Raises ValueError for a module without their interface, and for sizes that the grid does
+    not divide."""
+    kind = experts_kind(model, name)
+    experts, hidden, inner = model.get_parameter(f"{name}.down_proj").shape
+    if kind.is_transposed:
+        hidden, inner = inner, hidden
     check_divides(experts, sizes.expert, "expert", name, "experts")
     check_divides(inner, sizes.expert_x, "x", name, "inner features of an expert")
     check_divides(hidden, sizes["y"], "y", name, "hidden size")
+    return kind
 
 
 def _refuse_functional_dropout(modules: Mapping[str, nn.Module]) -> None:
@@ -354,7 +342,7 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: G
             continue
         for part, parameter in module.named_parameters(recurse=False):
             if role.role == "experts":
-                cut = experts_sharding(part, parameter.shape, sizes.sizes()).on(sizes.sizes())
+                cut = experts_sharding(part, parameter.shape, sizes.sizes(), plan.experts[name]).on(sizes.sizes())
             else:
                 cut = sharding_of(role, part, is_transposed=name in plan.transposed).on(sizes.sizes())
             first, first_cut = of_parameter.setdefault(id(parameter), (f"{name}.{part}", cut))

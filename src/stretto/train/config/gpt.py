@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_vali
 
 from stretto.execution import (
     ExecutionOptions,
+    ExpertReduce,
     Fused,
     Overlap,
     Recomputation,
@@ -88,6 +89,7 @@ class RunConfig(RunOptions):
     reshard: ReshardPolicy = execution_option("reshard")
     drop_duplicates: bool = execution_option("drop_duplicates")
     expert_rows: Annotated[int | None, CanBeNone] = execution_option("expert_rows", ge=1, lt=1 << 40)
+    expert_reduce: ExpertReduce = execution_option("expert_reduce")
     tune_matmuls: bool = execution_option("tune_matmuls")
     fused: Annotated[Fused, CanBeSwitch] = execution_option("fused")
     shard_sequence: bool = execution_option("shard_sequence")

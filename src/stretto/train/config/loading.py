@@ -46,28 +46,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
         values = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, numbers of thousands of digits, deep nesting
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return make_config(_with_policies(values), overrides, source=str(path))
-
-
-_SWITCHES = ("keep_gathered", "gather_once", "accumulate_unsharded", "checkpoint_activations")
-
-
-def _with_policies(values: dict[str, Any]) -> dict[str, Any]:
-    """A run's own configuration, which has all options, with the policies in place of the four switches of before."""
-    train = values.get("train")
-    if not isinstance(train, dict) or not all(isinstance(train.get(name), bool) for name in _SWITCHES):
-        return values
-    kept, weights, gradients, recomputed = (train[name] for name in _SWITCHES)
-    policies = {
-        (False, False): "after_backward" if kept else "after_forward",
-        (True, False): "weights_after_step",
-        (False, True): "gradients_after_step",
-        (True, True): "after_step",
-    }
-    rest = {name: value for name, value in train.items() if name not in _SWITCHES}
-    if recomputed and rest.get("recompute", "none") == "none":
-        rest["recompute"] = "full"
-    return values | {"train": {"reshard": policies[weights, gradients]} | rest}
+    return make_config(values, overrides, source=str(path))
 
 
 def make_config(

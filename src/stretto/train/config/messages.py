@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from stretto.execution import nearest_option
 from stretto.suggestions import did_you_mean
 
 
@@ -37,9 +36,6 @@ def _explain(key: str, detail: ErrorDetails, options: Mapping[str, FieldInfo]) -
             if isinstance(value, Mapping):
                 sections = {known.partition(".")[0] for known in options if "." in known}
                 return f"{key} is an unknown section; did you mean {_nearest(key, sections)}?"
-            section, _, name = key.rpartition(".")
-            if section == "train" and (instead := nearest_option(name, value)):
-                return f"{key} is an unknown option; {section}.{instead[0]}={instead[1]!r} would do"
             return f"{key} is an unknown option; did you mean {_nearest(key, options)}?"
         case "literal_error":
             choices = _choices(field.annotation) if field else []

@@ -155,24 +155,17 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_shape(self) -> "ModelConfig":
-        if self.path is not None:
-            shape = self._shape() | ({} if self.name is None else {"name": self.name})
-            if self.dropout == 0:
-                del shape["dropout"]
-            if shape:
-                others = ", ".join(f"model.{name}={value!r}" for name, value in shape.items())
-                raise ValueError(
-                    f"model.path is {self.path!r}, whose config.json describes the model, and {others} would change "
-                    "it: leave out one of the two (of dropout, model.dropout=0 would do)"
-                )
-            return self
-        if self.name in PUBLIC_MODELS:
+        if self.path is not None or self.name in PUBLIC_MODELS:
             shape = {name: value for name, value in self._shape().items() if (name, value) != ("dropout", 0)}
+            given = f"model.name is {self.name!r}, a public model"
+            if self.path is not None:
+                shape |= {} if self.name is None else {"name": self.name}
+                given = f"model.path is {self.path!r}, whose config.json describes the model"
             if shape:
                 others = ", ".join(f"model.{name}={value!r}" for name, value in shape.items())
                 raise ValueError(
-                    f"model.name is {self.name!r}, a public model, and {others} would change it: leave out one of the "
-                    "two (of dropout, model.dropout=0 would do)"
+                    f"{given}, and {others} would change it: leave out one of the two (of dropout, model.dropout=0 "
+                    "would do)"
                 )
             return self
         missing = [f"model.{name}" for name in ("layers", "hidden", "heads") if getattr(self, name) is None]

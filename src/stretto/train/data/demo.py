@@ -2,12 +2,15 @@
 """A corpus that needs no download: the documentation in Python's standard library."""
 
 import ast
+import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from stretto.atomic_files import create_atomically
+from stretto.train.data.cache import cached_file
 from stretto.train.data.files import reading
 
 MIN_BYTES = 1_000_000
@@ -55,14 +58,24 @@ def demo_corpus() -> str:
 def write_demo_corpus(path: str | Path) -> Path:
     """Write `demo_corpus()` to a file in UTF-8, and make its folder, unless the file is there. Returns the path.
 
-    Several ranks may call it at once: the first one's file stays, since others may read it already.
+    Several ranks may call it at once: the first one's file stays, since others may read it already. The text is kept in
+    the cache folder for this Python, since collecting it takes seconds; without a cache folder it is collected anew.
     """
     path = Path(path)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            create_atomically(path, demo_corpus())
+            create_atomically(path, _cached_corpus())
     return path
+
+
+def _cached_corpus() -> str:
+    python = (sys.version, os.__file__, Path(__file__).read_text())
+    name = f"demo/{hashlib.sha256(repr(python).encode()).hexdigest()[:16]}.txt"
+    try:
+        return cached_file(name, lambda file: file.write(demo_corpus().encode())).read_bytes().decode()
+    except ValueError:  # the cache folder cannot be written to, or there is no corpus, which is raised again
+        return demo_corpus()
 
 
 def _topics(path: Path) -> Iterator[str]:

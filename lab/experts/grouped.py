@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab grouped`: products of experts on one GPU, beside torch's grouped GEMM and a dense one.
+
+Each row is a part of a gated MLP's training step: a product alone, both gradients by rows or by weights, the forward
+pass (rows gathered, two products with the activation between, the weighted sum of a token's rows), or a whole step.
+"gathered" reads the rows by index from the tokens, all else has them contiguous. The dense GEMM has as many FLOPs, with
+one weight for all rows; of whole passes it has the products alone. Activations are the bytes that autograd saves,
+weights aside, beside SonicMoE's formula, 2 d T + 4 T K n bytes in bf16: inputs and the gate and up once (Guo et al.,
+arXiv 2512.14080). With `--cluster` rows are only predicted.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from lab.experts import MODELS, ROUTINGS
+from lab.experts.peers import grouped_mm, torch_experts
+from lab.experts.routing import draw_routing, load_of
+from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
+from stretto.bench.harness import FAILURES, in_one_line, run_ranks
+from stretto.bench.interleaved import TimingEffort, time_interleaved
+from stretto.bench.settings import Needs, Option, require_known
+from stretto.cluster import Cluster
+from stretto.ops import moe
+from stretto.ops.moe.permutation import sort_by_expert
+from stretto.parallel import Grid
+from stretto.planner.compute import Device
+
+PARTS = ("gate and up", "down", "gradients by rows", "gradients by weights", "forward", "step")
+_TINY = (32, 48, 4, 2)
+Results = Callable[[], Sequence[Tensor]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GroupedSetting:
+    """Settings of `python -m lab grouped`. Raises ValueError for an unknown model, part or routing."""
+
+    models: Annotated[tuple[str, ...], Option("Whose shapes: mixtral-8x7b, qwen1.5-moe, deepseek-moe and others.")] = (
+        tuple(MODELS)
+    )
+    tokens: Annotated[tuple[int, ...], Option("Tokens of a call, with commas.")] = (8192, 1024)
+    routing: Annotated[tuple[str, ...], Option("uniform, skewed, with commas.")] = ROUTINGS
+    only: Annotated[tuple[str, ...], Option("Only this part; may be given several times.", is_repeated=True)] = ()
+    implementation: Annotated[str, Option("Of Stretto's operators: auto, library or triton.")] = "auto"
+    cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
+    on_cpu: Annotated[bool, Option("Tiny sizes on the CPU, to try the command.", "--cpu")] = False
+
+    def __post_init__(self) -> None:
+        require_known("model", self.models, MODELS)
+        require_known("part", self.only, PARTS)
+        require_known("routing", self.routing, ROUTINGS)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that are measured."""
+        return self.only or PARTS
+
+    def cases(self) -> Iterator[tuple[str, int, str]]:
+        """(model, tokens, routing) of each group of rows."""
+        for tokens in self.tokens:
+            for model in self.models:
+                for routing in self.routing:
+                    yield model, tokens, routing
+
+
+@dataclass(frozen=True)
+class Row:
+    """A part's rates at one shape."""
+
+    model: str = column("model")
+    tokens: int = column("tokens")
+    routing: str = column("routing")
+    load: float | None = column("busiest expert / mean", "{:.1f}")
+    part: str = column("part")
+    dense: float | None = column("dense (TFLOP/s)", "{:.0f}")
+    torch: float | None = column("torch (TFLOP/s)", "{:.0f}")
+    stretto: float | None = column("Stretto (TFLOP/s)", "{:.0f}")
+    gathered: float | None = column("gathered (TFLOP/s)", "{:.0f}")
+    predicted: float | None = column("predicted (TFLOP/s)", "{:.0f}")
+    of_dense: float | None = column("Stretto / dense", "{:.0%}")
+    to_torch: float | None = column("Stretto / torch", "{:.2f}")
+    gathering: float | None = column("time of gathering", "{:.1%}")
+    torch_megabytes: float | None = column("activations, torch (MB)", "{:,.0f}")
+    megabytes: float | None = column("Stretto (MB)", "{:,.0f}")
+    formula_megabytes: float | None = column("SonicMoE's formula (MB)", "{:,.0f}")
+    difference: float | None = column("largest difference", "{:.0e}")
+    failed: str | None = column("failed")
+
+
+def run_grouped(setting: GroupedSetting, out: Path) -> Measured:
+    """Predict all rows, or measure them in one process."""
+    if setting.cluster is not None:
+        device = Device(Cluster.find(setting.cluster), "bf16")
+        rows = [row for case in setting.cases() for row in _predict(*case, setting.parts, device)]
+        about = {"machine": ANY_CPU, "cluster": setting.cluster}
+        return Measured(rows, about, name="predictions-grouped")
+    if not setting.on_cpu and not torch.cuda.is_available():
+        raise ValueError("this bench takes a GPU, and torch finds none here: --cpu tries the command without one")
+    predictions = out / "predictions-grouped.json"
+    known = json.loads(predictions.read_text())["rows"] if predictions.is_file() else []
+    predicted = {(row["model"], row["tokens"], row["routing"], row["part"]): row["predicted"] for row in known}
+    keep = partial(keep_rows, out, "grouped", Row, {})
+    return Measured(run_ranks(1, measure_all, setting, predicted, keep, trains=False))
+
+
+def list_products(part: str, n: int, hidden: int, inner: int) -> list[tuple[int, int, int, Literal["NT", "NN", "TN"]]]:
+    """The products (m, n, k, layout) of a part, if one expert had all rows."""
+    up, down = (n, 2 * inner, hidden), (n, hidden, inner)
+    found: dict[str, list[Any]] = {
+        "gate and up": [(*up, "NT")],
+        "down": [(*down, "NT")],
+        "gradients by rows": [(n, inner, hidden, "NN"), (n, hidden, 2 * inner, "NN")],
+        "gradients by weights": [(2 * inner, hidden, n, "TN"), (hidden, inner, n, "TN")],
+    }
+    if part == "step":
+        return [each for some in found.values() for each in some]
+    return found["gate and up"] + found["down"] if part == "forward" else found[part]
+
+
+def _predict(model: str, tokens: int, routing: str, parts: Sequence[str], device: Device) -> Iterator[dict[str, Any]]:
+    """The planner's grouped and dense products, with one read and write more of what whole passes touch beside them."""
+    hidden, inner, experts, k = MODELS[model]
+    n = tokens * k
+    for part in parts:
+        products = list_products(part, n, hidden, inner)
+        flops = sum(2.0 * a * b * c for a, b, c, _ in products)
+        dense = sum(device.matmul(*product) for product in products)
+        grouped = 0.0
+        for rows, columns, depth, layout in products:
+            sizes = (columns, depth) if layout != "TN" else (rows, columns)  # gradients by weights sum over rows
+            grouped += device.grouped_matmul(experts, n / experts, *sizes)
+        passes = {"forward": 1, "step": 3}.get(part, 0)
+        grouped += passes * device.traffic(2 * n * (hidden + 3 * inner))
+        yield {
+            "model": model,
+            "tokens": tokens,
+            "routing": routing,
+            "part": part,
+            "dense": flops / dense / 1e12,
+            "predicted": flops / grouped / 1e12,
+            "formula_megabytes": _formula(tokens, *MODELS[model]) / 1e6 if part == "step" else None,
+        }
+
+
+def _formula(tokens: int, hidden: int, inner: int, experts: int, k: int, size: int = 2) -> int:
+    return size * (hidden * tokens + 2 * tokens * k * inner)
+
+
+def measure_all(
+    setting: GroupedSetting, predicted: Mapping[Any, float], keep: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """The job of the one rank."""
+    device = Grid(data=1, device="cpu" if setting.on_cpu else None).device
+    rows: list[dict[str, Any]] = []
+    for model, tokens, routing in setting.cases():
+        sizes = _TINY if setting.on_cpu else MODELS[model]
+        case = ExpertsCase(16 if setting.on_cpu else tokens, *sizes, routing, device, setting.implementation)
+        for part in setting.parts:
+            row: dict[str, Any] = {"model": model, "tokens": tokens, "routing": routing, "part": part}
+            row |= {"load": case.load, "predicted": predicted.get(tuple(row.values()))}
+            try:
+                row |= case.measure(part)
+            except FAILURES as error:
+                row["failed"] = in_one_line(error)
+            rows.append(row)
+            print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
+            keep(rows)
+        del case
+    return rows
+
+
+class ExpertsCase:
+    """Operands of one shape and routing in bf16, and the runs of each part."""
+
+    def __init__(
+        self, t: int, h: int, inner: int, experts: int, k: int, routing: str, device: torch.device, how: str
+    ) -> None:
+        torch.manual_seed(0)
+        make = partial(torch.randn, device=device, dtype=torch.bfloat16)
+        self.sizes = (t, h, inner, experts, k)
+        self.x = make(t, h)
+        self.gate_up, self.down = make(experts, 2 * inner, h) * h**-0.5, make(experts, h, inner) * inner**-0.5
+        self.ids, self.weights = draw_routing(t, experts, k, routing, device)
+        self.load = load_of(self.ids, experts)
+        self.inner, self.grad_up, self.grad = make(t * k, inner), make(t * k, 2 * inner), make(t * k, h)
+        order = sort_by_expert(self.ids, experts)
+        self.tokens, self.offsets = order.slots // k, order.offsets
+        self.ends = order.offsets[1:].contiguous()
+        self.rows = self.x[self.tokens]
+        self._multiply, self._by_weight, self._mlp = (
+            pin(operator, how) for operator in (moe.grouped_matmul, moe.grouped_weight_gradient, moe.experts_mlp)
+        )
+
+    def measure(self, part: str) -> dict[str, Any]:
+        """A row: the rates of a part's runs, and how far their results are from torch's."""
+        runs = self.runs(part)
+        results = {name: run() for name, run in runs.items()}
+        differences = [
+            float((one.float() - right.float()).norm() / right.float().norm())
+            for name, found in results.items()
+            if name not in ("torch", "dense")
+            for one, right in zip(found, results["torch"], strict=True)
+        ]
+        del results
+        t, h, inner, _, k = self.sizes
+        flops = sum(2.0 * a * b * c for a, b, c, _ in list_products(part, t * k, h, inner))
+        is_step = part == "step"
+        found = time_interleaved(
+            runs, 64 << 20 if t > 1024 else 0, is_graph=not is_step, effort=TimingEffort(4, 3), rests=False
+        )
+        seconds = {name: timed.seconds for name, timed in found.items()}
+        row: dict[str, Any] = {name: flops / time / 1e12 for name, time in seconds.items()}
+        row |= {"difference": max(differences), "to_torch": seconds["torch"] / seconds["stretto"]}
+        if "dense" in seconds:
+            row["of_dense"] = seconds["dense"] / seconds["stretto"]
+        if "gathered" in seconds:
+            row["gathering"] = seconds["gathered"] / seconds["stretto"] - 1
+        if is_step:
+            row["torch_megabytes"], row["megabytes"] = (self._count_saved(each) / 1e6 for each in self._passes())
+            row["formula_megabytes"] = _formula(*self.sizes) / 1e6
+        return row
+
+    def runs(self, part: str) -> dict[str, Results]:
+        """The runs of a part by name."""
+        multiply, by_weight, ends, offsets = self._multiply, self._by_weight, self.ends, self.offsets
+        gate_up, down, rows, inner, grad, grad_up = (
+            self.gate_up, self.down, self.rows, self.inner, self.grad, self.grad_up
+        )  # fmt: skip
+        up_rows, down_rows = gate_up.transpose(1, 2), down.transpose(1, 2)
+        match part:
+            case "gate and up":
+                return {
+                    "dense": lambda: [rows @ gate_up[0].t()],
+                    "torch": lambda: [grouped_mm(rows, up_rows, offs=ends)],
+                    "stretto": lambda: [multiply(rows, gate_up, offsets)],
+                    "gathered": lambda: [multiply(self._gather(), gate_up, offsets)],
+                }
+            case "down":
+                return {
+                    "dense": lambda: [inner @ down[0].t()],
+                    "torch": lambda: [grouped_mm(inner, down_rows, offs=ends)],
+                    "stretto": lambda: [multiply(inner, down, offsets)],
+                }
+            case "gradients by rows":
+                return {
+                    "dense": lambda: [grad @ down[0], grad_up @ gate_up[0]],
+                    "torch": lambda: [grouped_mm(grad, down, offs=ends), grouped_mm(grad_up, gate_up, offs=ends)],
+                    "stretto": lambda: [multiply(grad, down_rows, offsets), multiply(grad_up, up_rows, offsets)],
+                }
+            case "gradients by weights":
+                return {
+                    "dense": lambda: [grad_up.t() @ rows, grad.t() @ inner],
+                    "torch": lambda: [grouped_mm(grad_up.t(), rows, offs=ends), grouped_mm(grad.t(), inner, offs=ends)],
+                    "stretto": lambda: [by_weight(grad_up, rows, offsets), by_weight(grad, inner, offsets)],
+                    "gathered": lambda: [by_weight(grad_up, self._gather(), offsets), by_weight(grad, inner, offsets)],
+                }
+            case "forward":
+                by_torch, by_stretto = self._passes()
+                return {
+                    "dense": lambda: [rows @ gate_up[0].t(), inner @ down[0].t()],
+                    "torch": lambda: [by_torch(self.x, gate_up, down)],
+                    "stretto": lambda: [by_stretto(self.x, gate_up, down)],
+                }
+        return {
+            name: partial(self._step, each) for name, each in zip(("torch", "stretto"), self._passes(), strict=True)
+        }
+
+    def _gather(self) -> Tensor:
+        return self.x.index_select(0, self.tokens)
+
+    def _passes(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        def by_stretto(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+            found = moe.permute(x, self.ids, len(down))
+            y = self._mlp(found.rows, found.offsets, gate_up, down)
+            return moe.unpermute(y, found.positions, self.weights)
+
+        def by_torch(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+            return torch_experts(x, self.ids, self.weights, gate_up, down)
+
+        return by_torch, by_stretto
+
+    def _leaves(self) -> list[Tensor]:
+        return [each.detach().requires_grad_() for each in (self.x, self.gate_up, self.down)]
+
+    def _step(self, forward: Callable[..., Tensor]) -> Sequence[Tensor]:
+        leaves = self._leaves()
+        return torch.autograd.grad(forward(*leaves), leaves, self.x)
+
+    def _count_saved(self, forward: Callable[..., Tensor]) -> int:
+        """Bytes that autograd saves for the backward pass, each memory once, without the weights'."""
+        leaves, kept = self._leaves(), {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            forward(*leaves)
+        weights = {weight.untyped_storage().data_ptr() for weight in leaves[1:]}
+        return sum(size for place, (size, _) in kept.items() if place not in weights)
+
+
+def pin(operator: Callable[..., T], how: str) -> Callable[..., T]:
+    """The operator with this implementation; ValueError for one that it has no choice of."""
+    if "implementation" in signature(operator).parameters:
+        return partial(operator, implementation=how)
+    if how not in ("auto", "library"):
+        raise ValueError(f"{operator.__name__} has no implementation {how!r}: auto or library would do")
+    return operator
+
+
+BENCH = Bench(
+    "grouped",
+    "Grouped products of experts on one GPU, gradients and whole steps, with torch's grouped GEMM and a dense one.",
+    GroupedSetting,
+    run_grouped,
+    Row,
+    title="Products of experts on one GPU, bf16",
+    needs=Needs.ONE_GPU,
+    about=lambda setting: {},
+)

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLPs of experts: of rows that are sorted by expert, and of tokens with the routing and the weighted sum.
+
+On Hopper both are one operator for bf16 and fp16 with SiLU gates. It saves the tokens and gate and up of each row (the
+inner activations before the gate), which is SonicMoE's formula (Guo et al., 2025): no permuted copy of the tokens, no
+activated rows and no output rows. The backward pass gathers tokens and their gradients inside its products' loads, and
+applies the routers' weights to activated rows, of which there are fewer numbers than of outputs as a rule.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.ops.moe import grouped_kernels
+from stretto.ops.moe.activation import (
+    Activation,
+    differentiate_silu,
+    find_activation,
+    gated_activation,
+    is_silu,
+)
+from stretto.ops.moe.grouped_config import choose_config, require_implementation
+from stretto.ops.moe.grouped_matmul import (
+    compute_product,
+    compute_weight_gradient,
+    grouped_matmul,
+    require_operands,
+)
+from stretto.ops.moe.permutation import (
+    permute,
+    require_tokens,
+    require_weighted,
+    sort_by_expert,
+    sum_copies,
+    sum_dtype,
+    unpermute,
+)
+from stretto.ops.operator import Autograd, define_operator
+
+
+def experts_mlp(
+    rows: Tensor,
+    offsets: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation = "silu",
+    *,
+    implementation: str = "auto",
+) -> Tensor:
+    """Each expert's MLP on its rows: rows [n, h], gate_up [e, 2 * F, h], down [e, h, F] -> [n, h].
+
+    rows and offsets are those of `Dispatched`. down[i] @ (activation(gate) * up), where gate and up are the first and
+    the last F columns of rows @ gate_up[i].T; with an up projection [e, F, h] in gate_up's place, which has no gate,
+    down[i] @ activation(rows @ up[i].T). All of one dtype. `gated_activation` says what activation may be;
+    implementation and errors are those of `grouped_matmul`, and ValueError for projections that do not fit each other.
+    """
+    inner = down.shape[-1]
+    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] not in (inner, 2 * inner):
+        raise ValueError(
+            "experts_mlp takes gate_up [e, 2 * F, h], or [e, F, h] without a gate, and down [e, h, F], not "
+            f"{list(gate_up.shape)} and {list(down.shape)}"
+        )
+    require_implementation(implementation)
+    function, is_gated = find_activation(activation), gate_up.shape[1] != inner
+    if is_gated and is_silu(function):
+        require_operands("experts_mlp", rows, gate_up, offsets)
+        require_operands("experts_mlp", rows.new_empty(rows.shape[0], inner), down, offsets)
+        return _multiply_experts(rows, offsets, gate_up, down, None, None, None, implementation)[0]
+    hidden = grouped_matmul(rows, gate_up, offsets, implementation=implementation)
+    hidden = gated_activation(hidden, activation) if is_gated else function(hidden)
+    return grouped_matmul(hidden, down, offsets, implementation=implementation)
+
+
+def routed_experts(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation = "silu",
+    *,
+    implementation: str = "auto",
+) -> Tensor:
+    """The weighted sum of each token's experts, all on this rank: x [t, h], topk_ids and topk_weights [t, k] -> [t, h].
+
+    gate_up, down and implementation are those of `experts_mlp`, whose outputs are added in the order of topk_ids, as by
+    `unpermute`. ids are from 0 to e - 1. ValueError as by `permute`, `experts_mlp` and `unpermute`.
+    """
+    experts = gate_up.shape[0]
+    require_tokens("routed_experts", x, topk_ids, experts)
+    require_implementation(implementation)
+    is_gated = gate_up.dim() == down.dim() == 3 and gate_up.shape[1] == 2 * down.shape[2]
+    if not is_gated or not is_silu(find_activation(activation)):
+        rows, offsets, positions = permute(x, topk_ids, experts)
+        rows = experts_mlp(rows, offsets, gate_up, down, activation, implementation=implementation)
+        return unpermute(rows, positions, topk_weights)
+    slots, positions, offsets = sort_by_expert(topk_ids, experts)
+    require_operands("routed_experts", x, gate_up, offsets)
+    require_operands("routed_experts", x.new_empty(0, down.shape[2]), down, offsets)
+    require_weighted("routed_experts", x, topk_weights, positions.shape)
+    tokens = (slots // topk_ids.shape[1]).to(torch.int32)
+    return _multiply_experts(x, offsets, gate_up, down, tokens, positions, topk_weights, implementation)[0]
+
+
+def _run(
+    rows: Tensor,
+    offsets: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    tokens: Tensor | None,
+    positions: Tensor | None,
+    weights: Tensor | None,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    """(rows' outputs [n, h], or their weighted sums [t, h]; gate and up [n, 2 * F])."""
+    gated, inner = _gate(rows, gate_up, offsets, tokens, implementation)
+    out = compute_product(gated, down, offsets, None, implementation)
+    if positions is not None:
+        out = sum_copies(out, positions, weights)
+    return out, inner
+
+
+def _gate(
+    rows: Tensor, gate_up: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str
+) -> tuple[Tensor, Tensor]:
+    """(silu(gate) * up [n, F], gate and up [n, 2 * F]) of rows, or rows[tokens]."""
+    n = (rows if tokens is None else tokens).shape[0]
+    if n and gate_up.numel():
+        rows, gate_up = rows.contiguous(), gate_up.contiguous()
+        config = choose_config(
+            implementation, "gate", n, tuple(gate_up.shape), (rows, gate_up), by_tokens=tokens is not None
+        )
+        if config is not None:
+            with torch.cuda.device_of(rows):
+                return grouped_kernels.multiply_gated(config, rows, gate_up, offsets, tokens)
+    inner = compute_product(rows, gate_up, offsets, tokens, implementation)
+    return gated_activation(inner), inner
+
+
+def _run_gradient(
+    grad: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    inner: Tensor,
+    tokens: Tensor | None,
+    positions: Tensor | None,
+    weights: Tensor | None,
+    needed: list[bool],
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of rows, gate_up, down and weights; what is not needed is empty."""
+    factors = None
+    if weights is not None and positions is not None:
+        factors = torch.empty(positions.numel(), dtype=sum_dtype(rows.dtype), device=rows.device)
+        factors.scatter_(0, positions.reshape(-1), weights.reshape(-1).to(factors.dtype))
+    of_inner, gated, products = _differentiate_gate(
+        grad.contiguous(), down, offsets, inner, tokens, factors, implementation
+    )
+    needs_rows, needs_gate_up, needs_down, needs_weights = needed
+    none = rows.new_empty(0)
+    of_rows = of_gate_up = of_down = of_weights = none
+    if needs_down:
+        of_down = compute_weight_gradient(grad, gated, offsets, tokens, None, implementation)
+    if needs_gate_up:
+        of_gate_up = compute_weight_gradient(of_inner, rows, offsets, None, tokens, implementation)
+    if needs_rows:
+        of_rows = compute_product(of_inner, gate_up.transpose(1, 2), offsets, None, implementation)
+        of_rows = of_rows if positions is None else sum_copies(of_rows, positions)
+    if needs_weights and weights is not None and positions is not None and products is not None:
+        of_weights = products.index_select(0, positions.reshape(-1)).view_as(weights).to(weights.dtype)
+    return of_rows, of_gate_up, of_down, of_weights
+
+
+def _differentiate_gate(
+    grad: Tensor,
+    down: Tensor,
+    offsets: Tensor,
+    inner: Tensor,
+    tokens: Tensor | None,
+    factors: Tensor | None,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(the gradient of inner, silu(gate) * up times factors, the gradient of factors)."""
+    n, by_tokens = inner.shape[0], tokens is not None
+    if n and down.numel():
+        down = down.contiguous()
+        shape = down.shape[0], down.shape[2], down.shape[1]
+        config = choose_config(implementation, "gate gradient", n, shape, (grad, down, inner), by_tokens=by_tokens)
+        if config is not None:
+            with torch.cuda.device_of(grad):
+                found = grouped_kernels.differentiate_gate(config, grad, down, offsets, inner, tokens, factors)
+            return found.inner, found.activated, None if found.products is None else found.products.sum(0)
+    of_gated = compute_product(grad, down.transpose(1, 2), offsets, tokens, implementation)
+    gated = gated_activation(inner)
+    products = None
+    if factors is not None:
+        products = (of_gated.to(factors.dtype) * gated.to(factors.dtype)).sum(1)
+        of_gated = (of_gated.to(factors.dtype) * factors[:, None]).to(of_gated.dtype)
+    of_inner = differentiate_silu(inner, of_gated)
+    return of_inner, gated if factors is None else (gated * factors[:, None]).to(gated.dtype), products
+
+
+def _fake(
+    rows: Tensor,
+    offsets: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    tokens: Tensor | None,
+    positions: Tensor | None,
+    weights: Tensor | None,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    n = (rows if tokens is None else tokens).shape[0]
+    return rows.new_empty(rows.shape[0], down.shape[1]), rows.new_empty(n, gate_up.shape[1])
+
+
+def _fake_gradient(
+    grad: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    inner: Tensor,
+    tokens: Tensor | None,
+    positions: Tensor | None,
+    weights: Tensor | None,
+    needed: list[bool],
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_rows, of_gate_up, of_down, of_weights = (
+        one.new_empty(one.shape) if needs and one is not None else rows.new_empty(0)
+        for one, needs in zip((rows, gate_up, down, weights), needed, strict=True)
+    )
+    return of_rows, of_gate_up, of_down, of_weights
+
+
+def _count_flops(
+    rows: torch.Size,
+    offsets: torch.Size,
+    gate_up: torch.Size,
+    down: torch.Size,
+    tokens: torch.Size | None,
+    *_: object,
+    **__: object,
+) -> int:
+    return 2 * (rows if tokens is None else tokens)[0] * (prod(gate_up[1:]) + prod(down[1:]))
+
+
+def _count_gradient_flops(
+    grad: torch.Size,
+    rows: torch.Size,
+    offsets: torch.Size,
+    gate_up: torch.Size,
+    down: torch.Size,
+    inner: torch.Size,
+    tokens: torch.Size | None,
+    positions: torch.Size | None,
+    weights: torch.Size | None,
+    needed: list[bool],
+    *_: object,
+    **__: object,
+) -> int:
+    needs_rows, needs_gate_up, needs_down, _needs_weights = needed
+    of_gate_up, of_down = (2 * inner[0] * prod(one[1:]) for one in (gate_up, down))
+    return of_gate_up * (needs_rows + needs_gate_up) + of_down * (1 + needs_down)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.implementation = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _of_inner: Tensor | None) -> tuple[Tensor | None, ...]:
+    rows, offsets, gate_up, down, tokens, positions, weights, inner = ctx.saved_tensors
+    needed = [ctx.needs_input_grad[place] for place in (0, 2, 3, 6)]
+    if grad is None or not any(needed):
+        return (None,) * 8
+    found = _multiply_experts_gradient(
+        grad, rows, offsets, gate_up, down, inner, tokens, positions, weights, needed, ctx.implementation
+    )
+    of_rows, of_gate_up, of_down, of_weights = (
+        one if needs else None for one, needs in zip(found, needed, strict=True)
+    )
+    return of_rows, None, of_gate_up, of_down, None, None, of_weights, None
+
+
+_multiply_experts = define_operator(
+    "experts_mlp",
+    _run,
+    fake=_fake,
+    count_flops=_count_flops,
+    autograd=Autograd(_save, _differentiate),
+    tensors=slice(7),
+)
+_multiply_experts_gradient = define_operator(
+    "experts_mlp_gradient",
+    _run_gradient,
+    fake=_fake_gradient,
+    count_flops=_count_gradient_flops,
+    tensors=slice(9),
+)

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped GEMM in Triton, for GPUs with TMA: products of ragged rows with their experts' weights, and both gradients.
+
+`multiply_groups` computes rows' products, also with gate and up in one pass, and the gradient of that; it gathers rows
+by index where it is given tokens. `sum_outer_products` computes the weights' gradient. Both are persistent: a program
+takes every P-th tile. Programs find the tiles of experts from the offsets, which the host need not know, so CUDA graphs
+hold them. Tiles of one expert follow each other, so that its weight stays in the L2 cache.
+
+An expert's rows begin and end anywhere. Loads of a product may read rows of the next expert, whose results are not
+stored. TMA that stores rows, or loads what is summed over rows, has to end at the expert's end: `describe_ragged`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.ops.gemm import describe_matrix, halve, order_tiles
+from stretto.ops.moe.grouped_config import GroupedConfig
+from stretto.tiles.launches import launch_cached
+
+_MOST_ROWS = 1 << 30
+_WRAP = 1 << 34  # times _MOST_ROWS and 2 bytes or more: a multiple of 2^64
+_LARGEST = 0x7FFF0000
+_MANY_EXPERTS = 128  # up to so many, one compiled kernel is for any number
+
+MOST_ROWS = tl.constexpr(_MOST_ROWS)
+CLEARED = tl.constexpr(1024)  # columns of padding at once
+
+
+class GateGradient(NamedTuple):
+    """Results of `differentiate_gate`: gradients of inner [n, 2 * F], activated [n, F], and partial products."""
+
+    inner: Tensor
+    activated: Tensor
+    products: Tensor | None
+
+
+def multiply(
+    config: GroupedConfig, rows: Tensor, weight: Tensor, offsets: Tensor, tokens: Tensor | None = None
+) -> Tensor:
+    """Each expert's rows, or rows[tokens], times its weight's transpose: [n, a], [e, b, a], [e + 1] -> [n, b]."""
+    n = rows.shape[0] if tokens is None else tokens.shape[0]
+    out = rows.new_empty(n, weight.shape[1])
+    _launch_product(config, rows, weight, offsets, tokens, out, "none")
+    return out
+
+
+def multiply_gated(
+    config: GroupedConfig,
+    rows: Tensor,
+    gate_up: Tensor,
+    offsets: Tensor,
+    tokens: Tensor | None = None,
+    *,
+    keeps_inner: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """(silu(gate) * up [n, F], gate and up [n, 2 * F] if kept) of rows, or rows[tokens], and gate_up [e, 2 * F, a]."""
+    n, columns = rows.shape[0] if tokens is None else tokens.shape[0], gate_up.shape[1] // 2
+    out = rows.new_empty(n, columns)
+    inner = rows.new_empty(n, 2 * columns) if keeps_inner else None
+    _launch_product(config, rows, gate_up, offsets, tokens, out, "gate", inner=inner)
+    return out, inner
+
+
+def differentiate_gate(
+    config: GroupedConfig,
+    grad: Tensor,
+    down: Tensor,
+    offsets: Tensor,
+    inner: Tensor,
+    tokens: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> GateGradient:
+    """Gradients of silu(gate) * up @ down.T, of inner [n, 2 * F] = gate and up: grad [n, b], down [e, b, F].
+
+    tokens: grad is [t, b], of which row i is grad[tokens[i]]. factors: fp32 [n]; the product is of rows that were
+    multiplied by them, and so is `activated`; `products` [column tiles, n] sum up to the factors' gradient.
+    """
+    columns = down.shape[2]
+    out, activated = torch.empty_like(inner), inner.new_empty(inner.shape[0], columns)
+    products = None
+    if factors is not None:
+        tiles = triton.cdiv(columns, config.blocks.n)
+        products = torch.empty(tiles, inner.shape[0], dtype=torch.float32, device=inner.device)
+    _launch_product(
+        config, grad, down.transpose(1, 2), offsets, tokens, out, "differentiate",
+        inner=inner, activated=activated, factors=factors, products=products,
+    )  # fmt: skip
+    return GateGradient(out, activated, products)
+
+
+def multiply_transposed(
+    config: GroupedConfig,
+    grad: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    grad_tokens: Tensor | None = None,
+    row_tokens: Tensor | None = None,
+) -> Tensor:
+    """Each expert's grad.T @ rows: grad [n, b], rows [n, a] -> [e, b, a]; with tokens, grad and rows are [t, .]."""
+    (m, n, k, group_rows, num_warps, num_stages, programs), *_ = config
+    experts, b, a = offsets.shape[0] - 1, grad.shape[1], rows.shape[1]
+    out = rows.new_empty(experts, b, a)
+    launch_cached(
+        sum_outer_products, programs,
+        describe_ragged(grad, (k, m)) if grad_tokens is None else grad, grad_tokens,
+        describe_ragged(rows, (k, n)) if row_tokens is None else rows, row_tokens,
+        offsets, describe_matrix(out, (1, m, n // 2)), b, a, experts, group_rows,
+        BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, FLATTEN=config.is_flattened, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return out
+
+
+def _launch_product(
+    config: GroupedConfig,
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    tokens: Tensor | None,
+    out: Tensor,
+    epilogue: str,
+    *,
+    inner: Tensor | None = None,
+    activated: Tensor | None = None,
+    factors: Tensor | None = None,
+    products: Tensor | None = None,
+) -> None:
+    (m, n, k, group_rows, num_warps, num_stages, programs), halves, flattens, stores_by_tma = config
+    experts, depth = weight.shape[0], weight.shape[2]
+    is_transposed = not weight.is_contiguous()
+    stored = weight.transpose(1, 2) if is_transposed else weight
+    given = None
+    source: Any = rows
+    half_rows: Any = rows
+    if tokens is None:
+        source = describe_matrix(rows, (m, k))
+        half_rows = describe_matrix(rows, (m // 2, k)) if halves else None
+    if stores_by_tma and epilogue != "differentiate":
+        given = describe_ragged(out, (m, n // 2))
+    launch_cached(
+        multiply_groups, programs, source, half_rows, tokens,
+        describe_matrix(stored, (1, k, n) if is_transposed else (1, n, k)), offsets, out, given,
+        inner, activated, factors, products, None,
+        out.shape[0], weight.shape[1] // (2 if epilogue == "gate" else 1), depth, experts, group_rows,
+        EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS),
+        BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, TRANSPOSED=is_transposed,
+        EPILOGUE=epilogue, HALVES=halves, FLATTEN=flattens, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def describe_ragged(matrix: Tensor, block: tuple[int, int]) -> Any:
+    """A TMA descriptor of a matrix for `ragged`: access ends at a row that the kernel gives.
+
+    Three coordinates are of rows, and add up: 2^30 * (2^34 - stride) + end * stride + (2^30 - end + row) * stride is
+    row * stride, modulo 2^64 bytes. The third dim ends at 2^30, and so does the access at row = end (Triton's own
+    `triton.tools.ragged_tma` is the same).
+    """
+    stride, columns = matrix.stride(0), matrix.shape[1]
+    shape, strides = (_LARGEST, _LARGEST, _MOST_ROWS, columns), (_WRAP - stride, stride, stride, 1)
+    return describe_matrix(matrix, (1, 1, *block), shape, strides)
+
+
+@triton.jit(do_not_specialize=["n", "experts", "group_rows"])
+def multiply_groups(  # type: ignore[no-untyped-def]
+    rows, half_rows, tokens, weight, offsets, out, out_tiles, inner, activated, factors, products, arrivals,
+    n, columns, k, experts, group_rows, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr, HALVES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """out = each expert's rows @ its weight.T; rows of out [n, .] from offsets[experts] on become zeros. Persistent.
+
+    rows: a descriptor of [n, k] (half_rows: with half of the rows a block), or with tokens int32 [n] a tensor [t, k],
+    of which row i is rows[tokens[i]]. weight: a descriptor of [experts, columns, k], or TRANSPOSED of [experts, k,
+    columns]. out_tiles: a ragged descriptor of out, or None to store by pointers.
+
+    EPILOGUE: "none"; "gate": weight has 2 * columns, gate and then up, out [n, columns] = silu(gate) * up, and inner
+    [n, 2 * columns], if given, is gate and up; "differentiate": the product times factors fp32 [n], if given, is the
+    gradient of that result; out [n, 2 * columns] is the gradient of inner, which is read, activated [n, columns] is
+    silu(gate) * up * factors, and products fp32 [column tiles, n] is what each tile adds to the factors' gradient.
+
+    EXPERTS: a power of two, experts or more. Order: expert after expert; among its tiles, `order_tiles`.
+    Synchronization: none without arrivals: programs own their tiles. With arrivals: see `await_rows`.
+    """
+    column_tiles = tl.cdiv(columns, BLOCK_N)
+    at = tl.arange(0, EXPERTS)
+    begins = tl.load(offsets + at, mask=at < experts, other=0)
+    ends = tl.load(offsets + at + 1, mask=at < experts, other=0)
+    tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
+    last_tiles = tl.cumsum(tiles)
+    for tile in tl.range(tl.program_id(0), tl.sum(tiles) * column_tiles, tl.num_programs(0), flatten=FLATTEN):
+        # The experts whose tiles all come before, and the number of these tiles, in one sum.
+        is_before = last_tiles <= tile // column_tiles
+        before = tl.sum(tl.where(is_before, tiles.to(tl.int64) + (1 << 32), 0))
+        expert = (before >> 32).to(tl.int32)
+        begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+        row_tile, column_tile = order_tiles(
+            tile - before.to(tl.int32) * column_tiles, tl.cdiv(end - begin, BLOCK_M), column_tiles, group_rows
+        )
+        row, column = begin + row_tile * BLOCK_M, column_tile * BLOCK_N
+        ready = await_rows(arrivals, row, tl.minimum(row + BLOCK_M, end))
+        place = expert, row, end, column, ready
+        results = out, out_tiles, inner, activated, factors, products
+        sizes = n, columns, k
+        if HALVES:
+            if end - row > BLOCK_M // 2:
+                _make_tile(rows, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
+            else:
+                _make_tile(
+                    half_rows, tokens, weight, place, (out, None, inner, activated, factors, products), sizes,
+                    BLOCK_M // 2, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE,
+                )  # fmt: skip
+        else:
+            _make_tile(rows, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
+    width = columns * 2 if EPILOGUE == "differentiate" else columns
+    for padding in range(tl.load(offsets + experts) + tl.program_id(0), n, tl.num_programs(0)):
+        for start in range(0, width, CLEARED):
+            places = start + tl.arange(0, CLEARED)
+            tl.store(out + tl.cast(padding, tl.int64) * width + places, 0.0, mask=places < width)
+
+
+@triton.jit
+def await_rows(arrivals, begin, end):  # type: ignore[no-untyped-def]
+    """Return the zero that is added to where rows begin to end - 1 are loaded from, once they have arrived."""
+    tl.static_assert(arrivals is None, "a grouped product's rows must be complete before its kernel begins")
+    return 0
+
+
+@triton.jit
+def _make_tile(  # type: ignore[no-untyped-def]
+    rows, tokens, weight, place, results, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile, and store its rows before `end` as the epilogue says."""
+    expert, row, end, column, ready = place
+    out, out_tiles, inner, _, _, _ = results
+    _, columns, k = sizes
+    dtype: tl.constexpr = out.dtype.element_ty
+    at, steps = row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    is_row = at < end
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = total
+    places = rows
+    if tokens is not None:
+        k = k // 8 * 8  # shows Triton that rows begin at multiples of 16 bytes
+        token = tl.load(tokens + at + ready, mask=is_row, other=0).to(tl.int64)
+        places = rows + ready + token[:, None] * k + steps[None, :]
+    for start in range(0, k, BLOCK_K):
+        if tokens is not None:
+            x = tl.load(places + start, mask=is_row[:, None] & (steps[None, :] < k - start), other=0)
+        else:
+            x = rows.load([row + ready, start])
+        total = tl.dot(x, _load_weight(weight, expert, column, start, BLOCK_N, BLOCK_K, TRANSPOSED), total)
+        if EPILOGUE == "gate":
+            up = tl.dot(x, _load_weight(weight, expert, columns + column, start, BLOCK_N, BLOCK_K, TRANSPOSED), up)
+    if EPILOGUE == "differentiate":
+        left, right = halve(total)
+        _differentiate(halve(left) + halve(right), place, results, sizes, BLOCK_M, BLOCK_N)
+    else:
+        # 64 bits for where the tile begins, 32 bits for offsets in it: fewer registers.
+        column_steps = tl.arange(0, BLOCK_N)[None, :]
+        row_steps = tl.arange(0, BLOCK_M)[:, None]
+        mask = (row_steps < end - row) & (column_steps < columns - column)
+        if EPILOGUE == "gate":
+            if inner is not None:
+                gates = inner + tl.cast(row, tl.int64) * (2 * columns) + column
+                places = row_steps * (2 * columns) + column_steps
+                tl.store(gates + places, total.to(dtype), mask=mask)
+                tl.store(gates + columns + places, up.to(dtype), mask=mask)
+            # Rounded as they are saved: the gradient computes the same activation again.
+            gate = total.to(dtype).to(tl.float32)
+            total = gate / (1 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
+        if out_tiles is not None:
+            left, right = halve(total)
+            _store_ragged(out_tiles, left.to(dtype), row, end, column)
+            _store_ragged(out_tiles, right.to(dtype), row, end, column + BLOCK_N // 2)
+        else:
+            begin = out + tl.cast(row, tl.int64) * columns + column
+            tl.store(begin + (row_steps * columns + column_steps), total.to(dtype), mask=mask)
+
+
+@triton.jit
+def _differentiate(quarters, place, results, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the gradients of gate and up, and the activation, for a tile of its gradient in quarters of its columns.
+
+    In quarters, since a whole tile's operands do not fit into registers.
+    """
+    _, row, end, column, _ = place
+    out, _, inner, activated, factors, products = results
+    n, columns, _ = sizes
+    dtype: tl.constexpr = out.dtype.element_ty
+    width: tl.constexpr = BLOCK_N // 4
+    rows = tl.arange(0, BLOCK_M)
+    is_row = rows < end - row
+    product = tl.zeros((BLOCK_M,), tl.float32)
+    factor = product
+    if factors is not None:
+        factor = tl.load(factors + row + rows, mask=is_row, other=0)
+    narrow_places = rows[:, None] * columns + tl.arange(0, width)[None, :]
+    wide_places = rows[:, None] * (2 * columns) + tl.arange(0, width)[None, :]
+    for quarter in tl.static_range(4):
+        total = quarters[quarter]
+        at = column + quarter * width
+        mask = is_row[:, None] & (tl.arange(0, width) < columns - at)[None, :]
+        wide = tl.cast(row, tl.int64) * (2 * columns) + at
+        gate = tl.load(inner + wide + wide_places, mask=mask, other=0).to(tl.float32)
+        up = tl.load(inner + wide + columns + wide_places, mask=mask, other=0).to(tl.float32)
+        share = 1 / (1 + tl.exp(-gate))
+        gated = gate * share * up
+        if factors is not None:
+            product += tl.sum(total * gated, axis=1)
+            total *= factor[:, None]
+            gated *= factor[:, None]
+        narrow = tl.cast(row, tl.int64) * columns + at
+        tl.store(activated + narrow + narrow_places, gated.to(dtype), mask=mask)
+        of_gate = total * up * (share * (1 + gate * (1 - share)))
+        tl.store(out + wide + wide_places, of_gate.to(dtype), mask=mask)
+        tl.store(out + wide + columns + wide_places, (total * (gate * share)).to(dtype), mask=mask)
+    if factors is not None:
+        tl.store(products + tl.cast(column // BLOCK_N, tl.int64) * n + row + rows, product, mask=is_row)
+
+
+@triton.jit
+def _load_weight(  # type: ignore[no-untyped-def]
+    weight, expert, column, start, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Load [BLOCK_K, BLOCK_N] of an expert's weight, transposed; zeros outside of it."""
+    if TRANSPOSED:
+        block = tl.reshape(weight.load([expert, start, column]), (BLOCK_K, BLOCK_N))
+    else:
+        block = tl.reshape(weight.load([expert, column, start]), (BLOCK_N, BLOCK_K)).T
+    return block
+
+
+@triton.jit
+def _store_ragged(matrix, block, row, end, column):  # type: ignore[no-untyped-def]
+    """Store the rows of a block that come before `end`."""
+    rows: tl.constexpr = block.shape[0]
+    columns: tl.constexpr = block.shape[1]
+    matrix.store([MOST_ROWS, end, MOST_ROWS - (end - row), column], tl.reshape(block, (1, 1, rows, columns)))
+
+
+@triton.jit(do_not_specialize=["experts", "group_rows"])
+def sum_outer_products(  # type: ignore[no-untyped-def]
+    grad, grad_tokens, rows, row_tokens, offsets, out, b, a, experts, group_rows,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """out [experts, b, a] = each expert's grad.T @ rows, zeros without rows. Persistent.
+
+    grad: a ragged descriptor of [n, b], or with grad_tokens int32 [n] a tensor [t, b], of which row i is
+    grad[grad_tokens[i]]; rows and row_tokens alike, of [n, a]. out: a descriptor. A tile is BLOCK_M x BLOCK_N of an
+    expert's, and sums BLOCK_K rows a step. Order: expert after expert. Synchronization: none: programs own their tiles.
+    """
+    row_tiles, column_tiles = tl.cdiv(b, BLOCK_M), tl.cdiv(a, BLOCK_N)
+    expert_tiles = row_tiles * column_tiles
+    for tile in tl.range(tl.program_id(0), experts * expert_tiles, tl.num_programs(0), flatten=FLATTEN):
+        expert = tile // expert_tiles
+        row_tile, column_tile = order_tiles(tile % expert_tiles, row_tiles, column_tiles, group_rows)
+        begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for row in range(begin, end, BLOCK_K):
+            left = _load_rows(grad, grad_tokens, row, end, row_tile * BLOCK_M, b, BLOCK_K, BLOCK_M)
+            right = _load_rows(rows, row_tokens, row, end, column_tile * BLOCK_N, a, BLOCK_K, BLOCK_N)
+            total = tl.dot(left.T, right, total)
+        first, second = halve(total)
+        half: tl.constexpr = BLOCK_N // 2
+        for part in tl.static_range(2):
+            values = (first if part == 0 else second).to(out.dtype)
+            place = [expert, row_tile * BLOCK_M, column_tile * BLOCK_N + part * half]
+            out.store(place, tl.reshape(values, (1, BLOCK_M, half)))
+
+
+@triton.jit
+def _load_rows(  # type: ignore[no-untyped-def]
+    matrix, tokens, row, end, column, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Load a block of a ragged descriptor, or of a tensor's rows that tokens name; zeros from row `end` on."""
+    if tokens is None:
+        block = matrix.load([MOST_ROWS, end, MOST_ROWS - (end - row), column])
+        block = tl.reshape(block, (BLOCK_M, BLOCK_N))
+    else:
+        columns = columns // 8 * 8  # shows Triton that rows begin at multiples of 16 bytes
+        at, steps = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+        token = tl.load(tokens + at, mask=at < end, other=0).to(tl.int64)
+        mask = (at < end)[:, None] & (steps < columns)[None, :]
+        block = tl.load(matrix + token[:, None] * columns + steps[None, :], mask=mask, other=0)
+    return block

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab grouped`: all ways compute the same, and predictions need no GPU."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from lab.experts.grouped import BENCH, PARTS, GroupedSetting, Row, measure_all
+from lab.experts.routing import count_rows_sent, draw_routing, load_of
+from lab.harness import keep_rows
+
+
+def test_all_parts_of_a_step_are_computed_as_by_torch(ranks, tmp_path):
+    setting = GroupedSetting(models=("qwen3-30b-a3b",), tokens=(16,), routing=("skewed",), on_cpu=True)
+    ranks(1).run(
+        measure_all,
+        setting,
+        {("qwen3-30b-a3b", 16, "skewed", "step"): 1.0},
+        partial(keep_rows, tmp_path, "kept", Row, {}),
+    )
+    rows = json.loads((tmp_path / "kept.json").read_text())["rows"]
+    assert [row["part"] for row in rows] == list(PARTS)
+    for row in rows:
+        assert row.get("failed") is None
+        assert row["difference"] < 2e-2
+        assert row["to_torch"] > 0
+    assert [row.get("predicted") for row in rows[-2:]] == [None, 1.0]
+    assert rows[-1]["megabytes"] >= rows[-1]["formula_megabytes"] > 0
+
+
+def test_a_skewed_routing_is_the_same_on_all_ranks_and_tokens_are_sent_once_to_a_rank():
+    device = torch.device("cpu")
+    loads = [load_of(draw_routing(4096, 64, 4, routing, device)[0], 64) for routing in ("uniform", "skewed")]
+    assert 1 < loads[0] < 1.5 < loads[1] < 6
+    busiest = [draw_routing(4096, 64, 4, "skewed", device, seed)[0].flatten().bincount().argmax() for seed in (1, 2)]
+    assert busiest[0] == busiest[1]
+    ids = torch.tensor([[0, 1, 4], [2, 6, 7]])  # of 8 experts on 4 ranks
+    assert [count_rows_sent(ids, 8, 4, rank) for rank in (0, 1)] == [(4, 3), (5, 3)]
+
+
+def test_predictions_need_no_gpu(tmp_path):
+    said = BENCH(GroupedSetting(cluster="dgx-h200"), tmp_path)
+    assert len(said["rows"]) == 4 * 2 * 2 * len(PARTS)
+    assert all(0 < row["predicted"] <= row["dense"] < 989 for row in said["rows"])
+    assert said["rows"][5]["formula_megabytes"] == pytest.approx((2 * 4096 * 8192 + 4 * 8192 * 2 * 14336) / 1e6)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchange by kernels in Triton's interpreter, in several processes: beside the library's, and what it refuses."""
+
+import re
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ops.moe.oracle import draw, make_layer
+from tests.ops.moe.test_exchange import Case, count_needed, exceed, part
+from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
+
+from stretto import ops, tiles
+from stretto.memory import PeerError
+from stretto.ops import moe
+from stretto.ops.moe import exchange_kernel, pairs
+
+SEED, HIDDEN = 320, 37
+
+
+def run_layer(case, dtype, **options):
+    """Rows, output and gradients of experts that double their rows."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen, hidden=HIDDEN)
+    x, weights = (part(one, case.tokens, rank).clone() for one in (layer.x.to(dtype), layer.weights.float()))
+    leaves = [x.requires_grad_(), weights.requires_grad_()]
+    grad = part(draw(SEED + 9, *layer.x.shape), case.tokens, rank).to(dtype)
+    ids = part(layer.ids, case.tokens, rank)
+    sent = moe.dispatch(x, ids, case.experts, group, topk_weights=weights, **options)
+    out = moe.combine(sent.rows * 2, sent.handle, weights, group)
+    return [sent.rows.detach(), sent.offsets, out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def compare_with_library(case, dtype, options):
+    """True for each result of a second call by kernels that has the bits of the library's."""
+    run_layer(case, dtype, implementation="kernel", **options)
+    ours = run_layer(case, dtype, implementation="kernel", **options)
+    library = run_layer(case, dtype, implementation="library", **options)
+    return [torch.equal(*pair) for pair in zip(ours, library, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "options"),
+    [
+        (Case((4, 0, 3), 3, 6), torch.bfloat16, {"reduce": "rank"}),
+        (Case((2, 5), 2, 4), torch.float32, {"reduce": "choice"}),
+        (Case((3, 4), 2, 4, range(2, 4)), torch.float32, {"reduce": "rank"}),  # none on rank 0
+        (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16}),
+    ],
+    ids=str,
+)
+def test_kernels_give_the_librarys_bits(interpret, case, dtype, options):
+    for same in interpret(case.ranks, compare_with_library, case, dtype, options):
+        assert all(same), same
+
+
+def test_too_many_rows_give_nan_and_an_error_on_all_ranks(interpret):
+    case = Case((3, 3), 2, 4, range(2))
+    needed = count_needed(case)
+    assert needed == [12, 0]
+    for is_nan, messages in interpret(2, exceed, case, 11, "kernel"):
+        assert is_nan[0]
+        for message in messages:
+            assert "rank 0 of the group (rank 0 of all) needs 12 rows, more than max_rows=11" in message
+        assert len(messages) == 2
+
+
+def compare_pairs(tokens, k, ranks, local, is_weighted):
+    """The names of fields that kernels and torch's operators find differently."""
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.rand(tokens, ranks * local, generator=generator).topk(k).indices
+    ids[1::7, 0] = ranks * local  # no expert
+    weights = torch.rand(tokens, k, generator=generator) if is_weighted else None
+    ours, right = (find(ids, weights, local, ranks) for find in (pairs._find_by_kernels, pairs._find_by_torch))
+    count = int(right.is_pair.sum())
+
+    def take(found):
+        whole = {name: getattr(found, name) for name in ("owners", "is_pair", "counts")}
+        return whole | {
+            "tokens": found.tokens[:count], "words": found.words[:count], "numbers": found.numbers[right.is_pair],
+        }  # fmt: skip
+
+    return [name for name, one in take(ours).items() if not torch.equal(one, take(right)[name])]
+
+
+def compare_all_pairs():
+    shapes = [(300, 3, 4, 2, True), (5, 1, 3, 1, False), (130, 8, 2, 8, True), (0, 2, 2, 2, False)]
+    return [compare_pairs(*shape) for shape in shapes]
+
+
+def test_kernels_find_the_same_pairs_as_torch(interpret):
+    assert interpret(1, compare_all_pairs) == [[[]] * 4]
+
+
+def miss_a_call():
+    """Rank 1 misses a call: rank 0's error of it, and of the next one."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    x, ids = torch.ones(2, 8), torch.tensor([[0, 1]] * 2)
+    moe.dispatch(x, ids, 2, group, max_rows=8, implementation="kernel")
+    messages = []
+    if dist.get_rank() == 0:
+        for _ in range(2):
+            with pytest.raises(PeerError) as error:
+                moe.dispatch(x, ids, 2, group, max_rows=8, implementation="kernel")
+            messages.append(str(error.value))
+    dist.barrier()
+    with pytest.raises(PeerError) if messages else pytest.MonkeyPatch.context():
+        dist.destroy_process_group(group)
+        if messages:
+            ops.check()
+    return messages
+
+
+def test_a_missed_call_is_an_error_that_names_the_rank(interpret):
+    messages, nothing = interpret(2, miss_a_call)
+    assert nothing == []
+    for message in messages:
+        assert "moe.dispatch's counts" in message
+        assert "waited in vain for rank 1" in message
+
+
+def refuse(options):
+    with pytest.raises(ValueError) as error:
+        moe.dispatch(torch.ones(2, 4), torch.tensor([[0, 1]] * 2), 4, dist.group.WORLD, **options)
+    return str(error.value)
+
+
+def test_where_no_kernel_can_run_it_says_so(ranks):
+    for message in ranks(2).run(refuse, {"implementation": "kernel"}):
+        assert "no kernel can run: on CPUs kernels are interpreted" in message
+        assert 'implementation="library" will do' in message
+
+
+def test_rows_are_stored_before_their_signal_in_wide_pieces():
+    rows, longs, words = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64), torch.zeros(64)
+    words = words.int()
+    mapping = tiles.shard_tiles(32, 4, 1, channels=32, fixed=True)
+    arguments = (
+        make_channel("p2p"), mapping, rows, longs, words.float(), words.view(torch.uint8), words, words, rows, words,
+        4096, 8192, 8192, 0, True, 8, 8, 4, 1024, 4,
+    )  # fmt: skip
+    lines = compile_to_ptx(exchange_kernel.push_rows, arguments, num_warps=8, enable_fp_fusion=False)
+    assert any(re.search(r"st\.global\.(.*\.)?v4\.b32", line) for line in lines)
+    releases = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.add", line)]
+    assert releases
+    for release in releases:
+        before = [line for line in lines[:release] if re.search(r"st\.global|bar\.sync", line)]
+        assert before[-1].startswith("bar.sync"), before[-3:]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stress configurations of the exchange of tokens between experts' ranks by kernels."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from stretto.ops import moe
+from stretto.stress.catalogue import Check, Configuration, StressCase
+from stretto.stress.operators import check_workspaces, poison_workspaces
+from stretto.stress.team import Team, is_exact
+
+ENTRIES = 6
+K = 3
+LOCAL = 2  # experts of a rank
+_EXCHANGE = (
+    *(f"ops.moe.exchange_kernel.{name}" for name in ("exchange_counts", "push_rows")),
+    *(f"ops.moe.pairs.{name}" for name in ("count_pairs", "place_pairs")),
+)
+
+
+class ExchangeCase(StressCase):
+    """A layer whose experts multiply a token by their number, forward and backward, of small whole numbers.
+
+    Entries differ in their routing: to any experts, to those of one rank, or to one expert of each token's rank; and,
+    without a fixed number of rows, in the ranks' numbers of tokens, some of which are 0.
+    """
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team, *, reduce: moe.exchange.Reduce, is_fixed: bool) -> None:
+        self._team, self._reduce = team, reduce
+        self._experts = LOCAL * team.world
+        most, self._columns = (300, 1160) if team.is_cuda else (6, 20)
+        self._max_rows = most * K * team.world if is_fixed else None
+        self._calls, self._expected = [], []
+        for entry in range(ENTRIES):
+            words = entry, team.rank
+            tokens = most if is_fixed else most * int(team.integers((1,), "tokens", *words, low=0, high=3)) // 3
+            k = min(K, self._experts)
+            numbers = torch.rand(tokens, self._experts, generator=team.draw("ids", *words), device=team.device)
+            if entry % 3 == 1:  # the experts of one rank come first
+                numbers[:, (entry % team.world) * LOCAL :][:, :LOCAL] += 1
+            elif entry % 3 == 2:
+                k = 1
+                numbers[:, team.rank * LOCAL] += 1
+            ids = numbers.topk(k).indices
+            x = team.integers((tokens, self._columns), "x", *words)
+            grad = team.integers((tokens, self._columns), "grad", *words)
+            weights = team.integers((tokens, k), "weights", *words, low=0, high=2)
+            factors = (ids + 1).double()
+            scales = (factors * weights).sum(1, keepdim=True)
+            expected = x * scales, grad * scales, factors * (x * grad).sum(1, keepdim=True)
+            if not all(is_exact(one, torch.bfloat16) for one in expected[:2]):
+                raise AssertionError("sums of so many choices are rounded")
+            self._calls.append((x.bfloat16(), ids, weights.float(), grad.bfloat16()))
+            self._expected.append(expected)
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        x, ids, weights, grad = self._calls[entry]
+        leaves = x.detach().requires_grad_(), weights.detach().requires_grad_()
+        with torch.enable_grad():
+            sent = moe.dispatch(
+                leaves[0], ids, self._experts, self._team.group, max_rows=self._max_rows, reduce=self._reduce,
+                topk_weights=leaves[1] if entry % 2 else None, implementation="kernel",
+            )  # fmt: skip
+            out = moe.combine(self._multiply(sent), sent.handle, leaves[1], self._team.group)
+        found = out.detach(), *torch.autograd.grad(out, leaves, grad)
+        pairs = zip(found, self._expected[entry], strict=True)
+        return [Check(one, right.to(one.dtype)) for one, right in pairs]
+
+    def _multiply(self, sent: moe.Dispatched) -> Tensor:
+        """Each row times the number of its expert, of all ranks', plus 1."""
+        numbers = torch.arange(len(sent.rows), device=sent.rows.device, dtype=torch.int32)
+        experts = torch.searchsorted(sent.offsets[1:], numbers, right=True).clamp(max=LOCAL - 1)
+        return sent.rows * (experts + self._team.rank * LOCAL + 1).to(sent.rows.dtype)[:, None]
+
+    def poison(self) -> None:
+        """Fill the workspaces with poison."""
+        poison_workspaces(self._team)
+
+    def check(self) -> None:
+        """Raise the error that the device has reported."""
+        check_workspaces(self._team)
+        if self._max_rows is not None:
+            moe.check_rows(self._team.group)
+
+
+def list_configurations() -> list[Configuration]:
+    """All configurations of the exchange."""
+    several = 2
+    return [
+        Configuration(
+            f"experts/exchange-{name}",
+            "experts",
+            _EXCHANGE,
+            covers,
+            partial(ExchangeCase, reduce=reduce, is_fixed=is_fixed),
+            takes_graphs=is_fixed,
+            suits=lambda ranks: ranks >= several,
+        )
+        for name, covers, reduce, is_fixed in (
+            ("rank", "tokens to experts' ranks and sums back, of as many rows as there are", "rank", False),
+            ("choice", "the same with all choices' rows back", "choice", False),
+            ("fixed", "the same of a fixed number of rows, which no host reads", "rank", True),
+        )
+    ]
