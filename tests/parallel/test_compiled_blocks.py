@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from stretto.models import GPT
 from stretto.parallel import Grid, checkpoint_activations, gather, no_sync, parallelize
+from stretto.parallel.layers.linear import ShardedTokens
 from stretto.parallel.layout import layout_of
 from stretto.parallel.state import require_state
 from tests.parallel.test_parity import gpt
@@ -285,6 +287,24 @@ def test_layers_of_one_kind_are_one_graph_that_logs_nothing(ranks, make_model, s
     for graphs, breaks, far, messages in ranks(2).run(compile_like_a_user, make_model, sizes, "layers", options):
         assert (graphs, breaks, messages) == (2, 0, [])  # one that trains, and one that evaluates
         assert far < 1e-5
+
+
+def gathers_of_sharded_tokens(is_compiled: bool) -> int:
+    """Return how often a forward pass of a Llama of two layers gathers tokens for its linears."""
+    torch._dynamo.reset()
+    model = parallelize(make_llama(), Grid(x=2), shard_sequence=True)
+    if is_compiled:
+        for layer in model.get_submodule("model.layers").children():
+            layer.compile(backend="eager")
+    with patch.object(ShardedTokens, "gather", autospec=True, side_effect=ShardedTokens.gather) as gather:
+        model(input_ids=TOKENS[:, :16])
+    return gather.call_count
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_linears_share_tokens_that_one_of_them_has_gathered(ranks, is_compiled):
+    assert ranks(2).run(gathers_of_sharded_tokens, is_compiled) == [4, 4]
 
 
 @pytest.mark.long
