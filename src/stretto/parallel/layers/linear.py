@@ -387,6 +387,8 @@ class ParallelLinear(ShardedModule):
             return self.in_graphs((*tokens.end_in_graph(x), self._features_here), cast(x), *bias)
         if tokens is not None:
             part = tokens.part_in_graph(x)
+            if part is not x and self.joined is not None:
+                return self.joined.output_in_graph(self, part, tokens)
             others = (tokens.number_in_graph(part), *bias)
             return self.in_graphs((*tokens.shape, self._features_here), cast(part), *others)
         x = cast(x.unsqueeze(0) if is_row else x)

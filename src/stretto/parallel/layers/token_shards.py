@@ -53,10 +53,12 @@ class TokenShards:
         # Stand-ins by their id, for as long as they live.
         self._stand_ins: dict[int, tuple[ref[Tensor], TokenStandIn]] = {}
         self._ranks = group.size()
-        # While a compiler traces a block: the stand-in and its part, and the last input of a colwise linear with the
-        # number by which calls of linears, when the graph runs, share what the first of them has gathered.
+        # While a compiler traces a block: the stand-in and its part; the outputs of linears that were computed together
+        # (`JoinedLinears`); and the last input of another colwise linear with the number by which calls of linears,
+        # when the graph runs, share what the first of them has gathered.
         self._traced_stand_in: tuple[Tensor, Tensor] | None = None
         self._traced_input: tuple[Tensor, Tensor] | None = None
+        self.traced_outputs: tuple[Tensor, ...] | None = None
         self._last_gathered = (0, GatheredInput())
 
     def note(self, shape: torch.Size) -> None:
@@ -94,7 +96,7 @@ class TokenShards:
     def end_in_graph(self, whole: Tensor) -> tuple[int, int]:
         """[1, tokens / x] of [batch, seq, features] that a rowwise linear takes in the graph that is being traced: what
         was noted for the linears before it is forgotten, or would become an output of the graph."""
-        self._traced_stand_in = self._traced_input = None
+        self._traced_stand_in = self._traced_input = self.traced_outputs = None
         return 1, whole.shape[0] * whole.shape[1] // self._ranks
 
     def number_in_graph(self, x: Tensor) -> Tensor:
