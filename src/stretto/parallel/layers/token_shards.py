@@ -52,7 +52,6 @@ class TokenShards:
         self._gathered: dict[int, tuple[ref[Tensor], object, GatheredInput]] = {}
         # Stand-ins by their id, for as long as they live.
         self._stand_ins: dict[int, tuple[ref[Tensor], TokenStandIn]] = {}
-        self._ranks = group.size()
         # While a compiler traces a block: the stand-in and its part; the outputs of linears that were computed together
         # (`JoinedLinears`); and the last input of another colwise linear with the number by which calls of linears,
         # when the graph runs, share what the first of them has gathered.
@@ -97,7 +96,7 @@ class TokenShards:
         """[1, tokens / x] of [batch, seq, features] that a rowwise linear takes in the graph that is being traced: what
         was noted for the linears before it is forgotten, or would become an output of the graph."""
         self._traced_stand_in = self._traced_input = self.traced_outputs = None
-        return 1, whole.shape[0] * whole.shape[1] // self._ranks
+        return 1, whole.shape[0] * whole.shape[1] // self.group.size()
 
     def number_in_graph(self, x: Tensor) -> Tensor:
         """A number that all linears get that take `x` one after another in the graph that is being traced."""
