@@ -10,6 +10,7 @@ NCCL's all-to-alls of these rows, timed alone, as the communication. With `--clu
 GPUs rows are small, for a try of the command.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -113,6 +114,12 @@ def run_exchange(setting: ExchangeSetting, out: Path) -> Measured:
             about["vdev"] = in_one_line(error)
         for row in rows:
             row |= found.get((row["model"], row["routing"], row["kind"]), {})
+    predictions = out / f"predictions-{name}.json"
+    if predictions.is_file() and torch.cuda.is_available():
+        known = json.loads(predictions.read_text())["rows"]
+        predicted = {(row["model"], row["routing"], row["kind"], row["tokens"]): row["predicted"] for row in known}
+        for row in rows:
+            row["predicted"] = predicted.get((row["model"], row["routing"], row["kind"], row.get("tokens")))
     return Measured(rows, about, name=name)
 
 
@@ -257,7 +264,13 @@ class _Exchange:
                 dist.all_to_all_single(self.received, self.sorted, self.receives, self.sends)
                 dist.all_to_all_single(back, self.received, self.sends, self.receives)
 
+        first, last = (getattr(moe, name, None) for name in ("dispatch_grouped_matmul", "grouped_matmul_combine"))
+
         def by_stretto(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
+            if first is not None and last is not None:
+                inner, sent = first(x, self.ids, gate_up, self.group, topk_weights=weights)
+                out: Tensor = last(moe.gated_activation(inner), down, sent, weights, self.group)
+                return out
             found = moe.dispatch(x, self.ids, self.experts, self.group)
             y = moe.experts_mlp(found.rows, found.offsets, gate_up, down)
             return moe.combine(y, found.handle, weights, self.group)

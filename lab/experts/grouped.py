@@ -49,7 +49,7 @@ class GroupedSetting:
     tokens: Annotated[tuple[int, ...], Option("Tokens of a call, with commas.")] = (8192, 1024)
     routing: Annotated[tuple[str, ...], Option("uniform, skewed, with commas.")] = ROUTINGS
     only: Annotated[tuple[str, ...], Option("Only this part; may be given several times.", is_repeated=True)] = ()
-    implementation: Annotated[str, Option("Of Stretto's operators: auto, library or triton.")] = "auto"
+    implementation: Annotated[str, Option("Of Stretto's operators: auto, kernel or library.")] = "auto"
     cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
     on_cpu: Annotated[bool, Option("Tiny sizes on the CPU, to try the command.", "--cpu")] = False
 
@@ -105,7 +105,7 @@ def run_grouped(setting: GroupedSetting, out: Path) -> Measured:
     if not setting.on_cpu and not torch.cuda.is_available():
         raise ValueError("this bench takes a GPU, and torch finds none here: --cpu tries the command without one")
     predictions = out / "predictions-grouped.json"
-    known = json.loads(predictions.read_text())["rows"] if predictions.is_file() else []
+    known = json.loads(predictions.read_text())["rows"] if predictions.is_file() and not setting.on_cpu else []
     predicted = {(row["model"], row["tokens"], row["routing"], row["part"]): row["predicted"] for row in known}
     keep = partial(keep_rows, out, "grouped", Row, {})
     return Measured(run_ranks(1, measure_all, setting, predicted, keep, trains=False))
@@ -192,9 +192,10 @@ class ExpertsCase:
         self.load = load_of(self.ids, experts)
         self.inner, self.grad_up, self.grad = make(t * k, inner), make(t * k, 2 * inner), make(t * k, h)
         order = sort_by_expert(self.ids, experts)
-        self.tokens, self.offsets = order.slots // k, order.offsets
+        self.tokens, self.offsets = (order.slots // k).to(torch.int32), order.offsets
         self.ends = order.offsets[1:].contiguous()
         self.rows = self.x[self.tokens]
+        self._how = how
         self._multiply, self._by_weight, self._mlp = (
             pin(operator, how) for operator in (moe.grouped_matmul, moe.grouped_weight_gradient, moe.experts_mlp)
         )
@@ -241,7 +242,7 @@ class ExpertsCase:
                     "dense": lambda: [rows @ gate_up[0].t()],
                     "torch": lambda: [grouped_mm(rows, up_rows, offs=ends)],
                     "stretto": lambda: [multiply(rows, gate_up, offsets)],
-                    "gathered": lambda: [multiply(self._gather(), gate_up, offsets)],
+                    "gathered": lambda: [gather(multiply, 0, self.tokens)(self.x, gate_up, offsets)],
                 }
             case "down":
                 return {
@@ -260,7 +261,10 @@ class ExpertsCase:
                     "dense": lambda: [grad_up.t() @ rows, grad.t() @ inner],
                     "torch": lambda: [grouped_mm(grad_up.t(), rows, offs=ends), grouped_mm(grad.t(), inner, offs=ends)],
                     "stretto": lambda: [by_weight(grad_up, rows, offsets), by_weight(grad, inner, offsets)],
-                    "gathered": lambda: [by_weight(grad_up, self._gather(), offsets), by_weight(grad, inner, offsets)],
+                    "gathered": lambda: [
+                        gather(by_weight, 1, self.tokens)(grad_up, self.x, offsets),
+                        by_weight(grad, inner, offsets),
+                    ],
                 }
             case "forward":
                 by_torch, by_stretto = self._passes()
@@ -273,14 +277,16 @@ class ExpertsCase:
             name: partial(self._step, each) for name, each in zip(("torch", "stretto"), self._passes(), strict=True)
         }
 
-    def _gather(self) -> Tensor:
-        return self.x.index_select(0, self.tokens)
-
     def _passes(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        routed = getattr(moe, "routed_experts", None)
+
         def by_stretto(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+            if routed is not None:
+                y: Tensor = pin(routed, self._how)(x, self.ids, self.weights, gate_up, down)
+                return y
             found = moe.permute(x, self.ids, len(down))
-            y = self._mlp(found.rows, found.offsets, gate_up, down)
-            return moe.unpermute(y, found.positions, self.weights)
+            rows = self._mlp(found.rows, found.offsets, gate_up, down)
+            return moe.unpermute(rows, found.positions, self.weights)
 
         def by_torch(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
             return torch_experts(x, self.ids, self.weights, gate_up, down)
@@ -315,6 +321,17 @@ def pin(operator: Callable[..., T], how: str) -> Callable[..., T]:
     if how not in ("auto", "library"):
         raise ValueError(f"{operator.__name__} has no implementation {how!r}: auto or library would do")
     return operator
+
+
+def gather(operator: Callable[..., Tensor], place: int, tokens: Tensor) -> Callable[..., Tensor]:
+    """The operator with operand `place` gathered by index: by the operator where it can, else before it."""
+    if "tokens" in signature(operator).parameters:
+        return partial(operator, tokens=tokens)
+
+    def gather_first(*operands: Tensor) -> Tensor:
+        return operator(*(each[tokens] if at == place else each for at, each in enumerate(operands)))
+
+    return gather_first
 
 
 BENCH = Bench(

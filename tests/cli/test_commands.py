@@ -237,7 +237,6 @@ def test_with_json_an_error_is_json_too(run_file: Path) -> None:
     [
         (("train", "--ranks", "-1"), "--ranks is -1, but must be at least 1"),
         (("peers", "--ranks", "2", "--batches", "few"), "--batches has 'few', but takes whole numbers, at least 1"),
-        (("plan", "--dtype", "fp7"), "--dtype is bf16 or fp32, not 'fp7'"),
         (("collectives", "--ranks", "99"), "takes 2 GPUs or more, one a rank"),
         (("ablations", "--step", "1"), "by a factor of 1 (at least 2)"),
         (("ops", "--ranks", "99"), "takes 2 GPUs or more, one a rank"),

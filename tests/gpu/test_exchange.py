@@ -92,6 +92,9 @@ def compare_with_library(dtype: torch.dtype) -> bool:
         sent = moe.dispatch(x, ids, 2 * world, group, implementation=implementation)
         out = moe.combine(sent.rows * 2, sent.handle, weights[:, : ids.shape[1]], group)
         found.append([sent.rows, sent.offsets, out, *torch.autograd.grad(out.float().square().sum(), (x, weights))])
+        places = moe.send_tokens(x, ids, weights[:, : ids.shape[1]], 2 * world, group, implementation=implementation)
+        out = moe.return_sums(places.tokens * places.weights.sum(1, keepdim=True).to(dtype), places)
+        found[-1] += [out, *torch.autograd.grad(out.float().square().sum(), (x, weights))]
     return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 

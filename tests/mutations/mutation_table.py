@@ -100,6 +100,7 @@ _GATHER_TESTS = (f"{_OPS}test_gathered_rows_are_loaded_after_the_wait_and_from_c
 _SCATTER_TESTS = (f"{_OPS}test_partial_sums_are_signalled_after_a_barrier_and_loaded_through_the_wait",)
 _JOIN_TESTS = (f"{_OPS}test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire",)
 _SLICE_TESTS = (f"{_EMBEDDING}test_a_slice_is_signalled_after_its_stores_and_a_barrier",)
+_EXCHANGE_TESTS = ("tests/ops/moe/test_exchange_kernels.py::test_rows_are_stored_before_their_signal_in_wide_pieces",)
 _SIMPLE_TESTS = (f"{_SOURCE}test_simple_publishes_after_a_barrier_of_the_block_and_a_fence_of_the_system",)
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -413,6 +414,36 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "embedding", "fence", "release of a tile between peers", (_NO_RELEASE_OF_SLOT,), "embedding/*", _BARRIER_TESTS
     ),
+    Mutation("experts", "barrier", "before a part's signal", (_NO_BARRIER,), "experts/exchange-*", _EXCHANGE_TESTS),
+    Mutation(
+        "experts",
+        "wait",
+        "for all ranks' counts",
+        (
+            Edit(
+                "ops/moe/exchange_kernel.py",
+                '    ready = tiles.peer_tile_wait(channel, 0, mode="broadcast")\n',
+                "    ready = 0\n",
+            ),
+        ),
+        "experts/exchange-*",
+    ),
+    Mutation(
+        "experts",
+        "wait",
+        "for all parts of rows",
+        (
+            Edit(
+                "ops/moe/exchange_kernel.py",
+                "        tiles.consumer_tile_wait(channel, mapping, tile, source=source)\n",
+                "        pass\n",
+            ),
+        ),
+        "experts/exchange-*",
+    ),
+    Mutation("experts", "wait", "for a call to have begun on all ranks", (_NO_MEETING,), "experts/exchange-*"),
+    Mutation("experts", "acquire", "of a wait", _NO_ACQUIRE, "experts/exchange-*", _BARRIER_TESTS),
+    Mutation("experts", "fence", "release of counts", (_NO_RELEASE_OF_SLOT,), "experts/exchange-*", _BARRIER_TESTS),
     # Collectives by LL.
     Mutation(
         "LL",

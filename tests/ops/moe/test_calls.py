@@ -12,6 +12,7 @@ from tests.ops.moe.oracle import make_layer
 from torch.utils.checkpoint import checkpoint
 
 from stretto.ops import moe
+from stretto.ops.moe.call_route import RouteCall
 
 SEED = 40
 
@@ -152,6 +153,21 @@ def test_the_host_reads_the_counts_once_and_with_a_fixed_number_of_rows_nothing(
     assert ranks(2).run(count_reads, 16) == [(0, 0)] * 2
 
 
+def combine_by_changed_weights():
+    """Collectives of `combine` with weights that were sent before, and whether others count after all."""
+    x, ids, weights = torch.ones(2, 4), torch.tensor([[0, 2], [3, 1]]), torch.ones(2, 2)
+    group, recorder = dist.group.WORLD, Recorder()
+    sent = moe.dispatch(x, ids, 4, group, topk_weights=weights)
+    found = [moe.combine(sent.rows, sent.handle, weights, group, wrap_collective=recorder)]
+    found.append(moe.combine(sent.rows, sent.handle, weights.clone(), group))
+    found.append(moe.combine(sent.rows, sent.handle, weights.mul_(3), group) / 3)
+    return len(recorder.kinds), [torch.equal(one, torch.full_like(x, 2.0)) for one in found]
+
+
+def test_weights_are_sent_once_unless_they_are_changed(ranks):
+    assert ranks(2).run(combine_by_changed_weights) == [(1, [True] * 3)] * 2
+
+
 def find_errors():
     """Messages of the errors of wrong calls."""
     rank, group = dist.get_rank(), dist.group.WORLD
@@ -166,7 +182,7 @@ def find_errors():
         lambda: moe.dispatch(x, ids, 6, outside) if rank == 2 else moe.combine(sent.rows, sent.handle, weights, other),
         lambda: moe.combine(sent.rows, sent.handle, weights, other),
         lambda: moe.exchange._dispatch_to_ranks(
-            x, ids + 5, None, 6, group, None, None, "rank", False, moe.exchange.call
+            x, ids + 5, None, RouteCall(6, group, None, None, False, moe.exchange.call), "rank"
         ),
         lambda: moe.dispatch(x[: rank + 1], ids[: rank + 1], 6, group, max_rows=9),
     ):

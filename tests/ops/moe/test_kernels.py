@@ -261,7 +261,7 @@ def compile_layer():
 
 def test_a_layer_of_one_rank_compiles_with_kernels_in_its_graph(interpret):
     assert interpret(1, compile_layer) == [
-        ["gated_silu", "gated_silu_gradient", "moe_sum_copies", "moe_weigh_and_multiply"]
+        ["experts_mlp", "experts_mlp_gradient", "moe_sum_copies", "moe_weigh_and_multiply"]
     ]
 
 

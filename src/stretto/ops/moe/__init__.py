@@ -8,11 +8,13 @@ from stretto.ops.moe.fixed_rows import check_rows
 from stretto.ops.moe.grouped_matmul import grouped_matmul, grouped_weight_gradient
 from stretto.ops.moe.overlapped import dispatch_grouped_matmul, grouped_matmul_combine
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
+from stretto.ops.moe.places import SentTokens, return_sums, send_tokens
 
 __all__ = [
     "DispatchHandle",
     "Dispatched",
     "Permuted",
+    "SentTokens",
     "check_rows",
     "combine",
     "dispatch",
@@ -23,6 +25,8 @@ __all__ = [
     "grouped_matmul_combine",
     "grouped_weight_gradient",
     "permute",
+    "return_sums",
     "routed_experts",
+    "send_tokens",
     "unpermute",
 ]

@@ -13,24 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto.memory.copy_engine import has_nvlink
-from stretto.ops.config import find_group_obstacle
-from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors, record_rows
-from stretto.ops.moe.kernel_route import find_kernel_route
+from stretto.ops.moe.call_route import RouteCall, can_send, check_call, find_several
 from stretto.ops.moe.permutation import (
     copy_tokens,
     multiply_copies,
-    require_tokens,
     require_weighted,
     sort_by_expert,
     sum_copies,
     unpermute,
     weigh_tokens,
 )
-from stretto.ops.moe.routes import CollectiveWrapper, Route, call, find_route
-from stretto.ops.operator import find_known, find_name, require_agreement
-
-_IMPLEMENTATIONS = ("auto", "kernel", "library")
+from stretto.ops.moe.routes import CollectiveWrapper, Route, call
 
 Reduce = Literal["rank", "choice"]
 """Where a token's rows are summed: by each of its experts' ranks first, or by its own, in the order of its choices."""
@@ -128,13 +121,6 @@ def dispatch(
     With torch.compile, a group of one rank is part of the graph; with more ranks the graph breaks here. ValueError for
     other shapes, dtypes and numbers of experts, and if ranks make different calls.
     """
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(f'dispatch: implementation is "auto", "kernel" or "library", not {implementation!r}')
-    require_tokens("dispatch", x, topk_ids, num_experts)
-    if topk_weights is not None and topk_weights.shape != topk_ids.shape:
-        raise ValueError(
-            f"dispatch: topk_weights has topk_ids' shape, {list(topk_ids.shape)}, not {list(topk_weights.shape)}"
-        )
     if reduce not in get_args(Reduce):
         raise ValueError(f'dispatch: reduce is "rank" or "choice", not {reduce!r}')
     if reduce == "choice" and max_rows is not None:
@@ -142,17 +128,13 @@ def dispatch(
             'dispatch: reduce="choice" returns as many rows as there are, and not with max_rows: give reduce="rank", '
             "or max_rows=None"
         )
-    group, gather_group = _find_several(group), _find_several(gather_group)
-    world = 1 if group is None else group.size()
-    _require_divisible(num_experts, world)
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"dispatch: max_rows is 1 or more, or None for as many as there are, not {max_rows}")
-    if group is None and gather_group is None:
+    route_call = check_call(
+        "dispatch", x, topk_ids, topk_weights, num_experts, group, gather_group, max_rows, wrap_collective,
+        implementation,
+    )  # fmt: skip
+    if route_call.is_alone:
         return _dispatch_here(x, topk_ids, num_experts, max_rows, reduce)
-    by_kernel = _runs_kernels(implementation, group, gather_group, x.device)
-    return _dispatch_to_ranks(
-        x, topk_ids, topk_weights, num_experts, group, gather_group, max_rows, reduce, by_kernel, wrap_collective
-    )
+    return _dispatch_to_ranks(x, topk_ids, topk_weights, route_call, reduce)
 
 
 def combine(
@@ -174,7 +156,7 @@ def combine(
     require_weighted("combine", rows, topk_weights, handle.shape)
     if rows.shape[0] != handle.num_rows:
         raise ValueError(f"combine: dispatch returned {handle.num_rows} rows with this handle, not {rows.shape[0]}")
-    if _find_several(group) is not handle.group:
+    if find_several(group) is not handle.group:
         raise ValueError("combine takes the group that dispatch was given, and was given another")
     if handle.positions is not None:
         return unpermute(rows, handle.positions, topk_weights)
@@ -198,46 +180,15 @@ def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int 
 
 @torch.compiler.disable  # a graph break: wrap_collective is a function, and an exchange returns the number of rows
 def _dispatch_to_ranks(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor | None,
-    num_experts: int,
-    group: dist.ProcessGroup | None,
-    gather_group: dist.ProcessGroup | None,
-    max_rows: int | None,
-    reduce: Reduce,
-    by_kernel: bool,
-    wrap_collective: CollectiveWrapper,
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, route_call: RouteCall, reduce: Reduce
 ) -> Dispatched:
-    groups = tuple(one for one in (group, gather_group) if one is not None)
-    look_for_errors(groups[0], x.device)
-    (t, k), h = topk_ids.shape, x.shape[1]
-    # fp64 would be rounded on its way. With "choice" the backward pass needs weights at the experts, and sends them.
-    given = None if reduce == "choice" or (topk_weights is not None and not _can_send(topk_weights)) else topk_weights
-    same = (
-        f"moe.dispatch of {x.dtype} [., {h}], k={k}, {num_experts} experts, max_rows={max_rows}, {reduce}, "
-        f"{'kernel' if by_kernel else 'library'}, {'no' if given is None else given.dtype} weights"
-    )
-    for one in groups:
-        # With max_rows the ranks' tokens are gathered, and the host does not learn how many they are.
-        fixed = "" if max_rows is None else f", {t} tokens, {topk_ids.dtype}"
-        require_agreement(same + fixed, False, find_name(one), x.device)
-    route: Route
-    tokens = None
-    with torch.no_grad():
-        if by_kernel and group is not None:
-            route, tokens, needed = find_kernel_route(x, topk_ids, num_experts, max_rows, group, wrap_collective, given)
-        elif max_rows is None:
-            route = find_route(topk_ids, num_experts, group, gather_group, wrap_collective, given)
-        else:
-            shards, shard = (1, 0) if group is None else (group.size(), group.rank())
-            route, needed = find_fixed_route(topk_ids, num_experts, max_rows, groups, shards, shard, wrap_collective)
-        if max_rows is not None:
-            record_rows(groups[0], needed, max_rows)
-    rows = _Dispatch.apply(x, tokens, route, reduce, wrap_collective)
-    handle = DispatchHandle(
-        rows.shape[0], (t, k), None, route, group, reduce, None if given is None else (given, given._version)
-    )
+    # With "choice" the backward pass needs weights at the experts, and sends them.
+    given = topk_weights if topk_weights is not None and reduce == "rank" and can_send(topk_weights) else None
+    route, tokens = route_call.find("dispatch", x, topk_ids, given, reduce)
+    rows = _Dispatch.apply(x, tokens, route, reduce, route_call.wrap_collective)
+    version = None if given is None else (given, given._version)
+    shape = topk_ids.shape[0], topk_ids.shape[1]
+    handle = DispatchHandle(rows.shape[0], shape, None, route, route_call.group, reduce, version)
     return Dispatched(rows, route.index.offsets, handle)
 
 
@@ -342,44 +293,3 @@ def _spread(route: Route, tokens: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return route.fill_padding(tokens.index_select(0, route.index.places()))
     return route.fill_padding(weigh_tokens(tokens, weights, slots))
-
-
-def _can_send(topk_weights: Tensor) -> bool:
-    """Whether weights are sent with the tokens: as fp32, and if writes to them are counted."""
-    return topk_weights.dtype != torch.float64 and not topk_weights.is_inference()
-
-
-def _find_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group, or None where it has one rank. ValueError for a rank outside of it."""
-    if group is None:
-        return None
-    find_name(group)
-    return None if group.size() == 1 else group
-
-
-def _require_divisible(num_experts: int, world: int) -> None:
-    if num_experts % world:
-        nearest = max(round(num_experts / world), 1) * world
-        raise ValueError(
-            f"dispatch: {num_experts} experts cannot be divided among {world} ranks: a multiple of the group's size "
-            f"will do, such as {nearest}"
-        )
-
-
-def _runs_kernels(
-    implementation: str, group: dist.ProcessGroup | None, gather_group: dist.ProcessGroup | None, device: torch.device
-) -> bool:
-    """Whether kernels exchange the tokens of a call, the same on all ranks. ValueError for "kernel" if none can."""
-    if implementation == "library" or (implementation == "auto" and device.type != "cuda"):
-        return False
-    obstacle = "with gather_group rows are gathered by the library" if gather_group is not None else ""
-    if group is not None and not obstacle:
-        obstacle = find_group_obstacle(find_name(group), device)
-    if implementation == "kernel":
-        if obstacle:
-            raise ValueError(f'dispatch: no kernel can run: {obstacle}; implementation="library" will do')
-        return True
-    if group is None or obstacle:
-        return False
-    by_nvlink: bool = find_known(find_name(group), device, "nvlink", lambda: has_nvlink(group, device))
-    return by_nvlink

@@ -9,6 +9,8 @@ Both read all sizes on the device. What a rank receives of a source is contiguou
 order: a consumer may wait for the parts that it needs, or for the kernel's end, when all of them have arrived.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,6 +18,34 @@ from stretto import tiles
 
 CHUNKS = 32
 """Parts of the rows from one rank to another that are signalled separately."""
+
+
+class PushedRows(NamedTuple):
+    """Kernel argument: the rows that a rank pushes, sorted by receiver.
+
+    Row i is the sum over slots of weights[i, slot] * rows[positions[i, slot]]. rows: [., columns]. positions: int64
+    [known, k]; weights, is_valid: [known, k] or None, for 1 and for True; rows that are not valid are not read. words:
+    int32 [known, words] or None, sent beside the rows. Rows from `known` on are NaN.
+    """
+
+    rows: Any
+    positions: Any
+    weights: Any
+    is_valid: Any
+    words: Any
+    columns: Any
+    known: Any
+
+
+class StagedRows(NamedTuple):
+    """Kernel argument: what a rank receives, sorted by sender: rows [capacity, columns] and words [capacity, words].
+
+    Both are symmetric memory; rows from `capacity` on are not sent.
+    """
+
+    rows: Any
+    words: Any
+    capacity: Any
 
 
 @triton.jit
@@ -50,18 +80,14 @@ def exchange_counts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def push_rows(  # type: ignore[no-untyped-def]
-    channel, mapping, rows, positions, weights, is_valid, words, table, staging, staged_words, columns, known, capacity,
+    channel, mapping, pushed, staged, table,
     WHICH: tl.constexpr, TRANSPOSED: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Push row i = sum over slots of weights[i, slot] * rows[positions[i, slot]], added in order and rounded once.
+    """Push each of `PushedRows`, added in the order of slots and rounded once, into its receiver's `StagedRows`.
 
-    rows: [., columns]. positions: int64 [known, K]; weights, is_valid: [known, K] or None, for 1 and for True; rows
-    that are not valid are not read. words: int32 [known, WORDS] or None, sent beside the rows. table: int32
-    [source, destination, 2], numbers of pairs and of choices: number WHICH says how many rows go from each rank to each
-    other one; TRANSPOSED: from each destination back to its source. This rank's rows are sorted by receiver, and what a
-    rank receives, staging [capacity, columns] and staged_words [capacity, WORDS], by sender. Rows from `known` on are
-    NaN, and rows from `capacity` on, which have no place at the receiver, are not sent. WORLD: a power of two.
+    table: int32 [source, destination, 2], numbers of pairs and of choices: number WHICH says how many rows go from each
+    rank to each other one; TRANSPOSED: from each destination back to its source. WORLD: a power of two.
     Order: a part of each receiver's rows in turn, the next rank's first and own ones last, so that no two ranks write
     to one at once, and early parts of all arrive early.
     Signals: each of the `CHUNKS` parts of a receiver's rows once, also an empty one, after its stores ("p2p").
@@ -71,7 +97,7 @@ def push_rows(  # type: ignore[no-untyped-def]
     Reuse: of two slots or one, as `begin` was told: staging is written once all ranks have begun this call, or the one
     after the slot's last, and so have read what it held.
     """
-    dtype = tl.float64 if rows.dtype.element_ty == tl.float64 else tl.float32
+    dtype = tl.float64 if pushed.rows.dtype.element_ty == tl.float64 else tl.float32
     chunks: tl.constexpr = mapping.channels
     peers = tl.arange(0, WORLD)
     is_peer = peers < channel.world
@@ -90,38 +116,45 @@ def push_rows(  # type: ignore[no-untyped-def]
         count = tl.sum(tl.where(peers == peer, going, 0), 0)
         base = tl.sum(tl.where(peers < channel.rank, coming, 0), 0)
         part = tl.cdiv(tl.cdiv(count, chunks), ROWS) * ROWS
-        there = tiles.peer_pointer(channel, staging, peer)
+        there = tiles.peer_pointer(channel, staged.rows, peer)
         publishes = tiles.may_publish(channel)  # staging may hold another call's rows after a failed wait
         for start in range(chunk * part, tl.minimum((chunk + 1) * part, count), ROWS):
             at = start + tl.arange(0, ROWS)
             row, target = (first + at).to(tl.int64), (base + at).to(tl.int64)
-            is_known = (at < count) & (row < known)
-            is_stored = (at < count) & (target < capacity) & publishes
-            for column in range(0, columns, BLOCK):
+            is_known = (at < count) & (row < pushed.known)
+            is_stored = (at < count) & (target < staged.capacity) & publishes
+            for column in range(0, pushed.columns, BLOCK):
                 place = column + tl.arange(0, BLOCK)
-                is_column = (place < columns)[None, :]
+                is_column = (place < pushed.columns)[None, :]
                 total = tl.full([ROWS, BLOCK], -0.0, dtype)  # -0 + x is x, also for -0
                 for slot in tl.static_range(K):
                     is_read = is_known
-                    if is_valid is not None:
-                        is_read = is_read & (tl.load(is_valid + row * K + slot, mask=is_known, other=0) != 0)
-                    position = tl.load(positions + row * K + slot, mask=is_read, other=0) * columns
+                    if pushed.is_valid is not None:
+                        is_read = is_read & (tl.load(pushed.is_valid + row * K + slot, mask=is_known, other=0) != 0)
+                    position = tl.load(pushed.positions + row * K + slot, mask=is_read, other=0) * pushed.columns
                     mask = is_read[:, None] & is_column
-                    value = tl.load(rows + position[:, None] + place[None, :], mask=mask, other=0.0).to(dtype)
-                    if weights is not None:
-                        value *= tl.load(weights + row * K + slot, mask=is_read, other=0.0).to(dtype)[:, None]
+                    value = tl.load(pushed.rows + position[:, None] + place[None, :], mask=mask, other=0.0).to(dtype)
+                    if pushed.weights is not None:
+                        value *= tl.load(pushed.weights + row * K + slot, mask=is_read, other=0.0).to(dtype)[:, None]
                     total += value
                 total = tl.where(is_known[:, None], total, float("nan"))
                 mask = is_stored[:, None] & is_column
-                tl.store(there + target[:, None] * columns + place[None, :], total.to(rows.dtype.element_ty), mask=mask)
-            if words is not None:
+                tl.store(
+                    there + target[:, None] * pushed.columns + place[None, :],
+                    total.to(pushed.rows.dtype.element_ty),
+                    mask=mask,
+                )
+            if pushed.words is not None:
                 word = tl.arange(0, triton.next_power_of_2(WORDS))
                 mask = (word < WORDS)[None, :]
-                sent = tl.load(words + row[:, None] * WORDS + word[None, :], mask=is_known[:, None] & mask, other=0)
-                words_there = tiles.peer_pointer(channel, staged_words, peer)
+                sent = tl.load(
+                    pushed.words + row[:, None] * WORDS + word[None, :], mask=is_known[:, None] & mask, other=0
+                )
+                words_there = tiles.peer_pointer(channel, staged.words, peer)
                 tl.store(words_there + target[:, None] * WORDS + word[None, :], sent, mask=is_stored[:, None] & mask)
         tiles.producer_tile_notify(channel, mapping, peer * chunks + chunk, "p2p")
         task = following
     for index in range(tl.program_id(0), channel.world * chunks, tl.num_programs(0)):
         source = (channel.rank + 1 + index // chunks) % channel.world
-        tiles.consumer_tile_wait(channel, mapping, channel.rank * chunks + index % chunks, source=source)
+        tile = channel.rank * chunks + index % chunks
+        tiles.consumer_tile_wait(channel, mapping, tile, source=source)

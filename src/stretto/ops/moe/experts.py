@@ -37,7 +37,7 @@ from stretto.ops.moe.permutation import (
     sum_dtype,
     unpermute,
 )
-from stretto.ops.operator import Autograd, define_operator
+from stretto.ops.operator import Autograd, define_operator, needs_gradients
 
 
 def experts_mlp(
@@ -67,7 +67,8 @@ def experts_mlp(
     if is_gated and is_silu(function):
         require_operands("experts_mlp", rows, gate_up, offsets)
         require_operands("experts_mlp", rows.new_empty(rows.shape[0], inner), down, offsets)
-        return _multiply_experts(rows, offsets, gate_up, down, None, None, None, implementation)[0]
+        keeps_inner = needs_gradients(rows, gate_up, down)
+        return _multiply_experts(rows, offsets, gate_up, down, None, None, None, keeps_inner, implementation)[0]
     hidden = grouped_matmul(rows, gate_up, offsets, implementation=implementation)
     hidden = gated_activation(hidden, activation) if is_gated else function(hidden)
     return grouped_matmul(hidden, down, offsets, implementation=implementation)
@@ -101,7 +102,9 @@ def routed_experts(
     require_operands("routed_experts", x.new_empty(0, down.shape[2]), down, offsets)
     require_weighted("routed_experts", x, topk_weights, positions.shape)
     tokens = (slots // topk_ids.shape[1]).to(torch.int32)
-    return _multiply_experts(x, offsets, gate_up, down, tokens, positions, topk_weights, implementation)[0]
+    keeps_inner = needs_gradients(x, topk_weights, gate_up, down)
+    results = _multiply_experts(x, offsets, gate_up, down, tokens, positions, topk_weights, keeps_inner, implementation)
+    return results[0]
 
 
 def _run(
@@ -112,10 +115,11 @@ def _run(
     tokens: Tensor | None,
     positions: Tensor | None,
     weights: Tensor | None,
+    keeps_inner: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
-    """(rows' outputs [n, h], or their weighted sums [t, h]; gate and up [n, 2 * F])."""
-    gated, inner = _gate(rows, gate_up, offsets, tokens, implementation)
+    """(rows' outputs [n, h], or their weighted sums [t, h]; gate and up [n, 2 * F], or none of them)."""
+    gated, inner = _gate(rows, gate_up, offsets, tokens, keeps_inner, implementation)
     out = compute_product(gated, down, offsets, None, implementation)
     if positions is not None:
         out = sum_copies(out, positions, weights)
@@ -123,9 +127,9 @@ def _run(
 
 
 def _gate(
-    rows: Tensor, gate_up: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str
+    rows: Tensor, gate_up: Tensor, offsets: Tensor, tokens: Tensor | None, keeps_inner: bool, implementation: str
 ) -> tuple[Tensor, Tensor]:
-    """(silu(gate) * up [n, F], gate and up [n, 2 * F]) of rows, or rows[tokens]."""
+    """(silu(gate) * up [n, F], gate and up [n, 2 * F] if kept) of rows, or rows[tokens]."""
     n = (rows if tokens is None else tokens).shape[0]
     if n and gate_up.numel():
         rows, gate_up = rows.contiguous(), gate_up.contiguous()
@@ -134,9 +138,9 @@ def _gate(
         )
         if config is not None:
             with torch.cuda.device_of(rows):
-                return grouped_kernels.multiply_gated(config, rows, gate_up, offsets, tokens)
+                return grouped_kernels.multiply_gated(config, rows, gate_up, offsets, tokens, keeps_inner=keeps_inner)
     inner = compute_product(rows, gate_up, offsets, tokens, implementation)
-    return gated_activation(inner), inner
+    return gated_activation(inner), inner if keeps_inner else inner.new_empty(0, inner.shape[1])
 
 
 def _run_gradient(
@@ -153,13 +157,11 @@ def _run_gradient(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of rows, gate_up, down and weights; what is not needed is empty."""
-    factors = None
+    grad, factors = grad.contiguous(), None
     if weights is not None and positions is not None:
         factors = torch.empty(positions.numel(), dtype=sum_dtype(rows.dtype), device=rows.device)
         factors.scatter_(0, positions.reshape(-1), weights.reshape(-1).to(factors.dtype))
-    of_inner, gated, products = _differentiate_gate(
-        grad.contiguous(), down, offsets, inner, tokens, factors, implementation
-    )
+    of_inner, gated, products = _differentiate_gate(grad, down, offsets, inner, tokens, factors, implementation)
     needs_rows, needs_gate_up, needs_down, needs_weights = needed
     none = rows.new_empty(0)
     of_rows = of_gate_up = of_down = of_weights = none
@@ -212,9 +214,10 @@ def _fake(
     tokens: Tensor | None,
     positions: Tensor | None,
     weights: Tensor | None,
+    keeps_inner: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
-    n = (rows if tokens is None else tokens).shape[0]
+    n = (rows if tokens is None else tokens).shape[0] if keeps_inner else 0
     return rows.new_empty(rows.shape[0], down.shape[1]), rows.new_empty(n, gate_up.shape[1])
 
 
@@ -270,7 +273,7 @@ def _count_gradient_flops(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.implementation = inputs
+    *tensors, _keeps_inner, ctx.implementation = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1])
@@ -280,14 +283,14 @@ def _differentiate(ctx: Any, grad: Tensor | None, _of_inner: Tensor | None) -> t
     rows, offsets, gate_up, down, tokens, positions, weights, inner = ctx.saved_tensors
     needed = [ctx.needs_input_grad[place] for place in (0, 2, 3, 6)]
     if grad is None or not any(needed):
-        return (None,) * 8
+        return (None,) * 9
     found = _multiply_experts_gradient(
         grad, rows, offsets, gate_up, down, inner, tokens, positions, weights, needed, ctx.implementation
     )
     of_rows, of_gate_up, of_down, of_weights = (
         one if needs else None for one, needs in zip(found, needed, strict=True)
     )
-    return of_rows, None, of_gate_up, of_down, None, None, of_weights, None
+    return of_rows, None, of_gate_up, of_down, None, None, of_weights, None, None
 
 
 _multiply_experts = define_operator(

@@ -55,6 +55,10 @@ class FixedRoute(Route):
         """The rows, where padding has `fill`."""
         return torch.where(self.is_row[:, None], rows, self.fill.to(rows.dtype))
 
+    def mark_excess(self, tokens: Tensor) -> Tensor:
+        """The tokens, all of NaN after too many rows."""
+        return tokens + self.fill.to(tokens.dtype)
+
 
 def find_fixed_route(
     topk_ids: Tensor,

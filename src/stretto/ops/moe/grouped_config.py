@@ -103,7 +103,7 @@ def choose_config(
     implementation: str,
     kind: Kind,
     n: int,
-    weight: tuple[int, int, int],
+    weight: tuple[int, ...],
     operands: tuple[Tensor, ...],
     *,
     by_tokens: bool,

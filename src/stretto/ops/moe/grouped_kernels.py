@@ -10,6 +10,7 @@ An expert's rows begin and end anywhere. Loads of a product may read rows of the
 stored. TMA that stores rows, or loads what is summed over rows, has to end at the expert's end: `describe_ragged`.
 """
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -56,12 +57,14 @@ def multiply_gated(
     tokens: Tensor | None = None,
     *,
     keeps_inner: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """(silu(gate) * up [n, F], gate and up [n, 2 * F] if kept) of rows, or rows[tokens], and gate_up [e, 2 * F, a]."""
+) -> tuple[Tensor, Tensor]:
+    """(silu(gate) * up [n, F], gate and up [n, 2 * F]) of rows, or rows[tokens], and gate_up [e, 2 * F, a].
+
+    keeps_inner: if not, gate and up are not stored, and the second is empty.
+    """
     n, columns = rows.shape[0] if tokens is None else tokens.shape[0], gate_up.shape[1] // 2
-    out = rows.new_empty(n, columns)
-    inner = rows.new_empty(n, 2 * columns) if keeps_inner else None
-    _launch_product(config, rows, gate_up, offsets, tokens, out, "gate", inner=inner)
+    out, inner = rows.new_empty(n, columns), rows.new_empty(n if keeps_inner else 0, 2 * columns)
+    _launch_product(config, rows, gate_up, offsets, tokens, out, "gate", inner=inner if keeps_inner else None)
     return out, inner
 
 
@@ -103,12 +106,13 @@ def multiply_transposed(
     """Each expert's grad.T @ rows: grad [n, b], rows [n, a] -> [e, b, a]; with tokens, grad and rows are [t, .]."""
     (m, n, k, group_rows, num_warps, num_stages, programs), *_ = config
     experts, b, a = offsets.shape[0] - 1, grad.shape[1], rows.shape[1]
+    grad_tokens, row_tokens = (one if one is None else one.contiguous() for one in (grad_tokens, row_tokens))
     out = rows.new_empty(experts, b, a)
     launch_cached(
         sum_outer_products, programs,
         describe_ragged(grad, (k, m)) if grad_tokens is None else grad, grad_tokens,
         describe_ragged(rows, (k, n)) if row_tokens is None else rows, row_tokens,
-        offsets, describe_matrix(out, (1, m, n // 2)), b, a, experts, group_rows,
+        offsets.contiguous(), _describe(out, 1, m, n // 2), b, a, experts, group_rows,
         BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, FLATTEN=config.is_flattened, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out
@@ -129,36 +133,43 @@ def _launch_product(
     products: Tensor | None = None,
 ) -> None:
     (m, n, k, group_rows, num_warps, num_stages, programs), halves, flattens, stores_by_tma = config
-    experts, depth = weight.shape[0], weight.shape[2]
+    experts, depth, offsets = weight.shape[0], weight.shape[2], offsets.contiguous()
+    tokens = None if tokens is None else tokens.contiguous()
     is_transposed = not weight.is_contiguous()
     stored = weight.transpose(1, 2) if is_transposed else weight
     given = None
     source: Any = rows
     half_rows: Any = rows
     if tokens is None:
-        source = describe_matrix(rows, (m, k))
-        half_rows = describe_matrix(rows, (m // 2, k)) if halves else None
+        source = _describe(rows, m, k)
+        half_rows = _describe(rows, m // 2, k) if halves else None
     if stores_by_tma and epilogue != "differentiate":
         given = describe_ragged(out, (m, n // 2))
     launch_cached(
         multiply_groups, programs, source, half_rows, tokens,
-        describe_matrix(stored, (1, k, n) if is_transposed else (1, n, k)), offsets, out, given,
+        _describe(stored, 1, *((k, n) if is_transposed else (n, k))), offsets, out, given,
         inner, activated, factors, products, None,
         out.shape[0], weight.shape[1] // (2 if epilogue == "gate" else 1), depth, experts, group_rows,
-        EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS),
-        BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, TRANSPOSED=is_transposed,
-        EPILOGUE=epilogue, HALVES=halves, FLATTEN=flattens, num_warps=num_warps, num_stages=num_stages,
+        EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
+        TRANSPOSED=is_transposed, EPILOGUE=epilogue, HALVES=halves, FLATTEN=flattens,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
+def _describe(tensor: Tensor, *block: int) -> Any:
+    """A TMA descriptor of a contiguous tensor; its dims of size 1 may have any stride, of which TMA takes few."""
+    strides = tuple(prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
+    return describe_matrix(tensor, block, strides=strides)
+
+
 def describe_ragged(matrix: Tensor, block: tuple[int, int]) -> Any:
-    """A TMA descriptor of a matrix for `ragged`: access ends at a row that the kernel gives.
+    """A TMA descriptor of a contiguous matrix, access to which ends at a row that the kernel gives.
 
     Three coordinates are of rows, and add up: 2^30 * (2^34 - stride) + end * stride + (2^30 - end + row) * stride is
     row * stride, modulo 2^64 bytes. The third dim ends at 2^30, and so does the access at row = end (Triton's own
     `triton.tools.ragged_tma` is the same).
     """
-    stride, columns = matrix.stride(0), matrix.shape[1]
+    stride = columns = matrix.shape[1]
     shape, strides = (_LARGEST, _LARGEST, _MOST_ROWS, columns), (_WRAP - stride, stride, stride, 1)
     return describe_matrix(matrix, (1, 1, *block), shape, strides)
 
@@ -181,44 +192,67 @@ def multiply_groups(  # type: ignore[no-untyped-def]
     gradient of that result; out [n, 2 * columns] is the gradient of inner, which is read, activated [n, columns] is
     silu(gate) * up * factors, and products fp32 [column tiles, n] is what each tile adds to the factors' gradient.
 
-    EXPERTS: a power of two, experts or more. Order: expert after expert; among its tiles, `order_tiles`.
+    EXPERTS: a power of two, experts or more. Order: expert after expert; among its tiles, `order_tiles`. Programs take
+    units in turns: a tile, or with HALVES two tiles of half the rows, which take as long, in an expert's last rows.
     Synchronization: none without arrivals: programs own their tiles. With arrivals: see `await_rows`.
     """
     column_tiles = tl.cdiv(columns, BLOCK_N)
-    at = tl.arange(0, EXPERTS)
-    begins = tl.load(offsets + at, mask=at < experts, other=0)
-    ends = tl.load(offsets + at + 1, mask=at < experts, other=0)
-    tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
-    last_tiles = tl.cumsum(tiles)
-    for tile in tl.range(tl.program_id(0), tl.sum(tiles) * column_tiles, tl.num_programs(0), flatten=FLATTEN):
-        # The experts whose tiles all come before, and the number of these tiles, in one sum.
-        is_before = last_tiles <= tile // column_tiles
-        before = tl.sum(tl.where(is_before, tiles.to(tl.int64) + (1 << 32), 0))
-        expert = (before >> 32).to(tl.int32)
+    units = _count_units(offsets, experts, column_tiles, EXPERTS, BLOCK_M, HALVES)
+    last_units = tl.cumsum(units)
+    results = out, out_tiles, inner, activated, factors, products
+    half_results = out, None, inner, activated, factors, products
+    sizes = n, columns, k
+    for unit in tl.range(tl.program_id(0), tl.sum(units), tl.num_programs(0), flatten=FLATTEN):
+        # The experts whose units all come before, and the number of these units, in one sum.
+        before = tl.sum(tl.where(last_units <= unit, units.to(tl.int64) + (1 << 32), 0))
+        expert, index = (before >> 32).to(tl.int32), unit - before.to(tl.int32)
         begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
-        row_tile, column_tile = order_tiles(
-            tile - before.to(tl.int32) * column_tiles, tl.cdiv(end - begin, BLOCK_M), column_tiles, group_rows
-        )
-        row, column = begin + row_tile * BLOCK_M, column_tile * BLOCK_N
-        ready = await_rows(arrivals, row, tl.minimum(row + BLOCK_M, end))
-        place = expert, row, end, column, ready
-        results = out, out_tiles, inner, activated, factors, products
-        sizes = n, columns, k
+        row_tiles = _count_row_tiles(end - begin, BLOCK_M, HALVES)
         if HALVES:
-            if end - row > BLOCK_M // 2:
+            if index < row_tiles * column_tiles:
+                row_tile, column_tile = order_tiles(index, row_tiles, column_tiles, group_rows)
+                row = begin + row_tile * BLOCK_M
+                place = expert, row, end, column_tile * BLOCK_N, await_rows(arrivals, row, min(row + BLOCK_M, end))
                 _make_tile(rows, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
             else:
-                _make_tile(
-                    half_rows, tokens, weight, place, (out, None, inner, activated, factors, products), sizes,
-                    BLOCK_M // 2, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE,
-                )  # fmt: skip
+                row = begin + row_tiles * BLOCK_M
+                first = (index - row_tiles * column_tiles) * 2
+                ready = await_rows(arrivals, row, end)
+                for column_tile in range(first, tl.minimum(first + 2, column_tiles)):
+                    place = expert, row, end, column_tile * BLOCK_N, ready
+                    _make_tile(
+                        half_rows, tokens, weight, place, half_results, sizes,
+                        BLOCK_M // 2, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE,
+                    )  # fmt: skip
         else:
+            row_tile, column_tile = order_tiles(index, row_tiles, column_tiles, group_rows)
+            row = begin + row_tile * BLOCK_M
+            place = expert, row, end, column_tile * BLOCK_N, await_rows(arrivals, row, min(row + BLOCK_M, end))
             _make_tile(rows, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
     width = columns * 2 if EPILOGUE == "differentiate" else columns
     for padding in range(tl.load(offsets + experts) + tl.program_id(0), n, tl.num_programs(0)):
         for start in range(0, width, CLEARED):
             places = start + tl.arange(0, CLEARED)
             tl.store(out + tl.cast(padding, tl.int64) * width + places, 0.0, mask=places < width)
+
+
+@triton.jit
+def _count_units(offsets, experts, column_tiles, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Count each expert's units of work: [EXPERTS], zeros from `experts` on."""
+    at = tl.arange(0, EXPERTS)
+    begins = tl.load(offsets + at, mask=at < experts, other=0)
+    rows = tl.load(offsets + at + 1, mask=at < experts, other=0) - begins
+    row_tiles = _count_row_tiles(rows, BLOCK_M, HALVES)
+    units = row_tiles * column_tiles
+    if HALVES:
+        units += tl.where(rows > row_tiles * BLOCK_M, tl.cdiv(column_tiles, 2), 0)
+    return units
+
+
+@triton.jit
+def _count_row_tiles(rows, BLOCK_M: tl.constexpr, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Count an expert's tiles of BLOCK_M rows; with HALVES, without a last one that half of the rows suffice for."""
+    return (rows + (BLOCK_M // 2 if HALVES else BLOCK_M) - 1) // BLOCK_M
 
 
 @triton.jit

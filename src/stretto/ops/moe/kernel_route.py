@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory.gpus import limit_waiting
-from stretto.ops.moe.exchange_kernel import CHUNKS, exchange_counts, push_rows
+from stretto.ops.moe.exchange_kernel import CHUNKS, PushedRows, StagedRows, exchange_counts, push_rows
 from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
 from stretto.ops.moe.permutation import CopyOrder, choose_block, invert, sort_by_expert, sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, require_experts
@@ -84,7 +84,7 @@ class KernelRoute(Route):
 
         def push() -> Tensor:
             numbers = self.index.is_here.reshape(-1).cumsum(0).index_select(0, self.index.slots) - 1
-            positions, number = invert(numbers)[:, None], self.pairs.owners.numel()
+            positions, number = invert(numbers)[:, None], self.pairs.ids.numel()
             staged, _ = _push(self.group, make(), positions, None, None, None, self.table, self.choices_back, back_by=1)
             return staged[:number].clone()
 
@@ -143,7 +143,10 @@ def find_kernel_route(
 
     def push() -> tuple[Tensor, Tensor]:
         tokens, words = _push(group, x, pairs.tokens[:, None], None, None, pairs.words, table, places)
-        return tokens[:number].clone(), words[:number].clone()
+        tokens = tokens[:number].clone()
+        if max_rows is not None:  # so that every product with them is NaN
+            tokens[:, :1].masked_fill_(needed[rank] > max_rows, torch.nan)
+        return tokens, words[:number].clone()
 
     tokens, words = wrap_collective("all_to_all", push)
     experts, weights = unpack_words(words, topk_weights)
@@ -238,11 +241,11 @@ def _push(
         weights = None if weights is None else weights.contiguous()
         k, power = positions.shape[1], triton.next_power_of_2(world)
         constants = back_by or 0, back_by is not None, k, width, tile_rows, block, power
-        operands = rows, positions, weights, flags, words, table, staging, staged_words
-        sizes = columns, len(positions), capacity
-        arguments = channel, mapping, *operands, *sizes, *constants
+        pushed = PushedRows(rows, positions, weights, flags, words, columns, len(positions))
+        staged = StagedRows(staging, staged_words, capacity)
+        arguments = channel, mapping, pushed, staged, table, *constants
         programs = limit_waiting(world * chunks, rows.device) if rows.is_cuda else 2
-        key = *map(tiles.kind_of, operands), *map(tiles.kind_of, sizes), *constants
+        key = *map(tiles.kind_of, (*pushed, *staged, table)), *constants
         block_channel.launch(push_rows, key, programs, arguments, num_warps=8, enable_fp_fusion=False)
     except BaseException:
         abandon(name, block_channel)

@@ -15,21 +15,24 @@ from torch import Tensor
 from stretto.ops.moe.permutation import sort_by_expert
 from stretto.tiles.launches import launch_cached
 
-_TOKENS = 128  # of a program of the kernels here
+TOKENS = tl.constexpr(128)
+"""Tokens of a program of the kernels here."""
+_BLOCKS = tl.constexpr(256)  # whose numbers are added at once
 
 
 @dataclass(frozen=True)
 class Pairs:
     """This rank's pairs of its tokens with `ranks` ranks.
 
-    owners: int64 [t, k], the rank of each choice, or `ranks` for an id that is no expert. numbers: int64 [t, ranks],
-    the pair of each token and rank; is_pair: bool [t, ranks], whether there is one. tokens: int64 [t * min(k, ranks)],
-    the token of each pair, and words: int32 [., k or 2 k], its experts as its rank numbers them (or the number of a
-    rank's experts, for those that it does not have), then its weights as bits of fp32, if they are sent; both arbitrary
-    but in range beyond the last pair. counts: int32 [ranks, 2], pairs with each rank, and choices.
+    ids: topk_ids [t, k]; each rank has `local` of the experts. numbers: int64 [t, ranks], the pair of each token and
+    rank; is_pair: bool [t, ranks], whether there is one. tokens: int64 [t * min(k, ranks)], the token of each pair, and
+    words: int32 [., k or 2 k], its experts as its rank numbers them (`local` for those that it does not have), then its
+    weights as bits of fp32, if they are sent; both arbitrary but in range beyond the last pair. counts: int32 [ranks,
+    2], pairs with each rank, and choices.
     """
 
-    owners: Tensor
+    ids: Tensor
+    local: int
     numbers: Tensor
     is_pair: Tensor
     tokens: Tensor
@@ -38,7 +41,8 @@ class Pairs:
 
     def order_choices(self) -> Tensor:
         """The position of each choice among all of them, sorted by rank, then token and slot: int64 [t, k]."""
-        return sort_by_expert(self.owners, self.counts.shape[0]).positions
+        ranks = self.counts.shape[0]
+        return sort_by_expert(_find_owners(self.ids, self.local, ranks), ranks).positions
 
 
 def find_pairs(topk_ids: Tensor, topk_weights: Tensor | None, num_experts: int, ranks: int) -> Pairs:
@@ -55,9 +59,14 @@ def unpack_words(words: Tensor, topk_weights: Tensor | None) -> tuple[Tensor, Te
     return experts, weights.contiguous().view(torch.float32).to(topk_weights.dtype)
 
 
+def _find_owners(ids: Tensor, local: int, ranks: int) -> Tensor:
+    """The rank of each choice, int64 [t, k]; `ranks` for an id that is no expert."""
+    return torch.where((ids >= 0) & (ids < local * ranks), ids // local, ranks).to(torch.int64)
+
+
 def _find_by_torch(ids: Tensor, weights: Tensor | None, local: int, ranks: int) -> Pairs:
     t, k = ids.shape
-    owners = torch.where((ids >= 0) & (ids < local * ranks), ids // local, ranks).to(torch.int64)
+    owners = _find_owners(ids, local, ranks)
     hits = owners.new_zeros(t, ranks + 1).scatter_add_(1, owners, torch.ones_like(owners))[:, :ranks]
     is_pair = hits > 0
     counts = torch.stack((is_pair.sum(0), hits.sum(0)), 1)
@@ -73,14 +82,13 @@ def _find_by_torch(ids: Tensor, weights: Tensor | None, local: int, ranks: int) 
     words = torch.where((experts >= 0) & (experts < local), experts, local).to(torch.int32)
     if weights is not None:
         words = torch.cat((words, weights.float().index_select(0, tokens).view(torch.int32)), 1)
-    return Pairs(owners, numbers, is_pair, tokens, words, counts.to(torch.int32))
+    return Pairs(ids, local, numbers, is_pair, tokens, words, counts.to(torch.int32))
 
 
 def _find_by_kernels(ids: Tensor, weights: Tensor | None, local: int, ranks: int) -> Pairs:
     (t, k), device = ids.shape, ids.device
-    blocks = triton.cdiv(t, _TOKENS)
+    blocks = triton.cdiv(t, TOKENS.value)
     capacity = t * min(k, ranks)
-    owners = torch.empty(t, k, dtype=torch.int64, device=device)
     numbers = torch.empty(t, ranks, dtype=torch.int64, device=device)
     is_pair = torch.empty(t, ranks, dtype=torch.bool, device=device)
     tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -89,23 +97,21 @@ def _find_by_kernels(ids: Tensor, weights: Tensor | None, local: int, ranks: int
     if t:
         of_blocks = torch.empty(blocks, ranks, 2, dtype=torch.int32, device=device)
         bits = None if weights is None else weights.float().contiguous().view(torch.int32)
-        sizes = {"K": k, "SLOTS": triton.next_power_of_2(k), "TOKENS": _TOKENS, "num_warps": 4}
-        launch_cached(count_pairs, blocks, ids, of_blocks, t, local, ranks, **sizes)
-        found = owners, numbers, is_pair.view(torch.uint8), tokens, words, counts
-        launch_cached(place_pairs, blocks, ids, bits, of_blocks, *found, t, local, ranks, blocks, BLOCKS=256, **sizes)
-    return Pairs(owners, numbers, is_pair, tokens, words, counts)
+        found = numbers, is_pair.view(torch.uint8), tokens, words, counts
+        with torch.cuda.device_of(ids):
+            launch_cached(count_pairs, blocks, ids, of_blocks, t, local, ranks, K=k, num_warps=4)
+            launch_cached(place_pairs, blocks, ids, bits, of_blocks, *found, t, local, ranks, K=k, num_warps=4)
+    return Pairs(ids, local, numbers, is_pair, tokens, words, counts)
 
 
 @triton.jit
-def _load_owners(  # type: ignore[no-untyped-def]
-    ids, t, local, ranks, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr
-):
-    """(tokens [TOKENS], slots [SLOTS], which of both there are, ids and their ranks [TOKENS, SLOTS]) of this program.
+def _load_owners(ids, t, local, ranks, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(tokens, slots, which of both there are, ids and their ranks [tokens, slots]) of this program.
 
     The rank of what is no expert is `ranks`.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.arange(0, SLOTS)
+    slot = tl.arange(0, triton.next_power_of_2(K))
     mask = (token < t)[:, None] & (slot < K)[None, :]
     found = tl.load(ids + token[:, None].to(tl.int64) * K + slot[None, :], mask=mask, other=-1).to(tl.int64)
     is_expert = (found >= 0) & (found < local * ranks)
@@ -113,14 +119,12 @@ def _load_owners(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def count_pairs(  # type: ignore[no-untyped-def]
-    ids, of_blocks, t, local, ranks, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr
-):
+def count_pairs(ids, of_blocks, t, local, ranks, K: tl.constexpr):  # type: ignore[no-untyped-def]
     """of_blocks[program, rank]: the numbers of pairs and of choices of TOKENS tokens with each rank, int32 [., ., 2].
 
     No synchronization: numbers are a program's own.
     """
-    _, _, _, _, owners = _load_owners(ids, t, local, ranks, K, SLOTS, TOKENS)
+    _, _, _, _, owners = _load_owners(ids, t, local, ranks, K)
     for rank in range(ranks):
         hits = (owners == rank).to(tl.int32)
         place = of_blocks + (tl.program_id(0) * ranks + rank) * 2
@@ -130,29 +134,28 @@ def count_pairs(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def place_pairs(  # type: ignore[no-untyped-def]
-    ids, bits, of_blocks, owners_out, numbers, is_pair, tokens, words, counts, t, local, ranks, blocks,
-    BLOCKS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    ids, bits, of_blocks, numbers, is_pair, tokens, words, counts, t, local, ranks, K: tl.constexpr
+):
     """Write the fields of `Pairs` for TOKENS tokens a program, from the numbers of `count_pairs`; bits: of weights.
 
     No synchronization: a pair's place follows from the numbers of the programs before, so programs write apart.
     """
-    token, slot, mask, found, owners = _load_owners(ids, t, local, ranks, K, SLOTS, TOKENS)
+    token, slot, mask, found, owners = _load_owners(ids, t, local, ranks, K)
     is_token = token < t
-    tl.store(owners_out + token[:, None].to(tl.int64) * K + slot[None, :], owners, mask=mask)
     width: tl.constexpr = K if bits is None else 2 * K
     start = tl.program_id(0) * 0
     for rank in range(ranks):
         before = tl.program_id(0) * 0
         total = tl.program_id(0) * 0
         choices = tl.program_id(0) * 0
-        for begin in range(0, blocks, BLOCKS):
-            block = begin + tl.arange(0, BLOCKS)
+        for begin in range(0, tl.num_programs(0), _BLOCKS):
+            block = begin + tl.arange(0, _BLOCKS)
             place = of_blocks + (block * ranks + rank) * 2
-            number = tl.load(place, mask=block < blocks, other=0)
+            is_block = block < tl.num_programs(0)
+            number = tl.load(place, mask=is_block, other=0)
             before += tl.sum(tl.where(block < tl.program_id(0), number, 0), 0)
             total += tl.sum(number, 0)
-            choices += tl.sum(tl.load(place + 1, mask=block < blocks, other=0), 0)
+            choices += tl.sum(tl.load(place + 1, mask=is_block, other=0), 0)
         hits = owners == rank
         has = tl.max(hits.to(tl.int32), 1)
         number = start + before + tl.cumsum(has, 0) - 1

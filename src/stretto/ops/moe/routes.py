@@ -90,6 +90,10 @@ class Route(ABC):
         """The rows [n, .], with what rows of padding have, if there are any."""
         return rows
 
+    def mark_excess(self, tokens: Tensor) -> Tensor:
+        """The tokens of places [places, h] as `send` returned them, with NaN in each after too many rows."""
+        return tokens
+
 
 def index_places(experts: Tensor, local: int, rows: int) -> PlaceIndex:
     """Sort the copies of places by expert: experts int32 [places, k], of which `local` stands for none.
@@ -101,7 +105,7 @@ def index_places(experts: Tensor, local: int, rows: int) -> PlaceIndex:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class RowExchange:
     """An all-to-all over `group`, then an all-gather over `gather_group`; each None where it has one rank.
 
     sends, receives: rows to and from each rank of the group. longest: the most rows that a rank of gather_group
@@ -173,8 +177,8 @@ class ExactRoute(Route):
 
     pairs: Pairs
     index: PlaceIndex
-    of_pairs: Exchange
-    of_choices: Exchange
+    of_pairs: RowExchange
+    of_choices: RowExchange
     choice_totals: list[int]
     weights: Tensor | None
 
@@ -248,8 +252,8 @@ def find_route(
     require_experts(topk_ids, sum(choice_sends), num_experts)
     receives, choice_receives = known[0 if gather_group is None else gather_group.rank()]
     totals, choice_totals = ([sum(one[which]) for one in known] for which in (0, 1))
-    of_pairs = Exchange(group, gather_group, sends, receives, max(totals))
-    of_choices = Exchange(group, gather_group, choice_sends, choice_receives, max(choice_totals))
+    of_pairs = RowExchange(group, gather_group, sends, receives, max(totals))
+    of_choices = RowExchange(group, gather_group, choice_sends, choice_receives, max(choice_totals))
     local = num_experts // world
     words = of_pairs.send(lambda: pairs.words[: sum(sends)], wrap_collective, padding=local)
     experts, weights = unpack_words(words, topk_weights)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selects and finds the route of a call that sends tokens to experts: by kernels, all-to-alls or gathers."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.memory.copy_engine import has_nvlink
+from stretto.ops.config import find_group_obstacle
+from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors, record_rows
+from stretto.ops.moe.kernel_route import find_kernel_route
+from stretto.ops.moe.permutation import require_tokens
+from stretto.ops.moe.routes import CollectiveWrapper, Route, find_route
+from stretto.ops.operator import find_known, find_name, require_agreement
+
+_IMPLEMENTATIONS = ("auto", "kernel", "library")
+
+
+class RouteCall(NamedTuple):
+    """The checked arguments of a call. group, gather_group: None for one rank. runs_kernels: the same on all ranks."""
+
+    num_experts: int
+    group: dist.ProcessGroup | None
+    gather_group: dist.ProcessGroup | None
+    max_rows: int | None
+    runs_kernels: bool
+    wrap_collective: CollectiveWrapper
+
+    @property
+    def is_alone(self) -> bool:
+        """True if all experts and tokens are here, and nothing is sent."""
+        return self.group is None and self.gather_group is None
+
+    def find(
+        self, operator: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, form: str
+    ) -> tuple[Route, Tensor | None]:
+        """(the route of topk_ids, x at its places if it was sent with the route); topk_weights are sent if given.
+
+        form: whatever else the ranks' calls have in common. ValueError if ranks make different calls, and for an
+        earlier call's rows that exceeded max_rows.
+        """
+        groups = tuple(one for one in (self.group, self.gather_group) if one is not None)
+        look_for_errors(groups[0], x.device)
+        (t, k), max_rows, weights = topk_ids.shape, self.max_rows, "no" if topk_weights is None else topk_weights.dtype
+        same = (
+            f"moe.{operator} of {x.dtype} [., {x.shape[1]}], k={k}, {self.num_experts} experts, max_rows={max_rows}, "
+            f"{form}, {'kernel' if self.runs_kernels else 'library'}, {weights} weights"
+        )
+        # With max_rows the host does not learn how many tokens the others have.
+        fixed = "" if max_rows is None else f", {t} tokens, {topk_ids.dtype}"
+        for one in groups:
+            require_agreement(same + fixed, False, find_name(one), x.device)
+        arguments = topk_ids, self.num_experts
+        with torch.no_grad():
+            if self.runs_kernels and self.group is not None:
+                route, tokens, needed = find_kernel_route(
+                    x, *arguments, max_rows, self.group, self.wrap_collective, topk_weights
+                )
+            elif max_rows is None:
+                exact = find_route(*arguments, self.group, self.gather_group, self.wrap_collective, topk_weights)
+                return exact, None
+            else:
+                shards, shard = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
+                fixed_route, needed = find_fixed_route(
+                    *arguments, max_rows, groups, shards, shard, self.wrap_collective
+                )
+                record_rows(groups[0], needed, max_rows)
+                return fixed_route, None
+            if max_rows is not None:
+                record_rows(groups[0], needed, max_rows)
+        return route, tokens
+
+
+def check_call(
+    operator: str,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+    gather_group: dist.ProcessGroup | None,
+    max_rows: int | None,
+    wrap_collective: CollectiveWrapper,
+    implementation: str,
+) -> RouteCall:
+    """Check the arguments of a call that sends tokens, and select its implementation. ValueError for wrong ones."""
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(f'{operator}: implementation is "auto", "kernel" or "library", not {implementation!r}')
+    require_tokens(operator, x, topk_ids, num_experts)
+    if topk_weights is not None and topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"{operator}: topk_weights has topk_ids' shape, {list(topk_ids.shape)}, not {list(topk_weights.shape)}"
+        )
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"{operator}: max_rows is 1 or more, or None for as many as there are, not {max_rows}")
+    group, gather_group = find_several(group), find_several(gather_group)
+    _require_divisible(operator, num_experts, 1 if group is None else group.size())
+    is_alone = group is None and gather_group is None
+    runs_kernels = not is_alone and _runs_kernels(operator, implementation, group, gather_group, x.device)
+    return RouteCall(num_experts, group, gather_group, max_rows, runs_kernels, wrap_collective)
+
+
+def find_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group, or None where it has one rank. ValueError for a rank outside of it."""
+    if group is None:
+        return None
+    find_name(group)
+    return None if group.size() == 1 else group
+
+
+def can_send(topk_weights: Tensor) -> bool:
+    """Whether weights are sent with the tokens: as fp32, and if writes to them are counted."""
+    return topk_weights.dtype != torch.float64 and not topk_weights.is_inference()
+
+
+def _require_divisible(operator: str, num_experts: int, world: int) -> None:
+    if num_experts % world:
+        nearest = max(round(num_experts / world), 1) * world
+        raise ValueError(
+            f"{operator}: {num_experts} experts cannot be divided among {world} ranks: a multiple of the group's size "
+            f"will do, such as {nearest}"
+        )
+
+
+@torch.compiler.disable  # ranks exchange facts at a group's first call
+def _runs_kernels(
+    operator: str,
+    implementation: str,
+    group: dist.ProcessGroup | None,
+    gather_group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> bool:
+    """Whether kernels exchange the tokens of a call, the same on all ranks. ValueError for "kernel" if none can."""
+    if implementation == "library" or (implementation == "auto" and device.type != "cuda"):
+        return False
+    obstacle = "with gather_group rows are gathered by the library" if gather_group is not None else ""
+    if group is not None and not obstacle:
+        obstacle = find_group_obstacle(find_name(group), device)
+    if implementation == "kernel":
+        if obstacle:
+            raise ValueError(f'{operator}: no kernel can run: {obstacle}; implementation="library" will do')
+        return True
+    if group is None or obstacle:
+        return False
+    by_nvlink: bool = find_known(find_name(group), device, "nvlink", lambda: has_nvlink(group, device))
+    return by_nvlink
