@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from stretto.models import GPT
 from stretto.parallel import Grid, checkpoint_activations, gather, no_sync, parallelize
+from stretto.parallel.layers.linear import ShardedTokens
 from stretto.parallel.layout import layout_of
 from stretto.parallel.state import require_state
 from tests.parallel.test_parity import gpt
@@ -217,7 +219,7 @@ def compile_like_a_user(
     torch.manual_seed(0)
     plain = make_model()
     torch.manual_seed(0)
-    grid = Grid(**sizes)
+    grid, tokens = Grid(**sizes), TOKENS[:, :16] if "shard_sequence" in options else TOKENS
     model = parallelize(make_model(), grid, **options)
     parts, part = grid.size("data") * grid.size("z"), grid.coordinate("data") * grid.size("z") + grid.coordinate("z")
     graphs, compiler = [], torch._dynamo.lookup_backend("aot_eager" if "layers" in what else "eager")
@@ -227,7 +229,7 @@ def compile_like_a_user(
         return compiler(graph, inputs)
 
     def accumulate(called: nn.Module, first: Any, place: slice) -> None:
-        for number, rows in enumerate(TOKENS.chunk(2) if parts == 1 else (TOKENS, TOKENS.flip(1))):
+        for number, rows in enumerate(tokens.chunk(2) if parts == 1 else (tokens, tokens.flip(1))):
             with first if number == 0 else nullcontext():
                 called(input_ids=rows[place], labels=rows[place]).loss.backward()
 
@@ -253,8 +255,8 @@ def compile_like_a_user(
                 if one.grad is not None:
                     far.append(distance(gather(one.grad, layout_of(one)).float(), other.grad))
         with torch.no_grad() if "layers" in what else nullcontext():  # a whole model would be compiled once more
-            loss = called.eval()(input_ids=TOKENS[mine], labels=TOKENS[mine]).loss
-            far.append(distance(loss.float(), plain.eval()(input_ids=TOKENS, labels=TOKENS).loss))
+            loss = called.eval()(input_ids=tokens[mine], labels=tokens[mine]).loss
+            far.append(distance(loss.float(), plain.eval()(input_ids=tokens, labels=tokens).loss))
     for name in ("torch", "torch._dynamo"):
         logging.getLogger(name).removeHandler(messages)
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
@@ -272,6 +274,7 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
         (make_qwen, {"z": 2, "expert": 2}, {"expert_rows": 300}),
         pytest.param(make_deepseek, {"z": 2, "expert": 2}, {}, marks=pytest.mark.long),
         pytest.param(make_experts, {"z": 2, "expert": 2}, {}, marks=pytest.mark.long),
+        pytest.param(make_qwen, {"x": 2}, {"shard_sequence": True}, marks=pytest.mark.long),
         pytest.param(make_qwen, {"y": 2}, {}, marks=pytest.mark.long),  # norms and routers exchange over y
         pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, marks=pytest.mark.exhaustive),
         pytest.param(make_llama, {"z": 2}, {**BY_BLOCKS, "reshard": "after_forward"}, marks=pytest.mark.long),
@@ -286,9 +289,28 @@ def test_layers_of_one_kind_are_one_graph_that_logs_nothing(ranks, make_model, s
         assert far < 1e-5
 
 
+def gathers_of_sharded_tokens(is_compiled: bool) -> int:
+    """Return how often a forward pass of a Llama of two layers gathers tokens for its linears."""
+    torch._dynamo.reset()
+    model = parallelize(make_llama(), Grid(x=2), shard_sequence=True)
+    if is_compiled:
+        for layer in model.get_submodule("model.layers").children():
+            layer.compile(backend="eager")
+    with patch.object(ShardedTokens, "gather", autospec=True, side_effect=ShardedTokens.gather) as gather:
+        model(input_ids=TOKENS[:, :16])
+    return gather.call_count
+
+
 @pytest.mark.long
-def test_compiled_layers_that_checkpoint_themselves_have_the_gradients_of_the_model(ranks):
-    for _, _, far, _ in ranks(2).run(compile_like_a_user, make_checkpointed, {"z": 2}, "layers", {}):
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_linears_share_tokens_that_one_of_them_has_gathered(ranks, is_compiled):
+    assert ranks(2).run(gathers_of_sharded_tokens, is_compiled) == [4, 4]
+
+
+@pytest.mark.long
+def test_compiled_layers_that_checkpoint_themselves_are_graphs_inside_of_their_checkpoints(ranks):
+    for graphs, _, far, messages in ranks(2).run(compile_like_a_user, make_checkpointed, {"z": 2}, "layers", {}):
+        assert (graphs, messages) == (3, [])  # without gradients, with them when it is computed again, and evaluating
         assert far < 1e-5
 
 

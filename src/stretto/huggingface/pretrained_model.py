@@ -108,25 +108,60 @@ def order_of_pipeline_plan(model: nn.Module) -> dict[str, bool]:
 
 def checkpoints_itself(layer: nn.Module) -> bool:
     """True if this is a layer whose forward checkpoints itself (GradientCheckpointingLayer)."""
-    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__)
+    return _checkpointing_class(layer) is not None
 
 
-def run_own_checkpoints_uncompiled(model: nn.Module) -> None:
-    """Have layers that checkpoint themselves run uncompiled while they do: torch cannot save, in a graph, what a
-    checkpoint within it unwraps of sharded parameters."""
-    for layer in filter(checkpoints_itself, model.modules()):
-        layer.forward = _uncompiled_in_checkpoints(layer, layer.forward)
+def _checkpointing_class(layer: nn.Module) -> type | None:
+    return next((kind for kind in type(layer).__mro__ if kind.__name__ == "GradientCheckpointingLayer"), None)
 
 
-def _uncompiled_in_checkpoints(layer: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
-    uncompiled = torch.compiler.disable(own)
+def compile_inside_of_own_checkpoints(model: nn.Module) -> None:
+    """Have layers that checkpoint themselves compile what they checkpoint: torch cannot save, in a graph, what a
+    checkpoint within it unwraps of sharded parameters.
+
+    Transformers' checkpoints were around the call of a layer, and so of a compiled one, before they were around its
+    forward.
+    """
+    for layer in model.modules():
+        kind = _checkpointing_class(layer)
+        if kind is not None and "__call__" not in vars(kind):
+            _compile_inside_of_checkpoint(layer)
+
+
+def _compile_inside_of_checkpoint(layer: Any) -> None:
+    own, compile_layer = layer.forward, layer.compile
+    compile_forward: Callable[..., Any] | None = None
+    compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def compile_both(*args: Any, **kwargs: Any) -> None:
+        nonlocal compile_forward
+        compile_forward = functools.partial(torch.compile, *args, **kwargs)
+        compiled.clear()
+        compile_layer(*args, **kwargs)
+
+    @torch.compiler.disable
+    def checkpoint_compiled(*args: Any, **kwargs: Any) -> Any:
+        checkpoint = layer._gradient_checkpointing_func
+
+        def checkpoint_inner(function: functools.partial[Any], *inputs: Any) -> Any:
+            if compile_forward is None:
+                return checkpoint(function, *inputs)
+            if function.func not in compiled:
+                compiled[function.func] = compile_forward(function.func)
+            return checkpoint(functools.partial(compiled[function.func], *function.args, **function.keywords), *inputs)
+
+        layer._gradient_checkpointing_func = checkpoint_inner
+        try:
+            return own(*args, **kwargs)
+        finally:
+            layer._gradient_checkpointing_func = checkpoint
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         checkpoints = layer.training and layer.gradient_checkpointing
-        return (uncompiled if checkpoints else own)(*args, **kwargs)
+        return (checkpoint_compiled if checkpoints else own)(*args, **kwargs)
 
-    return forward
+    layer.forward, layer.compile = forward, compile_both
 
 
 def checkpoint_layers(model: nn.Module) -> bool:

@@ -67,7 +67,6 @@ def shard_between_blocks(
     def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return (tokens.leave(output[0]), *output[1:]) if isinstance(output, tuple) else tokens.leave(output)
 
-    @torch.compiler.disable
     def stand_in(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return _with_hidden(args, kwargs, tokens.stand_in)
 

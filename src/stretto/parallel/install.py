@@ -77,7 +77,7 @@ def install(model: nn.Module, placement: Placement) -> None:
         is_pretrained, overlaps = plan.is_pretrained, options.overlap.all_reduce
         install_loss_of_rows(model, reducer, is_pretrained=is_pretrained, overlaps=overlaps, is_fused=builder.is_fused)
     if plan.is_pretrained and has_roles:
-        pretrained_model.run_own_checkpoints_uncompiled(model)
+        pretrained_model.compile_inside_of_own_checkpoints(model)
     if plan.is_pretrained and request.grid.size("z") > 1:
         pretrained_model.generate_in_step(model)
     pretrained_model.refuse_saving(model)

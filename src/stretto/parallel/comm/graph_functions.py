@@ -91,8 +91,8 @@ class GraphFunction:
 class GraphCode(GraphFunction):
     """A module's code, of any functions that autograd records, that compiled graphs call as one operator.
 
-    It takes tensors, of which x is the first, and returns one of x's dtype. weights:
-    parameters whose gradients it makes itself; it reads no other that needs a gradient, but as an input.
+    It takes tensors, of which x is the first, and returns one of x's dtype. weights: parameters whose gradients it
+    makes itself; it reads no other that needs a gradient, but as an input.
     """
 
     def __init__(
@@ -100,6 +100,22 @@ class GraphCode(GraphFunction):
     ) -> None:
         self.code = code
         self._register(keeps_inputs, *weights)
+
+
+def new_number() -> Tensor:
+    """A number [1] that is made when a graph runs, and that is in no other call of one."""
+    number: Tensor = torch.ops.stretto.new_number(torch.empty(1, dtype=torch.float64, device="cpu"))
+    return number
+
+
+@torch.library.custom_op("stretto::new_number", mutates_args=())
+def _new_number(this: Tensor) -> Tensor:
+    return torch.tensor([next(_numbers)], dtype=torch.float64)
+
+
+@_new_number.register_fake
+def _(this: Tensor) -> Tensor:
+    return torch.empty_like(this)
 
 
 class _WeightKey(torch.autograd.Function):

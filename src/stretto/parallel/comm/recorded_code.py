@@ -134,10 +134,10 @@ class RecordedCode:
         finally:
             self._inputs.clear()
         taken = {_address(gradient)}
-        for number, part in enumerate(found):
-            if part is not None:
-                found[number] = part.clone() if _address(part) in taken else part
-                taken.add(_address(part))
+        for number, each in enumerate(found):
+            if each is not None:
+                found[number] = each.clone() if _address(each) in taken else each
+                taken.add(_address(each))
         return found
 
 

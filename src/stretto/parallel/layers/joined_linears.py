@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from stretto.parallel.comm.autograd import is_asked_for
+from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.sharded_module import note_features
-from stretto.parallel.layers.token_shards import GatheredInput, TokenStandIn
+from stretto.parallel.layers.token_shards import GatheredInput, TokenShards, TokenStandIn
 
 
 class JoinedLinears:
@@ -25,6 +26,10 @@ class JoinedLinears:
 
     def __init__(self, linears: Sequence[ParallelLinear]) -> None:
         self._linears = tuple(linears)
+        self._places = {linear: place for place, linear in enumerate(linears)}
+        self._in_graphs = GraphCode(
+            self._multiply_in_graph, keeps_inputs=lambda: linears[0].plan.shard.gradients.deferred is not None
+        )
 
     def output_of(self, linear: ParallelLinear, stand_in: TokenStandIn) -> Tensor:
         """One linear's output [batch, seq, out / X]."""
@@ -38,11 +43,33 @@ class JoinedLinears:
         assert tokens is not None
         for linear in self._linears:
             linear.check_input(part)
-        biases = [cast(linear.plan.used(linear.local_bias())) for linear in self._linears if linear.bias is not None]
-        weights, bias = [linear.weight for linear in self._linears], torch.cat(biases) if biases else None
-        rows, gathered = cast(part).flatten(0, -2).contiguous(), tokens.gathered_input(part)
-        outputs = tokens.whole(_OneProduct.apply(plans, gathered, bias, rows, *weights)).split(_widths(plans), -1)
+        gathered = tokens.gathered_input(part)
+        outputs = self._multiply_rows(gathered, cast(part), self._biases()).split(_widths(plans), -1)
         return {linear: note_features(y, "x") for linear, y in zip(self._linears, outputs, strict=True)}
+
+    def output_in_graph(self, linear: ParallelLinear, part: Tensor, tokens: TokenShards) -> Tensor:
+        """The same of the part that a stand-in is for, in a compiled graph: one operator makes all outputs."""
+        if tokens.traced_outputs is None:
+            widths = _widths([each.plan for each in self._linears])
+            # Through these the graph leads to the weights.
+            keys = [each.in_graphs.key for each in self._linears]
+            x = linear.plan.shard.precision.cast(part)
+            y = self._in_graphs((*tokens.shape, sum(widths)), x, *keys, *self._biases())
+            tokens.traced_outputs = y.split(widths, -1)
+        return tokens.traced_outputs[self._places[linear]]
+
+    def _multiply_in_graph(self, part: Tensor, *keys_and_biases: Tensor) -> Tensor:
+        return self._multiply_rows(GatheredInput(), part, keys_and_biases[len(self._linears) :])
+
+    def _multiply_rows(self, gathered: GatheredInput, part: Tensor, biases: Sequence[Tensor]) -> Tensor:
+        plans, weights = [linear.plan for linear in self._linears], [linear.weight for linear in self._linears]
+        bias, rows = torch.cat(list(biases)) if biases else None, part.flatten(0, -2).contiguous()
+        assert plans[0].tokens is not None
+        return plans[0].tokens.whole(_OneProduct.apply(plans, gathered, bias, rows, *weights))
+
+    def _biases(self) -> list[Tensor]:
+        cast = self._linears[0].plan.shard.precision.cast
+        return [cast(each.plan.used(each.local_bias())) for each in self._linears if each.bias is not None]
 
 
 def join(modules: Sequence[nn.Module]) -> None:

@@ -33,7 +33,7 @@ from stretto.parallel.comm.collectives import (
     scatter_rows,
     start_all_reduce,
 )
-from stretto.parallel.comm.graph_functions import GraphFunction
+from stretto.parallel.comm.graph_functions import GraphCode, GraphFunction
 from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, keep_output
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
@@ -351,17 +351,12 @@ class ParallelLinear(ShardedModule):
         self.plan = plan
         self.joined: JoinedLinears | None = None  # the linears with which it is computed
         self._bias_scale = 1.0 if bias is None else plan.shard.gradients.forward_scale(bias)
-        self.in_graphs: GraphFunction = GraphFunction(
-            _Linear3D,
-            lambda x, bias: (x, self.weight, bias, self.plan, None, None),
-            weight,
-            keeps_inputs=lambda: plan.shard.gradients.deferred is not None,
-        )
+        self.in_graphs: GraphFunction = self._in_graphs()
         rows = local(weight).shape[1] if plan.is_transposed else plan.shard.rows
         self._features_here = sum(some.stop - some.start for some in plan.used_rows) or rows
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() or self.plan.tokens is not None:
+        if not torch.compiler.is_compiling():
             return self.forward_on_grid(x)
         self.check_autocast(x)
         if not self.is_being_traced():
@@ -386,11 +381,44 @@ class ParallelLinear(ShardedModule):
 
     def forward_in_graph(self, x: Tensor) -> Tensor:
         """The same, as one operator of a compiled graph."""
-        cast, is_row = self.plan.shard.precision.cast, x.dim() == 1
-        x = cast(x.unsqueeze(0) if is_row else x)
+        cast, is_row, tokens = self.plan.shard.precision.cast, x.dim() == 1, self.plan.tokens
         bias = () if self.bias is None else (cast(self.plan.used(self.local_bias())),)
+        if tokens is not None and self.plan.is_rowwise:
+            return self.in_graphs((*tokens.end_in_graph(x), self._features_here), cast(x), *bias)
+        if tokens is not None:
+            part = tokens.part_in_graph(x)
+            if part is not x and self.joined is not None:
+                return self.joined.output_in_graph(self, part, tokens)
+            others = (tokens.number_in_graph(part), *bias)
+            return self.in_graphs((*tokens.shape, self._features_here), cast(part), *others)
+        x = cast(x.unsqueeze(0) if is_row else x)
         y = self.in_graphs((*x.shape[:-1], self._features_here), x, *bias)
         return y.squeeze(0) if is_row else y
+
+    def _in_graphs(self) -> GraphFunction:
+        def keeps_inputs() -> bool:
+            return self.plan.shard.gradients.deferred is not None
+
+        if self.plan.tokens is not None:
+            return GraphCode(self._multiply_tokens, self.weight, keeps_inputs=keeps_inputs)
+        return GraphFunction(
+            _Linear3D,
+            lambda x, bias: (x, self.weight, bias, self.plan, None, None),
+            self.weight,
+            keeps_inputs=keeps_inputs,
+        )
+
+    def _multiply_tokens(self, x: Tensor, *others: Tensor) -> Tensor:
+        """The output with sequence sharding. others: for a colwise linear the number of its input; then the bias."""
+        tokens, bias = self.plan.tokens, None if self.bias is None else others[-1]
+        assert tokens is not None
+        rows = x.flatten(0, -2)
+        if not self.plan.is_rowwise:
+            gathered = tokens.gathered_by(others[0])
+            return tokens.whole(_Linear3D.apply(rows, self.weight, bias, self.plan, gathered, None))
+        tokens.whole(rows)  # refuses tokens of another batch
+        tokens.forget_last_gathered()
+        return _Linear3D.apply(rows, self.weight, bias, self.plan, None, None).unsqueeze(0)
 
     def weights_in_graphs(self) -> Sequence[Tensor]:
         return (self.weight,)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from stretto.parallel.comm.collectives import gather_rows, scatter_rows
+from stretto.parallel.comm.graph_functions import new_number
 from stretto.parallel.comm.kept_outputs import current_run, keep_output
 
 
@@ -51,6 +52,13 @@ class TokenShards:
         self._gathered: dict[int, tuple[ref[Tensor], object, GatheredInput]] = {}
         # Stand-ins by their id, for as long as they live.
         self._stand_ins: dict[int, tuple[ref[Tensor], TokenStandIn]] = {}
+        # While a compiler traces a block: the stand-in and its part; the outputs of linears that were computed together
+        # (`JoinedLinears`); and the last input of another colwise linear with the number by which calls of linears,
+        # when the graph runs, share what the first of them has gathered.
+        self._traced_stand_in: tuple[Tensor, Tensor] | None = None
+        self._traced_input: tuple[Tensor, Tensor] | None = None
+        self.traced_outputs: tuple[Tensor, ...] | None = None
+        self._last_gathered = (0, GatheredInput())
 
     def note(self, shape: torch.Size) -> None:
         """Begin a batch of ids [batch, seq]. ValueError for one whose tokens the ranks cannot divide equally."""
@@ -80,11 +88,39 @@ class TokenShards:
         """Free gathered inputs, those too that live on, such as a block's own: another block begins."""
         self._gathered.clear()
 
+    def part_in_graph(self, x: Tensor) -> Tensor:
+        """The tokens that `x` stands for in the graph that is being traced; `x` if it is a tensor of its own."""
+        return x if self._traced_stand_in is None or self._traced_stand_in[0] is not x else self._traced_stand_in[1]
+
+    def end_in_graph(self, whole: Tensor) -> tuple[int, int]:
+        """[1, tokens / x] of [batch, seq, features] that a rowwise linear takes in the graph that is being traced: what
+        was noted for the linears before it is forgotten, or would become an output of the graph."""
+        self._traced_stand_in = self._traced_input = self.traced_outputs = None
+        return 1, whole.shape[0] * whole.shape[1] // self.group.size()
+
+    def number_in_graph(self, x: Tensor) -> Tensor:
+        """A number that all linears get that take `x` one after another in the graph that is being traced."""
+        if self._traced_input is None or self._traced_input[0] is not x:
+            self._traced_input = (x, new_number())
+        return self._traced_input[1]
+
+    def gathered_by(self, number: Tensor) -> GatheredInput:
+        """The gathered input that all linears share that a running graph gives this number."""
+        if self._last_gathered[0] != int(number):
+            self._last_gathered = (int(number), GatheredInput())
+        return self._last_gathered[1]
+
+    def forget_last_gathered(self) -> None:
+        """Free the gathered input of `gathered_by`: a linear after those that share it runs."""
+        self._last_gathered = (0, GatheredInput())
+
     def enter(self, whole: Tensor) -> Tensor:
         """Begin a batch of hidden [batch, seq, features], of which all ranks have all: this rank's tokens of it,
         [1, tokens / x, features]. ValueError as of `note`."""
         self.note(whole.shape[:-1])
-        return cut_tokens(whole.flatten(0, -2), self.group).unsqueeze(0)
+        part = cut_tokens(whole.flatten(0, -2), self.group)
+        # No view, for which a compiler would make another graph than for what other blocks take.
+        return torch.ops.aten._unsafe_view(part, (1, *part.shape))
 
     def leave(self, part: Tensor) -> Tensor:
         """The reverse of `enter`. Its gradient must be the same on all ranks of x."""
@@ -98,6 +134,9 @@ class TokenShards:
         """A tensor of the shape of all tokens, for code that reads its input's shape: linears take `part` in its
         place. Its elements are NaN, so that a result of anything else that computes with it is."""
         whole = part.new_full((), torch.nan).expand(*self.shape, part.shape[-1])
+        if torch.compiler.is_compiling():
+            self._traced_stand_in = whole, part
+            return whole
         key, stand_ins = id(whole), self._stand_ins
         stand_ins[key] = ref(whole, lambda _: stand_ins.pop(key, None)), TokenStandIn(part)
         return whole
