@@ -302,7 +302,7 @@ def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_
     least = MIN_COPIED_BYTES / workload.element
     own_head = model.head_outputs * model.hidden * model.has_own_head
     tables = [model.embedding_rows * model.hidden, model.position_rows * model.hidden, own_head]
-    of_block = [linear.weights for linear in model.linears]
+    of_block = [*(linear.weights for linear in model.linears), *model.expert_tensors]
     return sum(weight for weight in of_block if weight >= least), sum(table for table in tables if table >= least)
 
 
@@ -327,7 +327,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     resident = layers * by_engines + outside_by_engines
     block = (model.block_parameters - by_engines) * is_copied
     outside = (model.outside_parameters - outside_by_engines) * is_copied
-    largest = max(linear.weights for linear in model.linears)
+    largest = max(*(linear.weights for linear in model.linears), *model.expert_tensors)
     recomputed = recomputed_blocks(workload, grid, options.recomputation)
     cast_alone = largest * is_copied  # at each use
     message = model.block_parameters * is_sent  # of gradients
