@@ -315,7 +315,7 @@ def test_attention_that_the_user_splits_is_not_replicated():
 
 def test_every_family_of_the_table_is_tested_here_or_among_models_with_a_plan():
     elsewhere = {"gpt2", "olmo3", *moe_families.FAMILIES}  # test_moe_families.py has those of experts
-    assert WITH_ROLES - {family.model_type for family in CASES.values()} == elsewhere
+    assert {family.model_type for family in CASES.values()} | elsewhere >= WITH_ROLES
 
 
 def test_the_documentation_lists_the_families_of_the_table():

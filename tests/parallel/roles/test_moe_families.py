@@ -190,7 +190,7 @@ def trained_by_blocks(family: str, sizes: dict[str, Any]) -> tuple[Trace, int]:
 
 
 def by_cost(family: str, name: str) -> Any:
-    is_telling = family in ("gpt_oss", "llama4_text", "ernie4_5_moe") and name == "expert2"
+    is_telling = family in ("llama4_text", "ernie4_5_moe") and name == "expert2"
     return pytest.param(family, name, marks=() if is_telling else pytest.mark.exhaustive)
 
 
