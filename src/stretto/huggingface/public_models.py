@@ -54,6 +54,7 @@ _GPT_OSS = {
     "head_dim": 64,
     "num_experts_per_tok": 4,
     "sliding_window": 128,
+    "max_position_embeddings": 131072,
     "attention_bias": True,
     "tie_word_embeddings": False,
 }
