@@ -58,14 +58,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "num_nextn_predict_layers": 0,
     },
+    # Biases, weights [in, out], gates and what they scale in turns, limits.
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4},
 }
 
 _SHARED = {"moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _LINEAR |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 8}
 BY_BLOCKS: dict[str, dict[str, Any]] = {
-    # Biases, weights [in, out], gates and what they scale in turns, limits.
-    "gpt_oss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4},
     # Inputs of experts are scaled, not their outputs.
     "llama4_text": {"num_local_experts": 4, "intermediate_size": 16, "intermediate_size_mlp": 24, "head_dim": 8}
     | {"interleave_moe_layer_step": 2, "attention_chunk_size": 4, "no_rope_layers": [1, 0, 1]},

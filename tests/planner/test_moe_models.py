@@ -32,6 +32,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
     "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok": 3},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 3},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,

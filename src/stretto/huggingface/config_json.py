@@ -61,7 +61,7 @@ def read_sizes(name: str, config: Mapping[str, Any], classes: Sequence[str] = ()
     """
     kind = config.get("model_type")
     has_experts = any(config.get(key) for key in EXPERT_KEYS)
-    known = [each for each, of in DECODERS.items() if of.has_experts or of.experts]
+    known = [each for each, of in DECODERS.items() if of.experts]
     if has_experts and kind not in known:
         raise ValueError(
             f"{name}: model_type is {kind!r}, a mixture of experts that the planner does not support; supported: "
@@ -255,8 +255,6 @@ def _gated_sizes(name: str, family: Decoder, config: Mapping[str, Any]) -> dict[
         "has_plain_attention": family.has_sinks,
         **({} if family.experts is None else _read_experts(name, family.experts, config)),
         **latent,
-        "experts": _count(config, "num_local_experts", name) if family.has_experts else 0,
-        "active_experts": _count(config, "num_experts_per_tok", name) if family.has_experts else 0,
     }
 
 
@@ -271,6 +269,7 @@ def _read_experts(name: str, entries: ExpertEntries, config: Mapping[str, Any]) 
         "active": count("num_experts_per_tok"),
         "ffn": count(entries.ffn),
         "has_shared_gate": bool(entries.shared_ffn),
+        "has_biases": entries.has_biases,
     }
     if entries.shared_ffn:
         shape["shared_ffn"] = count(entries.shared_ffn)

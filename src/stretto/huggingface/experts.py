@@ -54,7 +54,7 @@ class ExpertsKind:
 
     def own_gate(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """The module's `_apply_gate`, of [n, 2F], without the module's parameters."""
-        bare = copy.copy(module)
+        bare: Any = copy.copy(module)
         bare._parameters = {}
         gate: Callable[[Tensor], Tensor] = bare._apply_gate
         return gate

@@ -25,7 +25,7 @@ class ExpertEntries:
 
     `count`: of experts, by default `default_count`. `ffn`: of an expert's inner width. `shared_ffn`: of the inner width
     of the MLP that computes every token, whose output one number a token scales; or `shared_count`: of experts like the
-    others that do. `dense`: which blocks have an MLP in place of experts.
+    others that do. `dense`: which blocks have an MLP in place of experts. `has_biases`: of router and experts.
     """
 
     count: str
@@ -34,6 +34,7 @@ class ExpertEntries:
     shared_ffn: str = ""
     shared_count: str = ""
     dense: Literal["", "first_k_dense_replace", "mlp_only_layers"] = ""
+    has_biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,9 @@ class Decoder:
     one head ("head") or all of them ("all", or as the entry of this name says). `defaults`: what transformers takes
     where a configuration is silent.
 
-    `has_experts`: the MLP is a router and experts, whose every rank of x and y computes all. `experts`: some blocks
-    have a router and experts that ranks divide among them. `has_latent_attention`: DeepSeek's. `ends_with_norm`: what
-    the MLP returns passes a norm before it is added. `has_sinks`: its attention has a sink for each head, and is made
-    of plain operations.
+    `experts`: some blocks have a router and experts that ranks divide among them. `has_latent_attention`: DeepSeek's.
+    `ends_with_norm`: what the MLP returns passes a norm before it is added. `has_sinks`: its attention has a sink for
+    each head, and is made of plain operations.
 
     For `parallelize`: the entries of its tensor-parallel plan that are of unknown `styles`, a submodule of a class that
     is not taken (`refusal`), what a plan does not count (`note`), and whether logits change between head and loss.
@@ -65,7 +65,6 @@ class Decoder:
     refusal: str = ""
     note: str = ""
     changes_logits: bool = False
-    has_experts: bool = False
     experts: ExpertEntries | None = None
     has_latent_attention: bool = False
     has_sinks: bool = False
@@ -87,9 +86,9 @@ class Family:
 _BIASED = ("attention_bias", "attention_bias")  # one entry for the biases of queries, keys and values, and the output's
 _FUSED_MLP = {"layers.*.mlp.gate_up_proj": "colwise_gather_output", "layers.*.mlp.down_proj": "rowwise_split_input"}
 _WHOLE_ATTENTION = "every rank of x computes all of its attention, which is counted as split over x"
-_EXPERTS = (
-    "every rank of x and y computes its router and all of its experts, which z alone shards; attention is counted as "
-    "plain operations make it, which keep heads x seq_len scores of each token where a kernel for sinks would keep none"
+_SINKS = (
+    "attention is counted as plain operations make it, which keep heads x seq_len scores of each token where a kernel "
+    "for sinks would keep none"
 )
 _OLMO_NORM = "its norms (input_layernorm, say) have no weights, and a formula that Stretto does not know how to split"
 
@@ -149,11 +148,10 @@ FAMILIES: dict[str, Family] = {
                 "num_key_value_heads": 8,
                 "head_dim": 64,
                 "attention_bias": True,
-                "num_local_experts": 128,
                 "num_experts_per_tok": 4,
             },
-            note=_EXPERTS,
-            has_experts=True,
+            note=_SINKS,
+            experts=ExpertEntries("num_local_experts", 128, "intermediate_size", has_biases=True),
             has_sinks=True,
         ),
         family_roles.gpt_oss,

@@ -214,7 +214,8 @@ def gpt_oss(config: Any, sizes: Sizes) -> FamilyPlan:
     layer: Roles = {
         **_separate("self_attn.", config, "q_proj", "k_proj", "v_proj", "o_proj"),
         "self_attn.sinks": {"role": "inner_parameter", "unit_name": "attention heads"},  # a number for each
-        "mlp": "gathered",  # the router and all experts
+        "mlp.router": "router",
+        "mlp.experts": "experts",
     }
     return FamilyPlan(_under("layers.*.", layer))
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stretto.axes import check_sizes
+from stretto.axes import GridSizes, check_sizes
 from stretto.execution import ExecutionOptions
 from stretto.huggingface.experts import ExpertsKind, find_experts
 from stretto.huggingface.family_roles import wildcard
@@ -106,14 +106,28 @@ def _find_plan(
         plan = validate_plan(model, plan, sizes)
     except ValueError as error:
         is_unsplit = sizes["x"] == sizes["y"] == 1
-        experts: dict[str, ExpertsKind] = {}
-        if sizes.get("expert", 1) > 1 and is_unsplit and not has_roles:
-            experts = {name: check_experts(model, name, check_sizes(sizes)) for name in find_experts(model)}
-        is_refused = sizes.get("expert", 1) > 1 and not experts
-        if has_roles or is_refused or not (is_unsplit or isinstance(error, UnknownRolesError)):
+        if has_roles or not (is_unsplit or isinstance(error, UnknownRolesError)):
             raise
+        experts = _experts_beside_blocks(model, check_sizes(sizes), error) if sizes.get("expert", 1) > 1 else {}
         return BlockPlan(tuple(find_blocks(model)), str(error), is_pretrained_model(model), experts)
     return plan
+
+
+def _experts_beside_blocks(model: nn.Module, sizes: GridSizes, error: ValueError) -> dict[str, ExpertsKind]:
+    """The experts that ranks divide of a model that is sharded by blocks, since its roles are not known (`error`)."""
+    found = find_experts(model)
+    kind, expert = type(model).__name__, sizes.expert
+    if not found:
+        raise UnknownRolesError(
+            f"expert is {expert}, but no module of {kind} holds all of its experts, as parameters down_proj and "
+            f"gate_up_proj (or up_proj) [experts, ., .] that ranks could divide: choose expert=1 ({error})"
+        ) from error
+    if sizes["x"] * sizes["y"] > 1:
+        raise UnknownRolesError(
+            f"{error}. With x=1 and y=1, ranks of expert={expert} would divide {found[0]} and its like, and blocks "
+            "shard all else"
+        ) from error
+    return {name: check_experts(model, name, sizes) for name in found}
 
 
 def _read_plan(

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from stretto.axes import GridSizes
 from stretto.planner.experts.layers import LatentAttentionLayer, LatentShape, MoeLayer, MoeShape
-from stretto.planner.layers import AttentionLayer, BlockLayer, ExpertsLayer, Linear, MlpLayer, NormLayer
+from stretto.planner.layers import AttentionLayer, BlockLayer, Linear, MlpLayer, NormLayer
 from stretto.quantities import MAX_COUNT
 
 
@@ -32,9 +32,7 @@ class Architecture:
     block's norms of hidden features that have weights (where there are none, the last norm has none either), and
     `head_norm_weights` the weights of those of its queries and keys. `has_sinks`: attention has a number for each head.
     `has_plain_attention`: plain operations make its scores. `has_fused_kernels`: rotary positions and gates are one
-    kernel each, as in Stretto's GPT. `experts`: how many of width `ffn` the MLP has (0: it is
-    none), of which `active_experts` compute a token, in a model whose experts z alone shards (GPT-OSS). `notes`: what a
-    reader of a plan must know.
+    kernel each, as in Stretto's GPT. `notes`: what a reader of a plan must know.
 
     `moe`: the mixture of experts that blocks have in place of the MLP: all of them, or those that `moe_pattern` has
     True for. `latent`: its attention is DeepSeek's, of these sizes.
@@ -73,8 +71,6 @@ class Architecture:
     has_sinks: bool = False
     has_plain_attention: bool = False
     has_fused_kernels: bool = False
-    experts: int = 0
-    active_experts: int = 0
     moe: MoeShape | None = None
     moe_pattern: tuple[bool, ...] = ()
     latent: LatentShape | None = None
@@ -99,8 +95,6 @@ class Architecture:
                 raise ValueError(f"{self.name}: {each.name} is {value}, but must be from {least} to {MAX_COUNT}")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.name}: {self.kv_heads} KV heads do not divide {self.heads} heads")
-        if self.experts and not 1 <= self.active_experts <= self.experts:
-            raise ValueError(f"{self.name}: a token goes to {self.active_experts} of {self.experts} experts")
         if self.moe is not None:
             if not 1 <= self.moe.active <= self.moe.experts:
                 raise ValueError(f"{self.name}: a token goes to {self.moe.active} of {self.moe.experts} experts")
@@ -158,8 +152,6 @@ class Architecture:
     def _mlp(self) -> BlockLayer:
         if self.moe is not None and self.has_moe[0]:
             return MoeLayer(self.hidden, self.moe)
-        if self.experts:
-            return ExpertsLayer(self.hidden, self.ffn, self.experts, self.active_experts)
         return MlpLayer(
             self.hidden, self.ffn, self.is_gated, self.has_mlp_bias, self.stores_inputs_first, self.has_fused_kernels
         )
@@ -214,19 +206,9 @@ class Architecture:
             kind.blocks * layer.active_weights
             for kind in self.kinds
             for layer in kind.model.block
-            if isinstance(layer, ExpertsLayer | MoeLayer)
+            if isinstance(layer, MoeLayer)
         )
         return self.linear_weights + experts
-
-    @cached_property
-    def gathered_tensors(self) -> tuple[int, ...]:
-        """Numbers in each of one block's parameters that z alone shards."""
-        return tuple(count for layer in self.kinds[-1].model.block for count in layer.gathered_tensors())
-
-    @property
-    def gathered_parameters(self) -> int:
-        """Their sum."""
-        return sum(self.gathered_tensors)
 
     @property
     def sinks(self) -> int:
@@ -241,12 +223,17 @@ class Architecture:
     @cached_property
     def expert_parameters(self) -> int:
         """Parameters of all routed experts of all blocks."""
-        return sum(kind.blocks * sum(kind.model.expert_tensors) for kind in self.kinds)
+        return sum(kind.blocks * sum(kind.model.expert_tensors + kind.model.expert_biases) for kind in self.kinds)
 
     @property
     def expert_tensors(self) -> tuple[int, ...]:
         """Numbers in each of one block's parameters that ranks of `expert` divide, of a model of like blocks."""
         return () if self.moe_layer is None else self.moe_layer.expert_tensors()
+
+    @property
+    def expert_biases(self) -> tuple[int, ...]:
+        """Numbers in the biases of one block's experts, of a model of like blocks."""
+        return () if self.moe_layer is None else self.moe_layer.expert_biases()
 
     @property
     def whole_parameters(self) -> int:
@@ -264,9 +251,7 @@ class Architecture:
         whose blocks are all alike."""
         linears = sum(linear.weights + linear.outputs * linear.has_bias for linear in self.linears)
         norms = self.block_norms * self._norm_width + self.head_norm_weights + self.latent_norm_weights
-        return (
-            linears + norms + self.sinks + self.gathered_parameters + self.whole_parameters + sum(self.expert_tensors)
-        )
+        return linears + norms + self.sinks + self.whole_parameters + sum(self.expert_tensors + self.expert_biases)
 
     @cached_property
     def outside_parameters(self) -> int:

@@ -100,16 +100,8 @@ def linear_traffic(linear: Linear, grid: GridSizes, tokens: float) -> LinearTraf
     )
 
 
-def features_traffic(model: Architecture, grid: GridSizes, tokens: float) -> float:
-    """Numbers that a rank sends to gather hidden features over y: the input of experts, or their output's gradient.
-
-    `tokens`: those of a data group.
-    """
-    return (grid.y - 1) / grid.y * tokens / grid.z * model.hidden
-
-
 def blocks_volume(model: Architecture, grid: GridSizes, tokens: float, element: int, *, gathers: int = 1) -> Volume:
-    """Equation 5.6 over all linears of all blocks, in bytes of `element` a number; and experts that z alone shards.
+    """Equation 5.6 over all linears of all blocks, in bytes of `element` a number.
 
     A model that is sharded by blocks sends all parameters of a block, over z and data alone.
 
@@ -133,10 +125,6 @@ def _block_volume(model: Architecture, grid: GridSizes, tokens: float, gathers: 
         sums = {traffic.output_sum_axis: traffic.output, traffic.gradient_sum_axis: traffic.gradient}
         over_x = sums["x"] + traffic.copies
         total += Volume(gathers * traffic.all_gather, traffic.reduce_scatter, sums["y"], over_x, traffic.data)
-    if model.gathered_parameters:
-        experts = WeightTraffic.of(model.gathered_parameters, grid)
-        over_y = 2 * features_traffic(model, grid, tokens)
-        total += Volume(gathers * experts.all_gather, experts.reduce_scatter, over_y, 0.0, experts.data)
     return total
 
 

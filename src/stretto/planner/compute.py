@@ -180,9 +180,6 @@ def block_seconds(workload: StepWorkload, model: Architecture, config: StepConfi
     forward_bytes, backward_bytes = _element_wise(workload, model, grid, config.token_parts)
     forward = scores + device.traffic(forward_bytes * tokens)
     backward = 2.5 * scores + device.traffic(backward_bytes * tokens)
-    for count, m, n, k in (product for layer in model.block for product in layer.gathered_products(tokens)):
-        forward += count * device.matmul(m, n, k, "NN")
-        backward += count * (device.matmul(m, k, n, "NT") + device.matmul(k, n, m, "TN"))
     experts = 0.0
     if (layer := model.moe_layer) is not None:
         router = device.matmul(*layer.router_product(grid, tokens, config.token_parts), "NT")
@@ -231,13 +228,8 @@ _PASSES_OVER_SCORES = 12  # reads and writes
 
 def _parameters(workload: StepWorkload, grid: GridSizes) -> float:
     model = workload.model
-    gathered = 0 if model.is_sharded_by_blocks else model.layers * model.gathered_parameters
-    divided = model.expert_parameters
-    return (
-        (model.parameters - gathered - divided) / grid.weight_parts
-        + gathered / grid.z
-        + local_expert_parameters(model, grid)
-    )
+    others = model.parameters - model.expert_parameters
+    return others / grid.weight_parts + local_expert_parameters(model, grid)
 
 
 def _element_wise(
@@ -286,22 +278,21 @@ def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tup
     """Bytes of copying a block's parameters out of what was gathered, and its gradients into what is scattered: as
     `CastSeconds` has them.
 
-    Dividing gradients by the number of ranks is another pass over them. Only a model that is sharded by blocks, and
-    experts, are sent so (`stretto.parallel.layers.block_shard`); weights gathered by copy engines need no copy.
+    Dividing gradients by the number of ranks is another pass over them. Only a model that is sharded by blocks is sent
+    so (`stretto.parallel.layers.block_shard`); weights gathered by copy engines need no copy.
     """
     model, options, element = workload.model, config.options, workload.element
-    in_block = model.block_parameters if model.is_sharded_by_blocks else model.gathered_parameters
-    if not in_block or config.grid.z == 1:
+    if not model.is_sharded_by_blocks or config.grid.z == 1:
         return 0.0, 0.0, 0.0
+    in_block = model.block_parameters
     has_nvlink = has_nvlink_over_z(cluster, config.grid)
     of_block, outside = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
-    whole = model.layers * in_block + (model.outside_parameters if model.is_sharded_by_blocks else 0)
+    whole = model.layers * in_block + model.outside_parameters
     gathered = whole - model.layers * of_block - outside
     again = 2 * model.layers * in_block * element * (not config.gathers_once)
-    passes = 2 if model.is_sharded_by_blocks else 1
     freed = again * (not options.keeps_weights)
     recomputed = again * options.recomputation.is_on - freed
-    return 2 * gathered * element, max(0.0, recomputed), freed + 2 * passes * whole * element
+    return 2 * gathered * element, max(0.0, recomputed), freed + 4 * whole * element
 
 
 def head_seconds(workload: StepWorkload, grid: GridSizes, tokens: float, device: Device) -> float:

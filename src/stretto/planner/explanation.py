@@ -126,7 +126,7 @@ def _does_not_fit(model: Architecture, config: StepConfig, memory: Mapping[str, 
     states = memory["parameters"] + memory["optimizer"] + memory["gradients"]
     if model.copies(config.grid) > 1:
         remedies.append("moving ranks from x and y to z")
-    elif states > limit and (model.is_sharded_by_blocks or model.experts):  # z alone shards all, or experts
+    elif states > limit and model.is_sharded_by_blocks:  # z alone shards all
         remedies.append("moving ranks from data to z" if config.grid.data > 1 else "more GPUs along z")
     elif states > limit:
         remedies.append("more of x, y and z" if config.grid.data > 1 else "more GPUs along x, y or z")

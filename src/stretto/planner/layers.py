@@ -6,14 +6,13 @@ follows from these. To plan another kind of layer, add a class here, and also ch
 
 - `Architecture.block`, which makes the layers, and `Architecture`'s fields, if the layer needs its own sizes;
 - `Architecture.block_parameters` and `memory.local_parameters`, if the layer has parameters other than its linears'
-  weights and biases, and those that `gathered_tensors` gives: those of norms (`block_norms`, `head_norm_weights`),
-  attention sinks, embeddings and head are counted by name;
+  weights and biases: those of norms (`block_norms`, `head_norm_weights`), attention sinks, experts, embeddings and head
+  are counted by name;
 - `communication` and `step_recorder`, if the layer sends anything but its linears' collectives (as `MoeLayer`, in
   `experts.layers`, does: `experts.cost`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.axes import GridSizes
@@ -119,15 +118,6 @@ class BlockLayer(ABC):
     def scores(self, grid: GridSizes) -> float:
         """Attention's scores, for each token and key, that are there as a tensor; 0 by default: within a kernel."""
         return 0.0
-
-    def gathered_tensors(self) -> tuple[int, ...]:
-        """Numbers in each of its parameters that z alone shards: gathered as one message, and computed with by every
-        rank of x and y. None by default."""
-        return ()
-
-    def gathered_products(self, tokens: int) -> Sequence[tuple[int, int, int, int]]:
-        """The products with `gathered_tensors` in one forward pass: how many of [m, k] x [k, n], and m, n and k."""
-        return ()
 
 
 STRIDED = 2.3  # how many times as long a pass over parts of rows takes as one over contiguous numbers
@@ -290,46 +280,3 @@ class MlpLayer(BlockLayer):
     def growth(self, grid: GridSizes) -> float:
         # And the gradient by the block's output; a quarter more is measured (lab/results/memory).
         return self.widest(grid) + 1.25 * self.hidden / grid.y
-
-
-@dataclass(frozen=True)
-class ExpertsLayer(BlockLayer):
-    """GPT-OSS's router and gated experts, `active` of which each token goes to: every rank of x and y computes all."""
-
-    hidden: int
-    ffn: int
-    experts: int
-    active: int
-
-    def gathered_tensors(self) -> tuple[int, ...]:
-        hidden, ffn = self.hidden, self.ffn
-        of_expert = (2 * ffn * hidden, 2 * ffn, ffn * hidden, hidden)  # gate and up in one, down, and their biases
-        return (self.experts * hidden, self.experts, *(self.experts * count for count in of_expert))
-
-    def gathered_products(self, tokens: int) -> Sequence[tuple[int, int, int, int]]:
-        rows = -(-tokens * self.active // self.experts)
-        return (
-            (1, tokens, self.experts, self.hidden),
-            (self.experts, rows, 2 * self.ffn, self.hidden),
-            (self.experts, rows, self.hidden, self.ffn),
-        )
-
-    @property
-    def active_weights(self) -> int:
-        """The weights that one token is multiplied with."""
-        return self.experts * self.hidden + self.active * 3 * self.ffn * self.hidden
-
-    def kept(self, grid: GridSizes, token_parts: int) -> float:
-        # Its whole input where y has cut that; for each expert of a token a copy of the input, the output before its
-        # weight, gate and up as made and as clamped, the gate's sigmoid, both factors and their product.
-        return self.hidden * (grid.y > 1) + self.active * (2 * self.hidden + 7 * self.ffn)
-
-    def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
-        passes = self.active * (4 * self.hidden + 14 * self.ffn)
-        return passes, 2 * passes
-
-    def widest(self, grid: GridSizes) -> float:
-        return self.active * 2 * self.ffn
-
-    def growth(self, grid: GridSizes) -> float:
-        return self.active * (4 * self.ffn + self.hidden)

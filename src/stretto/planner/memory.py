@@ -53,7 +53,7 @@ def _local_parameters_of_a_block(model: Architecture, grid: GridSizes) -> float:
         linear.outputs * linear.copies(grid) / linear.output_shards(grid) for linear in model.linears if linear.has_bias
     )
     whole = model.head_norm_weights + model.latent_norm_weights + model.whole_parameters
-    model.memo[key] = weights + biases + whole + model.gathered_parameters / grid.z + model.sinks / grid.x
+    model.memo[key] = weights + biases + whole + model.sinks / grid.x
     return _local_parameters_of_a_block(model, grid)
 
 
@@ -114,8 +114,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     sizes = [_whole_weights(kind.model, grid) for kind in model.kinds]
     # Of the largest block, and of all of them.
     of_linears, largest_linear = max(each.linears for each in sizes), max(each.largest_linear for each in sizes)
-    experts = model.gathered_parameters
-    block_weights, largest = max(each.all for each in sizes), max(experts, *(each.largest for each in sizes))
+    block_weights, largest = max(each.all for each in sizes), max(each.largest for each in sizes)
     all_weights = sum(kind.blocks * each.all for kind, each in zip(model.kinds, sizes, strict=True))
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
     is_copied = grid.z > 1 or element < of_number.weight
@@ -165,13 +164,13 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     growth *= tokens
     # Beside the gradients of activations: a linear's weight gradient and what is next to it, or that of experts, whose
     # activations have been freed by then.
-    of_products = max(2 * max(experts, largest_linear), largest)
+    of_products = max(2 * largest_linear, largest)
     # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
-    # they become; experts' message has been sent before the next one is made.
+    # they become.
     on_their_way = SCATTERS_IN_FLIGHT / max(each.tensors for each in sizes) * of_linears
     if uses_copy_engines:
         on_their_way = min(on_their_way, pushed)
-    scattered = on_their_way * (1 + 1 / grid.z) + experts / grid.z if grid.z > 1 else 0.0
+    scattered = on_their_way * (1 + 1 / grid.z) if grid.z > 1 else 0.0
     shards = group_of_shards(grid).size
     if shards > 1:  # those of a block's divided experts go in one message
         scattered += max(each.experts for each in sizes) * (1 + 1 / shards)
@@ -271,7 +270,7 @@ def _whole_weights(model: Architecture, grid: GridSizes) -> _WholeWeights:
         len(linears),
         of_experts,
         max(*linears, *experts),
-        of_linears + of_experts + model.gathered_parameters,
+        of_linears + of_experts,
     )
     model.memo[key] = made
     return made
@@ -293,19 +292,17 @@ def workspaces(gathered: float, ranks: int) -> float:
 def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> tuple[int, int]:
     """Parameters of each block, and of modules in none, that copy engines gather into separate buffers.
 
-    Where a model is sharded by blocks, all large ones; otherwise the large ones of experts. has_nvlink: as in `memory`.
+    All large ones, where a model is sharded by blocks. has_nvlink: as in `memory`.
     """
     model, options = workload.model, config.options
     keeps = config.gathers_once or (options.keeps_weights and not options.recomputation.is_on)
     by_engines = options.overlap.copy_engines and options.overlap.hides_any and config.grid.pipe == 1
-    if not (keeps and has_nvlink and by_engines and config.grid.z > 1):
+    if not (model.is_sharded_by_blocks and keeps and has_nvlink and by_engines and config.grid.z > 1):
         return 0, 0
     least = MIN_COPIED_BYTES / workload.element
-    of_block, tables = [*model.gathered_tensors], list[int]()
-    if model.is_sharded_by_blocks:
-        of_block += [linear.weights for linear in model.linears]
-        own_head = model.head_outputs * model.hidden * model.has_own_head
-        tables = [model.embedding_rows * model.hidden, model.position_rows * model.hidden, own_head]
+    own_head = model.head_outputs * model.hidden * model.has_own_head
+    tables = [model.embedding_rows * model.hidden, model.position_rows * model.hidden, own_head]
+    of_block = [*(linear.weights for linear in model.linears), *model.expert_tensors]
     return sum(weight for weight in of_block if weight >= least), sum(table for table in tables if table >= least)
 
 
@@ -330,7 +327,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     resident = layers * by_engines + outside_by_engines
     block = (model.block_parameters - by_engines) * is_copied
     outside = (model.outside_parameters - outside_by_engines) * is_copied
-    largest = max(*(linear.weights for linear in model.linears), *model.gathered_tensors)
+    largest = max(*(linear.weights for linear in model.linears), *model.expert_tensors)
     recomputed = recomputed_blocks(workload, grid, options.recomputation)
     cast_alone = largest * is_copied  # at each use
     message = model.block_parameters * is_sent  # of gradients

@@ -231,7 +231,7 @@ class BlockRecord:
 
     other_forward, other_backward, other_again: seconds of all but linears' and experts' products (attention, norms,
     element-wise kernels, casts) in the forward pass, the backward pass, and the recomputed forward pass.
-    statistics: of one of two norms, over y. features: hidden features for experts that z alone shards, over y.
+    statistics: of one of two norms, over y.
     weights: of what is not sent with a linear: all of a block that is sharded as one, or experts. frees: whether
     weights are freed after the forward pass, and gathered again for the backward pass. leaves_out_last: whether the
     last linear's output is not computed again in the last of the blocks that are recomputed together. host: seconds
@@ -245,7 +245,6 @@ class BlockRecord:
     other_backward: float
     other_again: float
     statistics: GroupCollective | None
-    features: GroupCollective | None
     weights: tuple[WeightCollectives, ...]
     experts: ExpertsRecord | None
     frees: bool
@@ -321,7 +320,6 @@ class BlockRecord:
                 to.wait(*self._product(to, linear.output, is_kept=is_kept, exchanges=exchanges, sums=sums))
         if not self._is_gathered_whole:
             to.use(*self.weights)
-        to.run("gather features", self.features)
         if self.experts is not None:
             if exchanges:
                 to.compute("wait for counts of rows", self.experts.host_wait, HOST)
@@ -339,7 +337,6 @@ class BlockRecord:
             self._experts(to, self.experts.product, self.experts.backward)
             if computes_weights:
                 to.compute("gradient of experts' weights", self.experts.product)
-        to.run("gather gradients of features", self.features)
         if computes_weights and not self._is_gathered_whole:
             self._send_together(to)
         for place, linear in reversed(list(enumerate(self.linears))):

@@ -17,7 +17,6 @@ from stretto.planner.communication import (
     LinearTraffic,
     Rates,
     WeightTraffic,
-    features_traffic,
     has_nvlink_over_z,
     linear_traffic,
 )
@@ -161,12 +160,6 @@ class _WorkloadRecorder:
         recomputes = options.recomputation.is_on
         seconds = block_seconds(self.workload, model, config, self.device)
         linears = tuple(self._linear(place, model.linears, seconds) for place in range(len(model.linears)))
-        statistics = features = None
-        if not by_blocks:
-            statistics = self._statistics()
-            if model.gathered_parameters:
-                numbers = features_traffic(model, config.grid, self.tokens * config.grid.z)
-                features = self._over("all_gather", "y", numbers * self.workload.element)
         return BlockRecord(
             options,
             self.cluster.host,
@@ -174,8 +167,7 @@ class _WorkloadRecorder:
             seconds.other_forward + casts.forward,
             seconds.other_backward + casts.backward,
             seconds.other_forward + casts.again if recomputes else 0.0,
-            statistics,
-            features,
+            None if by_blocks else self._statistics(),
             tuple(self._weights_together(model)),
             self._experts(model, seconds.experts),
             frees=not options.keeps_weights and not (recomputes and by_blocks),
@@ -188,8 +180,8 @@ class _WorkloadRecorder:
 
     def _weights_together(self, model: Architecture) -> Iterator[WeightCollectives]:
         grid = self.config.grid
-        if together := model.block_parameters if model.is_sharded_by_blocks else model.gathered_parameters:
-            yield self._weight(WeightTraffic.of(together, grid))
+        if model.is_sharded_by_blocks:
+            yield self._weight(WeightTraffic.of(model.block_parameters, grid))
         if model.expert_tensors:
             yield self._weight(weight_traffic(model, grid), EXPERT_Z, EXPERT_DATA)
 

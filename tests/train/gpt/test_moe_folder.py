@@ -57,6 +57,11 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
         pytest.param("deepseek_v3", [*X2_EXPERT2, "train.recompute=communication"], marks=pytest.mark.exhaustive),
         pytest.param("olmoe", ["grid.pipe=2", "grid.data=2", "grid.expert=2"], marks=pytest.mark.exhaustive),
         pytest.param("mixtral", ["grid.x=2", "grid.expert=2", "grid.expert_tensor=fold"], marks=pytest.mark.exhaustive),
+        pytest.param("gpt_oss", [*X2_EXPERT2, "train.recompute=communication"], marks=pytest.mark.exhaustive),
+        pytest.param("granitemoe", ["grid.z=2", "grid.expert=2", "train.recompute=full"], marks=pytest.mark.exhaustive),
+        pytest.param(
+            "llama4_text", ["grid.data=2", "grid.expert=2", "train.micro_batch=1"], marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_ten_steps_with_divided_experts_are_those_of_plain_pytorch_and_are_exported(

@@ -133,9 +133,8 @@ def _gate(
     n = (rows if tokens is None else tokens).shape[0]
     if n and gate_up.numel():
         rows, gate_up = rows.contiguous(), gate_up.contiguous()
-        config = choose_config(
-            implementation, "gate", n, tuple(gate_up.shape), (rows, gate_up), by_tokens=tokens is not None
-        )
+        experts, by_tokens = gate_up.shape[0], tokens is not None
+        config = choose_config(implementation, "gate", n, experts, (rows, gate_up), by_tokens=by_tokens)
         if config is not None:
             with torch.cuda.device_of(rows):
                 return grouped_kernels.multiply_gated(config, rows, gate_up, offsets, tokens, keeps_inner=keeps_inner)
@@ -190,8 +189,8 @@ def _differentiate_gate(
     n, by_tokens = inner.shape[0], tokens is not None
     if n and down.numel():
         down = down.contiguous()
-        shape = down.shape[0], down.shape[2], down.shape[1]
-        config = choose_config(implementation, "gate gradient", n, shape, (grad, down, inner), by_tokens=by_tokens)
+        operands = grad, down, inner
+        config = choose_config(implementation, "gate gradient", n, down.shape[0], operands, by_tokens=by_tokens)
         if config is not None:
             with torch.cuda.device_of(grad):
                 found = grouped_kernels.differentiate_gate(config, grad, down, offsets, inner, tokens, factors)

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a grouped product: kernel or library, and tiles. Tables of defaults, to edit after measuring.
+"""The configuration of a grouped product: kernel or library, and tiles."""
 
-An expert's last tile is rarely full, and neither is the last wave of tiles: `estimate_efficiency` counts both.
-"""
-
-import math
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,7 +8,7 @@ from torch import Tensor
 
 from stretto.memory.gpus import count_processors, find_capability
 from stretto.ops.config import IMPLEMENTATIONS
-from stretto.ops.gemm import TMA_BYTES, Blocks, divide_up
+from stretto.ops.gemm import TMA_BYTES, Blocks
 from stretto.tiles import INTERPRETED
 
 Kind = Literal["product", "gate", "gate gradient", "weight gradient"]
@@ -22,12 +17,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
 _MOST_ROWS = 1 << 30  # see `describe_ragged`
 
-# The speed beside a dense product's where all tiles are full. Until they are measured, the library's is what it reaches
-# with many rows (H200: 783 of 808 TFLOP/s), and the kernel's is a cautious guess. By the dtype of bf16 alone: the
-# library takes fp16 expert by expert.
-KERNEL_RATE = 0.87
-LIBRARY_RATE = 0.97
-LIBRARY_TILES = Blocks(128, 256, 64, 8, 8, 4, 1)
+# Rows an expert, on average. What is chosen from them was measured on H200, of 8 to 128 experts, uniform and skewed.
+_FEW_ROWS = 256
+_SOME_ROWS = 640
+_MANY_ROWS = 1536
 
 
 class GroupedConfig(NamedTuple):
@@ -46,72 +39,58 @@ class GroupedConfig(NamedTuple):
 
 
 class GroupedWork(NamedTuple):
-    """A grouped product, as far as its speed depends on it: rows n of all experts, columns and depth of a weight."""
+    """A grouped product, as far as its speed depends on it; rows are gathered inside the kernel if by_tokens."""
 
     kind: Kind
-    n: int
-    columns: int
-    depth: int
-    experts: int
+    rows_of_expert: float
     by_tokens: bool
 
 
 TABLE: dict[Kind, GroupedConfig] = {
-    "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 4, 1), halves=True),
+    "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 4, 1), is_flattened=True, stores_by_tma=True),
     "gate": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
-    "gate gradient": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
-    "weight gradient": GroupedConfig(Blocks(128, 256, 64, 8, 8, 3, 1)),
+    "gate gradient": GroupedConfig(Blocks(128, 128, 64, 8, 4, 3, 2)),
+    "weight gradient": GroupedConfig(Blocks(128, 128, 64, 8, 4, 3, 2)),
+}
+"""Configurations for experts with few rows."""
+_OF_MANY_ROWS: dict[Kind, GroupedConfig] = {
+    "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 4, 1)),
+    "weight gradient": GroupedConfig(Blocks(128, 256, 64, 8, 8, 4, 1), is_flattened=True),
 }
 
 
 def find_config(work: GroupedWork, processors: int) -> GroupedConfig:
     """The tiles of a product on a GPU with so many multiprocessors; 0: it is interpreted."""
-    config = TABLE[work.kind]
+    has_many = work.rows_of_expert >= _MANY_ROWS and not work.by_tokens
+    config = _OF_MANY_ROWS.get(work.kind, TABLE[work.kind]) if has_many else TABLE[work.kind]
     if processors == 0:
         return config._replace(blocks=config.blocks._replace(m=32, n=32, k=32, num_stages=2, programs=4))
     return config._replace(blocks=config.blocks._replace(programs=processors * config.blocks.programs))
 
 
-@lru_cache(maxsize=4096)
-def is_faster(work: GroupedWork, processors: int) -> bool:
-    """True if the kernel is estimated to be faster than the library: the choice of implementation="auto"."""
-    kernel = estimate_efficiency(work, find_config(work, processors))
-    whole = work._replace(columns=2 * work.columns) if work.kind == "gate" else work  # the library has no gates
-    library = estimate_efficiency(whole, GroupedConfig(LIBRARY_TILES._replace(programs=processors)))
-    return KERNEL_RATE * kernel > LIBRARY_RATE * library
+def is_faster(work: GroupedWork) -> bool:
+    """True if the kernel is faster than the library with its passes that gather and gate: the choice of "auto".
 
-
-def estimate_efficiency(work: GroupedWork, config: GroupedConfig) -> float:
-    """The part of the tiles' time that is spent on what the product needs.
-
-    The host does not know experts' sizes: half of each expert's last tile is taken to be empty.
+    Tokens of a weights' gradient are gathered faster by a pass of their own. A gate's epilogue takes as long as its
+    pass does, so that it pays only where there is little else.
     """
-    blocks, experts = config.blocks, max(work.experts, 1)
-    rows, column_tiles = work.n / experts, divide_up(work.columns, blocks.n)
     if work.kind == "weight gradient":
-        tiles, empty = divide_up(work.columns, blocks.m) * divide_up(work.depth, blocks.n), blocks.k / 2
-        filled = work.columns * work.depth / (tiles * blocks.m * blocks.n)
-    else:
-        empty = blocks.m / (4 if config.halves else 2)
-        tiles = max(1, round((rows + empty) / blocks.m)) * column_tiles
-        filled = work.columns / (column_tiles * blocks.n)
-    waves = experts * tiles / blocks.programs
-    return filled * rows / (rows + empty) * waves / math.ceil(waves)
+        return not work.by_tokens and not _SOME_ROWS <= work.rows_of_expert < _MANY_ROWS
+    return work.kind == "product" or work.rows_of_expert < _FEW_ROWS
 
 
 def choose_config(
     implementation: str,
     kind: Kind,
     n: int,
-    weight: tuple[int, ...],
+    experts: int,
     operands: tuple[Tensor, ...],
     *,
     by_tokens: bool,
 ) -> GroupedConfig | None:
     """The configuration of a call, or None for the library. ValueError where "kernel" is asked for in vain.
 
-    weight: [experts, columns, depth]; with a gate, columns are those of gate and up together. operands: all tensors
-    that TMA loads or stores.
+    n: rows of all experts. operands: all tensors that TMA loads or stores.
     """
     if implementation == "library":
         return None
@@ -121,11 +100,10 @@ def choose_config(
         if implementation == "kernel":
             raise ValueError(f'implementation="kernel": {obstacle}; "auto" takes the library')
         return None
-    experts, columns, depth = weight
-    work = GroupedWork(kind, n, columns // 2 if kind == "gate" else columns, depth, experts, by_tokens)
+    work = GroupedWork(kind, n / max(experts, 1), by_tokens)
     processors = count_processors(first.device.index) if first.is_cuda else 0
     # The library takes fp16 expert by expert, and the host waits for the offsets.
-    is_taken = first.is_cuda and (first.dtype == torch.float16 or is_faster(work, processors))
+    is_taken = first.is_cuda and (first.dtype == torch.float16 or is_faster(work))
     return find_config(work, processors) if implementation == "kernel" or is_taken else None
 
 

@@ -109,9 +109,8 @@ def compute_product(
         rows = rows.contiguous()
         if not (weight.is_contiguous() or weight.mT.is_contiguous()):
             weight = weight.contiguous()
-        shape = weight.shape[0], weight.shape[1], weight.shape[2]
-        operands = rows, weight
-        config = choose_config(implementation, "product", n, shape, operands, by_tokens=tokens is not None)
+        experts, by_tokens = weight.shape[0], tokens is not None
+        config = choose_config(implementation, "product", n, experts, (rows, weight), by_tokens=by_tokens)
         if config is not None:
             with torch.cuda.device_of(rows):
                 return grouped_kernels.multiply(config, rows, weight, offsets, tokens)
@@ -145,11 +144,14 @@ def compute_weight_gradient(
     experts = offsets.shape[0] - 1
     if grad.numel() == 0 or rows.numel() == 0:
         return rows.new_zeros(experts, grad.shape[1], rows.shape[1])
+    if implementation == "auto":
+        grad, grad_tokens = take_rows(grad, grad_tokens), None
+        rows, row_tokens = take_rows(rows, row_tokens), None
     if implementation != "library":
         grad, rows = grad.contiguous(), rows.contiguous()
         n = (grad if grad_tokens is None else grad_tokens).shape[0]
-        shape, by_tokens = (experts, grad.shape[1], rows.shape[1]), not grad_tokens is row_tokens is None
-        config = choose_config(implementation, "weight gradient", n, shape, (grad, rows), by_tokens=by_tokens)
+        by_tokens = not grad_tokens is row_tokens is None
+        config = choose_config(implementation, "weight gradient", n, experts, (grad, rows), by_tokens=by_tokens)
         if config is not None:
             with torch.cuda.device_of(rows):
                 return grouped_kernels.multiply_transposed(config, grad, rows, offsets, grad_tokens, row_tokens)

@@ -234,9 +234,9 @@ class ParallelExperts(ShardedModule):
             self.register_parameter(name, parameter)
         self._bias_scales = {name: gradients.forward_scale(parameters[name]) for name in parameters if "bias" in name}
         self.num_experts: int = parameters[self._up].shape[0]
-        act: Callable[[Tensor], Tensor] = kind.own_gate(module) if kind.has_own_gate else module.act_fn  # type: ignore[assignment]
-        is_plain = kind.is_gated and not kind.has_own_gate
-        self._activate = partial(gated_activation, activation=act) if is_plain else act
+        self._own_gate = kind.own_gate(module) if kind.has_own_gate else None
+        if self._own_gate is None:
+            self.act_fn: Callable[[Tensor], Tensor] = module.act_fn  # type: ignore[assignment]
         self.plan = plan
         self.products = dict(products)
         self.in_graphs: GraphCode = GraphCode(
@@ -311,6 +311,11 @@ class ParallelExperts(ShardedModule):
     def _multiply(self, name: str, rows: Tensor, offsets: Tensor, biases: Sequence[Tensor]) -> Tensor:
         output: Tensor = _Multiply.apply(rows, self.get_parameter(name), offsets, self.products[name])
         return self._add_bias(name, output, offsets, biases)
+
+    def _activate(self, inner: Tensor) -> Tensor:
+        if self._own_gate is not None:
+            return self._own_gate(inner)
+        return gated_activation(inner, self.act_fn) if self._up == "gate_up_proj" else self.act_fn(inner)
 
     def _biases(self) -> tuple[Tensor, ...]:
         """This rank's parts of the biases, of the first product and the second; none if they have none."""

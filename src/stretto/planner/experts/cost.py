@@ -67,7 +67,12 @@ def local_expert_parameters(model: Architecture, grid: GridSizes) -> float:
     """Parameters of routed experts that one rank holds, of all blocks."""
     if not model.expert_parameters:
         return 0.0
-    return model.expert_parameters / (grid.expert * expert_parts(grid) * grid.expert_z)
+    held = 0.0
+    for count, kind in model.kinds:
+        ups, downs = kind.expert_biases or (0, 0)
+        held += count * expert_weights(kind, grid) / grid.expert_z
+        held += count * (ups / grid.expert_x + downs / grid.y) / grid.expert
+    return held
 
 
 def weight_traffic(model: Architecture, grid: GridSizes) -> WeightTraffic:

@@ -25,7 +25,8 @@ class MoeShape:
     experts: of inner width `ffn`, of which `active` compute a token. shared_ffn: inner width of the MLP that computes
     every token beside them (0: none); has_shared_gate: one value per token scales its output. is_gated: experts and
     shared MLP have a gate. has_fused_gates: the shared MLP's is one kernel. imbalance: rows of the busiest rank over
-    the mean, where several ranks divide the experts.
+    the mean, where several ranks divide the experts. has_biases: the router and both products of experts have biases,
+    and plain operations make their gates (GPT-OSS).
     """
 
     experts: int
@@ -36,6 +37,7 @@ class MoeShape:
     has_shared_gate: bool = False
     imbalance: float = IMBALANCE
     has_fused_gates: bool = False
+    has_biases: bool = False
 
     @property
     def ups(self) -> int:
@@ -86,16 +88,27 @@ class MoeLayer(BlockLayer):
         of_expert = self.hidden * shape.ffn
         return shape.experts * shape.ups * of_expert, shape.experts * of_expert
 
+    def expert_biases(self) -> tuple[int, int]:
+        """Numbers in the biases of both products, which `expert` divides; x cuts the first one, and y the second."""
+        shape = self.shape
+        experts = shape.experts * shape.has_biases
+        return experts * shape.ups * shape.ffn, experts * self.hidden
+
     @property
-    def whole_parameters(self) -> int:
+    def whole_weights(self) -> int:
         """Numbers of what every rank has whole: the router's weight, and the shared MLP's gate."""
         return self.hidden * (self.shape.experts + self.shape.has_shared_gate)
+
+    @property
+    def whole_parameters(self) -> int:
+        """The same with the router's bias."""
+        return self.whole_weights + self.shape.experts * self.shape.has_biases
 
     @property
     def active_weights(self) -> int:
         """The weights that one token is multiplied with, without the shared MLP's, which are linears."""
         shape = self.shape
-        return self.whole_parameters + shape.active * (shape.ups + 1) * shape.ffn * self.hidden
+        return self.whole_weights + shape.active * (shape.ups + 1) * shape.ffn * self.hidden
 
     def expert_products(self, grid: GridSizes, tokens: float) -> Sequence[tuple[float, float, float, float]]:
         """The grouped products of one forward pass on the busiest rank: experts, rows of each, outputs and inputs."""
@@ -119,7 +132,9 @@ class MoeLayer(BlockLayer):
         # before and after the softmax.
         shape, hidden = self.shape, self.hidden / grid.y
         ffn = shape.ffn / grid.expert_x
-        of_rows = self._rows(grid) * (hidden + (3 if shape.is_gated else 2) * ffn)
+        # Plain operations also keep gate and up as clamped, the gate's sigmoid, and both factors.
+        inner = 7 if shape.has_biases else 3 if shape.is_gated else 2
+        of_rows = self._rows(grid) * (hidden + inner * ffn)
         of_router = STATISTIC * (self.hidden + 2 * shape.experts) / token_parts
         of_tokens = shape.active * hidden / self._distinct(grid) + of_router
         whole_input = self.hidden / token_parts * (grid.y > 1)
@@ -147,6 +162,9 @@ class MoeLayer(BlockLayer):
         of_router = 6 * STATISTIC * shape.experts
         forward = moved + 3 * shape.ups * rows * ffn + of_router
         backward = moved + (3 * shape.ups + 1) * rows * ffn + 2 * rows * hidden + of_router
+        if shape.has_biases:  # added, and summed for their gradients; and the further operations of the gate
+            of_products = rows * (shape.ups * ffn + hidden)
+            forward, backward = forward + 2 * of_products + 8 * rows * ffn, backward + of_products + 16 * rows * ffn
         if self.shared:
             more, more_back = self.shared.element_wise(grid, token_parts)
             forward, backward = forward + more, backward + more_back
@@ -164,7 +182,8 @@ class MoeLayer(BlockLayer):
     def growth(self, grid: GridSizes) -> float:
         # The gradient by the experts' outputs, which are freed then; the gradients of what is inside take the place of
         # what is freed.
-        return self._rows(grid) * max(self.hidden / grid.y, self.shape.ffn / grid.expert_x)
+        hidden, ffn = self.hidden / grid.y, self.shape.ffn / grid.expert_x
+        return self._rows(grid) * (hidden + 4 * ffn if self.shape.has_biases else max(hidden, ffn))
 
     def _distinct(self, grid: GridSizes) -> int:
         """The ranks of x over which duplicates of a token's rows are dropped: all, if rows are sent."""
