@@ -15,7 +15,9 @@ from stretto.models.moe import Router
 from stretto.ops import moe
 from stretto.parallel import Grid, clip_grad_norm_, parallelize
 from stretto.parallel.layers import experts
+from tests.parallel import moe_families
 from tests.parallel.experts.training import Run, case_of, disagreements, expected_of
+from tests.parallel.training import my_rows
 
 RunRanks = Callable[..., list[Any]]
 
@@ -101,6 +103,35 @@ def test_losses_are_those_of_one_rank(
     for plain, found in run_ranks(world, train_both_ways, sizes, expert_rows):
         assert found == pytest.approx(plain, rel=1e-5)
         assert plain[-1] < plain[0]
+
+
+def train_family(family: str, sizes: dict[str, int]) -> tuple[list[float], list[float]]:
+    """The losses of five steps of a family's tiny model, on one rank, and on the grid."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    grid, found = Grid(**sizes), []
+    tokens = torch.randint(3, moe_families.VOCAB, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    for rows in (slice(None), my_rows(grid, BATCH)):
+        model: Any = moe_families.build(family)
+        model = model.to(grid.device) if rows == slice(None) else parallelize(model, grid)
+        optimizer, part = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False), tokens[rows].to(grid.device)
+        losses = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = model(input_ids=part, labels=part, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found.append(losses)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4, "expert": 4}, {"data": 2, "z": 2, "expert": 2}], ids=str)
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "granitemoe"])
+def test_losses_of_families_are_those_of_one_rank(
+    world: int, run_ranks: RunRanks, family: str, sizes: dict[str, int]
+) -> None:
+    for plain, found in run_ranks(world, train_family, family, sizes):
+        assert found == pytest.approx(plain, rel=1e-5)
 
 
 class RowCounter:
