@@ -49,7 +49,7 @@ class GroupedWork(NamedTuple):
 TABLE: dict[Kind, GroupedConfig] = {
     "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 4, 1), is_flattened=True, stores_by_tma=True),
     "gate": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
-    "gate gradient": GroupedConfig(Blocks(128, 128, 64, 8, 4, 3, 2)),
+    "gate gradient": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
     "weight gradient": GroupedConfig(Blocks(128, 128, 64, 8, 4, 3, 2)),
 }
 """Configurations for experts with few rows."""
