@@ -273,6 +273,7 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
         pytest.param(make_llama, {"z": 2}, BY_BLOCKS, marks=pytest.mark.long),
         (make_qwen, {"z": 2, "expert": 2}, {"expert_rows": 300}),
         pytest.param(make_deepseek, {"z": 2, "expert": 2}, {}, marks=pytest.mark.long),
+        pytest.param(make_deepseek, {"x": 2}, {}, marks=pytest.mark.long),
         pytest.param(make_experts, {"z": 2, "expert": 2}, {}, marks=pytest.mark.long),
         pytest.param(make_qwen, {"x": 2}, {"shard_sequence": True}, marks=pytest.mark.long),
         pytest.param(make_qwen, {"y": 2}, {}, marks=pytest.mark.long),  # norms and routers exchange over y

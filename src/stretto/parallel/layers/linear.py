@@ -486,9 +486,11 @@ class CompressingLinear(ParallelLinear):
     ) -> None:
         super().__init__(weight, bias, plan)
         self.heads_group = heads_group
+        self._sum_in_graphs = GraphCode(lambda y: sum_gradient(y, heads_group))
 
     def forward_in_graph(self, x: Tensor) -> Tensor:
-        return super().forward_in_graph(x) if self.heads_group.size() == 1 else self.forward_on_grid(x)
+        y = super().forward_in_graph(x)
+        return y if self.heads_group.size() == 1 else self._sum_in_graphs(y.shape, y)
 
     @torch.compiler.disable
     def forward_on_grid(self, x: Tensor) -> Tensor:
