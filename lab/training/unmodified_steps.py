@@ -30,6 +30,7 @@ from lab.training.families import TRANSFORMERS, make_transformer
 from stretto.axes import OUTER_TO_INNER
 from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped
+from stretto.huggingface.known_modules import cache_of_nothing, keeps_keys_and_values
 from stretto.ops import free_workspaces
 from stretto.optim import AdamW
 from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
@@ -184,12 +185,14 @@ def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Ste
     )
     cast = partial(torch.autocast, tokens.device.type, torch.bfloat16, enabled=way.precision == "autocast")
     targets = nn.functional.pad(tokens[:, 1:], (0, 1), value=MASKED)
+    # As Stretto's runs: with its own cache, torch.compile stops at the eighth layer; without one, the host waits.
+    cache = {"use_cache": False, "past_key_values": cache_of_nothing()} if keeps_keys_and_values(model) else {}
 
     def measure_loss() -> Tensor:
         if not tensors:
-            loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+            loss: Tensor = model(input_ids=tokens, labels=tokens, **cache).loss
             return loss
-        logits = model(input_ids=tokens).logits  # the vocabulary stays sharded
+        logits = model(input_ids=tokens, **cache).logits  # the vocabulary stays sharded
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=MASKED)
 
     def step() -> Stepped:
