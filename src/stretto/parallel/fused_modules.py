@@ -74,14 +74,20 @@ def _keep_no_cache(model: nn.Module) -> None:
                 "use_cache=True"
             )
         wants = kwargs.get("use_cache") or kwargs.get("past_key_values") is not None
+        names_output = kwargs.get("return_dict", getattr(model.config, "return_dict", True)) is not False
         is_placed = kwargs.get("position_ids") is not None or len(args) > 2
-        if not (model.training and torch.is_grad_enabled()) or wants or is_placed:
+        if not (model.training and torch.is_grad_enabled() and names_output) or wants or is_placed:
             return None
         if any(layer.gradient_checkpointing for layer in layers):  # these take none
             return None
         return args, kwargs | {"use_cache": False, "past_key_values": nothing}
 
+    def name_nothing(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs.get("past_key_values") is nothing and getattr(output, "past_key_values", nothing) is None:
+            output.past_key_values = nothing  # a later call that is given None would attend to nothing, in silence
+
     model.register_forward_pre_hook(pass_nothing, with_kwargs=True)
+    model.register_forward_hook(name_nothing, with_kwargs=True)
 
 
 def _unless_compiled(own: Callable[..., Any], fused: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,7 +93,9 @@ class RecordedCode:
             saved_tensors_hooks(hooks.pack, hooks.unpack),
         ):
             y = code(*leaves)
-            y = y.view_as(y) if y.is_leaf and y.requires_grad else y  # an input itself
+            # Python's object of an autograd function does not own its node in torch 2.11; a view's node does, and all
+            # nodes that lead from it.
+            y = y.view_as(y) if y.requires_grad else y
             if y.grad_fn is not None:
                 self._place, self._nodes = y.output_nr, _sort(y.grad_fn)
                 self._numbers = {
@@ -111,9 +113,10 @@ class RecordedCode:
             )
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         nodes = [*self._nodes] if keeps else self._nodes
+        root = nodes[-1]  # owns the others while they run
         found: list[Tensor | None] = [None for _ in inputs]
         arrived: dict[Any, list[Tensor | None]] = {}
-        _add(arrived, nodes[-1], self._place, gradient)
+        _add(arrived, root, self._place, gradient)
         self._inputs[:] = [each.contiguous() for each in inputs]
         try:
             with torch.no_grad():
