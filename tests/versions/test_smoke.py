@@ -19,6 +19,7 @@ from tests.parallel.training import PRECISIONS, Case, disagreements, train_plain
 
 import stretto
 from stretto.models import GPT, GPTConfig
+from stretto.ops import moe
 
 PACKAGES = ("", ".cluster", ".collectives", ".models", ".ops", ".optim", ".parallel", ".planner", ".tiles", ".tuning")
 NEEDS_NVSHMEM = "stretto.ops.embedding.put.kernel"
@@ -93,6 +94,23 @@ def test_training_on_a_grid_of_2_x_2_equals_training_on_one_rank(ranks):
     case, precision = Case(GPT, (GPTConfig(layers=2, hidden=32, heads=8, vocab=61, max_seq_len=16),)), "fp64-adamw"
     expected = train_plainly(case, PRECISIONS[precision])
     assert ranks(4).run(disagreements, (1, 2, 1, 2), case, PRECISIONS[precision], expected) == [{}] * 4
+
+
+def test_a_compiled_mixture_of_experts_has_the_gradients_of_an_uncompiled_one():
+    torch.manual_seed(0)
+    x = torch.randn(6, 8, requires_grad=True)
+    ids, weights = torch.randint(3, (6, 2)), torch.rand(6, 2, requires_grad=True)
+    up, down = (torch.randn(3, *size, requires_grad=True) for size in ((4, 8), (8, 4)))
+
+    def loss() -> torch.Tensor:
+        sent = moe.dispatch(x, ids, 3)
+        rows = moe.grouped_matmul(moe.grouped_matmul(sent.rows, up, sent.offsets), down, sent.offsets)
+        return moe.combine(rows, sent.handle, weights).square().sum()
+
+    inputs = (x, weights, up, down)
+    expected = torch.autograd.grad(loss(), inputs)
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(), inputs)
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_command_trains_3_steps_writes_a_checkpoint_and_resumes_it_on_another_grid(tmp_path, request):
