@@ -198,7 +198,7 @@ class _Unpermute(torch.autograd.Function):
         ctx.rows, ctx.weights_dtype = rows.shape[0], weights.dtype
         ctx.save_for_backward(positions, weights if needs_rows else None, rows if needs_weights else None)
         total = sum_copies(rows, positions, weights)
-        # torch.compile of 2.11 takes an output that is also an earlier result, as of a conversion to the same dtype, for
+        # torch.compile of 2.11 takes an output that is also an earlier result, as of a conversion to its own dtype, for
         # that one, and gives it no gradient.
         return total.view_as(total)
 
