@@ -395,3 +395,16 @@ def find_relative_error(max_rows):
 def test_bf16_rows_with_fp32_weights_are_within_rounding(ranks, max_rows):
     for errors in ranks(2).run(find_relative_error, max_rows):
         assert max(errors) < 2 * 2**-8
+
+
+def gradient_where_a_rank_has_no_places() -> bool:
+    """Return whether x has a gradient, where rank 0 has no places, and does not use their weights."""
+    x, weights = torch.ones(3, 4, requires_grad=True), torch.ones(3, 1, requires_grad=True)
+    sent = moe.send_tokens(x, torch.ones(3, 1, dtype=torch.int64), weights, 2, dist.group.WORLD)
+    sums = sent.tokens * sent.weights if len(sent.tokens) else sent.tokens
+    moe.return_sums(sums, sent).sum().backward()
+    return x.grad is not None
+
+
+def test_a_rank_without_places_takes_part_in_the_gradients_of_others(ranks):
+    assert ranks(2).run(gradient_where_a_rank_has_no_places) == [True, True]

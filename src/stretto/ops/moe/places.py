@@ -104,8 +104,7 @@ class _Send(torch.autograd.Function):
         wrap_collective: CollectiveWrapper,
     ) -> tuple[Tensor, Tensor]:
         """tokens: x at its places, if it was sent with the route, as weights may have been."""
-        ctx.route, ctx.wrap_collective, ctx.weights_dtype = route, wrap_collective, weights.dtype
-        ctx.set_materialize_grads(False)
+        ctx.route, ctx.wrap_collective = route, wrap_collective
         if tokens is None:
             tokens = route.send(lambda: x, wrap_collective)
         everyones = route.weights
@@ -115,10 +114,11 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_weights: Tensor | None) -> Any:
+    def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> Any:
+        # Also what is not used on this rank, such as one without places: others wait for it.
         returned = [
-            None if one is None else ctx.route.give_back(lambda one=one: one, ctx.wrap_collective)
-            for one in (grad, grad_weights)
+            ctx.route.give_back(lambda one=one: one, ctx.wrap_collective) if needs else None
+            for one, needs in zip((grad, grad_weights), ctx.needs_input_grad, strict=False)
         ]
         return *returned, None, None, None
 
