@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lab.experts import MODELS, ROUTINGS
-from lab.experts.grouped import list_products, pin
+from lab.experts.grouped import list_products
 from lab.experts.peers import exchange_experts
 from lab.experts.routing import count_rows_sent, draw_routing, load_of
 from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
@@ -253,7 +253,7 @@ class _Exchange:
         return row | {"nccl_rate": self.choice_bytes / row["nccl"] / 1e6, "rate": self.bytes / best / 1e6}
 
     def _dispatch(self, how: str = "auto", max_rows: int | None = None) -> moe.Dispatched:
-        return pin(moe.dispatch, how)(self.x, self.ids, self.experts, self.group, max_rows=max_rows)
+        return moe.dispatch(self.x, self.ids, self.experts, self.group, max_rows=max_rows, implementation=how)
 
     def measure_layer(self, kind: str) -> dict[str, Any]:
         """Times of the experts' forward pass, or of a step, and how much of the communication is hidden."""
@@ -264,16 +264,9 @@ class _Exchange:
                 dist.all_to_all_single(self.received, self.sorted, self.receives, self.sends)
                 dist.all_to_all_single(back, self.received, self.sends, self.receives)
 
-        first, last = (getattr(moe, name, None) for name in ("dispatch_grouped_matmul", "grouped_matmul_combine"))
-
         def by_stretto(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
-            if first is not None and last is not None:
-                inner, sent = first(x, self.ids, gate_up, self.group, topk_weights=weights)
-                out: Tensor = last(moe.gated_activation(inner), down, sent, weights, self.group)
-                return out
-            found = moe.dispatch(x, self.ids, self.experts, self.group)
-            y = moe.experts_mlp(found.rows, found.offsets, gate_up, down)
-            return moe.combine(y, found.handle, weights, self.group)
+            inner, sent = moe.dispatch_grouped_matmul(x, self.ids, gate_up, self.group, topk_weights=weights)
+            return moe.grouped_matmul_combine(moe.gated_activation(inner), down, sent, weights, self.group)
 
         def by_nccl(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
             return exchange_experts(x, self.ids, weights, gate_up, down, self.group)

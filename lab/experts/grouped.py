@@ -13,9 +13,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ from stretto.planner.compute import Device
 PARTS = ("gate and up", "down", "gradients by rows", "gradients by weights", "forward", "step")
 _TINY = (32, 48, 4, 2)
 Results = Callable[[], Sequence[Tensor]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -195,9 +193,9 @@ class ExpertsCase:
         self.tokens, self.offsets = (order.slots // k).to(torch.int32), order.offsets
         self.ends = order.offsets[1:].contiguous()
         self.rows = self.x[self.tokens]
-        self._how = how
-        self._multiply, self._by_weight, self._mlp = (
-            pin(operator, how) for operator in (moe.grouped_matmul, moe.grouped_weight_gradient, moe.experts_mlp)
+        self._multiply, self._by_weight, self._routed = (
+            partial(operator, implementation=how)
+            for operator in (moe.grouped_matmul, moe.grouped_weight_gradient, moe.routed_experts)
         )
 
     def measure(self, part: str) -> dict[str, Any]:
@@ -242,7 +240,7 @@ class ExpertsCase:
                     "dense": lambda: [rows @ gate_up[0].t()],
                     "torch": lambda: [grouped_mm(rows, up_rows, offs=ends)],
                     "stretto": lambda: [multiply(rows, gate_up, offsets)],
-                    "gathered": lambda: [gather(multiply, 0, self.tokens)(self.x, gate_up, offsets)],
+                    "gathered": lambda: [multiply(self.x, gate_up, offsets, tokens=self.tokens)],
                 }
             case "down":
                 return {
@@ -262,7 +260,7 @@ class ExpertsCase:
                     "torch": lambda: [grouped_mm(grad_up.t(), rows, offs=ends), grouped_mm(grad.t(), inner, offs=ends)],
                     "stretto": lambda: [by_weight(grad_up, rows, offsets), by_weight(grad, inner, offsets)],
                     "gathered": lambda: [
-                        gather(by_weight, 1, self.tokens)(grad_up, self.x, offsets),
+                        by_weight(grad_up, self.x, offsets, tokens=self.tokens),
                         by_weight(grad, inner, offsets),
                     ],
                 }
@@ -278,15 +276,8 @@ class ExpertsCase:
         }
 
     def _passes(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        routed = getattr(moe, "routed_experts", None)
-
         def by_stretto(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-            if routed is not None:
-                y: Tensor = pin(routed, self._how)(x, self.ids, self.weights, gate_up, down)
-                return y
-            found = moe.permute(x, self.ids, len(down))
-            rows = self._mlp(found.rows, found.offsets, gate_up, down)
-            return moe.unpermute(rows, found.positions, self.weights)
+            return self._routed(x, self.ids, self.weights, gate_up, down)
 
         def by_torch(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
             return torch_experts(x, self.ids, self.weights, gate_up, down)
@@ -312,26 +303,6 @@ class ExpertsCase:
             forward(*leaves)
         weights = {weight.untyped_storage().data_ptr() for weight in leaves[1:]}
         return sum(size for place, (size, _) in kept.items() if place not in weights)
-
-
-def pin(operator: Callable[..., T], how: str) -> Callable[..., T]:
-    """The operator with this implementation; ValueError for one that it has no choice of."""
-    if "implementation" in signature(operator).parameters:
-        return partial(operator, implementation=how)
-    if how not in ("auto", "library"):
-        raise ValueError(f"{operator.__name__} has no implementation {how!r}: auto or library would do")
-    return operator
-
-
-def gather(operator: Callable[..., Tensor], place: int, tokens: Tensor) -> Callable[..., Tensor]:
-    """The operator with operand `place` gathered by index: by the operator where it can, else before it."""
-    if "tokens" in signature(operator).parameters:
-        return partial(operator, tokens=tokens)
-
-    def gather_first(*operands: Tensor) -> Tensor:
-        return operator(*(each[tokens] if at == place else each for at, each in enumerate(operands)))
-
-    return gather_first
 
 
 BENCH = Bench(

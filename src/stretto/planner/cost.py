@@ -113,8 +113,8 @@ def paper_expert_seconds(workload: StepWorkload, config: StepConfig, cluster: Cl
         grid,
         workload.tokens / grid.batch_parts,
         PAPER_ELEMENT,
+        options=options,
         forward_passes=2 if options.recomputation.exchanges_again else 1,
-        drops_duplicates=config.drops_duplicates,
         gathers=gathers,
     )
     return expert_seconds(volume, grid, cluster)

@@ -248,9 +248,8 @@ class _WorkloadRecorder:
             return None
         waits = grid.expert > 1 and config.options.expert_rows is None
         by_pass: dict[bool, list[GroupCollective]] = {True: [], False: []}
-        for message in expert_messages(
-            layer, grid, self.tokens, config.token_parts, drops_duplicates=config.drops_duplicates
-        ):
+        per_node = self.cluster.gpus_per_node
+        for message in expert_messages(layer, grid, self.tokens, config.options, gpus_per_node=per_node):
             found = self._over(message.kind, message.axis, message.numbers * self.workload.element)
             by_pass[message.is_forward] += [found] if found is not None else []
         return ExpertsRecord(product, HOST_READ if waits else 0.0, _around(by_pass[True]), _around(by_pass[False]))

@@ -134,11 +134,6 @@ class StepConfig:
     schedule: ScheduleChoice | None = None
 
     @property
-    def drops_duplicates(self) -> bool:
-        """True if ranks of x that cut experts send each its own part of the tokens (Singh, section 7.3.1)."""
-        return self.options.drop_duplicates
-
-    @property
     def gathers_once(self) -> bool:
         """True if weights are gathered over z once a step, and kept to its end: by stages of a pipeline, and where it
         is asked for."""

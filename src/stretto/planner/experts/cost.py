@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts a mixture of experts' communication: all-to-alls of rows, exchanges over x and y, and weights.
 
-A token of a rank is sent to each of its experts, and comes back (Singh, section 7.1, steps 4 and 7); the backward pass
-sends two all-to-alls more, and so does recomputation that keeps nothing. Ranks of x that cut experts need all rows: TED
-sends them from each rank of x, and sums outputs over x. With duplicates dropped (section 7.3.1), each rank of x sends
-its part of the tokens, so that all-to-alls send 1/x of the bytes, and rows are gathered over x at the experts;
-outputs are scattered there, where the paper sums them whole, and drops. The backward all-reduces belong to steps 2 and
-6 of figure 7.3 (the text says 4 and 6, which are an all-to-all and the sum).
+A token of a rank is sent to each rank of its experts, once, and comes back (Singh, section 7.1, steps 4 and 7; there a
+token has one expert); the backward pass sends two all-to-alls more, and so does recomputation that keeps nothing. Ranks
+of x that cut experts need all tokens: TED sends them from each rank of x, and sums outputs over x. With duplicates
+dropped (section 7.3.1), each rank of x sends its part of the tokens, so that all-to-alls send 1/x of the bytes, and
+what came is gathered over x at the experts; outputs are scattered there, where the paper sums them whole, and drops.
+The backward all-reduces belong to steps 2 and 6 of figure 7.3 (the text says 4 and 6, which are an all-to-all and the
+sum).
 """
 
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from typing import NamedTuple
 
 from stretto.axes import EXPERT, GridSizes
 from stretto.cluster import Cluster
+from stretto.execution import ExecutionOptions
 from stretto.planner.architecture import Architecture
 from stretto.planner.communication import Volume, WeightTraffic, group_bandwidth, network_bandwidth
-from stretto.planner.experts.layers import MoeLayer, expert_parts, rows_of_rank
+from stretto.planner.experts.layers import MoeLayer, distinct_ranks, expert_parts, places_of_rank, rows_of_rank
 from stretto.planner.optimizer_state import Formula
 from stretto.planner.workload import StepConfig, StepWorkload
 
@@ -83,35 +85,42 @@ def weight_traffic(model: Architecture, grid: GridSizes) -> WeightTraffic:
 
 
 def expert_messages(
-    layer: MoeLayer, grid: GridSizes, tokens: float, token_parts: int = 1, *, drops_duplicates: bool = True
+    layer: MoeLayer, grid: GridSizes, tokens: float, options: ExecutionOptions, *, gpus_per_node: int | None = None
 ) -> list[ExpertMessage]:
     """The collectives of one block's forward and backward pass, for so many tokens of each part of the batch.
 
-    token_parts: over how many ranks of x tokens between blocks are sharded. drops_duplicates: without it, and with x
-    cutting experts, every rank of x sends the rows of all tokens.
+    options: without drop_duplicates, and with x cutting experts, every rank of x sends all tokens. With expert_rows
+    the library gathers all tokens, where kernels cannot send each to its ranks: over x, and over several nodes.
+    gpus_per_node: None for one node.
     """
-    return [
-        message for message in _list_messages(layer, grid, tokens, token_parts, drops_duplicates) if message.numbers > 0
-    ]
+    return [message for message in _list_messages(layer, grid, tokens, options, gpus_per_node) if message.numbers > 0]
 
 
 def _list_messages(
-    layer: MoeLayer, grid: GridSizes, tokens: float, token_parts: int, drops_duplicates: bool
+    layer: MoeLayer, grid: GridSizes, tokens: float, options: ExecutionOptions, gpus_per_node: int | None
 ) -> Iterator[ExpertMessage]:
+    token_parts = grid.x if options.shard_sequence else 1
     shape, x, y = layer.shape, grid.x, grid.y
     hidden, ffn = layer.hidden / y, shape.ffn / grid.expert_x
     cuts = grid.expert_x > 1
     stays = grid.expert == 1 and token_parts == 1  # one rank has all experts, and no token is sent
-    is_distinct = not stays and (not cuts or drops_duplicates or token_parts > 1)
+    is_distinct = not stays and (not cuts or options.drop_duplicates or token_parts > 1)
+    gathers = cuts and is_distinct
     rows = rows_of_rank(shape, grid, tokens)  # that experts compute
-    sent = rows / grid.expert_x if is_distinct else rows
-    others = (grid.expert - 1) / grid.expert
+    there = places_of_rank(shape, grid, tokens)  # what experts receive, and what returns from them
+    back = rows if options.expert_reduce == "choice" else there
+    kinds = "all_to_all", "all_to_all"
+    is_far = gpus_per_node is not None and ranks_in_node(grid, gpus_per_node) < grid.expert
+    if options.expert_rows is not None and (gathers or is_far):
+        there = back = tokens * grid.expert * grid.expert_x / x  # all tokens of the group
+        kinds = "all_gather", "reduce_scatter"
+    others = (grid.expert - 1) / grid.expert / (grid.expert_x if is_distinct else 1)
     for is_forward in (True, False):
-        for _ in range(2):  # to the experts and back
-            yield ExpertMessage("all_to_all", EXPERT, others * sent * hidden, is_forward)
-        if cuts and is_distinct:
-            for kind in ("all_gather", "reduce_scatter"):
-                yield ExpertMessage(kind, "x", (x - 1) / x * rows * hidden, is_forward)
+        for kind, sent in zip(kinds, (there, back), strict=True):
+            yield ExpertMessage(kind, EXPERT, others * sent * hidden, is_forward)
+        if gathers:
+            for kind, sent in (("all_gather", there), ("reduce_scatter", back)):
+                yield ExpertMessage(kind, "x", (x - 1) / x * sent * hidden, is_forward)
         elif cuts:  # of whole outputs, if no token is sent
             yield ExpertMessage("all_reduce", "x", 2 * (x - 1) / x * (tokens if stays else rows) * hidden, is_forward)
         if is_distinct and token_parts == 1:  # outputs of all tokens, and gradients by their inputs
@@ -129,8 +138,8 @@ def expert_volume(
     tokens: float,
     element: int,
     *,
+    options: ExecutionOptions | None = None,
     forward_passes: int = 1,
-    drops_duplicates: bool = True,
     gathers: int = 1,
 ) -> Volume:
     """Bytes that experts of all blocks send in a step, for so many tokens of each part of the batch."""
@@ -139,7 +148,7 @@ def expert_volume(
         if (layer := kind.moe_layer) is None:
             continue
         sent = {"x": 0.0, "y": 0.0, EXPERT: 0.0}
-        for message in expert_messages(layer, grid, tokens, drops_duplicates=drops_duplicates):
+        for message in expert_messages(layer, grid, tokens, options or ExecutionOptions()):
             sent[message.axis] += message.numbers * (forward_passes if message.is_forward else 1)
         traffic = weight_traffic(kind, grid)
         of_block = Volume(
@@ -172,31 +181,27 @@ def explain_messages(workload: StepWorkload, config: StepConfig) -> tuple[Formul
     assert shape is not None
     layer = workload.model.kinds[-1].model.moe_layer
     assert layer is not None
-    forward = [
-        message
-        for message in expert_messages(
-            layer, grid, tokens, config.token_parts, drops_duplicates=config.drops_duplicates
-        )
-        if message.is_forward
-    ]
+    forward = [message for message in expert_messages(layer, grid, tokens, config.options) if message.is_forward]
     lines = []
     exchanged = sum(message.numbers for message in forward if message.axis == EXPERT) * workload.element
     if exchanged:
-        distinct = config.drops_duplicates or config.token_parts > 1 or grid.expert_x == 1
+        distinct = config.options.drop_duplicates or config.token_parts > 1 or grid.expert_x == 1
         terms = {
             "bytes": float(workload.element),
             "G_expert": float(grid.expert),
             "tokens": float(tokens),
-            "k": float(shape.active),
+            "ranks": distinct_ranks(shape, grid),
             "hidden": layer.hidden / grid.y,
             "imbalance": shape.imbalance,
         } | ({"G_x": float(grid.x)} if distinct and grid.x > 1 else {})
         parts = " / G_x" if "G_x" in terms else ""
-        formula = f"2 bytes (G_expert - 1) / G_expert tokens k hidden imbalance{parts}"
+        formula = f"2 bytes (G_expert - 1) / G_expert tokens min(ranks imbalance, G_expert) hidden{parts}"
+        if config.options.expert_reduce == "choice" or config.options.expert_rows is not None:
+            formula, terms = "the sum of its messages", {}
         lines.append(Formula("all-to-alls, a forward pass of a block", formula, terms, exchanged))
     over_x = sum(message.numbers for message in forward if message.axis == "x") * workload.element
     if over_x:
-        lines.append(Formula("rows over x, a forward pass of a block", "the sum of its messages", {}, over_x))
+        lines.append(Formula("tokens over x, a forward pass of a block", "the sum of its messages", {}, over_x))
     return tuple(lines)
 
 

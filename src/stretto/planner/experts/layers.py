@@ -4,11 +4,12 @@
 `grid.expert` ranks divide the experts among them, taken from data, then z (`stretto.axes.fold_experts`); what they
 leave of data sums gradients of experts, what they leave of z shards them. x cuts each expert's inner features ("cut"),
 or is among the ranks that divide the experts ("fold"). Rows are what experts compute: a token's features, once for each
-of its experts.
+of its experts. Places are what a rank receives: a token's features once, however many of its experts the rank has.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 
 from stretto.axes import GridSizes
 from stretto.planner.layers import STATISTIC, BlockLayer, Linear, MlpLayer
@@ -62,6 +63,20 @@ def rows_of_rank(shape: MoeShape, grid: GridSizes, tokens: float) -> float:
     """
     folded = grid.x // grid.expert_x
     return tokens * shape.active / folded * (shape.imbalance if grid.expert > 1 else 1.0)
+
+
+def distinct_ranks(shape: MoeShape, grid: GridSizes) -> float:
+    """Mean number of the ranks of `expert` that have experts of a token, if all choices are equally likely."""
+    others = shape.experts - shape.experts // grid.expert
+    return grid.expert * (1 - comb(others, shape.active) / comb(shape.experts, shape.active))
+
+
+def places_of_rank(shape: MoeShape, grid: GridSizes, tokens: float) -> float:
+    """Tokens that the busiest rank's experts receive, those gathered over x included, of `tokens` of each part of the
+    batch: never more than there are."""
+    folded = grid.x // grid.expert_x
+    most = distinct_ranks(shape, grid) * (shape.imbalance if grid.expert > 1 else 1.0)
+    return tokens / folded * min(most, grid.expert)
 
 
 @dataclass(frozen=True)
@@ -127,38 +142,37 @@ class MoeLayer(BlockLayer):
         return rows_of_rank(self.shape, grid, 1.0)
 
     def kept(self, grid: GridSizes, token_parts: int) -> float:
-        # Of each row the input, gate and up, and their product (as the kernel for SiLU does it); of each token the
-        # experts' outputs as they came back, before they are weighted, and the router's input and scores, in fp32
-        # before and after the softmax.
+        # Of each row the input, gate and up, their product (as the kernel for SiLU does it), and the output, not
+        # weighted; of each token the router's input and scores, in fp32 before and after the softmax.
         shape, hidden = self.shape, self.hidden / grid.y
         ffn = shape.ffn / grid.expert_x
         # Plain operations also keep gate and up as clamped, the gate's sigmoid, and both factors.
         inner = 7 if shape.has_biases else 3 if shape.is_gated else 2
-        of_rows = self._rows(grid) * (hidden + inner * ffn)
+        of_rows = self._rows(grid) * (2 * hidden + inner * ffn)
         of_router = STATISTIC * (self.hidden + 2 * shape.experts) / token_parts
-        of_tokens = shape.active * hidden / self._distinct(grid) + of_router
         whole_input = self.hidden / token_parts * (grid.y > 1)
         shared = self.shared.kept(grid, token_parts) if self.shared else 0.0
-        return of_rows + of_tokens + whole_input + shared
+        return of_rows + of_router + whole_input + shared
 
     def exchanged(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
         """Numbers a token that collectives bring, and recomputation that keeps them does not send again; and how many
         of them are among `kept`."""
         hidden, x, parts = self.hidden / grid.y, grid.x, grid.expert_x
-        rows, sent = self._rows(grid) * hidden, self.shape.active * hidden / self._distinct(grid)
         if grid.expert == 1:  # sums of outputs over x alone
             return (hidden if x > 1 else 0.0), 0.0
-        # Rows as received, gathered over x, scattered, returned, and tokens gathered over x.
-        scattered = 2 * rows / parts if parts > 1 else 0.0
+        # Places as received, gathered over x, scattered, returned, and tokens gathered over x. Rows are copied again.
+        places = places_of_rank(self.shape, grid, 1.0) * hidden
+        scattered = 2 * places / parts if parts > 1 else 0.0
+        returned = distinct_ranks(self.shape, grid) * hidden / x
         tokens = hidden if x > 1 and token_parts == 1 else 0.0
-        return rows + scattered + sent + tokens, rows + sent
+        return places + scattered + returned + tokens, 0.0
 
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
-        # Rows are copied out of the tokens, and into the order of experts; outputs are copied back and added up.
+        # Rows are copied out of the places, and places out of the tokens; both are added up on the way back.
         shape, hidden = self.shape, self.hidden / grid.y
-        ffn, copies = shape.ffn / grid.expert_x, 2 if grid.expert > 1 else 1
-        rows = self._rows(grid)
-        moved = 2 * copies * 2 * rows * hidden
+        ffn, rows = shape.ffn / grid.expert_x, self._rows(grid)
+        places = places_of_rank(shape, grid, 1.0) if grid.expert > 1 else 0.0
+        moved = 2 * 2 * (rows + places) * hidden
         of_router = 6 * STATISTIC * shape.experts
         forward = moved + 3 * shape.ups * rows * ffn + of_router
         backward = moved + (3 * shape.ups + 1) * rows * ffn + 2 * rows * hidden + of_router
@@ -184,10 +198,6 @@ class MoeLayer(BlockLayer):
         # what is freed.
         hidden, ffn = self.hidden / grid.y, self.shape.ffn / grid.expert_x
         return self._rows(grid) * (hidden + 4 * ffn if self.shape.has_biases else max(hidden, ffn))
-
-    def _distinct(self, grid: GridSizes) -> int:
-        """The ranks of x over which duplicates of a token's rows are dropped: all, if rows are sent."""
-        return grid.x if grid.expert > 1 else 1
 
 
 @dataclass(frozen=True)
