@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from stretto.models import GPT, GPTConfig
 from stretto.models.moe import Router
 from stretto.ops import moe
-from stretto.parallel import Grid, clip_grad_norm_, parallelize
+from stretto.optim import AdamW
+from stretto.parallel import CapturedStep, Grid, clip_grad_norm_, parallelize
 from stretto.parallel.layers import experts
 from tests.parallel import moe_families
 from tests.parallel.experts.training import Run, case_of, disagreements, expected_of
@@ -135,15 +136,15 @@ def test_losses_of_families_are_those_of_one_rank(
 
 
 class RowCounter:
-    """`dispatch`, with the rows of all calls counted on the device: those of all experts, and of the fullest rank."""
+    """`send_tokens`, with the rows of all calls counted on the device: those of this rank's experts."""
 
     def __init__(self, device: torch.device) -> None:
         self.rows = torch.zeros((), dtype=torch.int64, device=device)
-        self.dispatched = moe.dispatch
+        self.sent = moe.send_tokens
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = self.dispatched(*args, **kwargs)
-        self.rows += found.offsets[-1]
+        found = self.sent(*args, **kwargs)
+        self.rows += found.index.offsets[-1]
         return found
 
 
@@ -152,7 +153,7 @@ def train_skewed(sizes: dict[str, int], expert_rows: int | None, steps: int) -> 
     grid = Grid(**sizes)
     plain = train(skewed_model().to(grid.device), None, grid.device, steps)
     counter = RowCounter(grid.device)
-    with mock.patch.object(experts, "dispatch", counter):
+    with mock.patch.object(experts, "send_tokens", counter):
         found = train(parallelize(skewed_model(), grid, expert_rows=expert_rows), grid, grid.device, steps)
     if expert_rows is not None:
         moe.check_rows(grid.group("expert"))
@@ -179,6 +180,40 @@ def test_when_most_tokens_go_to_one_expert_none_is_lost(
         fullest = 5 // (8 // sizes["expert"])  # the coordinate along expert of the rank that has expert 5
         assert max(found["rows"]) == found["rows"][fullest * gathered] > 0.4 * steps * ROWS
         assert sum(found["found"]) == pytest.approx(sum(found["plain"]), rel=0.02)
+
+
+def train_captured() -> tuple[list[float], list[float]]:
+    """Losses of seven steps in bf16, of which the last are a graph's replays, and of seven that are not captured."""
+    world = dist.get_world_size()
+    grid = Grid(data=world, expert=world, device="cuda")
+    tokens, targets = (one.chunk(world)[grid.coordinate("data")].to(grid.device) for one in draw(0))
+
+    def run(captures: bool) -> list[float]:
+        model = parallelize(new_model(2), grid, dtype=torch.bfloat16, expert_rows=ROWS)
+        assert all(one._gathers_tokens() for one in model.modules() if isinstance(one, experts.ParallelExperts))
+        optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=grid.device))
+
+        def step() -> tuple[Tensor, ...]:
+            loss = model(tokens, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return (loss.detach(),)
+
+        call = CapturedStep(step) if captures else step
+        losses = [float(call()[0].clone()) for _ in range(7)]
+        if isinstance(call, CapturedStep):
+            call.close()
+        return losses
+
+    return run(captures=True), run(captures=False)
+
+
+@pytest.mark.ranks(2, own=(2,), among=(2,))
+def test_a_captured_step_in_bf16_is_an_eager_one(world: int, run_ranks: RunRanks) -> None:
+    for captured, eager in run_ranks(world, train_captured):
+        assert captured == pytest.approx(eager, rel=1e-3)
+        assert captured[-1] < captured[0]
 
 
 def train_in_stages() -> dict[str, float]:

@@ -110,7 +110,8 @@ def count_products(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[int,
     tokens = next(batches(CASE))[0][:2]
     with CountProducts() as products:
         model(tokens, tokens).backward()
-    return products.counts["grouped_matmul"], products.counts["grouped_matmul_weight_gradient"]
+    of_rows = "grouped_matmul", "experts_gate", "experts_gate_gradient"
+    return sum(products.counts[name] for name in of_rows), products.counts["grouped_matmul_weight_gradient"]
 
 
 @pytest.mark.sampled(4)
@@ -134,6 +135,26 @@ def count_products(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[int,
 def test_a_product_whose_sum_or_exchange_was_kept_is_not_computed_again(ranks, sizes, options, products):
     count = sizes.get("data", 1) * sizes.get("x", 1) * sizes.get("y", 1)
     assert ranks(count).run(count_products, sizes, options) == [(products, 2)] * count
+
+
+def saved_by_experts(sizes: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Shapes of what a call of experts saves, but for weights and what is no floating numbers.
+
+    Each of 24 tokens has an expert of each half.
+    """
+    experts: Any = parallelize(GPT(gpt(layers=1, balance="none")), Grid(**sizes)).blocks[0].mlp.experts
+    numbers = torch.arange(24) % 4
+    x, weights = torch.randn(24, 32, requires_grad=True), torch.rand(24, 2, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
+        experts(x, torch.stack((numbers, numbers + 4), 1), weights)
+    return sorted(tuple(one.shape) for one in saved if one is not None and one.is_floating_point() and one.dim() == 2)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "expert": 2}], ids=str)
+def test_experts_save_tokens_once_and_gate_and_up_alone(ranks, sizes):
+    tokens = 24 * sizes.get("data", 1)  # that have an expert here; each has two rows on one rank, one on two
+    assert ranks(tokens // 24).run(saved_by_experts, sizes) == [[(tokens, 2), (tokens, 32), (48, 48)]] * (tokens // 24)
 
 
 def test_pipelines_are_cut_by_the_weights_that_a_token_is_multiplied_with(ranks):

@@ -307,3 +307,53 @@ _multiply_experts_gradient = define_operator(
     count_flops=_count_gradient_flops,
     tensors=slice(9),
 )
+
+
+# The first product and its gradient alone: layers with a backward pass of their own gather weights between products.
+
+
+def _run_gate(
+    rows: Tensor, gate_up: Tensor, offsets: Tensor, tokens: Tensor, keeps_inner: bool
+) -> tuple[Tensor, Tensor]:
+    return _gate(rows, gate_up, offsets, tokens, keeps_inner, "auto")
+
+
+def _fake_gate(
+    rows: Tensor, gate_up: Tensor, offsets: Tensor, tokens: Tensor, keeps_inner: bool
+) -> tuple[Tensor, Tensor]:
+    n, columns = tokens.shape[0], gate_up.shape[1]
+    return rows.new_empty(n, columns // 2), rows.new_empty(n if keeps_inner else 0, columns)
+
+
+def _run_gate_gradient(
+    grad: Tensor, down: Tensor, offsets: Tensor, inner: Tensor, tokens: Tensor, factors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_inner, gated, products = _differentiate_gate(grad, down, offsets, inner, tokens, factors, "auto")
+    assert products is not None
+    return of_inner, gated, products
+
+
+def _fake_gate_gradient(
+    grad: Tensor, down: Tensor, offsets: Tensor, inner: Tensor, tokens: Tensor, factors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    gated = inner.new_empty(inner.shape[0], inner.shape[1] // 2)
+    return inner.new_empty(inner.shape), gated, factors.new_empty(factors.shape)
+
+
+def _count_gate_flops(
+    rows: torch.Size, weight: torch.Size, offsets: torch.Size, of_rows: torch.Size, *_: object, **__: object
+) -> int:
+    """of_rows: the shape of tokens, or of inner: both begin with the number of rows."""
+    return 2 * of_rows[0] * prod(weight[1:])
+
+
+gate_tokens = define_operator(
+    "experts_gate", _run_gate, fake=_fake_gate, count_flops=_count_gate_flops, tensors=slice(4)
+)
+differentiate_gate = define_operator(
+    "experts_gate_gradient",
+    _run_gate_gradient,
+    fake=_fake_gate_gradient,
+    count_flops=_count_gate_flops,
+    tensors=slice(6),
+)

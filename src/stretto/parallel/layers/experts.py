@@ -29,7 +29,20 @@ from torch.autograd.function import once_differentiable
 from stretto.axes import EXPERT
 from stretto.execution import ExpertReduce
 from stretto.huggingface.experts import ExpertsKind
-from stretto.ops.moe import combine, dispatch, gated_activation, grouped_matmul, grouped_weight_gradient
+from stretto.ops.moe import (
+    combine,
+    dispatch,
+    gated_activation,
+    grouped_matmul,
+    grouped_weight_gradient,
+    return_sums,
+    send_tokens,
+)
+from stretto.ops.moe.activation import is_silu
+from stretto.ops.moe.experts import differentiate_gate, gate_tokens
+from stretto.ops.moe.grouped_matmul import take_rows
+from stretto.ops.moe.permutation import sum_copies, sum_dtype
+from stretto.ops.moe.places import SentTokens
 from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient
 from stretto.parallel.comm.collectives import Pending, all_reduce, collective, own, start_all_reduce
 from stretto.parallel.comm.graph_functions import GraphCode
@@ -80,18 +93,22 @@ class ExpertProduct:
         group = self.output_reduce_group
         return keep_output("product" if group is None else "summed product", make)
 
-    def make_weight_gradient(self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, offsets: Tensor) -> None:
-        """Compute the weight gradient now, or defer it if requested."""
-        make = partial(self._reduce_weight_gradient, parameter, rows, gradient, offsets)
+    def make_weight_gradient(
+        self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, offsets: Tensor, tokens: Tensor | None = None
+    ) -> None:
+        """Compute the weight gradient now, or defer it if requested. tokens: of rows, as in `grouped_matmul`."""
+        make = partial(self._reduce_weight_gradient, parameter, rows, gradient, offsets, tokens)
         deferred = self.shard.gradients.deferred
         if deferred is None:
             make()
         else:
             deferred.append(make)
 
-    def _reduce_weight_gradient(self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, offsets: Tensor) -> None:
+    def _reduce_weight_gradient(
+        self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, offsets: Tensor, tokens: Tensor | None
+    ) -> None:
         operands = (rows, gradient) if self.is_transposed else (gradient, rows)
-        self.shard.start_reduction(parameter, grouped_weight_gradient(*operands, offsets))
+        self.shard.start_reduction(parameter, grouped_weight_gradient(*operands, offsets, tokens=tokens))
 
 
 class _Multiply(torch.autograd.Function):
@@ -120,6 +137,69 @@ class _Multiply(torch.autograd.Function):
         if is_asked_for(ctx, 1):
             plan.make_weight_gradient(ctx.parameter, rows, gradient, offsets)
         return None if pending is None else pending.wait(), None, None, None
+
+
+class _MultiplyTokens(torch.autograd.Function):
+    """The weighted sum of each place's experts here, SiLU-gated MLPs: [places, h]. Saves tokens, and gate and up.
+
+    Takes the DTensor parameters themselves, as `_Multiply` does, and gathers them in its order.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        sent: SentTokens,
+        products: Sequence[ExpertProduct],
+    ) -> Tensor:
+        is_recorded, index = bool(ctx.next_functions), sent.index
+        of_up, of_down = (product.shard for product in products)
+        is_here = None if sent.route is None else index.is_here
+        gated: Tensor | None = None
+
+        def gate() -> Tensor:
+            nonlocal gated
+            numbers = index.places().to(torch.int32)
+            gated, inner = gate_tokens(tokens, gate_up, index.offsets, numbers, is_recorded)
+            return inner
+
+        def add() -> Tensor:
+            rows = grouped_matmul(gated_activation(inner) if gated is None else gated, whole_down, index.offsets)
+            return sum_copies(rows, index.positions, weights, is_here)
+
+        gate_up = of_up.gather(up, is_recorded=is_recorded).rows
+        inner = keep_output("product", gate)
+        whole_down = of_down.gather(down, is_recorded=is_recorded).rows
+        sums = keep_output("product", add)
+        ctx.products, ctx.up, ctx.down = products, up, down
+        kept = [one if products[0].keeps_weights else None for one in (gate_up, whole_down)]  # both do, or none
+        ctx.save_for_backward(tokens, weights, inner, index.slots, index.positions, is_here, index.offsets, *kept)
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of_up, of_down = ctx.products
+        tokens, weights, inner, slots, positions, is_here, offsets, up, down = ctx.saved_tensors
+        gradient, numbers = gradient.contiguous(), (slots // positions.shape[1]).to(torch.int32)
+        factors = weights.reshape(-1).index_select(0, slots).to(sum_dtype(tokens.dtype))
+        down = of_down.shard.gather(ctx.down).rows if down is None else down
+        of_inner, gated, products = differentiate_gate(gradient, down, offsets, inner, numbers, factors)
+        if is_asked_for(ctx, 3):
+            of_down.make_weight_gradient(ctx.down, gated, take_rows(gradient, numbers), offsets)
+        of_tokens = of_weights = None
+        if ctx.needs_input_grad[0]:
+            up = of_up.shard.gather(ctx.up).rows if up is None else up
+            of_tokens = sum_copies(grouped_matmul(of_inner, up.transpose(1, 2), offsets), positions, None, is_here)
+        if is_asked_for(ctx, 2):
+            of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, numbers)
+        if ctx.needs_input_grad[1]:
+            of_weights = products.index_select(0, positions.reshape(-1)).view_as(weights).to(weights.dtype)
+            of_weights = of_weights if is_here is None else of_weights.masked_fill(~is_here, 0)
+        return of_tokens, of_weights, None, None, None, None
 
 
 class _AddBias(torch.autograd.Function):
@@ -282,31 +362,57 @@ class ParallelExperts(ShardedModule):
             ids = ids[own_tokens(tokens, flow.cut_over)]
         if flow.sum_tokens_over is not None:
             x, weights = sum_gradient(x, flow.sum_tokens_over), sum_gradient(weights, flow.sum_tokens_over)
-        limit, gather_over = plan.max_rows, flow.gather_over
+        multiply = self._multiply_tokens if self._gathers_tokens() else self._multiply_rows
+        y = multiply(x, ids, weights, biases)
+        if flow.cut_over is not None:
+            y = gather_tokens(y, tokens, flow.cut_over)
+        if flow.sum_tokens_over is not None:
+            y = _SumTokens.apply(y, flow.sum_tokens_over)
+        return y
+
+    def _gathers_tokens(self) -> bool:
+        """True if the products gather tokens by index: nothing is done between them but SiLU gates."""
+        plan, is_plain = self.plan, self._own_gate is None and not self._bias_scales
+        is_summed = plan.over_y is not None or plan.flow.sum_rows_over is not None
+        is_transposed = any(product.is_transposed for product in self.products.values())
+        is_gated = is_plain and self._up == "gate_up_proj" and is_silu(self.act_fn)
+        return is_gated and not is_transposed and not is_summed and plan.reduce == "rank"
+
+    def _multiply_tokens(self, x: Tensor, ids: Tensor, weights: Tensor, _biases: Sequence[Tensor]) -> Tensor:
+        """The output for tokens that are sent, once to a rank, and gathered there by the products."""
+        plan, gather_group = self.plan, self.plan.flow.gather_over
+        is_alone = plan.group is None and gather_group is None
+        sent = send_tokens(
+            x,
+            ids,
+            weights,
+            self.num_experts,
+            plan.group,
+            max_rows=None if is_alone else plan.max_rows,
+            gather_group=gather_group,
+            wrap_collective=_wrap_collective,
+        )
+        parameters = map(self.get_parameter, self.products)
+        sums = _MultiplyTokens.apply(sent.tokens, sent.weights, *parameters, sent, tuple(self.products.values()))
+        return return_sums(sums, sent)
+
+    def _multiply_rows(self, x: Tensor, ids: Tensor, weights: Tensor, biases: Sequence[Tensor]) -> Tensor:
+        """The output for tokens that are copied for each of their experts, and sent as the plan says."""
+        plan = self.plan
         found = dispatch(
             x,
             ids,
             self.num_experts,
             plan.group,
             topk_weights=weights,
-            max_rows=limit,
-            gather_group=gather_over,
+            max_rows=plan.max_rows,
+            gather_group=plan.flow.gather_over,
             reduce=plan.reduce,
             wrap_collective=_wrap_collective,
         )
         inner = self._activate(self._multiply(self._up, found.rows, found.offsets, biases))
-        y = combine(
-            self._multiply(self._down, inner, found.offsets, biases),
-            found.handle,
-            weights,
-            plan.group,
-            wrap_collective=_wrap_collective,
-        )
-        if flow.cut_over is not None:
-            y = gather_tokens(y, tokens, flow.cut_over)
-        if flow.sum_tokens_over is not None:
-            y = _SumTokens.apply(y, flow.sum_tokens_over)
-        return y
+        rows = self._multiply(self._down, inner, found.offsets, biases)
+        return combine(rows, found.handle, weights, plan.group, wrap_collective=_wrap_collective)
 
     def _multiply(self, name: str, rows: Tensor, offsets: Tensor, biases: Sequence[Tensor]) -> Tensor:
         output: Tensor = _Multiply.apply(rows, self.get_parameter(name), offsets, self.products[name])
