@@ -115,10 +115,10 @@ def sum_copies(
     total = None
     for slot in range(positions.shape[1]):  # not one gather [t, k, h], which needs k times the memory
         copies = rows.index_select(0, positions[:, slot]).to(dtype)
-        if is_valid is not None:
-            copies = copies.masked_fill(~is_valid[:, slot, None], 0)  # no product: it may be NaN
         if weights is not None:
             copies = copies * weights[:, slot, None].to(dtype)
+        if is_valid is not None:
+            copies = copies.masked_fill(~is_valid[:, slot, None], 0)  # no product: it may be NaN
         total = copies if total is None else total + copies
     assert total is not None
     return total.to(rows.dtype)
@@ -313,6 +313,8 @@ def sum_rows(  # type: ignore[no-untyped-def]
         row = tl.load(rows + tl.load(positions + copy) * columns + at, mask=there, other=0.0).to(dtype)
         if weights is not None:
             row *= tl.load(weights + copy).to(dtype)
+            if is_valid is not None:
+                row = tl.where(there, row, 0.0)  # 0 x an infinite weight is NaN
         total += row
     tl.store(out + token * columns + at, total.to(out.dtype.element_ty), mask=mask)
 
