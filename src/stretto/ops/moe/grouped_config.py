@@ -53,16 +53,13 @@ TABLE: dict[Kind, GroupedConfig] = {
     "weight gradient": GroupedConfig(Blocks(128, 128, 64, 8, 4, 3, 2)),
 }
 """Configurations for experts with few rows."""
-_OF_MANY_ROWS: dict[Kind, GroupedConfig] = {
-    "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 4, 1)),
-    "weight gradient": GroupedConfig(Blocks(128, 256, 64, 8, 8, 4, 1), is_flattened=True),
-}
+_PRODUCT_OF_MANY_ROWS = GroupedConfig(Blocks(128, 256, 64, 8, 8, 4, 1))
 
 
 def find_config(work: GroupedWork, processors: int) -> GroupedConfig:
     """The tiles of a product on a GPU with so many multiprocessors; 0: it is interpreted."""
-    has_many = work.rows_of_expert >= _MANY_ROWS and not work.by_tokens
-    config = _OF_MANY_ROWS.get(work.kind, TABLE[work.kind]) if has_many else TABLE[work.kind]
+    has_many = work.kind == "product" and work.rows_of_expert >= _MANY_ROWS and not work.by_tokens
+    config = _PRODUCT_OF_MANY_ROWS if has_many else TABLE[work.kind]
     if processors == 0:
         return config._replace(blocks=config.blocks._replace(m=32, n=32, k=32, num_stages=2, programs=4))
     return config._replace(blocks=config.blocks._replace(programs=processors * config.blocks.programs))
@@ -75,7 +72,7 @@ def is_faster(work: GroupedWork) -> bool:
     pass does, so that it pays only where there is little else.
     """
     if work.kind == "weight gradient":
-        return not work.by_tokens and not _SOME_ROWS <= work.rows_of_expert < _MANY_ROWS
+        return not work.by_tokens and work.rows_of_expert < _SOME_ROWS
     return work.kind == "product" or work.rows_of_expert < _FEW_ROWS
 
 
