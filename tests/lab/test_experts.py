@@ -30,7 +30,7 @@ def test_runs_train_the_same_and_send_what_is_predicted(ranks, tmp_path, monkeyp
     start_on_pool(monkeypatch, communication, ranks)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     fast = {"link": 1000, "node_link": 1000, "repeats": 1, "rounds": 1}
-    setting = ExpertsSetting(x=2, layers=2, hidden=32, batch=2, seq_len=64, **fast)
+    setting = ExpertsSetting(x=2, layers=2, hidden=128, batch=2, seq_len=64, **fast)
     BENCH(setting, tmp_path)
     rows = {(row["name"], row["part"]): row for row in json.loads((tmp_path / "experts.json").read_text())["rows"]}
 
@@ -41,7 +41,7 @@ def test_runs_train_the_same_and_send_what_is_predicted(ranks, tmp_path, monkeyp
     assert column(ALL_REDUCE, "calls") == [6, 3, 2]
     assert column(IN_ITS_PLACE, "calls") == [None, 8, 6]
     baseline, dropped, both = column(ALL_TO_ALL, "megabytes")
-    # exactly 1/2 and then 2/3 of the rows; the numbers of rows, which are sent as well, remain
+    # exactly 1/2 and then 2/3 of the rows; their numbers and weights, which are sent as well, are not predicted
     assert dropped == pytest.approx(baseline / 2, rel=0.01)
     assert both == pytest.approx(baseline / 3, rel=0.01)
     assert column(ALL_TO_ALL, "predicted_megabytes") == pytest.approx([baseline, dropped, both], rel=0.01)
