@@ -269,7 +269,7 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
 @pytest.mark.parametrize(
     ("make_model", "sizes", "options"),
     [
-        (make_llama, {"z": 2}, {}),
+        pytest.param(make_llama, {"z": 2}, {}, marks=pytest.mark.long),
         pytest.param(make_llama, {"z": 2}, BY_BLOCKS, marks=pytest.mark.long),
         (make_qwen, {"z": 2, "expert": 2}, {"expert_rows": 300}),
         pytest.param(make_deepseek, {"z": 2, "expert": 2}, {}, marks=pytest.mark.long),

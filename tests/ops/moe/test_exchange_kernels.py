@@ -51,7 +51,7 @@ def compare_with_library(case, dtype, options):
 @pytest.mark.parametrize(
     ("case", "dtype", "options"),
     [
-        (Case((2, 0, 3), 2, 6), torch.bfloat16, {"reduce": "rank"}),
+        pytest.param(Case((2, 0, 3), 2, 6), torch.bfloat16, {"reduce": "rank"}, marks=pytest.mark.long),
         (Case((2, 5), 2, 4), torch.float32, {"reduce": "choice"}),
         (Case((3, 4), 2, 4, range(2, 4)), torch.float32, {"reduce": "rank"}),  # none on rank 0
         (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16}),
@@ -120,6 +120,7 @@ def miss_a_call():
     return messages
 
 
+@pytest.mark.long
 def test_a_missed_call_is_an_error_that_names_the_rank(interpret):
     messages, nothing = interpret(2, miss_a_call)
     assert nothing == []
