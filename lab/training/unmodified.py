@@ -117,7 +117,7 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
 
 
 def has_experts(model: str) -> bool:
-    """Whether this model is a mixture of experts."""
+    """True if this model is a mixture of experts."""
     return "num_experts" in TRANSFORMERS[model].sizes
 
 

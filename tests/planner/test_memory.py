@@ -434,7 +434,7 @@ def test_peak_memory_of_a_model_without_roles_is_within_5_percent_of_what_real_r
     ids=str,
 )
 @pytest.mark.parametrize("by_blocks", [False, True])
-def test_peak_memory_of_experts_is_within_13_percent_of_what_real_ranks_hold(
+def test_peak_memory_of_experts_is_within_10_percent_of_what_real_ranks_hold(
     ranks, grid, micro_batch, options, by_blocks
 ):
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
@@ -444,7 +444,7 @@ def test_peak_memory_of_experts_is_within_13_percent_of_what_real_ranks_hold(
     options = {"recompute": "none"} | options | ({"blocks": ["model.layers.*"]} if by_blocks else {})
     seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, kind="GPT-OSS", **options))
     # On CPUs norms whose features are all on a rank keep two copies in fp32, which are not counted.
-    assert expected.peak_memory == pytest.approx(seen, rel=0.1 if by_blocks else 0.13)
+    assert expected.peak_memory == pytest.approx(seen, rel=0.1)
 
 
 def test_messages_in_flight_match_the_gradients():

@@ -74,7 +74,7 @@ def find_experts(model: nn.Module) -> list[str]:
 
 
 def experts_kind(model: nn.Module, name: str) -> ExpertsKind:
-    """What a module of experts computes. Raises UnknownRolesError for what `ParallelExperts` does not.
+    """Find what a module of experts computes. Raises UnknownRolesError for what `ParallelExperts` does not.
 
     Each token's chosen experts are weighted and summed. It is run on small parameters, with inputs of several
     magnitudes, so that a limit on activations shows too.
@@ -184,7 +184,7 @@ def _with_gate(kind: ExpertsKind, module: nn.Module) -> ExpertsKind:
 
 
 def _activate(kind: ExpertsKind, module: nn.Module, inner: Tensor) -> Tensor:
-    """What experts compute between their products."""
+    """Apply what experts compute between their products."""
     act: Callable[[Tensor], Tensor] = kind.own_gate(module) if kind.has_own_gate else module.act_fn  # type: ignore[assignment]
     if kind.has_own_gate or not kind.is_gated:
         return act(inner)

@@ -111,7 +111,7 @@ def find_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def can_send(topk_weights: Tensor) -> bool:
-    """Whether weights are sent with the tokens: as fp32, and if writes to them are counted."""
+    """True if weights are sent with the tokens, as fp32: none of fp64, nor those whose writes torch does not count."""
     return topk_weights.dtype != torch.float64 and not topk_weights.is_inference()
 
 
@@ -132,7 +132,7 @@ def _runs_kernels(
     gather_group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> bool:
-    """Whether kernels exchange the tokens of a call, the same on all ranks. ValueError for "kernel" if none can."""
+    """True if kernels exchange the tokens of a call, on all ranks alike. ValueError for "kernel" if none can."""
     if implementation == "library" or (implementation == "auto" and device.type != "cuda"):
         return False
     obstacle = "with gather_group rows are gathered by the library" if gather_group is not None else ""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.moe.call_route import RouteCall, can_send, check_call, find_several
+from stretto.ops.moe.grouped_matmul import grouped_matmul
 from stretto.ops.moe.permutation import (
     copy_tokens,
     multiply_copies,
@@ -161,6 +162,40 @@ def combine(
     if handle.positions is not None:
         return unpermute(rows, handle.positions, topk_weights)
     return _combine_from_ranks(rows, handle, topk_weights, wrap_collective)
+
+
+def dispatch_grouped_matmul(
+    x: Tensor, topk_ids: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None, **options: Any
+) -> tuple[Tensor, Dispatched]:
+    """Send each token to the ranks of its experts, and multiply: x [t, h], weight [e, f, h] -> ([n, f], the dispatch).
+
+    weight: those of this rank's experts, as many on each rank; e times the ranks are the experts that topk_ids [t, k]
+    names. options: of `dispatch`. The product's rows are those of the dispatch, in its order, times their expert's
+    weight's transpose; those of padding are zeros. Nothing overlaps: the product begins when all rows have arrived.
+    Errors are those of `dispatch` and `grouped_matmul`.
+    """
+    ranks = 1 if group is None else group.size()
+    sent = dispatch(x, topk_ids, weight.shape[0] * ranks, group, **options)
+    return grouped_matmul(sent.rows, weight, sent.offsets), sent
+
+
+def grouped_matmul_combine(
+    rows: Tensor,
+    weight: Tensor,
+    sent: Dispatched,
+    topk_weights: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    wrap_collective: CollectiveWrapper = call,
+) -> Tensor:
+    """Multiply each expert's rows, and sum each token's at its rank: rows [n, f], weight [e, h, f] -> [t, h].
+
+    rows: in the order of `sent`, which `dispatch` or `dispatch_grouped_matmul` returned. topk_weights, by which
+    products are weighted, group and wrap_collective: of `combine`. Nothing overlaps: rows leave when the product has
+    ended. Errors are those of `grouped_matmul` and `combine`.
+    """
+    product = grouped_matmul(rows, weight, sent.offsets)
+    return combine(product, sent.handle, topk_weights, group, wrap_collective=wrap_collective)
 
 
 def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int | None, reduce: Reduce) -> Dispatched:

@@ -24,7 +24,7 @@ _MANY_ROWS = 1536
 
 
 class GroupedConfig(NamedTuple):
-    """How a grouped product is launched.
+    """The tiles of a grouped product, and the form of its loops and stores.
 
     blocks: tiles. n: columns of the result (with a gate, of gate and of up each); k: the step of the sum; of a weights'
     gradient, tiles are m x n of a weight, and k are rows. halves: the last rows of an expert, if they fit, take a tile

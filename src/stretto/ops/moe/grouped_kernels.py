@@ -148,7 +148,7 @@ def _launch_product(
     launch_cached(
         multiply_groups, programs, source, half_rows, tokens,
         _describe(stored, 1, *((k, n) if is_transposed else (n, k))), offsets, out, given,
-        inner, activated, factors, products, None,
+        inner, activated, factors, products,
         out.shape[0], weight.shape[1] // (2 if epilogue == "gate" else 1), depth, experts, group_rows,
         EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
         TRANSPOSED=is_transposed, EPILOGUE=epilogue, HALVES=halves, FLATTEN=flattens,
@@ -176,7 +176,7 @@ def describe_ragged(matrix: Tensor, block: tuple[int, int]) -> Any:
 
 @triton.jit(do_not_specialize=["n", "experts", "group_rows"])
 def multiply_groups(  # type: ignore[no-untyped-def]
-    rows, half_rows, tokens, weight, offsets, out, out_tiles, inner, activated, factors, products, arrivals,
+    rows, half_rows, tokens, weight, offsets, out, out_tiles, inner, activated, factors, products,
     n, columns, k, experts, group_rows, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr, HALVES: tl.constexpr,
     FLATTEN: tl.constexpr,
@@ -194,7 +194,7 @@ def multiply_groups(  # type: ignore[no-untyped-def]
 
     EXPERTS: a power of two, experts or more. Order: expert after expert; among its tiles, `order_tiles`. Programs take
     units in turns: a tile, or with HALVES two tiles of half the rows, which take as long, in an expert's last rows.
-    Synchronization: none without arrivals: programs own their tiles. With arrivals: see `await_rows`.
+    Synchronization: none: rows are complete before the kernel begins, and programs own their tiles.
     """
     column_tiles = tl.cdiv(columns, BLOCK_N)
     units = _count_units(offsets, experts, column_tiles, EXPERTS, BLOCK_M, HALVES)
@@ -212,14 +212,13 @@ def multiply_groups(  # type: ignore[no-untyped-def]
             if index < row_tiles * column_tiles:
                 row_tile, column_tile = order_tiles(index, row_tiles, column_tiles, group_rows)
                 row = begin + row_tile * BLOCK_M
-                place = expert, row, end, column_tile * BLOCK_N, await_rows(arrivals, row, min(row + BLOCK_M, end))
+                place = expert, row, end, column_tile * BLOCK_N
                 _make_tile(rows, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
             else:
                 row = begin + row_tiles * BLOCK_M
                 first = (index - row_tiles * column_tiles) * 2
-                ready = await_rows(arrivals, row, end)
                 for column_tile in range(first, tl.minimum(first + 2, column_tiles)):
-                    place = expert, row, end, column_tile * BLOCK_N, ready
+                    place = expert, row, end, column_tile * BLOCK_N
                     _make_tile(
                         half_rows, tokens, weight, place, half_results, sizes,
                         BLOCK_M // 2, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE,
@@ -227,7 +226,7 @@ def multiply_groups(  # type: ignore[no-untyped-def]
         else:
             row_tile, column_tile = order_tiles(index, row_tiles, column_tiles, group_rows)
             row = begin + row_tile * BLOCK_M
-            place = expert, row, end, column_tile * BLOCK_N, await_rows(arrivals, row, min(row + BLOCK_M, end))
+            place = expert, row, end, column_tile * BLOCK_N
             _make_tile(rows, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
     width = columns * 2 if EPILOGUE == "differentiate" else columns
     for padding in range(tl.load(offsets + experts) + tl.program_id(0), n, tl.num_programs(0)):
@@ -256,19 +255,12 @@ def _count_row_tiles(rows, BLOCK_M: tl.constexpr, HALVES: tl.constexpr):  # type
 
 
 @triton.jit
-def await_rows(arrivals, begin, end):  # type: ignore[no-untyped-def]
-    """Return the zero that is added to where rows begin to end - 1 are loaded from, once they have arrived."""
-    tl.static_assert(arrivals is None, "a grouped product's rows must be complete before its kernel begins")
-    return 0
-
-
-@triton.jit
 def _make_tile(  # type: ignore[no-untyped-def]
     rows, tokens, weight, place, results, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile, and store its rows before `end` as the epilogue says."""
-    expert, row, end, column, ready = place
+    expert, row, end, column = place
     out, out_tiles, inner, _, _, _ = results
     _, columns, k = sizes
     dtype: tl.constexpr = out.dtype.element_ty
@@ -279,13 +271,13 @@ def _make_tile(  # type: ignore[no-untyped-def]
     places = rows
     if tokens is not None:
         k = k // 8 * 8  # shows Triton that rows begin at multiples of 16 bytes
-        token = tl.load(tokens + at + ready, mask=is_row, other=0).to(tl.int64)
-        places = rows + ready + token[:, None] * k + steps[None, :]
+        token = tl.load(tokens + at, mask=is_row, other=0).to(tl.int64)
+        places = rows + token[:, None] * k + steps[None, :]
     for start in range(0, k, BLOCK_K):
         if tokens is not None:
             x = tl.load(places + start, mask=is_row[:, None] & (steps[None, :] < k - start), other=0)
         else:
-            x = rows.load([row + ready, start])
+            x = rows.load([row, start])
         total = tl.dot(x, _load_weight(weight, expert, column, start, BLOCK_N, BLOCK_K, TRANSPOSED), total)
         if EPILOGUE == "gate":
             up = tl.dot(x, _load_weight(weight, expert, columns + column, start, BLOCK_N, BLOCK_K, TRANSPOSED), up)
@@ -321,7 +313,7 @@ def _differentiate(quarters, place, results, sizes, BLOCK_M: tl.constexpr, BLOCK
 
     In quarters, since a whole tile's operands do not fit into registers.
     """
-    _, row, end, column, _ = place
+    _, row, end, column = place
     out, _, inner, activated, factors, products = results
     n, columns, _ = sizes
     dtype: tl.constexpr = out.dtype.element_ty

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 
 class _SavedInput(NamedTuple):
-    """What a node saves of an input: a view of it."""
+    """A view of an input, in place of which a node saves where it lies."""
 
     number: int
     size: torch.Size
@@ -26,7 +26,7 @@ class _SavedInput(NamedTuple):
 
 
 class _SavedTensor(NamedTuple):
-    """What else a node saves, and its version then."""
+    """Another tensor that a node saves, and its version then."""
 
     tensor: Tensor
     version: int | None
