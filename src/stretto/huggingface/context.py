@@ -49,9 +49,17 @@ def _uses_interface(kind: type[nn.Module]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
 
 
+@functools.cache
+def _passes_window(kind: type[nn.Module]) -> bool:
+    """True if an attention's code calls the interface with the keyword sliding_window."""
+    constants = inspect.unwrap(kind.forward).__code__.co_consts
+    return any(isinstance(names, tuple) and "sliding_window" in names for names in constants)
+
+
 def is_causal(model: nn.Module) -> bool:
     """True if every token attends to those before it alone."""
-    return all(getattr(module, "is_causal", True) for module in attentions_of(model))
+    config_says = getattr(model.config, "is_causal", True)
+    return config_says and all(getattr(module, "is_causal", True) for module in attentions_of(model))
 
 
 def refusal_of_context(model: nn.Module, parameters: Mapping[str, Any]) -> str | None:
@@ -64,10 +72,7 @@ def refusal_of_context(model: nn.Module, parameters: Mapping[str, Any]) -> str |
     ropes = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
     attends = {getattr(module, "is_causal", True) for module in attentions}
     if others:
-        return (
-            f"{kind} has layers of the kind {', '.join(others)}, whose state would have to pass between ranks: not "
-            "built yet"
-        )
+        return f"{kind} has layers of the kind {', '.join(others)}, and context cuts sequences of attention alone"
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
         return f"{kind} has several inputs (an encoder's, or pictures), of which context cuts none yet"
     if not attentions or not model._can_set_attn_implementation():  # type: ignore[operator]
@@ -77,9 +82,13 @@ def refusal_of_context(model: nn.Module, parameters: Mapping[str, Any]) -> str |
     if len(attends) > 1:
         return f"{kind} has both causal and other attention"
     if any(getattr(module, "attn_logit_softcapping", None) is not None for module in attentions):
-        return f"{kind} caps its attention's logits (attn_logit_softcapping), which fused attention does not; None would do"
+        return (
+            f"{kind} caps its attention's logits, which fused attention does not; attn_logit_softcapping=None would do"
+        )
     if found := ropes & set(_DEPENDS_ON_LENGTH):
         return f"{kind}'s rotary embedding, {', '.join(sorted(found))}, depends on the length of what a rank sees"
+    if getattr(config, "sliding_window", None) and not all(_passes_window(type(module)) for module in attentions):
+        return f"the attention of {kind} has a sliding window by its mask alone; sliding_window=None would do"
     if any(_drops(module) for module in attentions):
         return f"{kind} has dropout of attention's weights (attention_dropout, attn_pdrop); 0 would do"
     if "position_ids" not in parameters:
@@ -104,8 +113,8 @@ def refuse_arguments(model: nn.Module, given: Mapping[str, Any], length: int) ->
         raise ValueError(f"{kind} on a grid with context takes no past_key_values: it trains, and does not generate")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != length):
         raise ValueError(
-            f"{kind} on a grid with context takes an attention_mask [batch, {length}] that marks padding; documents are "
-            "recognized by position_ids that begin anew"
+            f"{kind} on a grid with context takes an attention_mask [batch, {length}] that marks padding; it recognizes "
+            "documents by position_ids that begin anew"
         )
     if isinstance(positions, Tensor) and positions.dim() != 2:
         raise ValueError(f"position_ids are [batch, seq] on a grid with context, not {list(positions.shape)}")
@@ -157,8 +166,13 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask: attention is told of windows and documents."""
+def _no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
+    """No mask: attention is told of windows and documents. ValueError for a mask that a model computes itself."""
+    if use_vmap:
+        raise ValueError(f"{_OWN_MASK}, such as one that lets the tokens of a picture attend to each other")
+
+
+_OWN_MASK = "attention over context takes causal masks, windows, documents and padding, and this model has another mask"
 
 
 def _attend(
@@ -177,10 +191,12 @@ def _attend(
     attend: Attend | None = getattr(module, "attend_over_context", None)
     if attend is None:
         raise ValueError(
-            f"this {type(module).__name__} has the attn_implementation {NAME!r} of a model that stretto.parallelize put "
-            "on a grid with context: set another one (model.set_attn_implementation('sdpa')), or build the model from "
-            "a configuration of its own"
+            f"this {type(module).__name__} has the attn_implementation {NAME!r} of a model that stretto.parallelize has "
+            "put on a grid with context: set another one (model.set_attn_implementation('sdpa')), or build the model "
+            "from a configuration of its own"
         )
+    if attention_mask is not None:
+        raise ValueError(_OWN_MASK)
     if dropout or others.get("position_bias") is not None or others.get("softcap") is not None:
         raise ValueError("attention over context takes no dropout of its weights, position_bias or softcap")
     out = attend(query, key, value, scale=scaling, window=sliding_window, documents=cu_seq_lens_q, sinks=s_aux)

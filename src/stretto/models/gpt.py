@@ -3,7 +3,8 @@
 
 The model knows nothing about ranks. Four conventions let `stretto.parallelize` shard it: attention infers the number of
 heads (-1 in shapes); it takes batch size and sequence length from the linear's output (`takes_sharded_sequence`); the
-forward takes `positions`, and attention calls `attend`, so that sequences can be cut; and `GPT.parallel_plan` gives the role of each submodule as plain data.
+forward takes `positions`, and attention calls `attend`, so that sequences can be cut; and `GPT.parallel_plan` gives the
+role of each submodule as plain data.
 """
 
 from collections.abc import Sequence

@@ -84,6 +84,8 @@ class SequenceParts:
         self.is_causal = not self.is_pretrained or of_transformers.is_causal(model)
         self.layout: Layout = "zigzag" if self.is_causal else "contiguous"
         self._signature = inspect.signature(model.forward)
+        self._gives_documents = False  # to the forward pass that runs
+        self._reads_documents = False  # attention was given some by the model's code
 
     def cut(self, whole: Tensor, dim: int = 1) -> Tensor:
         """This rank's part of the sequences in a tensor."""
@@ -132,6 +134,7 @@ class SequenceParts:
         if found.get(at) is None:
             here = self.cut(torch.arange(length, device=given[name].device), 0)
             found[at] = here if at == "positions" else here.unsqueeze(0)
+        self._gives_documents = documents is not None
         if documents is not None:
             found |= {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents}
         if "use_cache" in self._signature.parameters:  # of keys and values that nothing would read
@@ -145,6 +148,14 @@ class SequenceParts:
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given |= given.pop(name, {})
         return given
+
+    def check_documents(self, model: nn.Module) -> None:
+        """Raise ValueError after a forward pass in which attention did not get the documents that the model was given."""
+        if self._gives_documents and not self._reads_documents:
+            raise ValueError(
+                f"the code of {type(model).__name__} does not hand cu_seq_lens_q to its attention, which so would not "
+                "know documents or padding: give each sequence one document, without padding, or choose context=1"
+            )
 
     def attend(
         self,
@@ -162,6 +173,7 @@ class SequenceParts:
         documents: the first tokens of the documents of all rows, one after another, and the end of the last, int32
         [documents + 1].
         """
+        self._reads_documents |= documents is not None
         options: dict[str, Any] = {"causal": self.is_causal, "scale": scale, "layout": self.layout}
         options |= {"window": window, "sinks": sinks}
         if documents is None or len(query) == 1:
@@ -195,8 +207,8 @@ def require_context(model: nn.Module, grid_sizes: Mapping[str, int]) -> None:
             )
         if any(getattr(module, "needs_whole_sequences", False) for module in model.modules()):
             raise ValueError(
-                f"context is {context}, but this model has a loss over each sequence's choices of experts, and a rank a "
-                "part of each sequence: choose balance='switch', or context=1"
+                f"context is {context}, but this model has a loss over each sequence's choices of experts, and a rank "
+                "has a part of each sequence: choose balance='switch', or context=1"
             )
         return
     if refusal := of_transformers.refusal_of_context(model, parameters):
@@ -219,4 +231,6 @@ def install_context(model: nn.Module, grid: Grid) -> SequenceParts:
         return (), parts.cut_arguments(model, args, kwargs)
 
     model.register_forward_pre_hook(cut, with_kwargs=True)
+    if parts.is_pretrained:
+        model.register_forward_hook(torch.compiler.disable(lambda model, *_: parts.check_documents(model)))
     return parts

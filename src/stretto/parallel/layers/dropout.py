@@ -55,9 +55,8 @@ class ParallelDropout(ShardedModule):
         self.name = name
         self.rows: int | None = None  # how many of the global batch this rank has; None: those of the input
         self.first = 0  # which of them is the input's first
-        self.place_tokens: Callable[[int], Tensor] | None = (
-            None  # of a sequence's part, in the whole; None: it is whole
-        )
+        # Finds the places of a part's tokens in the whole sequence, by their number; None: sequences are whole.
+        self.place_tokens: Callable[[int], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.grid.size("x") * self.grid.size("y") > 1:

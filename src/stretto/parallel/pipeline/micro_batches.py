@@ -26,8 +26,8 @@ _DIVISORS = ("num_items_in_batch", "num_targets")
 class BatchCutter:
     """Cuts batches of a model into micro-batches of `size` rows.
 
-    averages: whether a rank's loss covers its own rows, and gradients are averaged over the ranks. parts: what the model
-    cuts its sequences by, on a grid with context.
+    averages: whether a rank's loss covers its own rows, and gradients are averaged over the ranks. parts: what cuts
+    the model's sequences, on a grid with context.
     """
 
     def __init__(

@@ -74,8 +74,8 @@ def _source(config: TrainConfig) -> ModelSource:
 
 
 def _candidates(config: TrainConfig, ranks: int) -> Iterator[GridSizes]:
-    """Every grid of so many ranks, with the run's pipeline stages where they divide the ranks, and its experts'; of context
-    the run's, or a part of it."""
+    """Every grid of so many ranks, with the run's pipeline stages where they divide the ranks, its experts', and parts
+    of its context."""
     pipe = config.grid.pipe if ranks % config.grid.pipe == 0 else 1
     of_experts = {name: size for name, size in config.grid.sizes().items() if name not in NAMES}
     for sizes in every_grid(ranks, pipe, divisors(config.grid.context)):
