@@ -7,8 +7,8 @@ Between embedding and loss all but attention sees this rank's tokens alone.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,14 @@ from stretto.execution import IGNORED_TARGET
 from stretto.huggingface import context as of_transformers
 from stretto.huggingface.loss import compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
+from stretto.ops.attention import AttentionOptions, context_attention, list_chunks
+from stretto.ops.attention.plan import Layout
+from stretto.parallel.comm.collectives import collective
+from stretto.parallel.comm.kept_outputs import keep_output
 from stretto.parallel.grid import Grid
-from stretto.parallel.layers.context_attention import attend
 from stretto.parallel.layers.dropout import ParallelDropout
 
-Layout = Literal["contiguous", "zigzag"]
-"""How a sequence is cut for N ranks. "contiguous": rank r has the part r of N. "zigzag": the parts r and 2N - 1 - r of
-2N, with which all ranks have the same work of causal attention."""
-
+T = TypeVar("T")
 Values = TypeVar("Values")
 _IDS = ("input_ids", "tokens", "inputs_embeds")
 _POSITIONS = ("position_ids", "positions")
@@ -65,10 +65,8 @@ def _cut(whole: Tensor, ranks: int, rank: int, layout: Layout, dim: int) -> Tens
     if ranks == 1:
         return whole
     check_length(whole.shape[dim], ranks, layout)
-    if layout == "contiguous":
-        return whole.chunk(ranks, dim)[rank]
-    chunks = whole.chunk(2 * ranks, dim)
-    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]), dim)
+    chunks = list_chunks(layout, rank, ranks, whole.shape[dim] // ranks)
+    return torch.cat([whole.narrow(dim, chunk.start, chunk.stop - chunk.start) for chunk in chunks], dim)
 
 
 class SequenceParts:
@@ -173,17 +171,27 @@ class SequenceParts:
         documents: the first tokens of the documents of all rows, one after another, and the end of the last, int32
         [documents + 1].
         """
-        self._reads_documents |= documents is not None
-        options: dict[str, Any] = {"causal": self.is_causal, "scale": scale, "layout": self.layout}
-        options |= {"window": window, "sinks": sinks}
-        if documents is None or len(query) == 1:
-            return attend(query, key, value, self.group, documents=documents, **options)
+        options = AttentionOptions(causal=self.is_causal, scale=scale, layout=self.layout, window=window, sinks=sinks)
+        if not torch.compiler.is_compiling():  # which has the operator in its graph
+            options["wrap_collective"] = self._run_collective
+        if documents is None:
+            return context_attention(query, key, value, self.group, **options)
+        self._reads_documents = True
         length, parts = query.shape[2] * self.group.size(), []
         for row in range(len(query)):
             own = documents[(documents >= row * length) & (documents <= (row + 1) * length)] - row * length
             one = (each[row : row + 1] for each in (query, key, value))
-            parts.append(attend(*one, self.group, documents=own, **options))
-        return torch.cat(parts)
+            parts.append(context_attention(*one, self.group, documents=own, **options))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _run_collective(self, kind: str, make: Callable[[], T]) -> T:
+        """Mark a collective of attention as one over context, and keep its output where recomputation keeps such."""
+
+        def marked() -> T:
+            with collective(kind, self.group):
+                return make()
+
+        return keep_output("exchanged keys", marked)
 
 
 def require_context(model: nn.Module, grid_sizes: Mapping[str, int]) -> None:
