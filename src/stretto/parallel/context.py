@@ -21,7 +21,7 @@ from stretto.huggingface.loss import compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.ops.attention import AttentionOptions, context_attention, list_chunks
 from stretto.ops.attention.plan import Layout
-from stretto.parallel.comm.collectives import collective
+from stretto.parallel.comm.collectives import collective, gather_rows
 from stretto.parallel.comm.kept_outputs import keep_output
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import ParallelDropout
@@ -89,9 +89,19 @@ class SequenceParts:
         """This rank's part of the sequences in a tensor."""
         return _cut(whole, self.group.size(), self.group.rank(), self.layout, dim)
 
-    def places_of(self, part: int) -> Tensor:
-        """The places in the whole sequence of a part of so many tokens, int64 [part], on the CPU."""
-        return self.cut(torch.arange(part * self.group.size()), 0)
+    def join(self, part: Tensor, length: int) -> Tensor:
+        """The whole [batch, length, ...] of all ranks' parts of it; other tensors as they are. Without a gradient."""
+        ranks = self.group.size()
+        if part.dim() < 2 or part.shape[1] * ranks != length:
+            return part
+        rows = gather_rows(part.movedim(1, 0).contiguous(), length, self.group)
+        places = torch.cat([self.places_of(part.shape[1], rank) for rank in range(ranks)])
+        return rows[places.argsort().to(rows.device)].movedim(0, 1)
+
+    def places_of(self, part: int, rank: int | None = None) -> Tensor:
+        """The places in the whole sequence of a rank's part of so many tokens, int64 [part], on the CPU."""
+        rank = self.group.rank() if rank is None else rank
+        return _cut(torch.arange(part * self.group.size()), self.group.size(), rank, self.layout, 0)
 
     def cut_targets(self, model: nn.Module, whole: Tensor) -> Tensor:
         """The targets [batch, seq / context] of this rank's tokens, of labels that the model itself would shift."""
