@@ -94,7 +94,7 @@ class SequenceParts:
         ranks = self.group.size()
         if part.dim() < 2 or part.shape[1] * ranks != length:
             return part
-        rows = gather_rows(part.movedim(1, 0).contiguous(), length, self.group)
+        rows = gather_rows(part.detach().movedim(1, 0).contiguous(), length, self.group)
         places = torch.cat([self.places_of(part.shape[1], rank) for rank in range(ranks)])
         return rows[places.argsort().to(rows.device)].movedim(0, 1)
 
