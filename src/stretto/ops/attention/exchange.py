@@ -42,30 +42,23 @@ class Arriving(NamedTuple):
 class Peers(NamedTuple):
     """Every `degree`-th rank of the group, from this rank's remainder on.
 
-    wrap: called in place of each collective, as in `stretto.ops.moe.dispatch`. by_copies: whether copy engines push
-    rows. areas: of memory for rows that copies bring: 1 if what has come is no longer needed when more may come, else
-    3, two for keys in turn and one for gradients.
+    wrap: called in place of each collective. by_copies: whether copy engines push rows. areas: of memory for rows that
+    copies bring: 1 if what has come is no longer needed when more may come, else 3, two for keys in turn and one for
+    gradients. room: rows of an area.
     """
 
     group: str
     degree: int
     wrap: CollectiveWrapper
     by_copies: bool
-    areas: int = 1
-
-    @property
-    def rank(self) -> int:
-        return int(find_group(self.group).rank()) // self.degree
-
-    @property
-    def ranks(self) -> int:
-        return int(find_group(self.group).size()) // self.degree
+    areas: int
+    room: int
 
     def start(self, step: Step, rows: Tensor, number: int) -> Arriving:
         """Start to send rows [length, ...] as the step says. number: of the step."""
         if self.by_copies:
             area = number % max(self.areas - 1, 1)
-            return self._copy(rows, step.sends, step.lands, _count(step.receives), step.most, area)
+            return self._copy(rows, step.sends, step.lands, _count(step.receives), area)
         parts = [rows[part.start : part.stop] for parts in step.sends for part in parts]
         return self._exchange(_join(parts, rows), _count(step.sends), _count(step.receives))
 
@@ -75,7 +68,7 @@ class Peers(NamedTuple):
         if self.by_copies:
             ends = [0, *accumulate(counts)]
             sends = [(Range(start, stop),) if start < stop else () for start, stop in pairwise(ends)]
-            return self._copy(rows, sends, step.lands_back, _count(step.sends), step.most, self.areas - 1)
+            return self._copy(rows, sends, step.lands_back, _count(step.sends), self.areas - 1)
         return self._exchange(rows, counts, _count(step.sends))
 
     def _exchange(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Arriving:
@@ -96,15 +89,14 @@ class Peers(NamedTuple):
         sends: Sequence[Sequence[Range]],
         lands: Sequence[int],
         receives: Sequence[int],
-        most: int,
         area: int,
     ) -> Arriving:
         """Push rows into the ranks' workspaces by copy engines: to the rank before this one first, and so on.
 
         Reuse: a call begins with a barrier of the group, after the kernels that read what came before into its area.
         """
-        row_shape = rows.shape[1:]
-        area_bytes = -(-count_bytes(most, *row_shape, dtype=rows.dtype) // _ALIGNMENT) * _ALIGNMENT
+        shape = self.room, *rows.shape[1:]
+        area_bytes = -(-count_bytes(*shape, dtype=rows.dtype) // _ALIGNMENT) * _ALIGNMENT
         workspace = find_workspace(self.group, rows.device, self.areas * area_bytes, "barrier")
         channel = workspace.channel
         offset = next(workspace.slot_cycle) * workspace.slot_bytes + area * area_bytes
@@ -117,13 +109,13 @@ class Peers(NamedTuple):
                 for distance in range(1, channel.world_size):
                     peer = (channel.rank - distance) % channel.world_size
                     if peer % self.degree == rest:
-                        there = channel.tensor((most, *row_shape), rows.dtype, offset=offset, rank=peer)
+                        there = channel.tensor(shape, rows.dtype, offset=offset, rank=peer)
                         to = lands[peer // self.degree]
                         for part in sends[peer // self.degree]:
                             tiles.rank_copy_data(there, rows, rows=slice(*part), to=to)
                             to += count_rows(part)
                     tiles.rank_notify(channel, channel.rank, peer)
-            return channel.tensor((most, *row_shape), rows.dtype, offset=offset)[: sum(receives)]
+            return channel.tensor(shape, rows.dtype, offset=offset)[: sum(receives)]
 
         try:
             return Arriving(self.wrap("all_to_all", push), rows, channel)

@@ -92,9 +92,13 @@ def _read_documents(documents: Tensor | None, total: int) -> tuple[int, ...] | N
 
 
 def _find_work(q: Tensor, mask: Mask, settings: Settings, wrap: CollectiveWrapper) -> Work:
-    peers = Peers(settings.group, settings.degree, wrap, can_copy(settings.group, q.device))
-    plan = make_plan(settings.layout, peers.rank, peers.ranks, q.shape[2], mask, settings.schedule)
-    return Work(plan, peers._replace(areas=3 if len(plan.steps) > 1 else 1), settings.scale)
+    group, degree = find_group(settings.group), settings.degree
+    place = group.rank() // degree, group.size() // degree
+    plan = make_plan(settings.layout, *place, q.shape[2], mask, settings.schedule)
+    areas, room = 3 if len(plan.steps) > 1 else 1, max((step.room for step in plan.steps), default=0)
+    return Work(
+        plan, Peers(settings.group, degree, wrap, can_copy(settings.group, q.device), areas, room), settings.scale
+    )
 
 
 class _ContextAttention(torch.autograd.Function):

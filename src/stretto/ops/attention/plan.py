@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
     sends: for each rank, which of this rank's rows it is sent. receives: for each rank, which of its rows come, in this
     order. blocks: their keys are rows of what has come. lands, lands_back: for each rank, the first row of what comes
-    to it at which this rank's begin: keys, and the gradients that return. most: rows that come to any rank, either way.
+    to it at which this rank's begin: keys, and the gradients that return. room: the most rows that come to a rank.
     """
 
     sends: tuple[tuple[Range, ...], ...]
@@ -62,7 +62,7 @@ class Step(NamedTuple):
     blocks: tuple[Block, ...]
     lands: tuple[int, ...]
     lands_back: tuple[int, ...]
-    most: int
+    room: int
 
 
 class Plan(NamedTuple):
