@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange by copy engines and the kernel that merges, interpreted; calls of GPUs' kernels, computed by a plain one."""
+"""The exchange by copy engines and the kernel that merges, interpreted; GPUs' kernels, which a plain one stands for."""
 
 from types import SimpleNamespace
 from unittest import mock

@@ -17,7 +17,7 @@ from stretto.ops.attention.block_mask import read_block_mask
 from stretto.ops.attention.operators import Settings, attend_to_context, exchange_heads
 from stretto.ops.attention.plan import Layout, require_layout
 from stretto.ops.moe.routes import CollectiveWrapper, call
-from stretto.ops.operator import find_group, find_name
+from stretto.ops.operator import find_name
 
 Implementation = Literal["auto", "all_gather", "ring", "ulysses"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -107,17 +107,17 @@ def context_attention(
         if causal or window is not None or documents is not None:
             raise ValueError("context attention takes a block_mask in place of causal, window and documents: give one")
         causal, window, documents = read_block_mask(block_mask)
-    members = find_group(find_name(group))
+    name, ranks = find_name(group), dist.get_world_size(group)
     _require_tensors(q, k, v, sinks)
-    _require_mask(causal, window, documents, layout, q.shape[2], members.size())
+    _require_mask(causal, window, documents, layout, q.shape[2], ranks)
     if implementation not in get_args(Implementation):
         raise ValueError(
             f"context attention: implementation is {', '.join(get_args(Implementation))}, not {implementation!r}"
         )
-    chosen = _choose(k, v, members.size()) if implementation == "auto" else implementation
-    degree = _find_degree(q.shape[1], k.shape[1], members.size()) if chosen == "ulysses" else 1
+    chosen = _choose(k, v, ranks) if implementation == "auto" else implementation
+    degree = _find_degree(q.shape[1], k.shape[1], ranks) if chosen == "ulysses" else 1
     settings = Settings(
-        find_name(group),
+        name,
         degree,
         causal,
         q.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -125,6 +125,8 @@ def context_attention(
         window,
         "ring" if chosen == "ring" else "all_gather",
     )
+    if degree > 1 and sinks is not None:
+        sinks = sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
     run = _run_in_graph if wrap_collective is call else _run_apart
     return run(q, k, v, sinks, documents, settings, wrap_collective)
 
@@ -136,8 +138,6 @@ def _run_in_graph(
     group, degree, layout = settings.group, settings.degree, settings.layout
     if degree > 1:
         q, k, v = (exchange_heads(each, group, degree, layout, True, wrap) for each in (q, k, v))
-        if sinks is not None:
-            sinks = sinks.chunk(degree)[find_group(group).rank() % degree].contiguous()
     out = attend_to_context(q, k, v, sinks, documents, settings, wrap)
     return out if degree == 1 else exchange_heads(out, group, degree, layout, False, wrap)
 

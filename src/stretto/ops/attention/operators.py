@@ -155,7 +155,7 @@ def _by_position(tensor: Tensor) -> Tensor:
 
 
 def _run_gradient(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Tensor, lse: Tensor, sinks: Tensor | None,
     documents: Tensor | None, group: str, degree: int, causal: bool, scale: float, layout: str, window: int | None,
     schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -163,13 +163,13 @@ def _run_gradient(
     total = q.shape[2] * find_group(group).size() // degree
     mask = Mask(causal, window, _read_documents(documents, total))
     q, k, v = (_align(each) for each in (q, k, v))
-    of_q, of_k, of_v, of_sinks = backward(grad, q, k, v, out, lse, sinks, _find_work(q, mask, settings, call))
+    of_q, of_k, of_v, of_sinks = backward(grad, q, k, v, attended, lse, sinks, _find_work(q, mask, settings, call))
     of_q, of_k, of_v = (_by_position(each) for each in (of_q, of_k, of_v))
     return of_q, of_k, of_v, q.new_empty(0) if of_sinks is None else of_sinks
 
 
 def _fake_gradient(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *_: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Tensor, lse: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_q, of_k, of_v = (
         each.transpose(1, 2).new_empty(each.transpose(1, 2).shape).transpose(1, 2) for each in (q, k, v)
