@@ -70,8 +70,14 @@ def draw_whole(case, total, dtype=torch.float64, device="cpu", batch=2):
     return q, k, v, make(case.heads) if case.has_sinks else None, grad
 
 
-def find_differences(case, implementation, dtype=torch.float64, device="cpu", run=context_attention):
+def find_differences(case, implementation, dtype=torch.float64):
     """Largest differences of this rank's output and gradients from the whole's in fp64."""
+    pairs = list_pairs(case, implementation, dtype)
+    return [float((one.double() - other).abs().max()) for one, other in pairs]
+
+
+def list_pairs(case, implementation, dtype, device="cpu"):
+    """This rank's output and gradients, each with the whole's in fp64."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     *inputs, grad = draw_whole(case, case.length * ranks, dtype, device)
     wide = [None if each is None else each.double().clone().requires_grad_() for each in inputs]
@@ -82,11 +88,10 @@ def find_differences(case, implementation, dtype=torch.float64, device="cpu", ru
     *here, sinks = inputs
     here = [each[:, :, rows].requires_grad_() for each in here]
     sinks = None if sinks is None else sinks.requires_grad_()
-    out = run(*here, sinks=sinks, implementation=implementation, **case.options())
+    out = context_attention(*here, sinks=sinks, implementation=implementation, **case.options())
     out.backward(grad[:, :, rows])
     found = [out.detach(), *(each.grad for each in here)]
     if sinks is not None:
         dist.all_reduce(sinks.grad)
         found.append(sinks.grad)
-    rights = [*(each[:, :, rows] for each in rights[:4]), *rights[4:]]
-    return [float((one.double() - other).abs().max()) for one, other in zip(found, rights, strict=True)]
+    return list(zip(found, [*(each[:, :, rows] for each in rights[:4]), *rights[4:]], strict=True))

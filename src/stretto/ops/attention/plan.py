@@ -49,23 +49,27 @@ class Block(NamedTuple):
     left: int | None = None
 
 
-class Step(NamedTuple):
+class ExchangeStep(NamedTuple):
     """One exchange of keys and values, and the blocks that need it.
 
-    sends: of each rank, which of this rank's rows it is sent. receives: of each rank, which of its rows come, in this
-    order. blocks: their keys are rows of what has come.
+    sends: for each rank, which of this rank's rows it is sent. receives: for each rank, which of its rows come, in this
+    order. blocks: their keys are rows of what has come. lands, lands_back: for each rank, the first row of what comes
+    to it at which this rank's begin: keys, and the gradients that return. room: the most rows that come to a rank.
     """
 
     sends: tuple[tuple[Range, ...], ...]
     receives: tuple[tuple[Range, ...], ...]
     blocks: tuple[Block, ...]
+    lands: tuple[int, ...]
+    lands_back: tuple[int, ...]
+    room: int
 
 
 class Plan(NamedTuple):
     """What one rank computes: `own` blocks with its own keys, then those of each step."""
 
     own: tuple[Block, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ExchangeStep, ...]
 
 
 class _Span(NamedTuple):
@@ -185,7 +189,7 @@ def _find_block(query: _Span, key: _Span, mask: Mask) -> Block | None:
     )
 
 
-def _make_step(blocks: dict[tuple[int, int], list[Block]], rank: int, ranks: int, distances: set[int]) -> Step:
+def _make_step(blocks: dict[tuple[int, int], list[Block]], rank: int, ranks: int, distances: set[int]) -> ExchangeStep:
     def needs(here: int, peer: int) -> tuple[Range, ...]:
         """The peer's rows that a rank needs in this step."""
         if (here - peer) % ranks not in distances:
@@ -202,7 +206,20 @@ def _make_step(blocks: dict[tuple[int, int], list[Block]], rank: int, ranks: int
                     keys = Range(block.keys.start + moved, block.keys.stop + moved)
                     found.append(block._replace(keys=keys))
             arrived += part.stop - part.start
-    return Step(tuple(needs(peer, rank) for peer in range(ranks)), receives, _join_blocks(found))
+    counts = [[sum(map(count_rows, needs(here, peer))) for peer in range(ranks)] for here in range(ranks)]
+    return ExchangeStep(
+        tuple(needs(peer, rank) for peer in range(ranks)),
+        receives,
+        _join_blocks(found),
+        tuple(sum(row[:rank]) for row in counts),
+        tuple(sum(row[peer] for row in counts[:rank]) for peer in range(ranks)),
+        max(*map(sum, counts), *map(sum, zip(*counts, strict=True))),
+    )
+
+
+def count_rows(part: Range) -> int:
+    """The number of rows."""
+    return part.stop - part.start
 
 
 def _join(parts: Iterable[Range]) -> list[Range]:
