@@ -30,7 +30,7 @@ def test_a_rank_keeps_the_activations_of_its_part_and_the_keys_of_others_while_i
     of_rank = 16_384 * 2 * 8 * 128  # numbers of keys and values: 8 heads of 128
     of_pass, of_backward = exchanged_keys(workload, StepConfig(GridSizes(context=4), 1))
     assert of_pass == 3 * of_rank * 2
-    assert of_backward == 3 * of_rank * (2 + 4) + of_rank * 4
+    assert of_backward == 3 * of_rank * (2 + 2) + of_rank * 4
     long = StepWorkload(read_architecture(MODEL, 1 << 21), 1, 1 << 21)  # 8 GiB of keys and values: two ranks' at a time
     assert exchanged_keys(long, StepConfig(GridSizes(context=4), 1))[0] == 2 * (1 << 19) * 2048 * 2
 
@@ -44,16 +44,16 @@ def test_attention_to_a_ranks_own_keys_hides_the_exchange_and_no_more():
     assert numbers == 3 * seq_len / 4 * 2048
     rate = bandwidths(SLOW, grid)["context"]
     start_up = 3 * 3e-6 if SLOW.in_node.latency is None else 3 * SLOW.in_node.latency
-    keys, gradients = (start_up + numbers * element / rate for element in (2, 4))
+    keys = start_up + numbers * 2 / rate
     hidden = attention / 4 * (1 + BACKWARD_ATTENTION)  # each of the two exchanges of a backward pass by half of its own
     found = predict(MODEL, SLOW, grid={"context": 4}, batch=1, seq_len=seq_len, recompute="none")
-    assert found.communication["keys"] == pytest.approx(32 * (2 * keys + gradients), rel=1e-9)
-    assert found.exposed["context"] == pytest.approx(32 * (2 * keys + gradients - hidden), rel=1e-9)
+    assert found.communication["keys"] == pytest.approx(32 * 3 * keys, rel=1e-9)
+    assert found.exposed["context"] == pytest.approx(32 * (3 * keys - hidden), rel=1e-9)
     fast = predict(MODEL, H100, grid={"context": 4}, batch=1, seq_len=1 << 18, recompute="none")
     assert fast.exposed["context"] < 1e-9 < fast.communication["keys"]
     again = predict(MODEL, SLOW, grid={"context": 4}, batch=1, seq_len=seq_len, recompute="full")
     kept = predict(MODEL, SLOW, grid={"context": 4}, batch=1, seq_len=seq_len, recompute="communication")
-    assert again.communication["keys"] == pytest.approx(32 * (3 * keys + gradients), rel=1e-9)
+    assert again.communication["keys"] == pytest.approx(32 * 4 * keys, rel=1e-9)
     assert kept.communication["keys"] == pytest.approx(found.communication["keys"], rel=1e-9)
 
 

@@ -88,14 +88,14 @@ RING_BYTES = 4 << 30
 
 def exchanged_keys(workload: StepWorkload, config: StepConfig) -> tuple[float, float]:
     """Bytes of other ranks' keys and values that attention over context holds in a block's forward pass; and in its
-    backward pass, with their gradients, and those of its own, in fp32."""
+    backward pass, with their gradients, and in fp32 those of its own."""
     model, element, others = workload.model, workload.element, config.grid.context - 1
     if not others:
         return 0.0, 0.0
     grid, tokens, wide = model.splitting_sizes(config.grid), config.tokens(workload), max(4, workload.element)
     of_rank = tokens * max(sum(layer.exchanged_keys(grid) for layer in kind.model.block) for kind in model.kinds)
     held = of_rank * (min(2, others) if (others + 1) * of_rank * element > RING_BYTES else others)
-    return held * element, held * (element + wide) + of_rank * wide
+    return held * element, 2 * held * element + of_rank * wide
 
 
 def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> dict[str, float]:

@@ -230,14 +230,13 @@ class ExpertsRecord:
 class KeysRecord:
     """Attention over context for one micro-batch: what it sends of keys and values, and what hides that.
 
-    place: of the linear after it. forward: keys and values; so does `backward`, beside half of the computation, and
-    then `gradients`, of theirs, beside the other half. own, own_backward: seconds of attention to a rank's own keys.
+    place: of the linear after it. sent: keys and values, in the forward pass; in the backward pass again, beside half
+    of the computation, and as many gradients of them beside the other half. own, own_backward: seconds of attention to a
+    rank's own keys.
     """
 
     place: int
-    forward: GroupCollective
-    backward: GroupCollective
-    gradients: GroupCollective
+    sent: GroupCollective
     own: float
     own_backward: float
 
@@ -332,7 +331,7 @@ class BlockRecord:
                 to.run("norm statistics", self.statistics)
             to.compute(OTHER, other)
             if self.keys is not None and place == self.keys.place:
-                self._exchange(to, "keys and values", self.keys.forward if exchanges else None, self.keys.own)
+                self._exchange(to, "keys and values", self.keys.sent if exchanges else None, self.keys.own)
             is_left_out = is_last and place == len(self.linears) - 1
             if not (is_left_out and self.frees):
                 to.use(linear.weight)
@@ -368,8 +367,8 @@ class BlockRecord:
                 self._weight_gradient(to, linear)
             to.wait(*started)
             if self.keys is not None and place == self.keys.place:
-                self._exchange(to, "keys and values", self.keys.backward, self.keys.own_backward / 2)
-                self._exchange(to, "gradients of keys and values", self.keys.gradients, self.keys.own_backward / 2)
+                self._exchange(to, "keys and values", self.keys.sent, self.keys.own_backward / 2)
+                self._exchange(to, "gradients of keys and values", self.keys.sent, self.keys.own_backward / 2)
             to.compute(f"{OTHER}, backward", other)
             if self._begins_with_norm(place):
                 to.run("norm statistics, backward", self.statistics)

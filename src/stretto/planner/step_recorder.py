@@ -188,19 +188,17 @@ class _WorkloadRecorder:
         )
 
     def _keys(self, model: Architecture, attention: float) -> KeysRecord | None:
-        """What attention over context exchanges. Gradients of keys and values are sent in fp32.
+        """What attention over context exchanges.
 
         attention: seconds of a forward pass. To its own keys a rank attends in its part of that, cut zig-zag.
         """
-        grid, element = model.splitting_sizes(self.config.grid), self.workload.element
-        numbers = keys_numbers(model, grid, self.tokens)
-        keys = self._over("all_to_all", "context", numbers * element)
-        gradients = self._over("all_to_all", "context", numbers * max(4, element))
-        if keys is None or gradients is None:
+        grid = model.splitting_sizes(self.config.grid)
+        keys = self._over("all_to_all", "context", keys_numbers(model, grid, self.tokens) * self.workload.element)
+        if keys is None:
             return None
         place = next(place for place, linear in enumerate(model.linears) if linear.is_rowwise)
         own = attention / grid.context
-        return KeysRecord(place, keys, keys, gradients, own, BACKWARD_ATTENTION * own)
+        return KeysRecord(place, keys, own, BACKWARD_ATTENTION * own)
 
     def _statistics(self) -> GroupCollective | None:
         y = self.config.grid.y
