@@ -44,13 +44,11 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _uses_interface(type(module))]
 
 
-@functools.cache
 def _uses_interface(kind: type[nn.Module]) -> bool:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
 
 
-@functools.cache
 def _passes_window(kind: type[nn.Module]) -> bool:
     """True if an attention's code calls the interface with the keyword sliding_window."""
     constants = inspect.unwrap(kind.forward).__code__.co_consts
@@ -63,7 +61,7 @@ def is_causal(model: nn.Module) -> bool:
     return config_says and all(getattr(module, "is_causal", True) for module in attentions_of(model))
 
 
-def refusal_of_context(model: nn.Module, parameters: Mapping[str, Any]) -> str | None:
+def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
     """Say why the sequences of a transformers model cannot be cut; None if they can. parameters: of its forward."""
     config, kind = model.config, type(model).__name__
     attentions = attentions_of(model)
@@ -76,7 +74,7 @@ def refusal_of_context(model: nn.Module, parameters: Mapping[str, Any]) -> str |
         return f"{kind} has layers of the kind {', '.join(others)}, and context cuts sequences of attention alone"
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
         return f"{kind} has several inputs (an encoder's, or pictures), of which context cuts none yet"
-    if not attentions or not model._can_set_attn_implementation():  # type: ignore[operator]
+    if not attentions or not model._can_set_attn_implementation():
         return f"the attention of {kind} does not go through transformers' attention interface"
     if any(isinstance(module, nn.Conv1d | nn.Conv2d) for module in model.modules()):
         return f"{kind} has convolutions over its sequences"

@@ -46,9 +46,7 @@ def cut_sequences(values: Values, grid: Grid, *, dim: int = 1, layout: Layout = 
     Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can.
     """
     ranks, rank = grid.size("context"), grid.coordinate("context")
-    return tree_map(  # type: ignore[no-any-return]
-        lambda leaf: _cut(leaf, ranks, rank, layout, dim) if isinstance(leaf, Tensor) else leaf, values
-    )
+    return tree_map(lambda leaf: _cut(leaf, ranks, rank, layout, dim) if isinstance(leaf, Tensor) else leaf, values)
 
 
 def check_length(length: int, ranks: int, layout: Layout) -> None:
@@ -135,13 +133,13 @@ class SequenceParts:
             of_transformers.refuse_arguments(model, given, length)
             documents = of_transformers.find_documents(given, rows, length)
         labels = given.get("labels")
-        is_shifted = self.is_pretrained and isinstance(labels, Tensor) and compares_with_next(model)
         shapes = ((rows, length), (1, length))
         found = {
             key: self.cut(value) if isinstance(value, Tensor) and tuple(value.shape[:2]) in shapes else value
             for key, value in given.items()
         }
-        if is_shifted and given.get("shift_labels") is None:
+        is_shifted = self.is_pretrained and given.get("shift_labels") is None and compares_with_next(model)
+        if is_shifted and isinstance(labels, Tensor):
             found["labels"] = found["shift_labels"] = self.cut_targets(model, labels)
         at = next(name for name in _POSITIONS if name in self._signature.parameters)
         if found.get(at) is None:
