@@ -107,6 +107,7 @@ def check_operators():
     return counter.get_total_flops()
 
 
+@pytest.mark.long
 def test_operators_are_torchs(ranks):
     assert ranks(1).run(check_operators) == [2 * 2 * 4 * LENGTH * LENGTH * (8 + 4)]
 

@@ -17,12 +17,9 @@ from stretto.ops.operator import list_channels
 
 
 def differ_by_copies(ranks):
-    """Calls that follow each other in one workspace, of one slot, as those of long sequences have."""
+    """Calls that follow each other in one workspace."""
     cases = list(list_cases(ranks))
-    with (
-        mock.patch.object(operators, "can_copy", return_value=True),
-        mock.patch("stretto.ops.operator.TWO_SLOTS_BYTES", 0),
-    ):
+    with mock.patch.object(operators, "can_copy", return_value=True):
         found = [
             (implementation, case, differences)
             for implementation, case in (("ring", cases[0]), ("ring", cases[1]), ("all_gather", cases[-4]))
