@@ -22,7 +22,7 @@ def differ_by_copies(ranks):
     with mock.patch.object(operators, "can_copy", return_value=True):
         found = [
             (implementation, case, differences)
-            for implementation, case in (("ring", cases[1]), ("all_gather", cases[-4]))
+            for implementation, case in (("ring", cases[0]), ("ring", cases[1]), ("all_gather", cases[-4]))
             if max(differences := find_differences(case, implementation)) > EXACT
         ]
     assert list_channels(dist.group.WORLD.group_name)
@@ -182,4 +182,4 @@ def differ_by_gpu_kernels(ranks):
 def test_kernels_of_gpus_are_called_as_torch_defines_them(ranks):
     for rank, (found, counts) in enumerate(ranks(2).run(differ_by_gpu_kernels, 2)):
         assert not found, (rank, found)
-        assert min(counts) >= 10
+        assert min(counts) >= 4

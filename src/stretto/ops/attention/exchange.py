@@ -94,17 +94,18 @@ class Peers(NamedTuple):
         """Push rows into the ranks' workspaces by copy engines: to the rank before this one first, and so on.
 
         Reuse: a call begins with a barrier of the group, after the kernels that read what came before into its area.
+        It is a whole barrier, since all calls here use one slot: kernels read it after the next call has begun.
         """
         shape = self.room, *rows.shape[1:]
         area_bytes = -(-count_bytes(*shape, dtype=rows.dtype) // _ALIGNMENT) * _ALIGNMENT
         workspace = find_workspace(self.group, rows.device, self.areas * area_bytes, "barrier")
         channel = workspace.channel
-        offset = next(workspace.slot_cycle) * workspace.slot_bytes + area * area_bytes
+        slot, offset = 0 if workspace.slots == 2 else None, area * area_bytes
         mapping = tiles.shard_tiles(1, channel.world_size, 1)
         rest = channel.rank % self.degree
 
         def push() -> Tensor:
-            channel.begin("context attention", mapping, mapping, "broadcast")
+            channel.begin("context attention", mapping, mapping, "broadcast", slot=slot)
             with tiles.copy_engine(channel):
                 for distance in range(1, channel.world_size):
                     peer = (channel.rank - distance) % channel.world_size
