@@ -191,8 +191,8 @@ def _attend(
     attend: Attend | None = getattr(module, "attend_over_context", None)
     if attend is None:
         raise ValueError(
-            f"this {type(module).__name__} has the attn_implementation {NAME!r} of a model that stretto.parallelize "
-            "has put on a grid with context: set another one (model.set_attn_implementation('sdpa')), or build the model "
+            f"this {type(module).__name__} has the attn_implementation {NAME!r} of a model that parallelize has put on "
+            "a grid with context: set another one (model.set_attn_implementation('sdpa')), or build the model "
             "from a configuration of its own"
         )
     if attention_mask is not None:

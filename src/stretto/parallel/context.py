@@ -24,7 +24,6 @@ from stretto.ops.attention import context_attention, list_chunks
 from stretto.ops.attention.plan import Layout
 from stretto.ops.moe.routes import call
 from stretto.parallel.comm.collectives import collective, gather_rows
-from stretto.parallel.comm.kept_outputs import keep_output
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import ParallelDropout
 
@@ -207,13 +206,10 @@ class SequenceParts:
         return torch.cat(parts)
 
     def _run_collective(self, kind: str, make: Callable[[], T]) -> T:
-        """Mark a collective of attention as one over context, and keep its output where recomputation keeps such."""
-
-        def marked() -> T:
-            with collective(kind, self.group):
-                return make()
-
-        return keep_output("exchanged keys", marked)
+        """Mark a collective of attention as one over context. Recomputation cannot keep what it brings: that is in
+        memory that the next call reuses."""
+        with collective(kind, self.group):
+            return make()
 
 
 def require_context(model: nn.Module, grid_sizes: Mapping[str, int]) -> None:
