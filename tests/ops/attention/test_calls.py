@@ -227,3 +227,27 @@ def test_refusals(ranks):
     ranks(2).run(refuse)
     for found in ranks(2).run(differ_between_ranks):
         assert len(found) == 3
+
+
+def list_wrapped():
+    """The kinds of collectives that a caller wraps, forward and then backward too, of each implementation."""
+    q, k = torch.randn(1, 2, LENGTH, 8, requires_grad=True), torch.randn(1, 2, LENGTH, 8)
+    found = []
+    for implementation in IMPLEMENTATIONS:
+        kinds = []
+
+        def wrap(kind, make, kinds=kinds):
+            kinds.append(kind)
+            return make()
+
+        out = ops.context_attention(q, k, k, implementation=implementation, wrap_collective=wrap)
+        forward = len(kinds)
+        out.sum().backward()
+        found.append((set(kinds), forward, len(kinds)))
+    return found
+
+
+def test_a_caller_wraps_each_collective(ranks):
+    # Keys; then keys and gradients. Ulysses: q, k, v and the output; then the gradients of the output and of q.
+    expected = [({"all_to_all"}, 1, 3), ({"all_to_all"}, 1, 3), ({"all_to_all"}, 4, 6)]
+    assert ranks(2).run(list_wrapped) == [expected] * 2
