@@ -126,17 +126,22 @@ def find_documents(given: Mapping[str, Any], rows: int, length: int) -> Tensor |
     """The first tokens of all documents of the rows, one after another, and the end of the last: int32 [documents + 1].
 
     None where each row is one document. On the CPU: for masks and positions on a GPU the host waits. Raises ValueError
-    for padding within a row.
+    for padding within a row, and for documents that are not these rows'.
     """
-    starts = given.get("cu_seq_lens_q")
+    starts, mask, positions = (given.get(name) for name in ("cu_seq_lens_q", "attention_mask", "position_ids"))
     begins = torch.zeros(rows, length, dtype=torch.bool)
     begins[:, 0] = True
     if isinstance(starts, Tensor):
         starts = starts.cpu().long()
+        if starts.dim() != 1 or starts[-1] != rows * length:
+            raise ValueError(
+                f"cu_seq_lens_q is {starts.tolist()}, but must be the first tokens of all documents of {rows} rows, "
+                f"one after another, and their end, {rows * length}; in a pipeline, give position_ids"
+            )
         begins.view(-1)[starts[starts < rows * length]] = True
-    elif isinstance(positions := given.get("position_ids"), Tensor):
+    elif isinstance(positions, Tensor) and mask is None:  # with a mask, transformers looks for no documents
         begins[:, 1:] |= (positions.diff(dim=1) != 1).cpu()
-    if isinstance(mask := given.get("attention_mask"), Tensor):
+    if isinstance(mask, Tensor):
         mask = mask.bool().cpu()
         changes = mask[:, 1:] != mask[:, :-1]
         if ((changes & mask[:, 1:]).sum(1) + mask[:, 0] > 1).any():
