@@ -6,8 +6,8 @@ backward pass B, or the two parts of that, I for the input's gradient and W for 
 schedule, or comes about as messages arrive (Singh, section 3.1.3). Each rank takes its actions one after another, and
 waits in each for the message that the action needs.
 
-Collectives within a stage (over x, y, z and context) run in the order of the actions, so the ranks that share a micro-batch must
-take the same ones. In message-driven order the first of them decides, and notifies the others.
+Collectives within a stage (over x, y, z and context) run in the order of the actions, so the ranks that share a
+micro-batch must take the same ones. In message-driven order the first of them decides, and notifies the others.
 """
 
 import itertools
