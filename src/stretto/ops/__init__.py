@@ -8,7 +8,8 @@ tiles' products) and `small_m` (few rows).
 
 from stretto.ops import moe
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
-from stretto.ops.config import KernelConfig, counts
+from stretto.ops.choices import counts
+from stretto.ops.config import KernelConfig
 from stretto.ops.embedding import (
     EmbeddingAllToAll,
     TableUpdate,

@@ -13,12 +13,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from stretto.ops.all_gather_matmul import launch_gather
-from stretto.ops.config import (
-    LIBRARY,
-    KernelConfig,
-    encode_implementation,
-    find_config,
-)
+from stretto.ops.choices import find_config
+from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.matmul_all_reduce import launch_all_reduce
 from stretto.ops.matmul_reduce_scatter import divide_first_dim, launch_scatter, require_rows
