@@ -110,7 +110,7 @@ def launch_sort(name: str) -> Launch:
     if name == "count_copies":
         return Launch(sorting.count_copies, (*copies, 64, 256), {})
     found = LONGS, LONGS, FLOATS.to(torch.uint8), WORDS
-    return Launch(sorting.place_copies, (*copies, *found, 65536, 64, 256), {"num_warps": 8})
+    return Launch(sorting.place_copies, (*copies, *found, 65536, 64, 256), {})
 
 
 def launch_gates(name: str) -> Launch:

@@ -117,7 +117,7 @@ def compare_sorts():
         words = torch.randint(-1, experts + 1, (tokens, 2 * k), generator=generator)
         for ids in (words[:, :k], words.int()[:, k:]):
             arguments = ids, experts, rows, None if known is None else torch.tensor(known)
-            with mock.patch.object(sorting, "_BLOCKS", tl.constexpr(2)):  # that have several of _COPIES
+            with mock.patch.object(sorting, "_BLOCKS", 2):  # that have several of _COPIES
                 ours = sorting.sort_on_gpu(*arguments)
             right = sorting.sort_by_torch(*arguments)
             same += [
@@ -132,16 +132,16 @@ def test_kernels_sort_copies_as_torch_does(interpret):
 
 @triton.jit
 def take_rows(
-    channel, mapping, table, rows, out, places, columns, TILE: tl.constexpr, ROWS: tl.constexpr, WORLD: tl.constexpr
-):
+    channel, mapping, table, rows, out, places, columns, TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WORLD: tl.constexpr,
+):  # fmt: skip
     """Copy rows, TILE at once, when they have arrived."""
-    for first in range(0, places, TILE):
+    for first in range(tl.program_id(0) * TILE, places, tl.num_programs(0) * TILE):
         last = tl.minimum(first + TILE, places)
         ready = exchange_kernel.wait_for_rows(channel, mapping, table, first, last, ROWS, WORLD)
-        for place in range(first, last):
-            at = tl.arange(0, 64)
-            row = tl.load(rows + place * columns + at + ready, mask=at < columns)
-            tl.store(out + place * columns + at, row, mask=at < columns)
+        place, at = (first + tl.arange(0, TILE))[:, None], tl.arange(0, BLOCK)[None, :]
+        mask = (place < last) & (at < columns)
+        tl.store(out + place * columns + at, tl.load(rows + place * columns + at + ready, mask=mask), mask=mask)
 
 
 def consume():
@@ -154,7 +154,7 @@ def consume():
         arriving = sent.route.start(tokens)
         out = torch.zeros_like(sent.tokens)
         arguments = arriving.channel, arriving.mapping, arriving.table, arriving.rows, out, len(out), HIDDEN
-        launch_kernel(take_rows, 1, *arguments, 3, arriving.tile_rows, arriving.world)
+        launch_kernel(take_rows, 2, *arguments, 4, 64, arriving.tile_rows, arriving.world)
         arriving.join()
         same.append(torch.equal(out, sent.tokens if tokens is x else -sent.tokens))
     return same
