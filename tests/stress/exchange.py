@@ -18,6 +18,7 @@ LOCAL = 2  # experts of a rank
 _EXCHANGE = (
     *(f"ops.moe.exchange_kernel.{name}" for name in ("exchange_counts", "push_rows")),
     *(f"ops.moe.pairs.{name}" for name in ("count_pairs", "place_pairs")),
+    *(f"ops.moe.sorting.{name}" for name in ("count_copies", "place_copies")),
 )
 
 

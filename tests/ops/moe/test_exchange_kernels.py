@@ -3,10 +3,13 @@
 
 import re
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from tests.ops.moe.oracle import draw, make_layer
 from tests.ops.moe.test_exchange import Case, count_needed, exceed, part
 from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
@@ -14,7 +17,8 @@ from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
 from stretto import ops, tiles
 from stretto.memory import PeerError
 from stretto.ops import moe
-from stretto.ops.moe import exchange_kernel, pairs
+from stretto.ops.moe import exchange_kernel, pairs, sorting
+from stretto.tiles.launches import launch_kernel
 
 SEED, HIDDEN = 320, 37
 
@@ -101,6 +105,65 @@ def test_kernels_find_the_same_pairs_as_torch(interpret):
     assert interpret(1, compare_all_pairs) == [[[]] * 4]
 
 
+def compare_sorts():
+    """Whether kernels sort copies as torch's operators do: with ids of no expert, and twice in a token."""
+    generator, same = torch.Generator().manual_seed(SEED), []
+    for tokens, k, experts, rows, known in [
+        (90, 3, 4, 200, 71),
+        (5, 1, 1, 9, None),
+        (300, 2, 70, 600, 300),
+        (0, 2, 2, 3, 0),
+    ]:
+        words = torch.randint(-1, experts + 1, (tokens, 2 * k), generator=generator)
+        for ids in (words[:, :k], words.int()[:, k:]):
+            arguments = ids, experts, rows, None if known is None else torch.tensor(known)
+            with mock.patch.object(sorting, "_BLOCKS", tl.constexpr(2)):  # that have several of _COPIES
+                ours = sorting.sort_on_gpu(*arguments)
+            right = sorting.sort_by_torch(*arguments)
+            same += [
+                one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(ours, right, strict=True)
+            ]
+    return same
+
+
+def test_kernels_sort_copies_as_torch_does(interpret):
+    assert interpret(1, compare_sorts) == [[True] * 32]
+
+
+@triton.jit
+def take_rows(
+    channel, mapping, table, rows, out, places, columns, TILE: tl.constexpr, ROWS: tl.constexpr, WORLD: tl.constexpr
+):
+    """Copy rows, TILE at once, when they have arrived."""
+    for first in range(0, places, TILE):
+        last = tl.minimum(first + TILE, places)
+        ready = exchange_kernel.wait_for_rows(channel, mapping, table, first, last, ROWS, WORLD)
+        for place in range(first, last):
+            at = tl.arange(0, 64)
+            row = tl.load(rows + place * columns + at + ready, mask=at < columns)
+            tl.store(out + place * columns + at, row, mask=at < columns)
+
+
+def consume():
+    """Whether rows that a kernel waits for are those that are sent, of two calls."""
+    case, rank, group = Case((2, 7, 30), 2, 6), dist.get_rank(), dist.group.WORLD
+    layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, hidden=HIDDEN)
+    x, ids, weights = (part(one, case.tokens, rank).clone() for one in (layer.x, layer.ids, layer.weights))
+    sent, same = moe.send_tokens(x, ids, weights, case.experts, group, implementation="kernel"), []
+    for tokens in (x, -x):
+        arriving = sent.route.start(tokens)
+        out = torch.zeros_like(sent.tokens)
+        arguments = arriving.channel, arriving.mapping, arriving.table, arriving.rows, out, len(out), HIDDEN
+        launch_kernel(take_rows, 1, *arguments, 3, arriving.tile_rows, arriving.world)
+        arriving.join()
+        same.append(torch.equal(out, sent.tokens if tokens is x else -sent.tokens))
+    return same
+
+
+def test_a_kernel_waits_for_the_rows_that_it_loads(interpret):
+    assert interpret(3, consume) == [[True] * 2] * 3
+
+
 def miss_a_call():
     """Rank 1 misses a call: rank 0's error of it, and of the next one."""
     group = dist.new_group(timeout=timedelta(seconds=3))
@@ -144,10 +207,10 @@ def test_where_no_kernel_can_run_it_says_so(ranks):
 def test_rows_are_stored_before_their_signal_in_wide_pieces():
     rows, longs, words = (torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.int64, torch.int32))
     mapping = tiles.shard_tiles(32, 4, 1, channels=32, fixed=True)
-    pushed = exchange_kernel.PushedRows(rows, longs, words.float(), words.view(torch.uint8), words, 4096, 8192)
-    staged = exchange_kernel.StagedRows(rows, words, 8192)
-    arguments = make_channel("p2p"), mapping, pushed, staged, words, 0, True, 8, 8, 4, 1024, 4
-    lines = compile_to_ptx(exchange_kernel.push_rows, arguments, num_warps=8, enable_fp_fusion=False)
+    pushed = exchange_kernel.PushedRows(rows, longs, 4096, 8192)
+    staged = exchange_kernel.StagedRows(rows, 8192)
+    arguments = make_channel("p2p"), mapping, pushed, staged, words, 0, True, True, 32, 1024, 4
+    lines = compile_to_ptx(exchange_kernel.push_rows, arguments, num_warps=16)
     assert any(re.search(r"st\.global\.(.*\.)?v4\.b32", line) for line in lines)
     releases = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.add", line)]
     assert releases

@@ -22,7 +22,6 @@ from stretto.ops.moe.permutation import (
     sort_by_expert,
     sum_copies,
     unpermute,
-    weigh_tokens,
 )
 from stretto.ops.moe.routes import CollectiveWrapper, Route, call
 
@@ -219,8 +218,8 @@ def _dispatch_to_ranks(
 ) -> Dispatched:
     # With "choice" the backward pass needs weights at the experts, and sends them.
     given = topk_weights if topk_weights is not None and reduce == "rank" and can_send(topk_weights) else None
-    route, tokens = route_call.find("dispatch", x, topk_ids, given, reduce)
-    rows = _Dispatch.apply(x, tokens, route, reduce, route_call.wrap_collective)
+    route = route_call.find("dispatch", x, topk_ids, given, reduce)
+    rows = _Dispatch.apply(x, route, reduce, route_call.wrap_collective)
     version = None if given is None else (given, given._version)
     shape = topk_ids.shape[0], topk_ids.shape[1]
     handle = DispatchHandle(rows.shape[0], shape, None, route, route_call.group, reduce, version)
@@ -242,12 +241,9 @@ class _Dispatch(torch.autograd.Function):
     """Tokens along a route, and a copy for each row; backward, gradients are summed, and returned as `reduce` says."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, tokens: Tensor | None, route: Route, reduce: Reduce, wrap_collective: CollectiveWrapper
-    ) -> Tensor:
-        """tokens: x at its places, if it was sent with the route."""
+    def forward(ctx: Any, x: Tensor, route: Route, reduce: Reduce, wrap_collective: CollectiveWrapper) -> Tensor:
         ctx.route, ctx.reduce, ctx.wrap_collective = route, reduce, wrap_collective
-        return _spread(route, route.send(lambda: x, wrap_collective) if tokens is None else tokens, None)
+        return route.spread(route.send(lambda: x, wrap_collective, lends=True))
 
     @staticmethod
     @once_differentiable
@@ -257,7 +253,7 @@ class _Dispatch(torch.autograd.Function):
             grad_x = sum_copies(route.give_choices_back(lambda: grad, ctx.wrap_collective), route.choices)
         else:
             grad_x = route.sum_back(lambda: grad, None, ctx.wrap_collective)
-        return grad_x, None, None, None, None
+        return grad_x, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -285,9 +281,9 @@ class _Combine(torch.autograd.Function):
         weights, rows = ctx.saved_tensors
         needs_rows, needs_weights, *_ = ctx.needs_input_grad
         grad_rows = grad_weights = None
-        tokens = route.send(lambda: grad, wrap_collective)
+        tokens = route.send(lambda: grad, wrap_collective, lends=True)
         if needs_rows:
-            grad_rows = _spread(route, tokens, weights)
+            grad_rows = route.spread(tokens, weights)
         if needs_weights:
             grad_weights = route.give_back(
                 lambda: multiply_copies(tokens, rows, index.positions, index.is_here), wrap_collective
@@ -314,17 +310,7 @@ class _CombineChoices(torch.autograd.Function):
         grad_rows = grad_weights = None
         if weights is not None:
             everyones = ctx.route.send(lambda: weights, ctx.wrap_collective)
-            grad_rows = _spread(ctx.route, ctx.route.send(lambda: grad, ctx.wrap_collective), everyones)
+            grad_rows = ctx.route.spread(ctx.route.send(lambda: grad, ctx.wrap_collective, lends=True), everyones)
         if returned is not None:
             grad_weights = multiply_copies(grad, returned, ctx.route.choices).to(ctx.weights_dtype)
         return grad_rows, grad_weights, None, None
-
-
-def _spread(route: Route, tokens: Tensor, weights: Tensor | None) -> Tensor:
-    """A row for each copy of places' tokens [places, h], times weights [places, k] if there are any."""
-    slots = route.index.slots
-    if not len(tokens):
-        return tokens.new_zeros(len(slots), tokens.shape[1])
-    if weights is None:
-        return route.fill_padding(tokens.index_select(0, route.index.places()))
-    return route.fill_padding(weigh_tokens(tokens, weights, slots))

@@ -28,16 +28,16 @@ class FixedRoute(Route):
     """The selection of this rank's rows among all ranks' tokens, in the order of gather_group's, then group's ranks.
 
     groups: over which tokens are gathered, in this order; a place is one of all their tokens. index: of max_rows rows.
-    is_row: bool [max_rows], False for padding; fill: a scalar, what padding has: 0, or NaN after too many rows.
+    needed: rows that this rank needs; fill: a scalar, what padding has: 0, or NaN after too many rows.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
     index: PlaceIndex
-    is_row: Tensor
+    needed: Tensor
     fill: Tensor
     weights: None = None
 
-    def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
+    def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper, *, lends: bool = False) -> Tensor:
         """All tokens' values, [t, .] -> [all tokens, .]."""
         tokens = make()
         for group in self.groups:
@@ -50,10 +50,6 @@ class FixedRoute(Route):
         for group in reversed(self.groups):
             sums = _scatter(sums, group, wrap_collective)
         return sums
-
-    def fill_padding(self, rows: Tensor) -> Tensor:
-        """The rows, where padding has `fill`."""
-        return torch.where(self.is_row[:, None], rows, self.fill.to(rows.dtype))
 
     def mark_excess(self, tokens: Tensor) -> Tensor:
         """The tokens, all of NaN after too many rows."""
@@ -80,17 +76,15 @@ def find_fixed_route(
     ends = order.offsets[::local]
     needed = (ends[1:] - ends[:-1]).to(torch.int64)
     begin = ends[shard]
-    is_over = needed[shard] > max_rows
-    count = needed[shard].clamp(max=max_rows)
     offsets = (order.offsets[shard * local : (shard + 1) * local + 1] - begin).clamp(max=max_rows)
     numbers = torch.arange(max_rows, device=topk_ids.device)
     copies = topk_ids.numel()
     slots = order.slots.index_select(0, (numbers + begin).clamp(max=copies - 1)) if copies else numbers * 0
     positions = order.positions - begin
     is_here = (positions >= 0) & (positions < needed[shard])  # also copies beyond max_rows, which so become NaN
-    fill = torch.where(is_over, torch.nan, 0.0)
+    fill = torch.where(needed[shard] > max_rows, torch.nan, 0.0)
     index = PlaceIndex(slots, positions.clamp(0, max_rows - 1), is_here, offsets)
-    return FixedRoute(groups, index, (numbers < count) & ~is_over, fill), needed
+    return FixedRoute(groups, index, needed[shard], fill), needed
 
 
 def _gather(tokens: Tensor, group: dist.ProcessGroup, wrap_collective: CollectiveWrapper) -> Tensor:

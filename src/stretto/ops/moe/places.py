@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.moe.call_route import can_send, check_call
-from stretto.ops.moe.permutation import sort_by_expert
-from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call
+from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, index_places
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,7 @@ def send_tokens(
         implementation,
     )  # fmt: skip
     if route_call.is_alone and max_rows is None:
-        order = sort_by_expert(topk_ids, num_experts)
-        is_here = torch.ones_like(topk_ids, dtype=torch.bool)
-        index = PlaceIndex(order.slots, order.positions, is_here, order.offsets)
+        index = index_places(topk_ids, num_experts, topk_ids.numel())
         return SentTokens(x, topk_weights, index, None, wrap_collective)
     if route_call.is_alone:
         raise ValueError("send_tokens: one rank with all experts has as many rows as choices: give max_rows=None")
@@ -80,8 +77,8 @@ def return_sums(sums: Tensor, sent: SentTokens) -> Tensor:
 @torch.compiler.disable  # a graph break, as in `dispatch`
 def _send(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, route_call: Any) -> SentTokens:
     given = topk_weights if can_send(topk_weights) else None
-    route, tokens = route_call.find("send_tokens", x, topk_ids, given, "rank")
-    tokens, weights = _Send.apply(x, topk_weights, tokens, route, route_call.wrap_collective)
+    route = route_call.find("send_tokens", x, topk_ids, given, "rank")
+    tokens, weights = _Send.apply(x, topk_weights, route, route_call.wrap_collective)
     return SentTokens(tokens, weights, route.index, route, route_call.wrap_collective)
 
 
@@ -96,17 +93,10 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weights: Tensor,
-        tokens: Tensor | None,
-        route: Route,
-        wrap_collective: CollectiveWrapper,
+        ctx: Any, x: Tensor, weights: Tensor, route: Route, wrap_collective: CollectiveWrapper
     ) -> tuple[Tensor, Tensor]:
-        """tokens: x at its places, if it was sent with the route, as weights may have been."""
         ctx.route, ctx.wrap_collective = route, wrap_collective
-        if tokens is None:
-            tokens = route.send(lambda: x, wrap_collective)
+        tokens = route.send(lambda: x, wrap_collective)
         everyones = route.weights
         if everyones is None:
             everyones = route.send(lambda: weights, wrap_collective)
@@ -120,7 +110,7 @@ class _Send(torch.autograd.Function):
             ctx.route.give_back(lambda one=one: one, ctx.wrap_collective) if needs else None
             for one, needs in zip((grad, grad_weights), ctx.needs_input_grad, strict=False)
         ]
-        return *returned, None, None, None
+        return *returned, None, None
 
 
 class _Return(torch.autograd.Function):
