@@ -130,6 +130,7 @@ def compile_layer():
     return [torch.equal(*pair) for pair in zip(*results, strict=True)]
 
 
+@pytest.mark.long
 def test_a_compiled_layer_is_one_graph_with_the_same_bits(ranks):
     assert all(map(all, ranks(2).run(compile_layer)))
 

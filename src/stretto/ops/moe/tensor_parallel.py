@@ -11,14 +11,15 @@ gradients.
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.ops.config import find_group_obstacle
 from stretto.ops.moe.activation import Activation, find_activation, gated_activation
-from stretto.ops.moe.grouped_config import require_implementation
+from stretto.ops.moe.grouped_config import GroupedConfig, choose_config, require_implementation
 from stretto.ops.moe.grouped_matmul import (
     compute_product,
     grouped_weight_gradient,
@@ -29,33 +30,23 @@ from stretto.ops.moe.permutation import (
     require_tokens,
     require_weighted,
     sort_by_expert,
+    spread_tokens,
     sum_copies,
     sum_dtype,
     weigh_and_multiply,
-    weigh_tokens,
 )
+from stretto.ops.moe.tensor_parallel_kernels import Routed, exchange, multiply_arriving, multiply_leaving
 from stretto.ops.operator import (
     Autograd,
     define_operator,
     find_group,
     find_name,
     gather_rows,
+    needs_gradients,
     reduce_scatter,
     require_agreement,
     scatter_sum,
 )
-
-
-class Routing(NamedTuple):
-    """The rows of all ranks' tokens, which are numbered over the ranks: rank r's begin at r * t.
-
-    tokens: int32 [n], of each row. positions: int64 [ranks * t, k], the row of each token's copy. offsets: int32
-    [experts + 1].
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    offsets: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ class GatheredRows:
     """
 
     rows: Tensor
-    handle: Routing
+    handle: Routed
 
     @property
     def offsets(self) -> Tensor:
@@ -91,22 +82,23 @@ def all_gather_moe(
 
     x's gradient is the transposed pair, a grouped product and a reduce-scatter, with the sums of `moe_reduce_scatter`;
     weight's needs the gathered tokens [ranks * t, h], which are kept for it. implementation: "library" gathers by the
-    group's backend, then multiplies as `grouped_matmul`; "auto" takes it. ValueError for other shapes and dtypes, and
-    if ranks make different calls. TileLink, section 5.
+    group's backend, then multiplies as `grouped_matmul`; "kernel" multiplies tokens as they arrive, for what
+    `grouped_matmul`'s kernels take, between ranks of one machine; "auto" is the library. ValueError for other shapes
+    and dtypes, where no kernel can run, and if ranks make different calls. TileLink, section 5.
     """
     name = find_name(group)
-    _require_implementation("all_gather_moe", implementation)
+    require_implementation(implementation)
     require_tokens("all_gather_moe", x, topk_ids, weight.shape[0] if weight.dim() == 3 else 1)
-    routing = Routing(*_gather_routing(topk_ids, weight.shape[0], name))
-    require_operands("all_gather_moe", x, weight, routing.offsets)
-    rows, _ = _gather_multiply(x, weight, *routing, name, implementation)
-    return GatheredRows(rows, routing)
+    routed = Routed(*_gather_routing(topk_ids, weight.shape[0], name, implementation))
+    require_operands("all_gather_moe", x, weight, routed.offsets)
+    rows, _ = _gather_multiply(x, weight, *routed, name, implementation, needs_gradients(weight))
+    return GatheredRows(rows, routed)
 
 
 def moe_reduce_scatter(
     rows: Tensor,
     weight: Tensor,
-    handle: Routing,
+    handle: Routed,
     topk_weights: Tensor,
     group: dist.ProcessGroup | None = None,
     *,
@@ -124,7 +116,7 @@ def moe_reduce_scatter(
     in `all_gather_moe`. ValueError as there, and for rows that are not the handle's.
     """
     name = find_name(group)
-    _require_implementation("moe_reduce_scatter", implementation)
+    require_implementation(implementation)
     require_operands("moe_reduce_scatter", rows, weight, handle.offsets)
     tokens, k = handle.positions.shape
     if rows.shape[0] != handle.tokens.shape[0]:
@@ -168,23 +160,19 @@ def moe_mlp(
     return moe_reduce_scatter(rows, down, found.handle, topk_weights, group, implementation=implementation)
 
 
-def _require_implementation(operator: str, implementation: str) -> None:
-    require_implementation(implementation)
-    if implementation == "kernel":
-        raise ValueError(f'{operator}: no kernel overlaps these: "auto" and "library" will do')
-
-
 # The routing.
 
 
-def _run_routing(topk_ids: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor, Tensor]:
-    t, k = topk_ids.shape
-    _require_agreement(f"routing of [{t}, {k}] {topk_ids.dtype}, {experts} experts", group, topk_ids.device)
-    slots, positions, offsets = sort_by_expert(_gather(topk_ids, group), experts)
+def _run_routing(topk_ids: Tensor, experts: int, group: str, implementation: str) -> tuple[Tensor, Tensor, Tensor]:
+    (t, k), device = topk_ids.shape, topk_ids.device
+    _require_agreement(f"routing of [{t}, {k}] {topk_ids.dtype}, {experts} experts, {implementation}", group, device)
+    if obstacle := _find_obstacle(implementation, group, device):
+        raise ValueError(obstacle)
+    slots, positions, offsets = sort_by_expert(_gather(topk_ids, group, implementation), experts)
     return (slots // k).to(torch.int32), positions, offsets
 
 
-def _fake_routing(topk_ids: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_routing(topk_ids: Tensor, experts: int, group: str, implementation: str) -> tuple[Tensor, Tensor, Tensor]:
     (t, k), ranks = topk_ids.shape, find_group(group).size()
     return (
         topk_ids.new_empty(ranks * t * k, dtype=torch.int32),
@@ -196,15 +184,45 @@ def _fake_routing(topk_ids: Tensor, experts: int, group: str) -> tuple[Tensor, T
 _gather_routing = define_operator("moe_gather_routing", _run_routing, fake=_fake_routing, tensors=slice(1))
 
 
-def _require_agreement(call: str, group: str, device: torch.device) -> None:
-    if find_group(group).size() > 1:
-        require_agreement(f"tensor-parallel experts: {call}", False, group, device)
+def _require_agreement(call: str, group: str, device: torch.device, *, is_ready: bool = True) -> bool:
+    """True if the call is_ready on all ranks. ValueError if they make different calls."""
+    if find_group(group).size() == 1:
+        return is_ready
+    return require_agreement(f"tensor-parallel experts: {call}", is_ready, group, device).by_tma
 
 
-def _gather(rows: Tensor, group: str) -> Tensor:
-    """All ranks' rows, in their order, by the group's backend."""
-    if not rows.numel() or find_group(group).size() == 1:
-        return rows.new_empty(rows.shape[0] * find_group(group).size(), rows.shape[1]) if not rows.numel() else rows
+def _find_config(
+    call: str, implementation: str, n: int, experts: int, operands: tuple[Tensor, ...], group: str, *, by_tokens: bool
+) -> GroupedConfig | None:
+    """The kernel's configuration of a product, None for the library. ValueError where "kernel" is asked for in vain."""
+    device, config = operands[0].device, None
+    obstacle = _find_obstacle(implementation, group, device) if n else ""
+    if implementation == "kernel" and find_group(group).size() > 1 and n and not obstacle:
+        try:
+            config = choose_config(implementation, "product", n, experts, operands, by_tokens=by_tokens)
+        except ValueError as error:  # which other ranks need not have
+            obstacle = str(error)
+    is_ready = _require_agreement(f"{call}, {implementation}", group, device, is_ready=not obstacle)
+    if obstacle or not is_ready:
+        raise ValueError(obstacle or "no kernel can run, since another rank's operands do not suit any")
+    return config
+
+
+def _find_obstacle(implementation: str, group: str, device: torch.device) -> str:
+    """Why the group's ranks can run no kernels that were asked for, "" if they can."""
+    obstacle = ""
+    if implementation == "kernel" and find_group(group).size() > 1:
+        obstacle = find_group_obstacle(group, device)
+    return obstacle and f'no kernel can run: {obstacle}; implementation="library" will do'
+
+
+def _gather(rows: Tensor, group: str, implementation: str = "library") -> Tensor:
+    """All ranks' rows, in their order, in memory of their own."""
+    ranks = find_group(group).size()
+    if not rows.numel() or ranks == 1:
+        return rows.repeat(ranks, 1)
+    if implementation == "kernel":
+        return exchange(rows.expand(ranks, *rows.shape), group).flatten(0, 1)
     return gather_rows(rows.contiguous(), group)
 
 
@@ -212,7 +230,7 @@ def _scatter(sums: Tensor, group: str) -> Tensor:
     """This rank's rows of the sum over ranks: on CPUs in the order of ranks, on GPUs by the group's reduce-scatter."""
     ranks = find_group(group).size()
     if not sums.numel() or ranks == 1:
-        return sums[: sums.shape[0] // ranks]
+        return sums[: sums.shape[0] // ranks].clone()
     return reduce_scatter(sums, group) if sums.is_cuda else scatter_sum(sums, group)
 
 
@@ -220,19 +238,46 @@ def _scatter(sums: Tensor, group: str) -> Tensor:
 
 
 def _run_gather(
-    x: Tensor, weight: Tensor, tokens: Tensor, positions: Tensor, offsets: Tensor, group: str, implementation: str
+    x: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
+    group: str,
+    implementation: str,
+    keeps_gathered: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(rows [n, f], gathered tokens [ranks * t, h])."""
-    _require_agreement(f"all-gather of [{x.shape[0]}, {x.shape[1]}] {x.dtype}", group, x.device)
-    gathered = _gather(x, group)
+    """(rows [n, f], gathered tokens [ranks * t, h] if they are kept, else none)."""
+    x, weight = x.contiguous(), _orient(weight)
+    config = _find_config(
+        f"all-gather of [{x.shape[0]}, {x.shape[1]}] {x.dtype}", implementation, tokens.shape[0], weight.shape[0],
+        (x, weight), group, by_tokens=True,
+    )  # fmt: skip
+    if config is not None and weight.numel():
+        routed = Routed(tokens, positions, offsets)
+        return multiply_arriving(config, x, weight, routed, group, keeps_gathered=keeps_gathered)
+    gathered = _gather(x, group, implementation)
     rows = compute_product(gathered, weight, offsets, tokens, "auto")
-    return rows, gathered.clone() if gathered is x else gathered  # an operator's result is no argument of it
+    return rows, gathered if keeps_gathered else x.new_empty(0, x.shape[1])
+
+
+def _orient(weight: Tensor) -> Tensor:
+    """The weight, contiguous or the transpose of what is."""
+    return weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous()
 
 
 def _fake_gather(
-    x: Tensor, weight: Tensor, tokens: Tensor, positions: Tensor, offsets: Tensor, group: str, implementation: str
+    x: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
+    group: str,
+    implementation: str,
+    keeps_gathered: bool,
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(tokens.shape[0], weight.shape[1]), x.new_empty(positions.shape[0], x.shape[1])
+    kept = positions.shape[0] if keeps_gathered else 0
+    return x.new_empty(tokens.shape[0], weight.shape[1]), x.new_empty(kept, x.shape[1])
 
 
 def _count_gather_flops(x: torch.Size, weight: torch.Size, tokens: torch.Size, *_: object, **__: object) -> int:
@@ -240,7 +285,7 @@ def _count_gather_flops(x: torch.Size, weight: torch.Size, tokens: torch.Size, *
 
 
 def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, weight, *routing, ctx.group, ctx.implementation = inputs
+    _, weight, *routing, ctx.group, ctx.implementation, _keeps_gathered = inputs
     needs_x, needs_weight, *_ = ctx.needs_input_grad
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -260,7 +305,7 @@ def _differentiate_gather(ctx: Any, grad: Tensor | None, _of_gathered: Tensor | 
             )
         if gathered is not None:
             of_weight = grouped_weight_gradient(grad, gathered, offsets, tokens=tokens)
-    return of_x, of_weight, None, None, None, None, None
+    return of_x, of_weight, None, None, None, None, None, None
 
 
 # Grouped product + weighted sum + reduce-scatter.
@@ -277,16 +322,19 @@ def _run_scatter(
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
     """(this rank's tokens [t, h], all ranks' weights [ranks * t, k], of no elements without weights)."""
+    rows, weight = rows.contiguous(), _orient(weight)
     weighted = "unweighted" if topk_weights is None else topk_weights.dtype
-    _require_agreement(
-        f"reduce-scatter of [{positions.shape[0]}, {weight.shape[1]}] {rows.dtype}, {weighted}", group, rows.device
-    )
-    everyones = None if topk_weights is None else _gather(topk_weights, group)
-    products = compute_product(rows, weight, offsets, None, "auto")
-    out = _scatter(sum_copies(products, positions, everyones), group)
-    if everyones is None:
-        return out, rows.new_empty(0)
-    return out, everyones.clone() if everyones is topk_weights else everyones
+    config = _find_config(
+        f"reduce-scatter of [{positions.shape[0]}, {weight.shape[1]}] {rows.dtype}, {weighted}", implementation,
+        rows.shape[0], weight.shape[0], (rows, weight), group, by_tokens=False,
+    )  # fmt: skip
+    everyones = None if topk_weights is None else _gather(topk_weights, group, implementation)
+    if config is not None and weight.numel():
+        out = multiply_leaving(config, rows, weight, everyones, Routed(tokens, positions, offsets), group)
+    else:
+        products = compute_product(rows, weight, offsets, None, "auto")
+        out = _scatter(sum_copies(products, positions, everyones), group)
+    return out, rows.new_empty(0) if everyones is None else everyones
 
 
 def _fake_scatter(
@@ -309,12 +357,12 @@ def _count_scatter_flops(rows: torch.Size, weight: torch.Size, *_: object, **__:
 
 def _save_scatter(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     rows, weight, topk_weights, *routing, ctx.group, ctx.implementation = inputs
-    needs_rows, needs_weight, needs_topk_weights, *_ = ctx.needs_input_grad
+    _, needs_weight, needs_topk_weights, *_ = ctx.needs_input_grad
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         rows if needs_weight or needs_topk_weights else None,
-        weight if needs_rows or needs_topk_weights else None,
+        weight,
         None if topk_weights is None else output[1],
         *routing,
     )
@@ -324,32 +372,42 @@ def _differentiate_scatter(ctx: Any, grad: Tensor | None, _of_weights: Tensor | 
     """One gather of the gradient, times W for each row; the routers' weights' are products of f numbers, not of h."""
     rows, weight, everyones, tokens, positions, offsets = ctx.saved_tensors
     needs_rows, needs_weight, needs_topk_weights, *_ = ctx.needs_input_grad
-    of_rows: Any = None
-    gathered: Any = None
     of_weight = of_topk_weights = factors = None
     if grad is None:
         return (None,) * 8
-    grad, numbers = grad.contiguous(), torch.arange(tokens.shape[0], device=tokens.device)
-    if weight is not None:
-        transposed = weight.transpose(1, 2)
-        of_rows, gathered = _gather_multiply(
-            grad, transposed, tokens, positions, offsets, ctx.group, ctx.implementation
-        )
-    elif needs_weight:
-        gathered = _gather(grad, ctx.group)
+    of_rows, gathered = _gather_multiply(
+        grad.contiguous(), weight.transpose(1, 2), tokens, positions, offsets, ctx.group, ctx.implementation,
+        needs_weight,
+    )  # fmt: skip
+    numbers = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
     if everyones is not None:
-        factors = torch.empty(tokens.shape[0], 1, dtype=sum_dtype(grad.dtype), device=grad.device)
+        factors = torch.empty(numbers.shape, dtype=sum_dtype(grad.dtype), device=grad.device)
         factors.view(-1).scatter_(0, positions.reshape(-1), everyones.reshape(-1).to(factors.dtype))
         if needs_topk_weights:
-            of_rows, products = weigh_and_multiply(of_rows, rows, numbers[:, None], factors)
+            of_rows, products = weigh_and_multiply(of_rows, rows, numbers, factors)
             products = products.view(-1).index_select(0, positions.reshape(-1)).view(positions.shape)
-            of_topk_weights = _scatter(products, ctx.group).to(everyones.dtype)
+            of_topk_weights = _scatter_products(products, ctx.group, ctx.implementation).to(everyones.dtype)
         elif needs_rows:
-            of_rows = weigh_tokens(of_rows, factors, numbers)
+            of_rows = spread_tokens(of_rows, numbers, factors)
     if needs_weight:
-        weighed = rows if factors is None else weigh_tokens(rows, factors, numbers)
+        weighed = rows if factors is None else spread_tokens(rows, numbers, factors)
         of_weight = grouped_weight_gradient(take_rows(gathered, tokens), weighed, offsets)
     return of_rows if needs_rows else None, of_weight, of_topk_weights, None, None, None, None, None
+
+
+def _run_products(products: Tensor, group: str, implementation: str) -> Tensor:
+    """This rank's [t, k] of the sum over ranks of products [ranks * t, k]."""
+    ranks = find_group(group).size()
+    if implementation != "kernel" or ranks == 1 or not products.numel():
+        return _scatter(products, group)
+    first, *others = exchange(products.view(ranks, -1, products.shape[1]), group)
+    for other in others:
+        first = first + other
+    return first
+
+
+def _fake_products(products: Tensor, group: str, implementation: str) -> Tensor:
+    return products.new_empty(products.shape[0] // find_group(group).size(), products.shape[1])
 
 
 _gather_multiply = define_operator(
@@ -368,3 +426,4 @@ _multiply_scatter = define_operator(
     autograd=Autograd(_save_scatter, _differentiate_scatter),
     tensors=slice(6),
 )
+_scatter_products = define_operator("moe_scatter_products", _run_products, fake=_fake_products, tensors=slice(1))
