@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import triton
 import triton.language as tl
 from tests.ops.moe.oracle import draw, make_layer
 from tests.ops.moe.test_exchange import Case, count_needed, exceed, part
@@ -18,7 +17,6 @@ from stretto import ops, tiles
 from stretto.memory import PeerError
 from stretto.ops import moe
 from stretto.ops.moe import exchange_kernel, pairs, sorting
-from stretto.tiles.launches import launch_kernel
 
 SEED, HIDDEN = 320, 37
 
@@ -128,40 +126,6 @@ def compare_sorts():
 
 def test_kernels_sort_copies_as_torch_does(interpret):
     assert interpret(1, compare_sorts) == [[True] * 32]
-
-
-@triton.jit
-def take_rows(
-    channel, mapping, table, rows, out, places, columns, TILE: tl.constexpr, ROWS: tl.constexpr, WORLD: tl.constexpr
-):
-    """Copy rows, TILE at once, when they have arrived."""
-    for first in range(0, places, TILE):
-        last = tl.minimum(first + TILE, places)
-        ready = exchange_kernel.wait_for_rows(channel, mapping, table, first, last, ROWS, WORLD)
-        for place in range(first, last):
-            at = tl.arange(0, 64)
-            row = tl.load(rows + place * columns + at + ready, mask=at < columns)
-            tl.store(out + place * columns + at, row, mask=at < columns)
-
-
-def consume():
-    """Whether rows that a kernel waits for are those that are sent, of two calls."""
-    case, rank, group = Case((2, 7, 30), 2, 6), dist.get_rank(), dist.group.WORLD
-    layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, hidden=HIDDEN)
-    x, ids, weights = (part(one, case.tokens, rank).clone() for one in (layer.x, layer.ids, layer.weights))
-    sent, same = moe.send_tokens(x, ids, weights, case.experts, group, implementation="kernel"), []
-    for tokens in (x, -x):
-        arriving = sent.route.start(tokens)
-        out = torch.zeros_like(sent.tokens)
-        arguments = arriving.channel, arriving.mapping, arriving.table, arriving.rows, out, len(out), HIDDEN
-        launch_kernel(take_rows, 1, *arguments, 3, arriving.tile_rows, arriving.world)
-        arriving.join()
-        same.append(torch.equal(out, sent.tokens if tokens is x else -sent.tokens))
-    return same
-
-
-def test_a_kernel_waits_for_the_rows_that_it_loads(interpret):
-    assert interpret(3, consume) == [[True] * 2] * 3
 
 
 def miss_a_call():

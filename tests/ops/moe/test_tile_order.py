@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of tiles whose rows arrive, and products in that order, in Triton's interpreter."""
 
+import re
+import time
 from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton.language as tl
-from tests.ops.moe.oracle import draw
-from tests.ops.moe.test_grouped_kernels import BLOCKS, make_offsets
+from tests.ops.moe.oracle import draw, make_layer
+from tests.ops.moe.test_exchange import Case, part
+from tests.ops.moe.test_grouped_kernels import BLOCKS, launch, make_offsets
+from tests.tiles.machine_code import ACQUIRE, Ptx, find_spills, make_channel
 
 from stretto import tiles
+from stretto.ops.moe import kernel_route
 from stretto.ops.moe.grouped_config import GroupedConfig
 from stretto.ops.moe.grouped_kernels import differentiate_gate, multiply, multiply_gated
-from stretto.ops.moe.tile_order import Arrivals, find_tile_order
+from stretto.ops.moe.places import find_places
+from stretto.ops.moe.routes import call
+from stretto.ops.moe.tile_order import Arrivals, TileOrder, find_tile_order
 
 SEED = 591
 
@@ -83,15 +91,16 @@ def test_tiles_of_near_ranks_come_first_with_the_parts_that_they_wait_for(interp
     assert interpret(1, compare_orders) == [[]]
 
 
-def arrive_all(places, offsets, counts, rank, parts=2):
+def arrive_all(rows, counts, rank, parts=2):
     """Rows of which all have arrived: signals and their targets are zeros."""
     table = torch.zeros(len(counts), len(counts), 2, dtype=torch.int32)
     table[:, rank, 0] = torch.tensor(counts)
     constants = (tl.constexpr(value) for value in (len(counts), len(counts) * parts, 0, "p2p"))
     words = torch.zeros(256, dtype=torch.int32)
     channel = tiles.Channel(rank, *constants, 0, words, torch.zeros(8, dtype=torch.int64), words, words, words)
-    block_channel = mock.Mock(rank=rank, world_size=len(counts), launch=tiles.Launches())
-    return Arrivals(block_channel, channel, parts, 4, table, places, offsets)
+    block_channel = mock.Mock(rank=rank, world_size=len(counts), launch=tiles.Launches(), open_side_streams=set())
+    block_channel.side_stream.return_value = None
+    return Arrivals(rows, block_channel, channel, parts, 4, table, None)
 
 
 def compare_products():
@@ -108,7 +117,7 @@ def compare_products():
     factors, same = draw(SEED, total + padding).float(), []
     for rank in range(2):
         found = []
-        for arrivals in (None, arrive_all(places, offsets, counts, rank)):
+        for arrivals in (None, arrive_all(x, counts, rank)):
             results = [multiply(config, x, each, offsets, places, arrivals) for each in (wide, wide.mT.contiguous().mT)]
             gated, inner = multiply_gated(config, x, gate_up, offsets, places, arrivals=arrivals)
             gradient = differentiate_gate(config, x, down, offsets, inner, places, factors, arrivals)
@@ -122,15 +131,45 @@ def test_products_in_the_order_of_arrival_have_the_same_bits(interpret):
     assert interpret(1, compare_products) == [[[True] * 7] * 2]
 
 
+def multiply_while_rows_arrive(is_fixed):
+    """Whether products of tokens on their way, one rank's of which come late, have the bits of those that are there."""
+    case, rank, group = Case((9, 7, 40), 2, 6), dist.get_rank(), dist.group.WORLD
+    tokens = [16] * 3 if is_fixed else case.tokens
+    layer = make_layer(SEED, sum(tokens), case.k, case.experts, hidden=24)
+    x, ids, weights = (part(one, tokens, rank).clone() for one in (layer.x.bfloat16(), layer.ids, layer.weights))
+    weight, config = draw(SEED + 1, 2, 40, 24).bfloat16(), GroupedConfig(BLOCKS)
+    options = {"max_rows": 100 if is_fixed else None, "implementation": "kernel"}
+    places = find_places(x, ids, weights, case.experts, group, **options)
+    push, same = kernel_route.PushedRows, []
+
+    def push_late(*arguments):
+        time.sleep(0.5 if rank == 1 else 0)
+        return push(*arguments)
+
+    for turn in range(4):  # of two slots each is used twice
+        numbers, offsets = places.index.places().to(torch.int32), places.index.offsets
+        with mock.patch.object(kernel_route, "PushedRows", push_late):
+            kept, arrivals = places.start(x * (turn + 1))
+            found = multiply(config, arrivals.rows, weight, offsets, numbers, arrivals)
+        arrivals.keep(kept)
+        sent = places.route.send(lambda: x * (turn + 1), call)  # noqa: B023
+        count = len(sent) if places.route.known is None else int(places.route.known)
+        right = multiply(config, kept, weight, offsets, numbers)
+        same += [torch.equal(kept[:count], sent[:count]), torch.equal(found, right)]
+        dist.barrier(group)
+        arrivals.rows.fill_(torch.nan)
+        dist.barrier(group)
+    return same
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_products_wait_for_the_rows_that_they_need(interpret, is_fixed):
+    assert interpret(3, multiply_while_rows_arrive, is_fixed) == [[True] * 8] * 3
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["product", "gate", "gate gradient"])
 def test_kernels_that_wait_are_compiled_to_pipelined_loops_without_spills(kind, tmp_path):
-    import re
-
-    from tests.ops.moe.test_grouped_kernels import launch
-    from tests.tiles.machine_code import ACQUIRE, Ptx, find_spills, make_channel
-
-    from stretto.ops.moe.tile_order import TileOrder
     from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
 
     launches = []

@@ -4,7 +4,6 @@
     exchange_counts     1 program: every rank gets how many pairs and choices every other rank has with each rank
     push_rows           this rank's rows, stored into their ranks' staging buffers, in the order of the receiver's
                         sources; forward for dispatch, transposed for combine
-    wait_for_rows       in a kernel that consumes rows while they arrive
 
 All read all sizes on the device. What a rank receives of a source is contiguous, and signalled in `CHUNKS` parts, in
 order: a consumer may wait for the parts that it needs, or for the kernel's end, when all of them have arrived.
@@ -88,7 +87,8 @@ def push_rows(  # type: ignore[no-untyped-def]
     table: int32 [source, destination, 2], numbers of pairs and of choices: number WHICH says how many rows go from each
     rank to each other one; TRANSPOSED: from each destination back to its source. WORLD: a power of two.
     Order: a part of each receiver's rows in turn, the next rank's first and own ones last, so that no two ranks write
-    to one at once, and early parts of all arrive early. A program loads ROWS x BLOCK numbers before it stores them.
+    to one at once, and early parts of all arrive early; without WAITS own ones first, for products that begin with
+    them. A program loads ROWS x BLOCK numbers before it stores them.
     Signals: each of the `CHUNKS` parts of a receiver's rows once, also an empty one, after its stores ("p2p").
     Waits: with WAITS, at the end, each program for its share of (source, part) pairs, so staging is complete when the
     kernel has ended. Programs claim parts, so none waits before running programs hold all of them; and the launch
@@ -103,8 +103,14 @@ def push_rows(  # type: ignore[no-untyped-def]
     task = tiles.claim(channel)
     while task < channel.world * chunks:
         following = tiles.claim(channel)
-        peer = (channel.rank + 1 + task % channel.world) % channel.world
-        chunk = task // channel.world
+        if WAITS:
+            peer = (channel.rank + 1 + task % channel.world) % channel.world
+            chunk = task // channel.world
+        else:
+            others: tl.constexpr = max(channel.world - 1, 1)
+            other = tl.maximum(task - chunks, 0)
+            peer = tl.where(task < chunks, channel.rank, (channel.rank + 1 + other % others) % channel.world)
+            chunk = tl.where(task < chunks, task, other // others)
         coming = _load_numbers(channel, table, peer, WHICH, TRANSPOSED, WORLD)
         first = tl.sum(tl.where(peers < peer, going, 0), 0)
         count = tl.sum(tl.where(peers == peer, going, 0), 0)
@@ -139,32 +145,6 @@ def push_rows(  # type: ignore[no-untyped-def]
             source = (channel.rank + 1 + index // chunks) % channel.world
             tile = channel.rank * chunks + index % chunks
             tiles.consumer_tile_wait(channel, mapping, tile, source=source)
-
-
-@triton.jit
-def wait_for_rows(  # type: ignore[no-untyped-def]
-    channel, mapping, table, first, last, ROWS: tl.constexpr, WORLD: tl.constexpr, before_tma: tl.constexpr = False
-):
-    """Wait until rows `first` to `last` - 1 of what pairs send to this rank have arrived in its staging buffer.
-
-    Returns an int32 0 to add to the offset of what is loaded after it (`consumer_tile_wait`). The arguments are those
-    of a `push_rows` without WAITS, whose call this one belongs to: `kernel_route.Arriving` has them.
-    """
-    arriving = _load_numbers(channel, table, channel.rank, 0, False, WORLD)
-    peers = tl.arange(0, WORLD)
-    chunks: tl.constexpr = mapping.channels
-    begin = first * 0
-    ready = first * 0
-    for source in tl.static_range(channel.world):
-        count = tl.sum(tl.where(peers == source, arriving, 0), 0)
-        part = tl.maximum(_part_rows(count, chunks, ROWS), 1)
-        low = tl.maximum(first - begin, 0) // part
-        high = tl.cdiv(tl.maximum(tl.minimum(last - begin, count), 0), part)
-        for chunk in range(low, high):
-            tile = channel.rank * chunks + chunk
-            ready += tiles.consumer_tile_wait(channel, mapping, tile, source=source, before_tma=before_tma)
-        begin += count
-    return ready
 
 
 @triton.jit

@@ -164,12 +164,12 @@ def _launch_product(
     described = _describe(stored, 1, *((k, n) if is_transposed else (n, k)))
     results = out, given, inner, activated, factors, products
     sizes = out.shape[0], weight.shape[1] // (2 if epilogue == "gate" else 1), depth, experts, group_rows
-    if arrivals is not None:
-        order = arrivals.order(m)
+    if arrivals is not None and tokens is not None:
+        order = arrivals.order(tokens, offsets, m)
         operands = order.experts, order.ends, offsets.new_zeros(1), source, tokens, described, offsets, *results
         constants = m, n, k, is_transposed, epilogue, *arrivals.constants
         arguments = arrivals.channel, order.mapping, *operands, *sizes, *constants
-        key = *map(tiles.kind_of, operands), *map(tiles.kind_of, sizes), *constants
+        key = *map(tiles.kind_of, (*operands, *sizes)), *constants, num_warps, num_stages
         options = {"num_warps": num_warps, "num_stages": num_stages}
         arrivals.run(multiply_groups_in_order, key, programs, arguments, options)
         return

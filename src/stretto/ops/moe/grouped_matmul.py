@@ -21,6 +21,7 @@ from torch import Tensor
 from stretto.ops.moe import grouped_kernels
 from stretto.ops.moe.grouped_config import choose_config, require_implementation
 from stretto.ops.moe.permutation import DTYPES, sum_copies
+from stretto.ops.moe.tile_order import Arrivals
 from stretto.ops.operator import Autograd, define_operator, needs_gradients
 from stretto.tiles.launches import launch_cached
 
@@ -99,9 +100,14 @@ def _run(
 
 
 def compute_product(
-    rows: Tensor, weight: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    tokens: Tensor | None,
+    implementation: str,
+    arrivals: Arrivals | None = None,
 ) -> Tensor:
-    """Compute `grouped_matmul`, without checks and autograd."""
+    """Compute `grouped_matmul`, without checks and autograd. arrivals: of `rows` that are on their way."""
     n = rows.shape[0] if tokens is None else tokens.shape[0]
     if n == 0 or rows.numel() == 0 or weight.numel() == 0:
         return rows.new_zeros(n, weight.shape[1])
@@ -113,7 +119,9 @@ def compute_product(
         config = choose_config(implementation, "product", n, experts, (rows, weight), by_tokens=by_tokens)
         if config is not None:
             with torch.cuda.device_of(rows):
-                return grouped_kernels.multiply(config, rows, weight, offsets, tokens)
+                return grouped_kernels.multiply(config, rows, weight, offsets, tokens, arrivals)
+    if arrivals is not None:
+        arrivals.wait()
     rows = take_rows(rows, tokens)
     if _takes_grouped_gemm(rows, weight):
         out: Tensor = _grouped_mm(rows, weight.transpose(1, 2), offs=offsets[1:])

@@ -10,7 +10,6 @@ one sends the pairs' experts, so that each rank's rows are known before the toke
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,36 +22,11 @@ from stretto.ops.moe.exchange_kernel import CHUNKS, PushedRows, StagedRows, exch
 from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
 from stretto.ops.moe.permutation import choose_block, invert, sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, index_places, require_experts
+from stretto.ops.moe.tile_order import Arrivals
 from stretto.ops.operator import abandon, count_bytes, find_group, find_kept, find_name, find_workspace
 
 _TILE_BYTES = 65536  # that a program of `push_rows` loads at once: a loop over smaller tiles is bound by latency
 _TILE_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Arriving:
-    """Tokens that are on their way to this rank's staging buffer: what `KernelRoute.start` returns.
-
-    rows: [places, h], the staging buffer. A kernel that is launched on the stream that called `start` gets channel,
-    mapping, table and, as constants, tile_rows and world, and calls `wait_for_rows(channel, mapping, table, first,
-    last, tile_rows, world)` before it loads places `first` to `last` - 1. The rows are pushed by a kernel on a side
-    stream that may begin after the consumer: the consumer leaves a multiprocessor free (`limit_waiting`). Then `join`,
-    before anything else is called on the group: its next call overwrites the rows, and follows the consumer in stream
-    order. Parts that no kernel waits for do no harm: a rank begins its next call when its own rows have been stored.
-    """
-
-    rows: Tensor
-    channel: tiles.Channel
-    mapping: tiles.Mapping
-    table: Tensor
-    tile_rows: int
-    world: int
-    block_channel: tiles.BlockChannel
-    sent: Any  # which must not be freed before the side stream has been joined
-
-    def join(self) -> None:
-        """Make the current stream wait for the kernel that pushes this rank's rows."""
-        tiles.join_copies(self.block_channel)
 
 
 @dataclass(frozen=True)
@@ -88,9 +62,25 @@ class KernelRoute(Route):
         sent: Tensor = wrap_collective("all_to_all", push)
         return sent
 
-    def start(self, tokens: Tensor) -> Arriving:
-        """Begin to send a row of each pair, for kernels that use places while others arrive."""
+    def start(self, tokens: Tensor) -> Arrivals:
+        """Begin to send a row of each pair, for products that use places while others arrive."""
         return self._push_pairs(tokens, waits=False)
+
+    def start_back(self, places: Tensor, wrap_collective: CollectiveWrapper) -> Callable[[], Tensor]:
+        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before."""
+        found: list[Arrivals] = []
+
+        def push() -> Tensor:
+            found.append(_push(self.group, places, None, self.table, self.pairs_back, back_by=0, waits=False))
+            return found[0].rows
+
+        staged: Tensor = wrap_collective("all_to_all", push)
+
+        def finish() -> Tensor:
+            found[0].wait()
+            return sum_copies(staged, self.pairs.numbers, is_valid=self.pairs.is_pair)
+
+        return finish
 
     def give_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """Return a row of each place, and sum each token's in the order of ranks."""
@@ -125,7 +115,7 @@ class KernelRoute(Route):
         rows = torch.where(self.needed > len(self.index.slots), torch.nan, 0.0)
         return received + rows.to(received.dtype)
 
-    def _push_pairs(self, tokens: Tensor, *, waits: bool = True) -> Arriving:
+    def _push_pairs(self, tokens: Tensor, *, waits: bool = True) -> Arrivals:
         return _push(self.group, tokens, self.pairs.tokens, self.table, self.places, waits=waits)
 
 
@@ -210,11 +200,11 @@ def _push(
     *,
     back_by: int | None = None,
     waits: bool = True,
-) -> Arriving:
+) -> Arrivals:
     """Launch `push_rows`; returns this rank's staging buffer [capacity, .], which the group's next call overwrites.
 
     back_by: which number of the table says how many rows return to each rank; None for the pairs' rows that are sent.
-    waits: for all rows that this rank receives; without, the kernel runs on a side stream.
+    waits: for all rows that this rank receives; without, the kernel runs on a side stream, own rows first.
     """
     rows, columns, name, world = rows.contiguous(), rows.shape[1], find_name(group), group.size()
     size = count_bytes(max(capacity, 1), max(columns, 1), dtype=rows.dtype)
@@ -242,5 +232,5 @@ def _push(
     except BaseException:
         abandon(name, block_channel)
         raise
-    received, world = staging[:capacity, :columns], constants[-1]
-    return Arriving(received, channel, mapping, table, tile_rows, world, block_channel, (rows, positions))
+    received = staging[:capacity, :columns]
+    return Arrivals(received, block_channel, channel, chunks, tile_rows, table, (rows, positions))

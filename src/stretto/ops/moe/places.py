@@ -6,6 +6,7 @@ token's rows here. Their gradients are each other's transposes: the gradient of 
 of the tokens returns as sums do.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto.ops.moe.call_route import can_send, check_call
+from stretto.ops.moe.call_route import RouteCall, can_send, check_call
+from stretto.ops.moe.grouped_config import DTYPES
+from stretto.ops.moe.kernel_route import KernelRoute
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, index_places
+from stretto.ops.moe.tile_order import Arrivals
 
 
 @dataclass(frozen=True)
@@ -51,16 +55,94 @@ def send_tokens(
     The arguments are those of `dispatch`, and so are errors. A rank that needs more than max_rows has NaN in each of
     its tokens. The gradients of x and topk_weights add those of all places in fp32, in the order of ranks.
     """
+    places = find_places(
+        x, topk_ids, topk_weights, num_experts, group, max_rows=max_rows, gather_group=gather_group,
+        wrap_collective=wrap_collective, implementation=implementation,
+    )  # fmt: skip
+    if places.route is None:
+        return SentTokens(x, topk_weights, places.index, None, wrap_collective)
+    return _send(x, topk_weights, places)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of tokens at their experts' ranks, for a layer whose own backward pass sends gradients.
+
+    index, route, wrap_collective: those of `SentTokens`. Nothing here has gradients.
+    """
+
+    index: PlaceIndex
+    route: Route | None
+    wrap_collective: CollectiveWrapper
+
+    def send_weights(self, weights: Tensor) -> Tensor:
+        """The weights of places' choices; with the fixed number of rows exceeded, NaN."""
+        route = self.route
+        if route is None:
+            return weights
+        found = route.weights if route.weights is not None else route.send(lambda: weights, self.wrap_collective)
+        if route.needed is None:
+            return found
+        return found + torch.where(route.needed > len(self.index.slots), torch.nan, 0.0).to(found.dtype)
+
+    def start(self, tokens: Tensor, *, keeps: bool = True) -> tuple[Tensor, Arrivals | None]:
+        """Send tokens to their places: (rows of places, what is on its way, None if they are there).
+
+        Of rows on their way products take `Arrivals.rows`, and when they have, `Arrivals.keep` fills what this has
+        returned (keeps: if anybody will read it). It is so for the kernels' exchange of what grouped kernels multiply.
+        """
+        route, found = self.route, list[Arrivals]()
+        if route is None:
+            return tokens, None
+        if not isinstance(route, KernelRoute) or tokens.dtype not in DTYPES:
+            return route.mark_excess(route.send(lambda: tokens, self.wrap_collective)), None
+
+        def push() -> Tensor:
+            found.append(route.start(tokens))
+            if not keeps:
+                return found[0].rows
+            return tokens.new_empty(len(self.index.positions), tokens.shape[1])
+
+        rows: Tensor = self.wrap_collective("all_to_all", push)
+        return rows, found[0] if found else None
+
+    def give_back(self, rows: Tensor) -> Tensor:
+        """Sum what the ranks have for each token's places, at its rank, as `return_sums` does."""
+        return self.start_back(rows)()
+
+    def start_back(self, rows: Tensor) -> Callable[[], Tensor]:
+        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before."""
+        route = self.route
+        if route is None:
+            return lambda: rows
+        if not isinstance(route, KernelRoute) or not rows.is_cuda:
+            returned = route.give_back(lambda: rows, self.wrap_collective)
+            return lambda: returned
+        return route.start_back(rows, self.wrap_collective)
+
+
+def find_places(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    max_rows: int | None = None,
+    gather_group: dist.ProcessGroup | None = None,
+    wrap_collective: CollectiveWrapper = call,
+    implementation: str = "auto",
+) -> Places:
+    """The places of tokens, with the arguments and errors of `send_tokens`; topk_weights are sent, tokens are not."""
     route_call = check_call(
         "send_tokens", x, topk_ids, topk_weights, num_experts, group, gather_group, max_rows, wrap_collective,
         implementation,
     )  # fmt: skip
     if route_call.is_alone and max_rows is None:
-        index = index_places(topk_ids, num_experts, topk_ids.numel())
-        return SentTokens(x, topk_weights, index, None, wrap_collective)
+        return Places(index_places(topk_ids, num_experts, topk_ids.numel()), None, wrap_collective)
     if route_call.is_alone:
         raise ValueError("send_tokens: one rank with all experts has as many rows as choices: give max_rows=None")
-    return _send(x, topk_ids, topk_weights, route_call)
+    return _find(x, topk_ids, topk_weights, route_call)
 
 
 def return_sums(sums: Tensor, sent: SentTokens) -> Tensor:
@@ -75,11 +157,17 @@ def return_sums(sums: Tensor, sent: SentTokens) -> Tensor:
 
 
 @torch.compiler.disable  # a graph break, as in `dispatch`
-def _send(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, route_call: Any) -> SentTokens:
+def _find(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, route_call: RouteCall) -> Places:
     given = topk_weights if can_send(topk_weights) else None
     route = route_call.find("send_tokens", x, topk_ids, given, "rank")
-    tokens, weights = _Send.apply(x, topk_weights, route, route_call.wrap_collective)
-    return SentTokens(tokens, weights, route.index, route, route_call.wrap_collective)
+    return Places(route.index, route, route_call.wrap_collective)
+
+
+@torch.compiler.disable
+def _send(x: Tensor, topk_weights: Tensor, places: Places) -> SentTokens:
+    route, wrap_collective = places.route, places.wrap_collective
+    tokens, weights = _Send.apply(x, topk_weights, route, wrap_collective)
+    return SentTokens(tokens, weights, places.index, route, wrap_collective)
 
 
 @torch.compiler.disable

@@ -8,7 +8,7 @@ the farthest rank first, and own ones last.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,37 +44,36 @@ class TileOrder:
     block_rows: int
 
 
-@dataclass(frozen=True)
 class Arrivals:
     """Rows of places that are on their way to this rank, for products of experts that gather them by index.
 
-    block_channel, channel, parts, part_rows: of the call of `push_rows` that sends them, of whose signals each source's
-    places have `parts`, each of a multiple of part_rows rows. table: int32 [source, destination, 2], first the numbers
-    of places. places: int32 [n], the place of each row of this rank's experts, and offsets where each expert's begin.
+    rows: [places, h], the staging buffer to which they are pushed. block_channel, channel: of the call of `push_rows`
+    that sends them. parts, part_rows: each source's places are signalled in so many parts, each of a multiple of
+    part_rows rows. table: int32 [., destination, 2], of each source first the number of places. sent: what must not be
+    freed before all rows have been pushed. Nothing else is called on the group before `run` or `wait`.
     """
 
-    block_channel: tiles.BlockChannel
-    channel: tiles.Channel
-    parts: int
-    part_rows: int
-    table: Tensor
-    places: Tensor
-    offsets: Tensor
-    _orders: dict[int, TileOrder] = field(default_factory=dict)
+    def __init__(
+        self,
+        rows: Tensor,
+        block_channel: tiles.BlockChannel,
+        channel: tiles.Channel,
+        parts: int,
+        part_rows: int,
+        table: Tensor,
+        sent: Any,
+    ) -> None:
+        self.rows, self.channel = rows, channel
+        self.constants = parts, max(triton.next_power_of_2(block_channel.world_size * parts), 32 * _WARPS)
+        self._block_channel, self._part_rows, self._table, self._sent = block_channel, part_rows, table, sent
+        self._are_here = False
 
-    def order(self, block_rows: int) -> TileOrder:
-        """The order of tiles of so many rows."""
-        if block_rows not in self._orders:
-            self._orders[block_rows] = find_tile_order(
-                self.places, self.offsets, self.table, self.block_channel.rank, parts=self.parts,
-                part_rows=self.part_rows, block_rows=block_rows,
-            )  # fmt: skip
-        return self._orders[block_rows]
-
-    @property
-    def constants(self) -> tuple[int, int]:
-        """Constants of `await_parts`."""
-        return self.parts, max(triton.next_power_of_2(self.block_channel.world_size * self.parts), 32 * _WARPS)
+    def order(self, places: Tensor, offsets: Tensor, block_rows: int) -> TileOrder:
+        """The order of tiles of so many rows, of which row i is of place places[i]: int32 [n]."""
+        rank, parts = self._block_channel.rank, self.constants[0]
+        return find_tile_order(
+            places, offsets, self._table, rank, parts=parts, part_rows=self._part_rows, block_rows=block_rows
+        )
 
     def run(
         self, kernel: Any, key: Hashable, programs: int, arguments: tuple[Any, ...], options: dict[str, int]
@@ -85,18 +84,40 @@ class Arrivals:
         the others, so that rows are pushed whichever kernel begins first. The other programs wait for nothing: on the
         exchange's side stream, they follow the arrival of all rows. programs: as many as there are multiprocessors.
         """
-        launch, device = self.block_channel.launch, self.places.device
-        if device.type != "cuda":
-            launch(kernel, key, programs, arguments, **options)
-            return
-        beside = limit_waiting(programs, device) - 1  # one waits for all rows
-        tiles.open_side_stream(self.block_channel, 0)  # what the kernel needs has been enqueued
+        launch, device = self._block_channel.launch, self.rows.device
+        beside = programs if device.type != "cuda" else limit_waiting(programs, device) - 1  # one waits for all rows
+        if device.type == "cuda":
+            tiles.open_side_stream(self._block_channel, 0)  # after what the kernel needs, such as the order of tiles
         if beside > 0:
             launch(kernel, key, beside, arguments, **options)
-        with tiles.copy_engine(self.block_channel, forks=False):
-            launch(await_all_parts, self.constants, 1, (self.channel, *self.constants), num_warps=_WARPS)
-            launch(kernel, key, programs - max(beside, 0), arguments, **options)
-        tiles.join_copies(self.block_channel)
+        with tiles.copy_engine(self._block_channel, forks=False):
+            self._await()
+            if programs > beside:
+                launch(kernel, key, programs - max(beside, 0), arguments, **options)
+        self._join()
+
+    def wait(self) -> None:
+        """Make the current stream wait until all rows are there."""
+        if not self._are_here:
+            with tiles.copy_engine(self._block_channel, forks=False):
+                self._await()
+            self._join()
+
+    def keep(self, memory: Tensor) -> None:
+        """Copy the rows, of which the group's next call overwrites the buffer, to memory that autograd may have saved.
+
+        Nobody has read it, so that this is no new version of it.
+        """
+        self.wait()
+        memory.data.copy_(self.rows[: len(memory)])
+
+    def _await(self) -> None:
+        arguments = self.channel, *self.constants
+        self._block_channel.launch(await_all_parts, self.constants, 1, arguments, num_warps=_WARPS)
+
+    def _join(self) -> None:
+        tiles.join_copies(self._block_channel)
+        self._are_here, self._sent = True, None
 
 
 def find_tile_order(
@@ -104,11 +125,11 @@ def find_tile_order(
 ) -> TileOrder:
     """The order of the row tiles of experts' rows, of which row i is that of place places[i]: int32 [n].
 
-    offsets: int32 [experts + 1]. table: int32 [source, destination, 2], first the number of places; places are in the
-    order of their sources. A source's places come in `parts` parts of a multiple of part_rows rows each, as `push_rows`
-    signals them. block_rows: of a tile. Nothing waits for the device.
+    offsets: int32 [experts + 1]. table: int32 [., destination, 2], of each source first the number of places, which are
+    in the order of their sources. A source's places come in `parts` parts of a multiple of part_rows rows each.
+    block_rows: of a tile. Nothing waits for the device.
     """
-    world, experts, n = table.shape[0], offsets.shape[0] - 1, places.shape[0]
+    world, experts, n = table.shape[1], offsets.shape[0] - 1, places.shape[0]
     capacity = triton.cdiv(n // block_rows + experts, 4) * 4  # tables begin at multiples of 16 bytes
     tables = torch.empty(_TABLES, capacity, dtype=torch.int32, device=places.device)
     ends = torch.empty(world, dtype=torch.int32, device=places.device)

@@ -35,14 +35,12 @@ from stretto.ops.moe import (
     gated_activation,
     grouped_matmul,
     grouped_weight_gradient,
-    return_sums,
-    send_tokens,
 )
 from stretto.ops.moe.activation import is_silu
 from stretto.ops.moe.experts import differentiate_gate, gate_tokens
 from stretto.ops.moe.grouped_matmul import take_rows
 from stretto.ops.moe.permutation import sum_copies, sum_dtype
-from stretto.ops.moe.places import SentTokens
+from stretto.ops.moe.places import Places, find_places
 from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient
 from stretto.parallel.comm.collectives import Pending, all_reduce, collective, own, start_all_reduce
 from stretto.parallel.comm.graph_functions import GraphCode
@@ -140,65 +138,79 @@ class _Multiply(torch.autograd.Function):
 
 
 class _MultiplyTokens(torch.autograd.Function):
-    """The weighted sum of each place's experts here, SiLU-gated MLPs: [places, h]. Saves tokens, and gate and up.
+    """The weighted sum of each token's experts, SiLU-gated MLPs: x [t, h]. Saves places' tokens, and gate and up.
 
-    Takes the DTensor parameters themselves, as `_Multiply` does, and gathers them in its order.
+    Products begin on tokens, and on gradients of sums, that have arrived; the tokens' gradients return under the
+    gradient of the first product's weight. Takes the DTensor parameters themselves, as `_Multiply` does, and gathers
+    them in its order.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        tokens: Tensor,
+        x: Tensor,
         weights: Tensor,
         up: Tensor,
         down: Tensor,
-        sent: SentTokens,
+        places: Places,
         products: Sequence[ExpertProduct],
     ) -> Tensor:
-        is_recorded, index = bool(ctx.next_functions), sent.index
+        is_recorded, index = bool(ctx.next_functions), places.index
         of_up, of_down = (product.shard for product in products)
-        is_here = None if sent.route is None else index.is_here
+        is_here = None if places.route is None else index.is_here
         gated: Tensor | None = None
 
         def gate() -> Tensor:
             nonlocal gated
-            numbers = index.places().to(torch.int32)
-            gated, inner = gate_tokens(tokens, gate_up, index.offsets, numbers, is_recorded)
+            numbers, rows = index.places().to(torch.int32), tokens if arrivals is None else arrivals.rows
+            gated, inner = gate_tokens(rows, gate_up, index.offsets, numbers, is_recorded, arrivals)
             return inner
 
         def add() -> Tensor:
             rows = grouped_matmul(gated_activation(inner) if gated is None else gated, whole_down, index.offsets)
             return sum_copies(rows, index.positions, weights, is_here)
 
+        weights = places.send_weights(weights)
+        tokens, arrivals = places.start(x)
         gate_up = of_up.gather(up, is_recorded=is_recorded).rows
         inner = keep_output("product", gate)
+        if arrivals is not None:
+            arrivals.keep(tokens)
         whole_down = of_down.gather(down, is_recorded=is_recorded).rows
         sums = keep_output("product", add)
-        ctx.products, ctx.up, ctx.down = products, up, down
+        ctx.products, ctx.up, ctx.down, ctx.places = products, up, down, places
         kept = [one if products[0].keeps_weights else None for one in (gate_up, whole_down)]  # both do, or none
         ctx.save_for_backward(tokens, weights, inner, index.slots, index.positions, is_here, index.offsets, *kept)
-        return sums
+        return places.give_back(sums)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_up, of_down = ctx.products
         tokens, weights, inner, slots, positions, is_here, offsets, up, down = ctx.saved_tensors
-        gradient, numbers = gradient.contiguous(), (slots // positions.shape[1]).to(torch.int32)
+        places: Places = ctx.places
+        gradient, arrivals = places.start(gradient.contiguous(), keeps=False)
+        numbers = (slots // positions.shape[1]).to(torch.int32)
         factors = weights.reshape(-1).index_select(0, slots).to(sum_dtype(tokens.dtype))
         down = of_down.shard.gather(ctx.down).rows if down is None else down
-        of_inner, gated, products = differentiate_gate(gradient, down, offsets, inner, numbers, factors)
+        of_inner, gated, products = differentiate_gate(gradient, down, offsets, inner, numbers, factors, arrivals)
+        if arrivals is not None:
+            arrivals.wait()
         if is_asked_for(ctx, 3):
             of_down.make_weight_gradient(ctx.down, gated, take_rows(gradient, numbers), offsets)
         of_tokens = of_weights = None
         if ctx.needs_input_grad[0]:
             up = of_up.shard.gather(ctx.up).rows if up is None else up
             of_tokens = sum_copies(grouped_matmul(of_inner, up.transpose(1, 2), offsets), positions, None, is_here)
+            finish = places.start_back(of_tokens)
         if is_asked_for(ctx, 2):
             of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, numbers)
+        if ctx.needs_input_grad[0]:
+            of_tokens = finish()
         if ctx.needs_input_grad[1]:
             of_weights = products.index_select(0, positions.reshape(-1)).view_as(weights).to(weights.dtype)
             of_weights = of_weights if is_here is None else of_weights.masked_fill(~is_here, 0)
+            of_weights = places.give_back(of_weights)
         return of_tokens, of_weights, None, None, None, None
 
 
@@ -382,7 +394,7 @@ class ParallelExperts(ShardedModule):
         """The output for tokens that are sent, once to a rank, and gathered there by the products."""
         plan, gather_group = self.plan, self.plan.flow.gather_over
         is_alone = plan.group is None and gather_group is None
-        sent = send_tokens(
+        places = find_places(
             x,
             ids,
             weights,
@@ -393,8 +405,8 @@ class ParallelExperts(ShardedModule):
             wrap_collective=_wrap_collective,
         )
         parameters = map(self.get_parameter, self.products)
-        sums = _MultiplyTokens.apply(sent.tokens, sent.weights, *parameters, sent, tuple(self.products.values()))
-        return return_sums(sums, sent)
+        y: Tensor = _MultiplyTokens.apply(x, weights, *parameters, places, tuple(self.products.values()))
+        return y
 
     def _multiply_rows(self, x: Tensor, ids: Tensor, weights: Tensor, biases: Sequence[Tensor]) -> Tensor:
         """The output for tokens that are copied for each of their experts, and sent as the plan says."""
