@@ -111,11 +111,7 @@ def count_copies(ids, stride, copies, k, known, of_blocks, experts, length):  # 
             _, is_copy, found = _load_experts(ids, stride, copies, k, known, start, experts)
             hits = (found[:, None] == expert[None, :]) & is_copy[:, None]
             number += tl.sum(hits.to(tl.int32), 0)
-<<<<<<< HEAD
-        tl.store(of_blocks + tl.program_id(0).to(tl.int64) * (experts + 1) + expert, number, mask=expert <= experts)
-=======
         tl.store(of_blocks + tl.program_id(0) * (experts + 1) + expert, number, mask=expert <= experts)
->>>>>>> h61-overlap
 
 
 @triton.jit
@@ -130,11 +126,7 @@ def place_copies(  # type: ignore[no-untyped-def]
     for first in range(0, experts + 1, _EXPERTS):
         expert = first + tl.arange(0, _EXPERTS)
         is_expert = expert <= experts
-<<<<<<< HEAD
-        at = block[:, None].to(tl.int64) * (experts + 1) + expert[None, :]
-=======
         at = block[:, None] * (experts + 1) + expert[None, :]
->>>>>>> h61-overlap
         numbers = tl.load(of_blocks + at, mask=is_block & is_expert[None, :], other=0)
         total = tl.sum(numbers, 0)
         of_expert = smaller + tl.cumsum(total, 0) - total
