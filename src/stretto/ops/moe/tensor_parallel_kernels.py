@@ -55,8 +55,8 @@ class _CopiedTokens(Arrivals):
         self, kernel: Any, key: Hashable, programs: int, arguments: tuple[Any, ...], options: dict[str, int]
     ) -> None:
         """Launch a persistent kernel whose programs claim tiles, and wait for their rows."""
-        programs = leave_room_for_copies(programs, self.block_channel.device)
-        self.block_channel.launch(kernel, key, programs, arguments, **options)
+        programs = leave_room_for_copies(programs, self._block_channel.device)
+        self._block_channel.launch(kernel, key, programs, arguments, **options)
 
 
 def multiply_arriving(
@@ -93,7 +93,7 @@ def multiply_arriving(
                     source = (rank + distance) % ranks
                     tiles.rank_wait(block_channel, rank * parts + parts - 1, source)
                     tiles.rank_copy_data(kept, gathered, rows=slice(source * t, (source + 1) * t), to=source * t)
-        arrivals = _CopiedTokens(block_channel, channel, parts, 1, table, routed.tokens, routed.offsets)
+        arrivals = _CopiedTokens(gathered, block_channel, channel, parts, 1, table, x)
         rows = multiply(config, gathered, weight, routed.offsets, routed.tokens, arrivals)
     except BaseException:
         abandon(group, block_channel)
