@@ -15,12 +15,15 @@ from stretto.ops.moe.fixed_rows import check_rows
 from stretto.ops.moe.grouped_matmul import grouped_matmul, grouped_weight_gradient
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
 from stretto.ops.moe.places import SentTokens, return_sums, send_tokens
+from stretto.ops.moe.tensor_parallel import GatheredRows, all_gather_moe, moe_mlp, moe_reduce_scatter
 
 __all__ = [
     "DispatchHandle",
     "Dispatched",
+    "GatheredRows",
     "Permuted",
     "SentTokens",
+    "all_gather_moe",
     "check_rows",
     "combine",
     "dispatch",
@@ -30,6 +33,8 @@ __all__ = [
     "grouped_matmul",
     "grouped_matmul_combine",
     "grouped_weight_gradient",
+    "moe_mlp",
+    "moe_reduce_scatter",
     "permute",
     "return_sums",
     "routed_experts",
