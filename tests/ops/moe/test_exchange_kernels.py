@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import triton.language as tl
 from tests.ops.moe.oracle import draw, make_layer
 from tests.ops.moe.test_exchange import Case, count_needed, exceed, part
 from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel

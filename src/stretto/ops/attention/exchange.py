@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto import tiles
 from stretto.memory.copy_engine import has_nvlink
 from stretto.ops.attention.plan import Range, Step, count_rows
-from stretto.ops.config import find_group_obstacle
+from stretto.ops.choices import find_group_obstacle
 from stretto.ops.moe.routes import CollectiveWrapper
 from stretto.ops.operator import abandon, count_bytes, find_group, find_known, find_workspace
 
