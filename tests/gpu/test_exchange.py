@@ -8,12 +8,11 @@ from torch import Tensor
 
 from stretto.memory import shared_gpus
 from stretto.ops import moe
-from stretto.ops.moe.kernel_route import KernelRoute
+from stretto.ops.moe.grouped_matmul import compute_product
+from stretto.ops.moe.places import find_places
 from stretto.ops.operator import close_workspaces, list_channels
-from stretto.tiles.launches import launch_kernel
 from tests.gpu.sharing import GpuRanks
 from tests.gpu.test_moe import BF16, no_host_waits, poison, relative_error, run_dense
-from tests.ops.moe.test_exchange_kernels import take_rows
 
 HIDDEN, INNER, EXPERTS, K = 264, 128, 16, 4
 pytestmark = pytest.mark.ranks(2, 4, own=(2, 4, 8), among=(2, 3, 5, 8))
@@ -106,29 +105,33 @@ def test_kernels_give_the_librarys_bits(gpu_pool: GpuRanks, world: int, dtype: t
     assert gpu_pool.run(world, compare_with_library, dtype) == [True] * world
 
 
-def consume() -> bool:
-    """True if a kernel that waits for rows, on a few multiprocessors, takes what is sent, in each of many calls."""
+def multiply_while_rows_arrive() -> list[bool]:
+    """Whether products that begin on rows that have arrived have the bits of products of all of them, in many calls."""
     rank, group, world = dist.get_rank(), dist.group.WORLD, dist.get_world_size()
     tokens, same = 700 + 50 * rank, []
     generator = torch.Generator().manual_seed(rank)
     ids = torch.rand(tokens, 2 * world, generator=generator).topk(2).indices.cuda()
-    x, weights = draw(rank, tokens, HIDDEN), torch.ones(tokens, 2, device="cuda")
-    sent = moe.send_tokens(x, ids, weights, 2 * world, group, implementation="kernel")
-    assert isinstance(sent.route, KernelRoute)
+    x, weights, weight = draw(rank, tokens, HIDDEN), torch.ones(tokens, 2, device="cuda"), draw(9, 2, INNER, HIDDEN)
+    arguments = x, ids, weights, 2 * world, group
+    places = find_places(*arguments, implementation="kernel")
+    sent, numbers = moe.send_tokens(*arguments, implementation="kernel").tokens, places.index.places().to(torch.int32)
     for turn in range(20):
         if turn == 2:
             poison_buffers(group)
-        arriving = sent.route.start(x * turn)
-        out = torch.empty_like(sent.tokens)
-        arguments = arriving.channel, arriving.mapping, arriving.table, arriving.rows, out, len(out), HIDDEN
-        launch_kernel(take_rows, 4, *arguments, 16, 512, arriving.tile_rows, arriving.world)
-        arriving.join()
-        same.append(torch.equal(out, sent.tokens * turn))
-    return all(same)
+        if turn % world == rank:
+            torch.cuda._sleep(2_000_000)
+        kept, arrivals = places.start(x * turn)
+        assert arrivals is not None
+        found = compute_product(arrivals.rows, weight, places.index.offsets, numbers, "kernel", arrivals)
+        arrivals.keep(kept)
+        right = compute_product(sent * turn, weight, places.index.offsets, numbers, "kernel")
+        same += [torch.equal(kept, sent * turn), torch.equal(found, right)]
+    return same
 
 
-def test_a_kernel_waits_for_the_rows_that_it_loads(gpu_pool: GpuRanks, world: int) -> None:
-    assert gpu_pool.run(world, consume) == [True] * world
+def test_products_wait_for_the_rows_that_they_need(gpu_pool: GpuRanks, world: int) -> None:
+    for same in gpu_pool.run(world, multiply_while_rows_arrive):
+        assert all(same), same
 
 
 def capture() -> list[bool]:
