@@ -13,6 +13,7 @@ import torch
 from tests.ops import test_embedding_machine_code as embedding
 from tests.ops import test_machine_code as operators
 from tests.ops import test_put as put
+from tests.ops.moe import test_tile_order
 from tests.ops.test_put import kernels, stubs  # noqa: F401  (fixtures)
 from tests.stress.kernels import list_kernels
 from tests.tiles.machine_code import make_channel
@@ -21,7 +22,16 @@ from stretto import tiles
 from stretto.ops import cross_entropy, rms_norm, rotary
 from stretto.ops.embedding import backward_kernel, forward_kernel
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
-from stretto.ops.moe import activation, exchange_kernel, grouped_config, grouped_kernels, pairs, permutation, sorting
+from stretto.ops.moe import (
+    activation,
+    exchange_kernel,
+    grouped_config,
+    grouped_kernels,
+    pairs,
+    permutation,
+    sorting,
+    tile_order,
+)
 from stretto.ops.moe.grouped_matmul import clear_empty_experts, clear_padding_rows
 from stretto.optim import adamw_kernel
 from stretto.optim.state import kernels as state_kernels
@@ -110,7 +120,7 @@ def launch_sort(name: str) -> Launch:
     if name == "count_copies":
         return Launch(sorting.count_copies, (*copies, 64, 256), {})
     found = LONGS, LONGS, FLOATS.to(torch.uint8), WORDS
-    return Launch(sorting.place_copies, (*copies, *found, 65536, 64, 256), {"num_warps": 8})
+    return Launch(sorting.place_copies, (*copies, *found, 65536, 64, 256), {})
 
 
 def launch_gates(name: str) -> Launch:
@@ -146,6 +156,13 @@ def launch_grouped(name: str) -> Launch:
             config = grouped_config.TABLE["weight gradient"]
             grouped_kernels.multiply_transposed(config, rows.contiguous(), rows.contiguous(), offsets)
     return launches[0]
+
+
+def launch_in_order(name: str) -> Launch:
+    if name == "fill_tile_tables":
+        arguments = WORDS, WORDS, WORDS, WORDS, WORDS, 1, 64, 18, 64, 64, 4, 4, 32, 16, 128
+        return Launch(tile_order.fill_tile_tables, arguments, {"num_warps": 4})
+    return Launch(tile_order.await_all_parts, (make_channel("p2p"), 32, 256), {"num_warps": 8})
 
 
 def launch_cross_entropy(name: str) -> Launch:
@@ -225,6 +242,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
             ("activation", launch_gates, ("gate_by_silu", "differentiate_silu_gate")),
             ("permutation", launch_copies, ("sum_rows", "spread_rows", "multiply_rows")),
             ("grouped_kernels", launch_grouped, ("multiply_groups", "sum_outer_products")),
+            ("tile_order", launch_in_order, ("fill_tile_tables", "await_all_parts")),
             ("exchange_kernel", launch_exchange, ("exchange_counts", "push_rows")),
             ("pairs", launch_pairs, ("count_pairs", "place_pairs")),
             ("sorting", launch_sort, ("count_copies", "place_copies")),
@@ -236,6 +254,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         f"ops.rms_norm.{name}": lambda name=name: launch_norm(name) for name in ("normalize_rows", "differentiate_norm")
     },
     **{f"ops.rotary.{name}": lambda name=name: launch_rotation(name) for name in ("join_heads", "split_heads")},
+    "ops.moe.grouped_kernels.multiply_groups_in_order": lambda: Launch(*test_tile_order.launch_in_order("product")),
     "ops.rotary.turn_heads": launch_turn,
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import triton.language as tl
 from tests.ops.moe.oracle import draw, make_layer
 from tests.ops.moe.test_exchange import Case, count_needed, exceed, part
 from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
@@ -115,7 +114,7 @@ def compare_sorts():
         words = torch.randint(-1, experts + 1, (tokens, 2 * k), generator=generator)
         for ids in (words[:, :k], words.int()[:, k:]):
             arguments = ids, experts, rows, None if known is None else torch.tensor(known)
-            with mock.patch.object(sorting, "_BLOCKS", tl.constexpr(2)):  # that have several of _COPIES
+            with mock.patch.object(sorting, "_BLOCKS", 2):  # that have several of _COPIES
                 ours = sorting.sort_on_gpu(*arguments)
             right = sorting.sort_by_torch(*arguments)
             same += [

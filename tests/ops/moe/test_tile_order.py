@@ -153,7 +153,7 @@ def multiply_while_rows_arrive(is_fixed):
             found = multiply(config, arrivals.rows, weight, offsets, numbers, arrivals)
         arrivals.keep(kept)
         sent = places.route.send(lambda: x * (turn + 1), call)  # noqa: B023
-        count = len(sent) if places.route.known is None else int(places.route.known)
+        count = int(places.route.table[-1, rank, 0])
         right = multiply(config, kept, weight, offsets, numbers)
         same += [torch.equal(kept[:count], sent[:count]), torch.equal(found, right)]
         dist.barrier(group)
@@ -167,11 +167,8 @@ def test_products_wait_for_the_rows_that_they_need(interpret, is_fixed):
     assert interpret(3, multiply_while_rows_arrive, is_fixed) == [[True] * 8] * 3
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["product", "gate", "gate gradient"])
-def test_kernels_that_wait_are_compiled_to_pipelined_loops_without_spills(kind, tmp_path):
-    from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
-
+def launch_in_order(kind):
+    """A launch of a product of this kind that waits for rows: kernel, arguments and options."""
     launches = []
     tables = torch.zeros(6, 64, dtype=torch.int32).unbind(0)
     order = TileOrder(tiles.look_up_tiles(*tables[:5]), tables[5], torch.zeros(4, dtype=torch.int32), 128)
@@ -179,7 +176,15 @@ def test_kernels_that_wait_are_compiled_to_pipelined_loops_without_spills(kind, 
     arrivals.order.return_value = order
     arrivals.run = lambda kernel, key, programs, arguments, options: launches.append((kernel, arguments, options))
     launch(kind, by_tokens=True, arrivals=arrivals)
-    [(kernel, arguments, options)] = launches
+    return launches[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["product", "gate", "gate gradient"])
+def test_kernels_that_wait_are_compiled_to_pipelined_loops_without_spills(kind, tmp_path):
+    from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
+
+    kernel, arguments, options = launch_in_order(kind)
     forms = compile_kernel(kernel, arguments, options, "sm_90")
     lines = Ptx(line.strip() for line in forms["ptx"].splitlines())
     lines.cubin = forms["cubin"]

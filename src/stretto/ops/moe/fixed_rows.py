@@ -108,10 +108,11 @@ class _Record:
         self._seen = torch.zeros(2, ranks, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def update(self, needed: Tensor, max_rows: int) -> None:
-        """Record a call's needs, int64 [ranks]."""
-        exceeds = (needed > max_rows) & (needed > self._state[0])
-        now = torch.stack((needed, torch.full_like(needed, max_rows)))
-        torch.where(exceeds, now, self._state, out=self._state)
+        """Record a call's needs, [ranks]."""
+        most, limits = self._state
+        exceeds = needed > most.clamp(min=max_rows)
+        torch.maximum(most, torch.where(exceeds, needed, 0), out=most)
+        limits.masked_fill_(exceeds, max_rows)
         self._seen.copy_(self._state, non_blocking=True)
 
     def check(self, group: dist.ProcessGroup) -> None:
@@ -148,7 +149,7 @@ def check_rows(group: dist.ProcessGroup) -> None:
 
 
 def record_rows(group: dist.ProcessGroup, needed: Tensor, max_rows: int) -> None:
-    """Record, on the device, that a call on the group needs so many rows on each of its ranks: int64 [ranks]."""
+    """Record, on the device, that a call on the group needs so many rows on each of its ranks: [ranks]."""
     find_record(group, needed.device).update(needed, max_rows)
 
 

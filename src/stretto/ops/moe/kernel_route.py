@@ -20,7 +20,7 @@ from stretto import tiles
 from stretto.memory.gpus import limit_waiting
 from stretto.ops.moe.exchange_kernel import CHUNKS, PushedRows, StagedRows, exchange_counts, push_rows
 from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
-from stretto.ops.moe.permutation import choose_block, invert, sum_copies
+from stretto.ops.moe.permutation import choose_block, invert, spread_tokens, sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, index_places, require_experts
 from stretto.ops.moe.tile_order import Arrivals
 from stretto.ops.operator import abandon, count_bytes, find_group, find_kept, find_name, find_workspace
@@ -34,10 +34,8 @@ class KernelRoute(Route):
     """The route of a call by kernels.
 
     table: int32 [source, destination, 2], pairs and choices between all ranks, and after all sources their sums, on the
-    device. index: of this rank's
-    rows. places, pairs_back, choices_back: rows that a rank's staging buffer holds of what is sent, and of pairs and
-    choices that return, the same on all ranks. known: of a fixed number of rows, how many places have tokens, one
-    integer on the device.
+    device. places, pairs_back, choices_back: rows that a rank's staging buffer holds of what is sent, and of pairs and
+    choices that return, the same on all ranks.
     """
 
     group: dist.ProcessGroup
@@ -47,7 +45,6 @@ class KernelRoute(Route):
     places: int
     pairs_back: int
     choices_back: int
-    known: Tensor | None
     needed: Tensor | None
     weights: Tensor | None
 
@@ -98,7 +95,7 @@ class KernelRoute(Route):
         def push() -> Tensor:
             numbers = self.index.is_here.reshape(-1).cumsum(0).index_select(0, self.index.slots) - 1
             staged = _push(self.group, make(), invert(numbers), self.table, self.choices_back, back_by=1).rows
-            return staged[: self.pairs.ids.numel()].clone()
+            return spread_tokens(staged[: self.pairs.ids.numel()])
 
         returned: Tensor = wrap_collective("all_to_all", push)
         return returned
@@ -109,11 +106,11 @@ class KernelRoute(Route):
         return self.pairs.order_choices()
 
     def _copy_out(self, received: Tensor) -> Tensor:
-        """The places' rows in memory of their own; NaN after too many rows."""
-        if self.needed is None:
-            return received.clone()
-        rows = torch.where(self.needed > len(self.index.slots), torch.nan, 0.0)
-        return received + rows.to(received.dtype)
+        """The places' rows in memory of their own; after too many rows with NaN, so that all products with them are."""
+        rows = spread_tokens(received)
+        if self.needed is not None:
+            rows[:, :1].masked_fill_(self.needed > len(self.index.slots), torch.nan)
+        return rows
 
     def _push_pairs(self, tokens: Tensor, *, waits: bool = True) -> Arrivals:
         return _push(self.group, tokens, self.pairs.tokens, self.table, self.places, waits=waits)
@@ -156,7 +153,7 @@ def find_kernel_route(
     experts, weights = unpack_words(wrap_collective("all_to_all", push), topk_weights)
     filled, own = (None, None) if max_rows is None else (table[world, rank, 0], table[world, rank, 1])
     index = index_places(experts, local, rows, filled)
-    route = KernelRoute(group, pairs, table, index, places, back, choices_back, filled, own, weights)
+    route = KernelRoute(group, pairs, table, index, places, back, choices_back, own, weights)
     return route, table[world, :, 1]
 
 
@@ -232,5 +229,5 @@ def _push(
     except BaseException:
         abandon(name, block_channel)
         raise
-    received = staging[:capacity, :columns]
+    received = staging if capacity and columns else staging[:capacity, :columns]
     return Arrivals(received, block_channel, channel, chunks, tile_rows, table, (rows, positions))

@@ -126,7 +126,7 @@ def sum_copies(
 
 def spread_tokens(
     tokens: Tensor,
-    positions: Tensor,
+    positions: Tensor | None = None,
     weights: Tensor | None = None,
     is_valid: Tensor | None = None,
     rows: int | None = None,
@@ -134,13 +134,17 @@ def spread_tokens(
 ) -> Tensor:
     """Copy each token, times `weights` [t, k], to each of its positions [t, k]: tokens [t, h] -> [rows, h].
 
-    rows: t * k by default; no two valid copies have one position. is_valid: bool [t, k], False for positions that name
-    no row. Rows that no position names are zeros; with is_valid each has a name, except those from `needed` on, one
-    integer on the device, which are zeros. Where it is more than `rows`, all are NaN.
+    positions: None for a copy of the tokens as they are. rows: t * k by default; no two valid copies have one position.
+    is_valid: bool [t, k], False for positions that name no row. Rows that no position names are zeros; with is_valid
+    each has a name, except those from `needed` on, one integer on the device, which are zeros. Where it is more than
+    `rows`, all are NaN.
     """
-    rows = positions.numel() if rows is None else rows
+    if rows is None:
+        rows = len(tokens) if positions is None else positions.numel()
     if suits_kernels(tokens, weights):
         return spread_on_gpu(tokens, positions, weights, is_valid, rows, needed)
+    if positions is None:
+        return tokens.clone()
     dtype = sum_dtype(tokens.dtype)
     spread = tokens.new_zeros(rows + 1, tokens.shape[1])  # the last one is for positions that name no row
     for slot in range(positions.shape[1]):
@@ -149,7 +153,7 @@ def spread_tokens(
             named = torch.where(is_valid[:, slot], named, rows)
         if weights is not None:
             copies = (tokens.to(dtype) * weights[:, slot, None].to(dtype)).to(tokens.dtype)
-        spread = spread.index_copy(0, named, copies)
+        spread.index_copy_(0, named, copies)
     spread = spread[:rows]
     if needed is None:
         return spread
@@ -352,7 +356,9 @@ def spread_rows(  # type: ignore[no-untyped-def]
         value = tl.load(tokens + token[:, None] * columns + at, mask=mask, other=0.0)
         for slot in tl.static_range(K):
             copy = token * K + slot
-            row = tl.load(positions + copy, mask=is_token, other=0)
+            row = token
+            if positions is not None:
+                row = tl.load(positions + copy, mask=is_token, other=0)
             stored = mask
             if is_valid is not None:
                 stored = mask & (tl.load(is_valid + copy, mask=is_token, other=0) != 0)[:, None]
@@ -423,13 +429,13 @@ def _run_sum(rows: Tensor, positions: Tensor, weights: Tensor | None, is_valid: 
 
 def _run_spread(
     tokens: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     weights: Tensor | None,
     is_valid: Tensor | None,
     rows: int,
     needed: Tensor | None,
 ) -> Tensor:
-    (t, k), h = positions.shape, tokens.shape[1]
+    (t, h), k = tokens.shape, 1 if positions is None else positions.shape[1]
     has_gaps = needed is None and is_valid is None and rows > t * k
     out = tokens.new_zeros(rows, h) if has_gaps else tokens.new_empty(rows, h)
     if out.numel():
@@ -499,7 +505,7 @@ def _fake_sum(rows: Tensor, positions: Tensor, weights: Tensor | None, is_valid:
 
 def _fake_spread(
     tokens: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     weights: Tensor | None,
     is_valid: Tensor | None,
     rows: int,

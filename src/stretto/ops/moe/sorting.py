@@ -16,7 +16,8 @@ from torch import Tensor
 from stretto.ops.operator import define_operator
 from stretto.tiles.launches import launch_cached
 
-_BLOCKS = tl.constexpr(256)  # programs at most, whose numbers are added at once
+_BLOCKS = 256  # programs at most
+_READ = tl.constexpr(64)  # whose numbers are read at once
 _COPIES = tl.constexpr(128)  # sorted at once
 _EXPERTS = tl.constexpr(32)
 
@@ -63,14 +64,14 @@ def _sort_by_kernels(
     if not t * k:
         return slots, positions, is_here, torch.zeros(experts + 1, dtype=torch.int32, device=device)
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
-    length = triton.cdiv(t * k, _BLOCKS.value * _COPIES.value) * _COPIES.value
+    length = triton.cdiv(t * k, _BLOCKS * _COPIES.value) * _COPIES.value
     blocks = triton.cdiv(t * k, length)
     of_blocks = torch.empty(blocks, experts + 1, dtype=torch.int32, device=device)
     copies = ids, ids.stride(0), t * k, k, known
     found = slots, positions, is_here.view(torch.uint8), offsets
     with torch.cuda.device_of(ids):
         launch_cached(count_copies, blocks, *copies, of_blocks, experts, length, num_warps=4)
-        launch_cached(place_copies, blocks, *copies, of_blocks, *found, rows, experts, length, num_warps=8)
+        launch_cached(place_copies, blocks, *copies, of_blocks, *found, rows, experts, length, num_warps=4)
     return slots, positions, is_here, offsets
 
 
@@ -103,11 +104,11 @@ def _load_experts(ids, stride, copies, k, known, start, experts):  # type: ignor
 @triton.jit
 def count_copies(ids, stride, copies, k, known, of_blocks, experts, length):  # type: ignore[no-untyped-def]
     """of_blocks [programs, experts + 1]: how many of `length` copies each expert has, and none, last."""
-    begin = tl.program_id(0).to(tl.int64) * length
+    begin = tl.program_id(0) * length
     for first in range(0, experts + 1, _EXPERTS):
         expert = first + tl.arange(0, _EXPERTS)
         number = tl.zeros([_EXPERTS], tl.int32)
-        for start in range(begin, tl.minimum(begin + length, copies), _COPIES):
+        for start in range(begin, begin + tl.minimum(length, copies - begin), _COPIES):
             _, is_copy, found = _load_experts(ids, stride, copies, k, known, start, experts)
             hits = (found[:, None] == expert[None, :]) & is_copy[:, None]
             number += tl.sum(hits.to(tl.int32), 0)
@@ -119,21 +120,25 @@ def place_copies(  # type: ignore[no-untyped-def]
     ids, stride, copies, k, known, of_blocks, slots, positions, is_here, offsets, rows, experts, length
 ):
     """Write what `sort_copies` returns for `length` copies a program, from the numbers of `count_copies`."""
-    begin = tl.program_id(0).to(tl.int64) * length
-    block = tl.arange(0, _BLOCKS)
-    is_block = (block < tl.num_programs(0))[:, None]
+    begin = tl.program_id(0) * length
     smaller = tl.program_id(0) * 0  # copies of experts before `first`
     for first in range(0, experts + 1, _EXPERTS):
         expert = first + tl.arange(0, _EXPERTS)
         is_expert = expert <= experts
-        at = block[:, None] * (experts + 1) + expert[None, :]
-        numbers = tl.load(of_blocks + at, mask=is_block & is_expert[None, :], other=0)
+        numbers = tl.zeros([_READ, _EXPERTS], tl.int32)
+        before = tl.zeros([_READ, _EXPERTS], tl.int32)
+        for start in range(0, tl.num_programs(0), _READ):
+            block = (start + tl.arange(0, _READ))[:, None]
+            mask = (block < tl.num_programs(0)) & is_expert[None, :]
+            number = tl.load(of_blocks + block * (experts + 1) + expert[None, :], mask=mask, other=0)
+            numbers += number
+            before += tl.where(block < tl.program_id(0), number, 0)
         total = tl.sum(numbers, 0)
         of_expert = smaller + tl.cumsum(total, 0) - total
         if tl.program_id(0) == 0:
             tl.store(offsets + expert, tl.minimum(of_expert, rows), mask=is_expert)
-        row = of_expert + tl.sum(tl.where(block[:, None] < tl.program_id(0), numbers, 0), 0)
-        for start in range(begin, tl.minimum(begin + length, copies), _COPIES):
+        row = of_expert + tl.sum(before, 0)
+        for start in range(begin, begin + tl.minimum(length, copies - begin), _COPIES):
             copy, is_copy, found = _load_experts(ids, stride, copies, k, known, start, experts)
             hits = ((found[:, None] == expert[None, :]) & is_copy[:, None]).to(tl.int32)
             position = tl.sum(hits * (row[None, :] + tl.cumsum(hits, 0) - 1), 1)
