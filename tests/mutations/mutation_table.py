@@ -461,8 +461,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             Edit(
                 "ops/moe/tensor_parallel_kernels.py",
-                "                ready += tiles.consumer_tile_wait(channel, mapping, channel.rank * units + own, source=source)\n",
-                "                pass\n",
+                "ready += tiles.consumer_tile_wait(channel, mapping, channel.rank * units + own, source=source)\n",
+                "pass\n",
             ),
         ),
         "experts/tensor-parallel",
