@@ -441,6 +441,32 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
         "experts/exchange-*",
     ),
+    Mutation(
+        "experts",
+        "wait",
+        "for all tiles that have a token's rows",
+        (
+            Edit(
+                "ops/moe/tensor_parallel_kernels.py",
+                "            ready = _await_tiles(ends, done, distance + 1, channel.world, column_tiles)\n",
+                "            ready = 0\n",
+            ),
+        ),
+        "experts/tensor-parallel",
+    ),
+    Mutation(
+        "experts",
+        "wait",
+        "for all ranks' sums of a token",
+        (
+            Edit(
+                "ops/moe/tensor_parallel_kernels.py",
+                "ready += tiles.consumer_tile_wait(channel, mapping, channel.rank * units + own, source=source)\n",
+                "pass\n",
+            ),
+        ),
+        "experts/tensor-parallel",
+    ),
     Mutation("experts", "wait", "for a call to have begun on all ranks", (_NO_MEETING,), "experts/exchange-*"),
     Mutation("experts", "acquire", "of a wait", _NO_ACQUIRE, "experts/exchange-*", _BARRIER_TESTS),
     Mutation("experts", "fence", "release of counts", (_NO_RELEASE_OF_SLOT,), "experts/exchange-*", _BARRIER_TESTS),

@@ -19,6 +19,7 @@ CATALOGUES = (
     "tests.stress.copy_engines",
     "tests.stress.optimizers",
     "tests.stress.exchange",
+    "tests.stress.tensor_parallel",
     "tests.stress.experts",
 )
 LATE_WARPS = "tests.stress.late_warps"

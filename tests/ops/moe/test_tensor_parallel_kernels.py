@@ -12,7 +12,7 @@ from tests.tiles.machine_code import RELEASE, compile_to_ptx, find_spills, make_
 
 from stretto import tiles
 from stretto.ops import moe
-from stretto.ops.moe import tensor_parallel_kernels
+from stretto.ops.moe import tensor_parallel_kernels as kernels
 from stretto.ops.moe.grouped_config import GroupedWork, find_config
 from stretto.ops.moe.tile_order import TileOrder
 from stretto.tiles.compile_only import count_shared_bytes
@@ -85,9 +85,8 @@ def test_where_no_kernel_can_run_it_says_so(ranks):
         assert 'implementation="library" will do' in message
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("transposed", [False, True])
-def test_the_kernel_that_sends_sums_is_pipelined_without_spills(transposed, tmp_path, monkeypatch):
+def launch_sending(transposed=False):
+    """The launch of `multiply_and_send` for H100: kernel, arguments and options."""
     launches = []
     block_channel = mock.Mock(rank=2, world_size=4)
     block_channel.launch = lambda kernel, _, programs, arguments, **options: launches.append(
@@ -96,21 +95,37 @@ def test_the_kernel_that_sends_sums_is_pipelined_without_spills(transposed, tmp_
     block_channel.begin.return_value = make_channel("p2p")
     block_channel.tensor = lambda shape, dtype, offset: torch.empty(shape, dtype=dtype)
     workspace = mock.Mock(channel=block_channel)
-    monkeypatch.setattr(tensor_parallel_kernels, "_take_slot", lambda *_: (workspace, 0, 0))
     tables = torch.zeros(6, 64, dtype=torch.int32).unbind(0)
     order = TileOrder(tiles.look_up_tiles(*tables[:5]), tables[5], torch.zeros(4, dtype=torch.int32), 128)
-    monkeypatch.setattr(tensor_parallel_kernels.Routed, "order", lambda *_: order)
     rows, weight = torch.empty(512, 768, dtype=torch.bfloat16), torch.empty(4, 1024, 768, dtype=torch.bfloat16)
-    weight = weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
-    routed = tensor_parallel_kernels.Routed(
+    weight = weight.mT.contiguous().mT if transposed else weight
+    routed = kernels.Routed(
         torch.zeros(512, dtype=torch.int32), torch.zeros(256, 2, dtype=torch.int64), torch.zeros(5, dtype=torch.int32)
     )
     config = find_config(GroupedWork("product", 128, False), 132)
-    tensor_parallel_kernels.multiply_leaving(config, rows, weight, torch.zeros(256, 2), routed, "group")
-    kernel, arguments, options = launches[-1]
+    with (
+        mock.patch.object(kernels, "_take_slot", return_value=(workspace, 0, 0)),
+        mock.patch.object(kernels.Routed, "order", return_value=order),
+    ):
+        kernels.multiply_leaving(config, rows, weight, torch.zeros(256, 2), routed, "group")
+    return launches[-1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_kernel_that_sends_sums_signals_after_its_stores_and_spills_nothing(transposed, tmp_path):
+    kernel, arguments, options = launch_sending(transposed)
     lines = compile_to_ptx(kernel, arguments, **options)
     assert any("wgmma.mma_async" in line for line in lines)
+    counts = [
+        number for number, line in enumerate(lines) if re.search(r"(atom|red)\S*release\S*gpu|gpu\S*release", line)
+    ]
     signals = [number for number, line in enumerate(lines) if re.search(RELEASE, line)]
+    assert counts
     assert signals
+    for number in (*counts, *signals):
+        stores = [at for at in range(number) if re.search(r"st\.global", lines[at])]
+        barriers = [at for at in range(number) if lines[at].startswith("bar.sync")]
+        assert max(stores) < max(barriers)
     assert find_spills(lines, tmp_path) == 0
     assert count_shared_bytes(kernel, arguments, options, "sm_90") <= 227 << 10

@@ -60,7 +60,7 @@ class RouteCall(NamedTuple):
             else:
                 shards, shard = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
                 route, needed = find_fixed_route(*arguments, max_rows, groups, shards, shard, self.wrap_collective)
-            if max_rows is not None:
+            if max_rows is not None and needed is not None:
                 record_rows(groups[0], needed, max_rows)
         return route
 

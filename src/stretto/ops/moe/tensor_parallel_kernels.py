@@ -143,7 +143,8 @@ def multiply_leaving(
     )  # fmt: skip
     try:
         channel = block_channel.begin("moe_reduce_scatter", mapping, mapping, "p2p", slot=slot)
-        key = *map(tiles.kind_of, operands), mapping.channels.value, *constants
+        kinds = map(tiles.kind_of, (*operands, mapping.channel_rows))
+        key = *kinds, mapping.channels.value, *constants, num_warps, num_stages
         block_channel.launch(
             multiply_and_send, key, programs, (channel, mapping, order.mapping, *operands, *constants),
             num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False,
