@@ -20,6 +20,7 @@ CATALOGUES = (
     "tests.stress.optimizers",
     "tests.stress.exchange",
     "tests.stress.experts",
+    "tests.stress.few_tokens",
 )
 LATE_WARPS = "tests.stress.late_warps"
 FOUND = 1

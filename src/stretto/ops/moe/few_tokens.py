@@ -78,6 +78,20 @@ class DispatchedFew:
 
 
 @dataclass(frozen=True)
+class FewWorkspace:
+    """A channel whose buffer has two slots: numbered int64 [2, slot] and packets int32 [2, 2 * slot] are views of it.
+
+    first: the place in a slot of packets before which there are numbered words, and from which on packets, which are 0
+    between calls.
+    """
+
+    channel: tiles.BlockChannel
+    numbered: Tensor
+    packets: Tensor
+    first: int
+
+
+@dataclass(frozen=True)
 class _SentByKernel:
     """sizes: max_tokens, k, experts of a rank, bytes of a row."""
 
@@ -304,28 +318,24 @@ def _launch(
 ) -> None:
     """Launch a call's only kernel: channel, layout, choices, numbered words, packets, operands, tokens and others."""
     name, device, world = find_name(group), operands[0].device, group.size()
-    slot_bytes = _arrange(world, *sizes)[-1]
 
-    def make() -> tiles.BlockChannel:
-        return tiles.BlockChannel.allocate(
-            find_group(name),
-            channels=1,
-            data_bytes=2 * slot_bytes,
-            backend="cuda" if device.type == "cuda" else "host",
-        )
+    def make() -> FewWorkspace:
+        *_, first, slot_bytes = _arrange(world, *sizes)
+        backend = "cuda" if device.type == "cuda" else "host"
+        channel = tiles.BlockChannel.allocate(find_group(name), channels=1, data_bytes=2 * slot_bytes, backend=backend)
+        numbered, packets = (channel.tensor((2, slot_bytes // one.itemsize), one) for one in (torch.int64, torch.int32))
+        return FewWorkspace(channel, numbered, packets, first)
 
     programs, rows, block, warps = _divide(device, world, *sizes[:3], words, tokens)
     layout = _describe(world, sizes, words, rows, block, warps * _THREADS_OF_A_WARP)
-    block_channel = find_kept(name, device, ("moe few", *sizes), make)
+    workspace = find_kept(name, device, ("moe few", *sizes), make)
     try:
-        channel = block_channel.enter(operator, "p2p")
-        numbered = block_channel.tensor((2 * slot_bytes // 8,), torch.int64)
-        packets = block_channel.tensor((2 * slot_bytes // 4,), torch.int32)
+        channel = workspace.channel.enter(operator, "p2p")
         key = sizes, words, rows, block, warps, *map(tiles.kind_of, operands), others[1:]
-        arguments = channel, layout, choices, numbered, packets, *operands, tokens, *others
-        block_channel.launch(kernel, key, programs, arguments, num_warps=warps, enable_fp_fusion=False)
+        arguments = channel, layout, choices, workspace.numbered, workspace.packets, *operands, tokens, *others
+        workspace.channel.launch(kernel, key, programs, arguments, num_warps=warps, enable_fp_fusion=False)
     except BaseException:
-        abandon(name, block_channel)
+        abandon(name, workspace.channel)
         raise
 
 
