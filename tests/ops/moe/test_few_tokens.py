@@ -188,8 +188,9 @@ def test_packets_are_stored_and_polled_in_fours_by_one_thread_each(is_fp8, tmp_p
     channel = make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
     halves, ints, longs = (torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.int32, torch.int64))
     choices = few_kernels.SentChoices(ints, ints.float(), ints, ints)
+    received = few_kernels.ReceivedRows(halves, ints, 4096)
     operands = {
-        few_kernels.dispatch_tokens: (halves, longs, ints.float(), halves, ints, 100, 4096, is_fp8),
+        few_kernels.dispatch_tokens: (received, halves, longs, ints.float(), 100, is_fp8),
         few_kernels.combine_sums: (halves, halves, 100),
     }
     for kernel, arguments in operands.items():
