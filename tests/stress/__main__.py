@@ -21,6 +21,7 @@ CATALOGUES = (
     "tests.stress.exchange",
     "tests.stress.tensor_parallel",
     "tests.stress.experts",
+    "tests.stress.few_tokens",
 )
 LATE_WARPS = "tests.stress.late_warps"
 FOUND = 1

@@ -193,16 +193,16 @@ def await_numbered(channel, pointers, mask, part, peers):  # type: ignore[no-unt
     not arrived are 0. From then on `read_numbered` finds the words in any layout.
     """
     _require_one_load(pointers)
-    words, late = _poll_numbered(channel, pointers, mask, peers)
+    words, missing = _poll_numbered(channel, pointers, mask, peers)
     began = tl.cast(0, tl.int64)
     looks = 0
-    waits = late >= 0
+    waits = missing >= 0
     while waits:
-        words, late = _poll_numbered(channel, pointers, mask, peers)
-        waits = late >= 0
+        words, missing = _poll_numbered(channel, pointers, mask, peers)
+        waits = missing >= 0
         looks += 1
         if waits & (looks % READS_PER_CLOCK == 0):
-            began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, late, 0, call_number(channel))
+            began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, missing, 0, call_number(channel))
     return tl.where(mask & _is_current(channel, words), words.to(tl.int32), 0)
 
 

@@ -2,6 +2,7 @@
 """Dispatch and combine of few tokens: beside those of any number, and the kernels in Triton's interpreter."""
 
 import re
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from tests.ops.moe.oracle import make_layer
 from tests.ops.moe.test_exchange import Case, part
 from tests.tiles.machine_code import compile_to_ptx, find_spills, make_channel
 
+from stretto import ops
+from stretto.memory import PeerError
 from stretto.ops import moe, quantize_rows
 from stretto.ops.moe import few_kernels, few_tokens
 
@@ -148,6 +151,36 @@ def test_where_no_kernel_can_run_it_says_so(ranks, interpret):
         assert "it takes rows of a multiple of 16 bytes, such as 16 columns, not 18" in message
 
 
+def miss_a_call():
+    """Rank 1 misses a combine: rank 0's errors of it, and of the next dispatch."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    x, ids, weights = torch.ones(2, 16), torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
+    sent = moe.dispatch_few(x, ids, weights, 2, group, max_tokens=2, implementation="kernel")
+    messages = []
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerError) as error:
+            moe.combine_few(sent.rows, sent.handle)
+        messages.append(str(error.value))
+        with pytest.raises(PeerError) as error:
+            moe.dispatch_few(x, ids, weights, 2, group, max_tokens=2, implementation="kernel")
+        messages.append(str(error.value))
+    dist.barrier()
+    with pytest.raises(PeerError) if messages else pytest.MonkeyPatch.context():
+        dist.destroy_process_group(group)
+        if messages:
+            ops.check()
+    return messages
+
+
+@pytest.mark.long
+def test_a_missed_call_is_an_error_that_names_the_rank(interpret):
+    messages, nothing = interpret(2, miss_a_call)
+    assert nothing == []
+    for message in messages:
+        assert "moe.combine_few" in message
+        assert "waited in vain for rank 1" in message
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_packets_are_stored_and_polled_in_fours_by_one_thread_each(is_fp8, tmp_path):
@@ -155,8 +188,9 @@ def test_packets_are_stored_and_polled_in_fours_by_one_thread_each(is_fp8, tmp_p
     channel = make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
     halves, ints, longs = (torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.int32, torch.int64))
     choices = few_kernels.SentChoices(ints, ints.float(), ints, ints)
+    received = few_kernels.ReceivedRows(halves, ints, 4096)
     operands = {
-        few_kernels.dispatch_tokens: (halves, longs, ints.float(), halves, ints, 100, 4096, is_fp8),
+        few_kernels.dispatch_tokens: (received, halves, longs, ints.float(), 100, is_fp8),
         few_kernels.combine_sums: (halves, halves, 100),
     }
     for kernel, arguments in operands.items():

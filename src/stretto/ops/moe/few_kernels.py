@@ -64,11 +64,22 @@ class SentChoices(NamedTuple):
     holders: Any
 
 
-@triton.jit(do_not_specialize=["t", "capacity"])
+class ReceivedRows(NamedTuple):
+    """Kernel argument: tokens of this rank's experts, by expert, source rank and token.
+
+    rows: [capacity, columns]. offsets: int32 [local + 1], the first row of each expert, and their number.
+    """
+
+    rows: Any
+    offsets: Any
+    capacity: Any
+
+
+@triton.jit(do_not_specialize=["t"])
 def dispatch_tokens(  # type: ignore[no-untyped-def]
-    channel, layout, choices, numbered, packets, x, ids, weights, rows, offsets, t, capacity, FP8: tl.constexpr
+    channel, layout, choices, numbered, packets, received, x, ids, weights, t, FP8: tl.constexpr
 ):
-    """rows [capacity, columns]: tokens of this rank's experts, by expert, source rank and token; offsets [local + 1].
+    """Send each token to the ranks of its experts, and write what comes from all ranks to `ReceivedRows`.
 
     x: [t, columns]. ids: [t, k]; those that are no experts belong to no rank. FP8: rows travel as e4m3 with one fp32
     scale, as `quantize_rows` makes them, and are multiplied out in fp32 and rounded to x's dtype.
@@ -115,7 +126,7 @@ def dispatch_tokens(  # type: ignore[no-untyped-def]
     before = tl.cumsum(number, 0) - number
     tokens = tl.where(is_count, 0, tl.minimum(counts, layout.tokens))
     if tl.program_id(0) == 0:
-        tl.store(offsets + expert, before, mask=(source == 0) & is_known)
+        tl.store(received.offsets + expert, before, mask=(source == 0) & is_known)
         tl.store(choices.counts + source, tokens, mask=is_known & (is_count == 0))
     units = tl.cdiv(tl.max(tokens, 0), layout.rows) * (parts * world)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
@@ -124,9 +135,7 @@ def dispatch_tokens(  # type: ignore[no-untyped-def]
         first = unit // (world * parts) * layout.rows
         known = tl.sum(tl.where(at == world * layout.local + peer, tokens, 0), 0)
         if first < known:
-            _receive_rows(
-                channel, layout, choices, numbered, packets, rows, before, peer, first, part, known, capacity, FP8
-            )
+            _receive_rows(channel, layout, choices, numbered, packets, received, before, peer, first, part, known, FP8)
     tiles.end_unsignalled_call(channel)
 
 
@@ -252,7 +261,7 @@ def _find_scales(layout, x, token, t):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _receive_rows(  # type: ignore[no-untyped-def]
-    channel, layout, choices, numbered, packets, rows, before, peer, first, part, known, capacity, FP8: tl.constexpr
+    channel, layout, choices, numbered, packets, received, before, peer, first, part, known, FP8: tl.constexpr
 ):
     """Take a part of some rows of `peer`'s tokens, and store them at their choices' positions."""
     world: tl.constexpr = channel.world
@@ -277,7 +286,7 @@ def _receive_rows(  # type: ignore[no-untyped-def]
     expert = (found >> 16) - 1
     is_base = (expert * world + peer)[:, None] == tl.arange(0, layout.places)[None, :]
     position = tl.sum(tl.where(is_base, before[None, :], 0), 1) + (found & 0xFFFF)
-    position = tl.where((found != 0) & (position < capacity), position, -1)
+    position = tl.where((found != 0) & (position < received.capacity), position, -1)
     if part == 0:
         weight = tiles.read_numbered(channel, place + layout.k, is_choice).to(tl.float32, bitcast=True)
         kept = (peer * layout.tokens + token) * layout.k + slot
@@ -296,16 +305,16 @@ def _receive_rows(  # type: ignore[no-untyped-def]
     columns: tl.constexpr = 4 * layout.words  # of fp8
     column = part * (4 * layout.block) + tl.arange(0, 4 * layout.block)
     if FP8:
-        values = _unpack_fp8(layout, data, scale).to(rows.dtype.element_ty)
+        values = _unpack_fp8(layout, data, scale).to(received.rows.dtype.element_ty)
     slots = tl.arange(0, width)[None, :]
     for number in tl.static_range(layout.k):
         target = tl.sum(tl.where(slots == number, positions, 0), 1)
         is_here = target >= 0
         if FP8:
             is_stored = (is_sent & is_here)[:, None] & (column < columns)[None, :]
-            tl.store(rows + (target.to(tl.int64) * columns)[:, None] + column[None, :], values, mask=is_stored)
+            tl.store(received.rows + (target.to(tl.int64) * columns)[:, None] + column[None, :], values, mask=is_stored)
         else:
-            copies = rows.to(tl.pointer_type(tl.int32), bitcast=True)
+            copies = received.rows.to(tl.pointer_type(tl.int32), bitcast=True)
             there = copies + (target.to(tl.int64) * layout.words)[:, None] + word[None, :]
             tl.store(there, data, mask=mask & is_here[:, None])
 

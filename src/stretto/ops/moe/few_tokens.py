@@ -20,7 +20,7 @@ from stretto import tiles
 from stretto.memory.gpus import find_capability, limit_waiting
 from stretto.ops.gemm import fixed
 from stretto.ops.moe.call_route import check_call
-from stretto.ops.moe.few_kernels import FewLayout, SentChoices, combine_sums, dispatch_tokens
+from stretto.ops.moe.few_kernels import FewLayout, ReceivedRows, SentChoices, combine_sums, dispatch_tokens
 from stretto.ops.moe.fixed_rows import find_fixed_route
 from stretto.ops.moe.permutation import require_weighted, sort_by_expert, sum_copies
 from stretto.ops.moe.routes import call
@@ -75,6 +75,20 @@ class DispatchedFew:
     rows: Tensor
     offsets: Tensor
     handle: FewHandle
+
+
+@dataclass(frozen=True)
+class FewWorkspace:
+    """A channel whose buffer has two slots: numbered int64 [2, slot] and packets int32 [2, 2 * slot] are views of it.
+
+    first: the place in a slot of packets before which there are numbered words, and from which on packets, which are 0
+    between calls.
+    """
+
+    channel: tiles.BlockChannel
+    numbered: Tensor
+    packets: Tensor
+    first: int
 
 
 @dataclass(frozen=True)
@@ -267,18 +281,17 @@ def _send_by_kernel(
     payload: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, SentChoices]:
     (max_tokens, k, local, row_bytes), world, device = sizes, group.size(), x.device
-    capacity = world * max_tokens * k
-    rows = x.new_empty(capacity, x.shape[1])
     offsets, counts, holders = (
         torch.empty(size, dtype=torch.int32, device=device) for size in (local + 1, world, max_tokens)
     )
+    capacity = world * max_tokens * k
+    received = ReceivedRows(x.new_empty(capacity, x.shape[1]), offsets, capacity)
     positions = torch.empty(world * max_tokens, k, dtype=torch.int32, device=device)
     choices = SentChoices(positions, torch.empty_like(positions, dtype=torch.float32), counts, holders)
     words = (row_bytes if payload is None else x.shape[1]) // _PACKET_BYTES
-    operands = x.contiguous(), ids.contiguous(), weights.contiguous(), rows, offsets
-    is_fp8 = payload is not None
-    _launch("moe.dispatch_few", dispatch_tokens, group, sizes, words, choices, operands, len(x), capacity, is_fp8)
-    return rows, offsets, choices
+    operands = received, x.contiguous(), ids.contiguous(), weights.contiguous()
+    _launch("moe.dispatch_few", dispatch_tokens, group, sizes, words, choices, operands, len(x), payload is not None)
+    return received.rows, offsets, choices
 
 
 def _combine_by_kernel(
@@ -298,34 +311,32 @@ def _launch(
     sizes: tuple[int, int, int, int],
     words: int,
     choices: SentChoices,
-    operands: tuple[Tensor, ...],
+    operands: tuple[Any, ...],
     tokens: int,
-    *others: int,
+    *constants: bool,
 ) -> None:
-    """Launch a call's only kernel: channel, layout, choices, numbered words, packets, operands, tokens and others."""
-    name, device, world = find_name(group), operands[0].device, group.size()
-    slot_bytes = _arrange(world, *sizes)[-1]
+    """Launch a call's only kernel: channel, layout, choices, numbered words, packets, operands, tokens, constants."""
+    name, device, world = find_name(group), choices.counts.device, group.size()
 
-    def make() -> tiles.BlockChannel:
-        return tiles.BlockChannel.allocate(
-            find_group(name),
-            channels=1,
-            data_bytes=2 * slot_bytes,
-            backend="cuda" if device.type == "cuda" else "host",
-        )
+    def make() -> FewWorkspace:
+        *_, first, slot_bytes = _arrange(world, *sizes)
+        backend = "cuda" if device.type == "cuda" else "host"
+        channel = tiles.BlockChannel.allocate(find_group(name), channels=1, data_bytes=2 * slot_bytes, backend=backend)
+        numbered, packets = (channel.tensor((2, slot_bytes // one.itemsize), one) for one in (torch.int64, torch.int32))
+        return FewWorkspace(channel, numbered, packets, first)
 
     programs, rows, block, warps = _divide(device, world, *sizes[:3], words, tokens)
     layout = _describe(world, sizes, words, rows, block, warps * _THREADS_OF_A_WARP)
-    block_channel = find_kept(name, device, ("moe few", *sizes), make)
+    workspace = find_kept(name, device, ("moe few", *sizes), make)
     try:
-        channel = block_channel.enter(operator, "p2p")
-        numbered = block_channel.tensor((2 * slot_bytes // 8,), torch.int64)
-        packets = block_channel.tensor((2 * slot_bytes // 4,), torch.int32)
-        key = sizes, words, rows, block, warps, *map(tiles.kind_of, operands), others[1:]
-        arguments = channel, layout, choices, numbered, packets, *operands, tokens, *others
-        block_channel.launch(kernel, key, programs, arguments, num_warps=warps, enable_fp_fusion=False)
+        channel = workspace.channel.enter(operator, "p2p")
+        # What was allocated for the call is of x's dtype, and aligned.
+        kinds = [tiles.kind_of(one) for one in operands if isinstance(one, Tensor)]
+        key = sizes, words, rows, block, warps, *kinds, *constants
+        arguments = channel, layout, choices, workspace.numbered, workspace.packets, *operands, tokens, *constants
+        workspace.channel.launch(kernel, key, programs, arguments, num_warps=warps, enable_fp_fusion=False)
     except BaseException:
-        abandon(name, block_channel)
+        abandon(name, workspace.channel)
         raise
 
 
