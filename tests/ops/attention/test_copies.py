@@ -22,8 +22,7 @@ def differ_by_copies(ranks):
     with mock.patch.object(operators, "can_copy", return_value=True):
         found = [
             (implementation, case, differences)
-            for implementation in ("all_gather", "ring")
-            for case in (cases[1], cases[-4])
+            for implementation, case in (("ring", cases[1]), ("all_gather", cases[-4]))
             if max(differences := find_differences(case, implementation)) > EXACT
         ]
     assert list_channels(dist.group.WORLD.group_name)
@@ -63,12 +62,11 @@ def test_the_merging_kernel_rounds_once(interpret):
 
 @pytest.mark.long
 def test_the_merging_kernel_compiles_to_wide_accesses_without_spills(tmp_path):
-    half, numbers = [torch.zeros(256, dtype=torch.bfloat16) for _ in range(3)], torch.zeros(256)
-    strides = (1 << 20, 128, 4096)
-    arguments = (
-        half[0], numbers, half[1], numbers.clone(), numbers.clone(), half[2], numbers.clone(),
-        strides, (4096, 128, 1), strides, (4096, 128, 1), strides, (4096, 128, 1), 32, 8192, 128, True, True, 32, 128,
-    )  # fmt: skip
+    parts = [
+        merge.MergedRows(torch.zeros(256, dtype=torch.bfloat16), torch.zeros(256), 1 << 20, 128, 4096, 4096, 128, 1)
+        for _ in range(3)
+    ]
+    arguments = (*parts[:2], torch.zeros(256), parts[2], 32, 8192, 128, True, True, 32, 128)
     lines = compile_to_ptx(merge.merge_rows, arguments, num_warps=4)
     assert find_spills(lines, tmp_path) == 0
     assert any("ld.global.v4" in line for line in lines)

@@ -9,6 +9,7 @@ merge          results and gradients of blocks, merged and added
 block_mask     torch's BlockMask as causal, window and documents
 """
 
+from stretto.ops.attention.block_mask import read_block_mask
 from stretto.ops.attention.context import (
     AttentionOptions,
     all_gather_attention,
@@ -23,6 +24,7 @@ __all__ = [
     "all_gather_attention",
     "context_attention",
     "list_chunks",
+    "read_block_mask",
     "ring_attention",
     "ulysses_attention",
 ]

@@ -2,7 +2,7 @@
 """Reads a BlockMask of torch's flex_attention as causal, window and documents, and checks that it is just that."""
 
 import weakref
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -10,11 +10,20 @@ from torch.nn.attention.flex_attention import BlockMask
 
 _CHECKED_AT_ONCE = 256  # blocks on the mask's edge
 
-_known: "weakref.WeakKeyDictionary[BlockMask, tuple[bool, int | None, Tensor | None]]" = weakref.WeakKeyDictionary()
+
+class MaskOptions(TypedDict):
+    """Options of `context_attention` that are its mask."""
+
+    causal: bool
+    window: int | None
+    documents: Tensor | None
 
 
-def read_block_mask(mask: BlockMask) -> tuple[bool, int | None, Tensor | None]:
-    """(causal, window, documents) of a mask that is these alone. ValueError for another, which says what it is not.
+_known: "weakref.WeakKeyDictionary[BlockMask, MaskOptions]" = weakref.WeakKeyDictionary()
+
+
+def read_block_mask(mask: BlockMask) -> MaskOptions:
+    """Options of `context_attention` that are the same mask, of the global sequence. ValueError if it is another mask.
 
     mask_mod is evaluated where the mask could begin or end, and in all blocks on its edges; blocks that it calls full
     or empty must be so. What was read is kept with the mask.
@@ -25,7 +34,7 @@ def read_block_mask(mask: BlockMask) -> tuple[bool, int | None, Tensor | None]:
     return found
 
 
-def _read(mask: BlockMask) -> tuple[bool, int | None, Tensor | None]:
+def _read(mask: BlockMask) -> MaskOptions:
     length, keys = mask.seq_lengths
     if length != keys:
         raise ValueError(
@@ -56,7 +65,7 @@ def _read(mask: BlockMask) -> tuple[bool, int | None, Tensor | None]:
     documents = starts.to("cpu", torch.int32) if len(starts) > 2 else None
     first_seen, end_seen = _bounds(positions, starts, causal, window)
     _require_same(mask, sees, first_seen, end_seen)
-    return causal, window, documents
+    return {"causal": causal, "window": window, "documents": documents}
 
 
 def _bounds(positions: Tensor, starts: Tensor, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:

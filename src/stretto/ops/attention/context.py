@@ -11,9 +11,7 @@ from typing import Literal, TypedDict, Unpack, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from stretto.ops.attention.block_mask import read_block_mask
 from stretto.ops.attention.operators import Settings, attend_to_context, exchange_heads
 from stretto.ops.attention.plan import Layout, require_layout
 from stretto.ops.moe.routes import CollectiveWrapper, call
@@ -35,7 +33,6 @@ class AttentionOptions(TypedDict, total=False):
     window: int | None
     documents: Tensor | None
     sinks: Tensor | None
-    block_mask: BlockMask | None
     wrap_collective: CollectiveWrapper
 
 
@@ -76,7 +73,6 @@ def context_attention(
     window: int | None = None,
     documents: Tensor | None = None,
     sinks: Tensor | None = None,
-    block_mask: BlockMask | None = None,
     wrap_collective: CollectiveWrapper = call,
     implementation: Implementation = "auto",
 ) -> Tensor:
@@ -93,8 +89,7 @@ def context_attention(
     or int64 [documents + 1], where in the global sequence each begins, then the sequence's length: a position sees its
     own document. Keep it on the CPU: one on a GPU is read at each call, which waits for the GPU. sinks: [heads], a
     logit for each head that its softmax has in the denominator alone; its gradient is of this rank's positions, to be
-    summed over the ranks as a replicated parameter's. block_mask: of flex_attention, for the global sequence, in place
-    of causal, window and documents, if it is such a mask.
+    summed over the ranks as a replicated parameter's. Of flex_attention's BlockMask, `read_block_mask` makes options.
 
     A rank is sent only the keys that its positions see. wrap_collective: called in place of each collective, backward
     too, as wrap_collective("all_to_all", make); make() issues it. implementation: see `all_gather_attention`,
@@ -103,10 +98,6 @@ def context_attention(
     With torch.compile it is an operator of the graph; with `wrap_collective`, the graph breaks here. It cannot be
     differentiated twice. ValueError for other input, and on all ranks for ranks whose calls differ.
     """
-    if block_mask is not None:
-        if causal or window is not None or documents is not None:
-            raise ValueError("context attention takes a block_mask in place of causal, window and documents: give one")
-        causal, window, documents = read_block_mask(block_mask)
     name, ranks = find_name(group), dist.get_world_size(group)
     _require_tensors(q, k, v, sinks)
     _require_mask(causal, window, documents, layout, q.shape[2], ranks)

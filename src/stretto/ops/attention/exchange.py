@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory.copy_engine import has_nvlink
-from stretto.ops.attention.plan import Range, Step, count_rows
+from stretto.ops.attention.plan import ExchangeStep, Range, count_rows
 from stretto.ops.choices import find_group_obstacle
 from stretto.ops.moe.routes import CollectiveWrapper
 from stretto.ops.operator import abandon, count_bytes, find_group, find_known, find_workspace
@@ -54,7 +54,7 @@ class Peers(NamedTuple):
     areas: int
     room: int
 
-    def start(self, step: Step, rows: Tensor, number: int) -> Arriving:
+    def start(self, step: ExchangeStep, rows: Tensor, number: int) -> Arriving:
         """Start to send rows [length, ...] as the step says. number: of the step."""
         if self.by_copies:
             area = number % max(self.areas - 1, 1)
@@ -62,7 +62,7 @@ class Peers(NamedTuple):
         parts = [rows[part.start : part.stop] for parts in step.sends for part in parts]
         return self._exchange(_join(parts, rows), _count(step.sends), _count(step.receives))
 
-    def start_back(self, step: Step, rows: Tensor) -> Arriving:
+    def start_back(self, step: ExchangeStep, rows: Tensor) -> Arriving:
         """Start to send a row for each that came in the step, to where it came from."""
         counts = _count(step.receives)
         if self.by_copies:
@@ -131,7 +131,7 @@ def can_copy(group: str, device: torch.device) -> bool:
     return bool(find_known(group, device, "nvlink", lambda: has_nvlink(find_group(group), device)))
 
 
-def add_returned(rows: Tensor, step: Step, returned: Tensor) -> None:
+def add_returned(rows: Tensor, step: ExchangeStep, returned: Tensor) -> None:
     """Add to fp32 or fp64 rows [length, ...] what came back for those that were sent, in the order of ranks."""
     start = 0
     for parts in step.sends:

@@ -6,6 +6,7 @@ Merging two results in separate passes over fp32 costs a quarter of the attentio
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -97,32 +98,46 @@ def _merge(one: _Result, other: _Result | None, sinks: Tensor | None, result: _R
     return result
 
 
+class MergedRows(NamedTuple):
+    """Kernel argument: out and lse of one part, and their strides of sequences, heads and rows."""
+
+    out: Any
+    lse: Any
+    out_batch: Any
+    out_head: Any
+    out_row: Any
+    lse_batch: Any
+    lse_head: Any
+    lse_row: Any
+
+    @classmethod
+    def of(cls, part: _Result) -> "MergedRows":
+        out, lse = part
+        return cls(out, lse, *out.stride()[:3], *lse.stride())
+
+
 @triton.jit
 def merge_rows(  # type: ignore[no-untyped-def]
-    one, lse_one, other, lse_other, sinks, out, lse,
-    one_strides, lse_one_strides, other_strides, lse_other_strides, out_strides, lse_strides,
-    heads, rows, size, HAS_OTHER: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    one, other, sinks, result, heads, rows, size,
+    HAS_OTHER: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out, lse = the attention of two parts of the keys (or of one), with sinks [heads] in the denominator.
+    """result = the attention of two parts of the keys (or of one), with sinks [heads] in the denominator.
 
-    A program has ROWS rows of one head of one sequence: BLOCK >= size numbers each, whose last stride is 1; *_strides
-    are those of sequences, heads and rows. Bytes: each part is read and the result written once. Synchronization: none:
-    programs own their rows.
+    A program has ROWS rows of one head of one sequence, of BLOCK >= size numbers each, whose last stride is 1. Bytes:
+    each part is read and the result written once. Synchronization: none: programs own their rows.
     """
     tiles = tl.cdiv(rows, ROWS)
     sequence = tl.program_id(0) // tiles
-    batch, head = sequence // heads, sequence % heads
+    batch, head = (sequence // heads).to(tl.int64), (sequence % heads).to(tl.int64)
     row = (tl.program_id(0) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    there = (row < rows)[:, None] & (column < size)[None, :]
-    dtype = lse.dtype.element_ty
-    first = tl.load(_find_rows(lse_one, lse_one_strides, batch, head, row), mask=row < rows, other=0.0)
+    there = row < rows
+    first = tl.load(_find_sums(one, batch, head, row), mask=there, other=0.0)
     biggest = first
     if HAS_OTHER:
-        second = tl.load(_find_rows(lse_other, lse_other_strides, batch, head, row), mask=row < rows, other=0.0)
+        second = tl.load(_find_sums(other, batch, head, row), mask=there, other=0.0)
         biggest = tl.maximum(first, second)
     if HAS_SINKS:
-        sink = tl.load(sinks + head).to(dtype)
+        sink = tl.load(sinks + head).to(first.dtype)
         biggest = tl.maximum(biggest, sink)
     total = tl.exp(first - biggest)
     if HAS_OTHER:
@@ -130,36 +145,39 @@ def merge_rows(  # type: ignore[no-untyped-def]
     if HAS_SINKS:
         total += tl.exp(sink - biggest)
     whole = biggest + tl.log(total)
-    value = tl.load(_find_rows(one, one_strides, batch, head, row)[:, None] + column, mask=there, other=0.0).to(dtype)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = there[:, None] & (column < size)
+    value = tl.load(_find_rows(one, batch, head, row) + column, mask=inside, other=0.0).to(first.dtype)
     value *= tl.exp(first - whole)[:, None]
     if HAS_OTHER:
-        added = tl.load(_find_rows(other, other_strides, batch, head, row)[:, None] + column, mask=there, other=0.0).to(
-            dtype
-        )
+        added = tl.load(_find_rows(other, batch, head, row) + column, mask=inside, other=0.0).to(first.dtype)
         value += added * tl.exp(second - whole)[:, None]
-    tl.store(
-        _find_rows(out, out_strides, batch, head, row)[:, None] + column, value.to(out.dtype.element_ty), mask=there
-    )
-    tl.store(_find_rows(lse, lse_strides, batch, head, row), whole, mask=row < rows)
+    tl.store(_find_rows(result, batch, head, row) + column, value.to(result.out.dtype.element_ty), mask=inside)
+    tl.store(_find_sums(result, batch, head, row), whole, mask=there)
 
 
 @triton.jit
-def _find_rows(base, strides, batch, head, row):  # type: ignore[no-untyped-def]
-    """Pointers to rows of one head of one sequence."""
-    return base + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + row * strides[2]
+def _find_rows(part, batch, head, row):  # type: ignore[no-untyped-def]
+    """Pointers to the first numbers of rows of out, [ROWS, 1]."""
+    return (part.out + batch * part.out_batch + head * part.out_head + row * part.out_row)[:, None]
+
+
+@triton.jit
+def _find_sums(part, batch, head, row):  # type: ignore[no-untyped-def]
+    """Pointers to rows of lse."""
+    return part.lse + batch * part.lse_batch + head * part.lse_head + row * part.lse_row
 
 
 def merge_on_gpu(one: _Result, other: _Result | None, sinks: Tensor | None, result: _Result) -> _Result:
     """`_merge` by `merge_rows`."""
-    (out, lse), second = result, one if other is None else other
-    batch, heads, rows, size = out.shape
+    batch, heads, rows, size = result[0].shape
     block = triton.next_power_of_2(size)
     tile = max(1, _TILE // block)
-    operands = *one, *second, sinks if sinks is not None else lse, out, lse
-    with torch.cuda.device_of(out):
+    first, second, target = map(MergedRows.of, (one, one if other is None else other, result))
+    with torch.cuda.device_of(result[0]):
         launch_kernel(
-            merge_rows, triton.cdiv(rows, tile) * batch * heads, *operands,
-            *(each.stride()[:3] for each in (*one, *second, out, lse)), heads, rows, size,
+            merge_rows, triton.cdiv(rows, tile) * batch * heads,
+            first, second, target.lse if sinks is None else sinks, target, heads, rows, size,
             HAS_OTHER=other is not None, HAS_SINKS=sinks is not None, ROWS=tile, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return result

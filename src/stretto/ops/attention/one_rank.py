@@ -13,10 +13,10 @@ from torch import Tensor
 from stretto.ops.attention.exchange import Arriving, Peers, add_returned
 from stretto.ops.attention.kernels import Gradients, Part, attend, differentiate
 from stretto.ops.attention.merge import add_parts, merge_parts
-from stretto.ops.attention.plan import Plan, Range, Step
+from stretto.ops.attention.plan import ExchangeStep, Plan, Range
 
 
-class Work(NamedTuple):
+class ContextCall(NamedTuple):
     """A call of this rank: its plan, the ranks that it exchanges rows with, and the scale of scores."""
 
     plan: Plan
@@ -24,7 +24,7 @@ class Work(NamedTuple):
     scale: float
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Work) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: ContextCall) -> tuple[Tensor, Tensor]:
     """(this rank's attention, its log-sum-exp with sinks)."""
     length, steps = q.shape[2], work.plan.steps
     rows = _pack(k, v) if steps else None
@@ -42,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Work) -
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, work: Work
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, work: ContextCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the sinks: of the keys by all ranks' queries, of sinks by this rank's."""
     grad = grad if grad.stride(-1) == 1 and 0 not in grad.stride() else grad.contiguous()
@@ -60,7 +60,7 @@ def backward(
     own = [(first, differentiate_own(first))] if middle else []  # while keys come
     theirs: list[tuple[Range, Tensor]] = []
     sums = torch.zeros_like(rows, dtype=torch.promote_types(k.dtype, torch.float32)) if rows is not None else None
-    returning: list[tuple[Step, Arriving]] = []
+    returning: list[tuple[ExchangeStep, Arriving]] = []
     for number, step in enumerate(steps):
         assert arriving is not None
         arrived = arriving.wait()
@@ -90,13 +90,13 @@ def backward(
     return of_q, of_k, of_v, of_sinks
 
 
-def _start(work: Work, number: int, rows: Tensor | None) -> Arriving | None:
+def _start(work: ContextCall, number: int, rows: Tensor | None) -> Arriving | None:
     """Start a step's exchange of keys and values, if there is such a step."""
     steps = work.plan.steps
     return work.peers.start(steps[number], rows, number) if rows is not None and number < len(steps) else None
 
 
-def _add_returned(sums: Tensor | None, returning: list[tuple[Step, Arriving]]) -> None:
+def _add_returned(sums: Tensor | None, returning: list[tuple[ExchangeStep, Arriving]]) -> None:
     """Add the gradients that were sent last, if any, before others come in their place."""
     if returning and sums is not None:
         step, arriving = returning.pop()

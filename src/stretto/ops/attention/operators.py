@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.attention.exchange import Peers, can_copy, gather_sequence, scatter_sequence
-from stretto.ops.attention.one_rank import Work, backward, forward
+from stretto.ops.attention.one_rank import ContextCall, backward, forward
 from stretto.ops.attention.plan import Mask, make_plan
 from stretto.ops.moe.routes import CollectiveWrapper, call
 from stretto.ops.operator import (
@@ -91,12 +91,12 @@ def _read_documents(documents: Tensor | None, total: int) -> tuple[int, ...] | N
     return known if len(known) > 2 else None
 
 
-def _find_work(q: Tensor, mask: Mask, settings: Settings, wrap: CollectiveWrapper) -> Work:
+def _find_call(q: Tensor, mask: Mask, settings: Settings, wrap: CollectiveWrapper) -> ContextCall:
     group, degree = find_group(settings.group), settings.degree
     place = group.rank() // degree, group.size() // degree
     plan = make_plan(settings.layout, *place, q.shape[2], mask, settings.schedule)
     areas, room = 3 if len(plan.steps) > 1 else 1, max((step.room for step in plan.steps), default=0)
-    return Work(
+    return ContextCall(
         plan, Peers(settings.group, degree, wrap, can_copy(settings.group, q.device), areas, room), settings.scale
     )
 
@@ -111,8 +111,8 @@ class _ContextAttention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         mask = _agree(q, k, v, sinks, documents, settings)
         q, k, v = (_align(each) for each in (q, k, v))
-        ctx.work = _find_work(q, mask, settings, wrap)
-        out, lse = forward(q, k, v, sinks, ctx.work)
+        ctx.call = _find_call(q, mask, settings, wrap)
+        out, lse = forward(q, k, v, sinks, ctx.call)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
@@ -121,7 +121,7 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         with torch._C._DisableAutocast():
             q, k, v, out, lse, sinks = ctx.saved_tensors
-            return *backward(grad, q, k, v, out, lse, sinks, ctx.work), None, None, None
+            return *backward(grad, q, k, v, out, lse, sinks, ctx.call), None, None, None
 
 
 def _align(tensor: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _run_operator(
     settings = Settings(group, degree, causal, scale, layout, window, schedule)
     mask = _agree(q, k, v, sinks, documents, settings)
     q, k, v = (_align(each) for each in (q, k, v))
-    out, lse = forward(q, k, v, sinks, _find_work(q, mask, settings, call))
+    out, lse = forward(q, k, v, sinks, _find_call(q, mask, settings, call))
     return _by_position(out), lse.contiguous()
 
 
@@ -163,7 +163,7 @@ def _run_gradient(
     total = q.shape[2] * find_group(group).size() // degree
     mask = Mask(causal, window, _read_documents(documents, total))
     q, k, v = (_align(each) for each in (q, k, v))
-    of_q, of_k, of_v, of_sinks = backward(grad, q, k, v, attended, lse, sinks, _find_work(q, mask, settings, call))
+    of_q, of_k, of_v, of_sinks = backward(grad, q, k, v, attended, lse, sinks, _find_call(q, mask, settings, call))
     of_q, of_k, of_v = (_by_position(each) for each in (of_q, of_k, of_v))
     return of_q, of_k, of_v, q.new_empty(0) if of_sinks is None else of_sinks
 

@@ -49,7 +49,7 @@ class Block(NamedTuple):
     left: int | None = None
 
 
-class Step(NamedTuple):
+class ExchangeStep(NamedTuple):
     """One exchange of keys and values, and the blocks that need it.
 
     sends: for each rank, which of this rank's rows it is sent. receives: for each rank, which of its rows come, in this
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
     """What one rank computes: `own` blocks with its own keys, then those of each step."""
 
     own: tuple[Block, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ExchangeStep, ...]
 
 
 class _Span(NamedTuple):
@@ -189,7 +189,7 @@ def _find_block(query: _Span, key: _Span, mask: Mask) -> Block | None:
     )
 
 
-def _make_step(blocks: dict[tuple[int, int], list[Block]], rank: int, ranks: int, distances: set[int]) -> Step:
+def _make_step(blocks: dict[tuple[int, int], list[Block]], rank: int, ranks: int, distances: set[int]) -> ExchangeStep:
     def needs(here: int, peer: int) -> tuple[Range, ...]:
         """The peer's rows that a rank needs in this step."""
         if (here - peer) % ranks not in distances:
@@ -207,7 +207,7 @@ def _make_step(blocks: dict[tuple[int, int], list[Block]], rank: int, ranks: int
                     found.append(block._replace(keys=keys))
             arrived += part.stop - part.start
     counts = [[sum(map(count_rows, needs(here, peer))) for peer in range(ranks)] for here in range(ranks)]
-    return Step(
+    return ExchangeStep(
         tuple(needs(peer, rank) for peer in range(ranks)),
         receives,
         _join_blocks(found),
