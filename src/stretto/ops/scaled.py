@@ -58,7 +58,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         )
     largest = torch.finfo(FP8).max
     most = x.abs().amax(dim=-1).float() if x.shape[-1] else x.new_zeros(x.shape[:-1], dtype=torch.float32)
-    scale = (most / largest).clamp(min=torch.finfo(torch.float32).tiny)  # rows of zeros have one, too
+    # Not divided: a GPU multiplies by a number's reciprocal, and other devices and kernels shall give the same bits.
+    scale = (most * (1 / largest)).clamp(min=torch.finfo(torch.float32).tiny)  # rows of zeros have one, too
     quantized = (x.float() / scale[..., None]).clamp(-largest, largest)
     return quantized.to(FP8, memory_format=torch.contiguous_format), scale
 

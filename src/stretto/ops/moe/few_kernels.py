@@ -19,6 +19,7 @@ from stretto import tiles
 CHUNK = tl.constexpr(128)  # choices that others are compared with at once
 COUNTED = tl.constexpr(1024)  # choices counted at once: at least one a thread, since each copy of one would count
 _FP8_LARGEST = tl.constexpr(448.0)
+_FP8_UNIT = tl.constexpr(1 / 448)
 _FP32_TINY = tl.constexpr(2.0**-126)
 
 
@@ -255,7 +256,7 @@ def _find_scales(layout, x, token, t):  # type: ignore[no-untyped-def]
         mask = (token < t)[:, None] & (column < columns)[None, :]
         value = tl.load(x + (token * columns)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.max(tl.where(value == value, tl.abs(value), float("inf")), 1))
-    scale = tl.maximum(tl.div_rn(most, tl.full([layout.rows], _FP8_LARGEST, tl.float32)), _FP32_TINY)
+    scale = tl.maximum(most * _FP8_UNIT, _FP32_TINY)
     return tl.where(most < float("inf"), scale, float("nan"))
 
 
