@@ -2,6 +2,7 @@
 """Dispatch and combine of few tokens: beside those of any number, and the kernels in Triton's interpreter."""
 
 import re
+import time
 from datetime import timedelta
 
 import pytest
@@ -91,6 +92,21 @@ def compare_with_library(case, dtype, payload, calls):
 def test_kernels_give_the_librarys_bits(interpret, case, dtype, payload, calls):
     for same in interpret(case.ranks, compare_with_library, case, dtype, payload, calls):
         assert all(same), same
+
+
+def combine_ahead():
+    """Whether rank 0 gets each call's sums, if rank 1, which waits for no rows, could be two calls ahead."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    x, ids = torch.ones(3 - 3 * rank, 16), torch.ones(3 - 3 * rank, 1, dtype=torch.int64)
+    sent = moe.dispatch_few(x, ids, ids.float(), 2, group, max_tokens=3, implementation="kernel")
+    if rank == 0:
+        time.sleep(1)
+    found = [moe.combine_few(sent.rows * number, sent.handle) for number in range(1, 4)]
+    return rank == 1 or [bool((out == number).all()) for number, out in enumerate(found, 1)]
+
+
+def test_no_rank_combines_two_calls_ahead(interpret):
+    assert interpret(2, combine_ahead)[0] == [True] * 3
 
 
 def run_alone(payload):
