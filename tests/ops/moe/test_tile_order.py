@@ -17,9 +17,10 @@ from tests.tiles.machine_code import ACQUIRE, Ptx, find_spills, make_channel
 
 from stretto import tiles
 from stretto.ops.moe import kernel_route
+from stretto.ops.moe import places as module_of_places
 from stretto.ops.moe.grouped_config import GroupedConfig
 from stretto.ops.moe.grouped_kernels import differentiate_gate, multiply, multiply_gated
-from stretto.ops.moe.places import find_places
+from stretto.ops.moe.places import Places, find_places
 from stretto.ops.moe.routes import call
 from stretto.ops.moe.tile_order import Arrivals, TileOrder, find_tile_order
 
@@ -165,6 +166,36 @@ def multiply_while_rows_arrive(is_fixed):
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_products_wait_for_the_rows_that_they_need(interpret, is_fixed):
     assert interpret(3, multiply_while_rows_arrive, is_fixed) == [[True] * 8] * 3
+
+
+def return_in_parts():
+    """Whether columns of experts' rows that return while the others are multiplied have the bits of all at once."""
+    rank, group, generator = dist.get_rank(), dist.group.WORLD, torch.Generator().manual_seed(SEED + dist.get_rank())
+    ids, weights = torch.rand(20, 4, generator=generator).topk(2).indices, draw(SEED + rank, 20, 2).float()
+    x, weight = draw(SEED + 2 + rank, 20, 16).bfloat16(), draw(SEED + rank, 2, 40, 16).bfloat16()
+    places = find_places(x, ids, weights, 4, group, implementation="kernel")
+    sent, numbers = places.route.send(lambda: x, call), places.index.places().to(torch.int32)
+    config, parts = GroupedConfig(BLOCKS, stores_by_tma=True), []
+
+    def product(part, room):
+        parts.append((part, room))
+        return multiply(config, sent, weight[:, part], places.index.offsets, numbers)
+
+    everyones = places.send_weights(weights)
+    whole = places.multiply_and_give_back(product, everyones, 40)
+    side = mock.MagicMock()
+    with (
+        mock.patch.multiple(module_of_places, _LEAST_COLUMNS=16, _LEAST_NUMBERS=0, SideStream=lambda _: side),
+        mock.patch.object(Places, "room", 22),
+    ):
+        divided = places.multiply_and_give_back(product, everyones, 40)
+    assert parts == [(slice(0, 40), 0), (slice(0, 32), 0), (slice(32, 40), 22)]
+    assert [name for name, *_ in side.mock_calls] == ["open", "__enter__", "__exit__"] * 2 + ["join"]
+    return torch.equal(whole, divided)
+
+
+def test_columns_of_sums_return_while_others_are_multiplied(interpret):
+    assert interpret(2, return_in_parts) == [True] * 2
 
 
 def launch_in_order(kind):

@@ -151,7 +151,7 @@ def _launch_product(
     (m, n, k, group_rows, num_warps, num_stages, programs), halves, flattens, stores_by_tma = config
     experts, depth, offsets = weight.shape[0], weight.shape[2], offsets.contiguous()
     tokens = None if tokens is None else tokens.contiguous()
-    is_transposed = not weight.is_contiguous()
+    is_transposed = not weight[0].is_contiguous()
     stored = weight.transpose(1, 2) if is_transposed else weight
     given = None
     source: Any = rows
@@ -182,9 +182,12 @@ def _launch_product(
 
 
 def _describe(tensor: Tensor, *block: int) -> Any:
-    """A TMA descriptor of a contiguous tensor; its dims of size 1 may have any stride, of which TMA takes few."""
+    """A TMA descriptor of a tensor, or of some of each expert's rows.
+
+    Dims of size 1 of a contiguous tensor may have any stride, of which TMA takes few.
+    """
     strides = tuple(prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
-    return describe_matrix(tensor, block, strides=strides)
+    return describe_matrix(tensor, block, strides=strides if tensor.is_contiguous() else tensor.stride())
 
 
 def describe_ragged(matrix: Tensor, block: tuple[int, int]) -> Any:

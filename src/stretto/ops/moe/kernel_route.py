@@ -63,12 +63,18 @@ class KernelRoute(Route):
         """Begin to send a row of each pair, for products that use places while others arrive."""
         return self._push_pairs(tokens, waits=False)
 
-    def start_back(self, places: Tensor, wrap_collective: CollectiveWrapper) -> Callable[[], Tensor]:
-        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before."""
+    def start_back(
+        self, places: Tensor, wrap_collective: CollectiveWrapper, programs: int | None = None
+    ) -> Callable[[], Tensor]:
+        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before.
+
+        programs: of the kernel that pushes, at most.
+        """
         found: list[Arrivals] = []
 
         def push() -> Tensor:
-            found.append(_push(self.group, places, None, self.table, self.pairs_back, back_by=0, waits=False))
+            pairs = self.table, self.pairs_back
+            found.append(_push(self.group, places, None, *pairs, back_by=0, waits=False, programs=programs))
             return found[0].rows
 
         staged: Tensor = wrap_collective("all_to_all", push)
@@ -197,6 +203,7 @@ def _push(
     *,
     back_by: int | None = None,
     waits: bool = True,
+    programs: int | None = None,
 ) -> Arrivals:
     """Launch `push_rows`; returns this rank's staging buffer [capacity, .], which the group's next call overwrites.
 
@@ -222,7 +229,8 @@ def _push(
         pushed = PushedRows(rows, positions, columns, len(rows if positions is None else positions))
         staged = StagedRows(staging, capacity)
         arguments = channel, mapping, pushed, staged, table, *constants
-        programs = limit_waiting(world * chunks, rows.device) if rows.is_cuda else 2
+        most = limit_waiting(world * chunks, rows.device) if rows.is_cuda else 2
+        programs = most if programs is None else min(programs, most)
         key = *map(tiles.kind_of, (*pushed, *staged, table)), *constants
         with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):
             block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
