@@ -89,9 +89,9 @@ def launch_copies(name: str) -> Launch:
 def launch_exchange(name: str) -> Launch:
     if name == "exchange_counts":
         unused = tiles.shard_tiles(0, 4, 1, channels=1, fixed=True)
-        arguments = make_channel("p2p"), unused, WORDS, WORDS, WORDS, 8, 8, 8
+        arguments = make_channel("p2p"), unused, WORDS, WORDS, WORDS, LONGS, 4096, 8, 8, 8
         return Launch(exchange_kernel.exchange_counts, arguments, {"num_warps": 1})
-    mapping = tiles.shard_tiles(32, 4, 1, channels=32, fixed=True)
+    mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
     half = FLOATS.bfloat16()
     pushed, staged = exchange_kernel.PushedRows(half, LONGS, 4096, 8192), exchange_kernel.StagedRows(half.clone(), 8192)
     arguments = make_channel("p2p"), mapping, pushed, staged, WORDS, 0, True, True, 32, 1024, 4

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.moe.call_route import can_send, check_call
-from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, index_places
+from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call
+from stretto.ops.moe.sorting import sort_copies
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def send_tokens(
         implementation,
     )  # fmt: skip
     if route_call.is_alone and max_rows is None:
-        index = index_places(topk_ids, num_experts, topk_ids.numel())
+        index = PlaceIndex(*sort_copies(topk_ids, num_experts))
         return SentTokens(x, topk_weights, index, None, wrap_collective)
     if route_call.is_alone:
         raise ValueError("send_tokens: one rank with all experts has as many rows as choices: give max_rows=None")
