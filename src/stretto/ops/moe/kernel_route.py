@@ -29,6 +29,7 @@ from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, fin
 
 _TILE_BYTES = 65536  # that a program of `push_rows` loads at once: a loop over smaller tiles is bound by latency
 _TILE_ROWS = 64
+_ASIDE = 32  # programs beside a kernel that consumes the rows; NVLink needs no more
 _PARTS = 128  # of all ranks' rows, at least: more than programs, and half of two ranks' parts are this rank's own
 
 
@@ -243,7 +244,7 @@ def _push(
         pushed = PushedRows(rows, positions, columns, len(rows if positions is None else positions))
         staged = StagedRows(staging, capacity)
         arguments = channel, mapping, pushed, staged, table, *constants
-        programs = limit_waiting(world * parts, rows.device) if rows.is_cuda else 2
+        programs = limit_waiting(world * parts if waits else _ASIDE, rows.device) if rows.is_cuda else 2
         key = *map(tiles.kind_of, (*pushed, *staged, table)), *constants
         with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):
             block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
