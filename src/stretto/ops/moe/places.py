@@ -23,7 +23,8 @@ from stretto.ops.moe.call_route import RouteCall, can_send, check_call
 from stretto.ops.moe.grouped_config import DTYPES
 from stretto.ops.moe.kernel_route import KernelRoute
 from stretto.ops.moe.permutation import sum_copies
-from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, index_places
+from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call
+from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.moe.tile_order import Arrivals
 from stretto.ops.operator import find_known, find_name
 
@@ -193,7 +194,7 @@ def find_places(
         implementation,
     )  # fmt: skip
     if route_call.is_alone and max_rows is None:
-        return Places(index_places(topk_ids, num_experts, topk_ids.numel()), None, wrap_collective)
+        return Places(PlaceIndex(*sort_copies(topk_ids, num_experts)), None, wrap_collective)
     if route_call.is_alone:
         raise ValueError("send_tokens: one rank with all experts has as many rows as choices: give max_rows=None")
     return _find(x, topk_ids, topk_weights, route_call)
