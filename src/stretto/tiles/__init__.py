@@ -49,6 +49,7 @@ from stretto.tiles.mapping import (
 )
 from stretto.tiles.packets import pack, push_packets, sum_packets, take_packets, unpack
 from stretto.tiles.signals import (
+    consumer_channels_wait,
     consumer_tile_poll,
     consumer_tile_wait,
     finish_polls,
@@ -72,6 +73,7 @@ __all__ = [
     "call_slot",
     "claim",
     "claim_move",
+    "consumer_channels_wait",
     "consumer_tile_poll",
     "consumer_tile_wait",
     "copy_engine",

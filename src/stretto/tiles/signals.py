@@ -22,9 +22,12 @@ import triton.language as tl
 from stretto.tiles.call_state import HEADER, LATE, call_number, count_static, load_limit, may_publish, require_static
 from stretto.tiles.intrinsics import (
     INTERPRETED,
+    count_threads,
     count_up_by_thread,
     finish_tma_stores,
+    opaque_zero,
     poll_before_tma,
+    read_acquire,
 )
 from stretto.tiles.mapping import tile_channels, tile_rank
 from stretto.tiles.waits import OF_CONSUMER, OF_HOST, OF_PEER, await_slot, report_timeout, wait_until
@@ -111,6 +114,32 @@ def consumer_tile_wait(channel, mapping, tile, source=None, before_tma: tl.const
             for rank in tl.static_range(channel.world):
                 ready += _await_producer(channel, producer, rank, index, tile, before_tma)
         index += 1
+    return ready * _ALIGNED
+
+
+@triton.jit
+def consumer_channels_wait(channel, source, first, last, before_tma: tl.constexpr = False):  # type: ignore[no-untyped-def]
+    """Wait until `source` has sent all signals of channels `first` to `last` - 1: 1 to 32 channels.
+
+    It is for calls that `begin` began. All counters are read at once, and waited for one by one only if some are not
+    met, so that it costs as much as a wait for one channel. Returns an int32 0, and orders loads as
+    `consumer_tile_wait` does.
+    """
+    tl.static_assert(not channel.begun_in_kernel, "this wait is for calls that began by begin")
+    ready = first * 0
+    behind = ready - 1
+    if not INTERPRETED:
+        # Each thread reads a counter, so that the warps, which may see different values, find one minimum of all.
+        counter = source * channel.capacity + tl.minimum(first + tl.arange(0, count_threads()), last - 1)
+        seen = read_acquire(channel.signals + counter)
+        behind = tl.min(seen - tl.load(channel.state + HEADER + counter), 0)
+        tl.debug_barrier()  # orders the loads of all threads after the reads of each
+        ready += opaque_zero(behind, before_tma)
+    if behind < 0:
+        index = first
+        while index < last:
+            ready += _await_producer(channel, None, source, index, index, before_tma)
+            index += 1
     return ready * _ALIGNED
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from tests.ops.moe.oracle import draw, make_layer
 from tests.ops.moe.test_exchange import Case, count_needed, exceed, part
-from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
+from tests.tiles.machine_code import RELEASE, ZERO, compile_to_ptx, make_channel
 
 from stretto import ops, tiles
 from stretto.memory import PeerError
@@ -202,6 +202,21 @@ def test_where_no_kernel_can_run_it_says_so(ranks):
     for message in ranks(2).run(refuse, {"implementation": "kernel"}):
         assert "no kernel can run: on CPUs kernels are interpreted" in message
         assert 'implementation="library" will do' in message
+
+
+def test_a_consumer_reads_all_signals_of_a_source_at_once_before_its_rows():
+    words = torch.zeros(64, dtype=torch.int32)
+    mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
+    arguments = make_channel("p2p"), mapping, words, words, words.clone(), 8192, 64, 16, 64, 32, 4
+    lines = compile_to_ptx(take_rows, arguments)
+    reads = [number for number, line in enumerate(lines) if line.startswith("ld.acquire.sys.global")]
+    assert len(reads) == 4  # sources
+    for read in reads:
+        zero = next(number for number in range(read, len(lines)) if re.match(ZERO, lines[number]))
+        between = lines[read:zero]
+        assert any(line.startswith("bar.sync") for line in between)
+        assert any("ld.shared" in line for line in between)  # all threads have one minimum
+    assert any(re.search(r"ld\.global\.(.*\.)?v4\.b32", line) for line in lines)
 
 
 def test_rows_are_stored_before_their_signal_in_wide_pieces():

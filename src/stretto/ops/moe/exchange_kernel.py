@@ -154,8 +154,9 @@ def wait_for_rows(  # type: ignore[no-untyped-def]
 ):
     """Wait until rows `first` to `last` - 1 of what pairs send to this rank have arrived in its staging buffer.
 
-    Returns an int32 0 to add to the offset of what is loaded after it (`consumer_tile_wait`). The arguments are those
-    of a `push_rows` without WAITS, whose call this one belongs to: `kernel_route.Arriving` has them.
+    Returns an int32 0 to add to the offset of what is loaded after it, and waits at most once for each source
+    (`consumer_channels_wait`). The arguments are those of a `push_rows` without WAITS, whose call this one belongs to:
+    `kernel_route.Arriving` has them.
     """
     arriving = _load_numbers(channel, table, channel.rank, 0, False, WORLD)
     peers = tl.arange(0, WORLD)
@@ -166,9 +167,9 @@ def wait_for_rows(  # type: ignore[no-untyped-def]
         size = tl.maximum(_part_rows(count, mapping.rows, ROWS), 1) * mapping.channel_rows  # of a channel
         low = tl.maximum(first - begin, 0) // size
         high = tl.cdiv(tl.maximum(tl.minimum(last - begin, count), 0), size)
-        for index in range(low, high):
-            tile = channel.rank * mapping.rows + index * mapping.channel_rows
-            ready += tiles.consumer_tile_wait(channel, mapping, tile, source=source, before_tma=before_tma)
+        if low < high:
+            own = channel.rank * mapping.channels
+            ready += tiles.consumer_channels_wait(channel, source, own + low, own + high, before_tma)
         begin += count
     return ready
 
