@@ -19,7 +19,7 @@ from torch import Tensor
 from stretto import tiles
 from stretto.memory.gpus import limit_waiting
 from stretto.tiles.call_state import HEADER
-from stretto.tiles.intrinsics import opaque_zero
+from stretto.tiles.intrinsics import INTERPRETED, opaque_zero, read_acquire
 from stretto.tiles.launches import launch_cached
 from stretto.tiles.waits import OF_CONSUMER, wait_until
 
@@ -258,7 +258,10 @@ def await_channels(channel, low, high, CHANNELS: tl.constexpr, LANES: tl.constex
     counter = lane // CHANNELS * channel.capacity + channel.rank * CHANNELS + lane % CHANNELS
     is_channel = lane < channel.world * CHANNELS
     target = tl.load(channel.state + HEADER + counter, mask=is_channel, other=0)
-    seen = tl.atomic_add(channel.signals + counter, 0, mask=is_channel, sem="acquire", scope="sys")
+    if INTERPRETED:
+        seen = tl.atomic_add(channel.signals + counter, 0, mask=is_channel, sem="acquire", scope="sys")
+    else:
+        seen = read_acquire(channel.signals + tl.where(is_channel, counter, 0))
     is_late = is_channel & ((seen.to(tl.int64) - target.to(tl.int64)).to(tl.int32) < 0)
     ready = tl.sum(opaque_zero(seen, False) + lane * 0, 0)
     has_all = tl.sum(is_late.to(tl.int32), 0) == 0
