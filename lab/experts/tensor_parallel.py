@@ -131,7 +131,7 @@ class TensorParallel:
 
 
 def predict(sizes: Sizes, kind: str, routing: str, ranks: int, cluster: Cluster) -> dict[str, Any]:
-    """Products, and of each collective what they do not cover: a part in `ranks`, and what takes longer than they do."""
+    """Products, and of each collective what the products of other ranks' tokens do not cover: a lower bound."""
     t, hidden, inner, experts, k = sizes
     ids, _ = draw_routing(t, experts, k, routing, torch.device("cpu"))
     sent = (ranks - 1) * t * hidden * 2
@@ -143,9 +143,7 @@ def predict(sizes: Sizes, kind: str, routing: str, ranks: int, cluster: Cluster)
     passes = 2 if kind == "tensor-step" else 1
     halves = {"tensor-gather": (up,), "tensor-scatter": (down,)}.get(kind, (up, down))
     products = sum(halves) * (3 if passes == 2 else 1)
-    stretto = products + passes * sum(
-        max(sent / link + half / ranks - half, 0) + sent / link / ranks for half in halves
-    )
+    stretto = products + passes * sum(max(sent / link - half * (ranks - 1) / ranks, 0) for half in halves)
     nccl = products + passes * len(halves) * by_nccl
     row = {"products": products * 1e3, "nccl": nccl * 1e3, "predicted": stretto * 1e3}
     row |= {"hidden": 1 - (stretto - products) / (nccl - products)}

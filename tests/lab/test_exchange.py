@@ -41,7 +41,7 @@ def test_tensor_parallel_passes_compute_the_same_as_by_nccl(ranks, tmp_path):
     assert [row.get("failed") for row in rows] == [None] * 4
     assert all(row["difference"] < 2e-2 for row in rows[2:])
     said = BENCH(replace(setting, ranks=4, cluster="dgx-h200", tokens=2048, models=("mixtral-8x7b",)), tmp_path)["rows"]
-    assert all(row["products"] < row["predicted"] < row["nccl"] for row in said)
+    assert all(row["products"] <= row["predicted"] < row["nccl"] for row in said)
 
 
 def _differentiate() -> list[torch.Tensor]:
