@@ -52,6 +52,7 @@ class RouteCall(NamedTuple):
             require_agreement(same + fixed, False, find_name(one), x.device)
         arguments = topk_ids, self.num_experts
         route: Route
+        needed: Tensor | None
         with torch.no_grad():
             if self.runs_kernels and self.group is not None:
                 route, needed = find_kernel_route(*arguments, max_rows, self.group, self.wrap_collective, topk_weights)
