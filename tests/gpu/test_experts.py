@@ -264,6 +264,7 @@ def train_while_rows_arrive(expert_rows: int | None) -> tuple[list[bool], int]:
         with (
             mock.patch.object(experts, "find_places", find),
             mock.patch.object(Arrivals, "run", count),
+            mock.patch.multiple(places, _LEAST_COLUMNS=32, _LEAST_NUMBERS=0),
             sdpa_kernel(SDPBackend.MATH),  # others' gradients have other bits in each run
         ):
             ways.append(train(implementation))

@@ -26,7 +26,7 @@ _EXCHANGE = (
 _ARRIVALS = (
     *_EXCHANGE,
     "ops.moe.grouped_kernels.multiply_groups_in_order",
-    *(f"ops.moe.tile_order.{name}" for name in ("fill_tile_tables", "await_all_parts")),
+    *(f"ops.moe.tile_order.{name}" for name in ("fill_tile_tables", "await_all_channels")),
 )
 
 

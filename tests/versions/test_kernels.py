@@ -100,9 +100,9 @@ def launch_copies(name: str) -> Launch:
 def launch_exchange(name: str) -> Launch:
     if name == "exchange_counts":
         unused = tiles.shard_tiles(0, 4, 1, channels=1, fixed=True)
-        arguments = make_channel("p2p"), unused, WORDS, WORDS, WORDS, 8, 8, 8
+        arguments = make_channel("p2p"), unused, WORDS, WORDS, WORDS, LONGS, 4096, 8, 8, 8
         return Launch(exchange_kernel.exchange_counts, arguments, {"num_warps": 1})
-    mapping = tiles.shard_tiles(32, 4, 1, channels=32, fixed=True)
+    mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
     half = FLOATS.bfloat16()
     pushed, staged = exchange_kernel.PushedRows(half, LONGS, 4096, 8192), exchange_kernel.StagedRows(half.clone(), 8192)
     arguments = make_channel("p2p"), mapping, pushed, staged, WORDS, 0, True, True, 32, 1024, 4
@@ -161,9 +161,9 @@ def launch_grouped(name: str) -> Launch:
 
 def launch_in_order(name: str) -> Launch:
     if name == "fill_tile_tables":
-        arguments = WORDS, WORDS, WORDS, WORDS, WORDS, 1, 64, 18, 64, 64, 4, 4, 32, 16, 128
+        arguments = WORDS, WORDS, WORDS, WORDS, WORDS, 1, 64, 18, 64, 64, 4, 4, 32, 32, 16, 128
         return Launch(tile_order.fill_tile_tables, arguments, {"num_warps": 4})
-    return Launch(tile_order.await_all_parts, (make_channel("p2p"), 32, 256), {"num_warps": 8})
+    return Launch(tile_order.await_all_channels, (make_channel("p2p"), 32, 256), {"num_warps": 8})
 
 
 def launch_cross_entropy(name: str) -> Launch:
@@ -243,7 +243,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
             ("activation", launch_gates, ("gate_by_silu", "differentiate_silu_gate")),
             ("permutation", launch_copies, ("sum_rows", "spread_rows", "multiply_rows")),
             ("grouped_kernels", launch_grouped, ("multiply_groups", "sum_outer_products")),
-            ("tile_order", launch_in_order, ("fill_tile_tables", "await_all_parts")),
+            ("tile_order", launch_in_order, ("fill_tile_tables", "await_all_channels")),
             ("exchange_kernel", launch_exchange, ("exchange_counts", "push_rows")),
             ("pairs", launch_pairs, ("count_pairs", "place_pairs")),
             ("sorting", launch_sort, ("count_copies", "place_copies")),

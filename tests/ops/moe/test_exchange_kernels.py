@@ -169,7 +169,7 @@ def test_where_no_kernel_can_run_it_says_so(ranks):
 
 def test_rows_are_stored_before_their_signal_in_wide_pieces():
     rows, longs, words = (torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.int64, torch.int32))
-    mapping = tiles.shard_tiles(32, 4, 1, channels=32, fixed=True)
+    mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
     pushed = exchange_kernel.PushedRows(rows, longs, 4096, 8192)
     staged = exchange_kernel.StagedRows(rows, 8192)
     arguments = make_channel("p2p"), mapping, pushed, staged, words, 0, True, True, 32, 1024, 4

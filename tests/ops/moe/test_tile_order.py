@@ -17,24 +17,26 @@ from tests.tiles.machine_code import ACQUIRE, Ptx, find_spills, make_channel
 
 from stretto import tiles
 from stretto.ops.moe import kernel_route
+from stretto.ops.moe import places as module_of_places
 from stretto.ops.moe.grouped_config import GroupedConfig
 from stretto.ops.moe.grouped_kernels import differentiate_gate, multiply, multiply_gated
-from stretto.ops.moe.places import find_places
+from stretto.ops.moe.places import Places, find_places
 from stretto.ops.moe.routes import call
 from stretto.ops.moe.tile_order import Arrivals, TileOrder, find_tile_order
 
 SEED = 591
 
 
-def list_tiles(counts, rank, places, offsets, parts, part_rows, block_rows):
-    """(distance, expert, first row, row after the last, farthest rank, first part, part after the last) of tiles."""
+def list_tiles(counts, rank, places, offsets, channels, parts, part_rows, block_rows):
+    """(distance, expert, first row, row after the last, farthest rank, first and next channel) of each tile."""
     sources = [source for source, count in enumerate(counts) for _ in range(count)]
     world, found = len(counts), []
 
-    def find_part(place):
+    def find_channel(place):
         source = sources[place]
         each = -(-counts[source] // parts)
-        return source * parts + (place - sum(counts[:source])) // (-(-each // part_rows) * part_rows)
+        part = (place - sum(counts[:source])) // (-(-each // part_rows) * part_rows)
+        return source * channels + part // (parts // channels)
 
     for expert, (begin, end) in enumerate(pairwise(offsets)):
         for low in range(begin, end, block_rows):
@@ -45,7 +47,7 @@ def list_tiles(counts, rank, places, offsets, parts, part_rows, block_rows):
             if sources[first] < rank <= sources[last]:
                 distance = world - 1
             farthest = (rank + distance) % world
-            found.append((distance, expert, low, high, farthest, find_part(first), find_part(last) + 1))
+            found.append((distance, expert, low, high, farthest, find_channel(first), find_channel(last) + 1))
     return sorted(found)
 
 
@@ -68,7 +70,7 @@ def compare_orders():
             for _ in range(experts)
         ]
         places, offsets = torch.cat(rows), make_offsets([len(one) for one in rows])
-        sizes = {"parts": choose(2, 4), "part_rows": choose(1, 4), "block_rows": choose(4, 8)}
+        sizes = {"channels": 2, "parts": choose(2, 4), "part_rows": choose(1, 4), "block_rows": choose(4, 8)}
         order = find_tile_order(places, offsets, table, rank, **sizes)
         right = list_tiles(counts, rank, places.tolist(), offsets.tolist(), **sizes)
         mapping, count = order.mapping, len(right)
@@ -91,16 +93,17 @@ def test_tiles_of_near_ranks_come_first_with_the_parts_that_they_wait_for(interp
     assert interpret(1, compare_orders) == [[]]
 
 
-def arrive_all(rows, counts, rank, parts=2):
+def arrive_all(rows, counts, rank, channels=2):
     """Rows of which all have arrived: signals and their targets are zeros."""
     table = torch.zeros(len(counts), len(counts), 2, dtype=torch.int32)
     table[:, rank, 0] = torch.tensor(counts)
-    constants = (tl.constexpr(value) for value in (len(counts), len(counts) * parts, 0, "p2p"))
+    constants = (tl.constexpr(value) for value in (len(counts), len(counts) * channels, 0, "p2p"))
     words = torch.zeros(256, dtype=torch.int32)
     channel = tiles.Channel(rank, *constants, 0, words, torch.zeros(8, dtype=torch.int64), words, words, words)
     block_channel = mock.Mock(rank=rank, world_size=len(counts), launch=tiles.Launches(), open_side_streams=set())
     block_channel.side_stream.return_value = None
-    return Arrivals(rows, block_channel, channel, parts, 4, table, None)
+    mapping = tiles.shard_tiles(4, len(counts), 1, channels=channels, fixed=True)
+    return Arrivals(rows, block_channel, channel, mapping, 4, table, None)
 
 
 def compare_products():
@@ -165,6 +168,36 @@ def multiply_while_rows_arrive(is_fixed):
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_products_wait_for_the_rows_that_they_need(interpret, is_fixed):
     assert interpret(3, multiply_while_rows_arrive, is_fixed) == [[True] * 8] * 3
+
+
+def return_in_parts():
+    """Whether columns of experts' rows that return while the others are multiplied have the bits of all at once."""
+    rank, group, generator = dist.get_rank(), dist.group.WORLD, torch.Generator().manual_seed(SEED + dist.get_rank())
+    ids, weights = torch.rand(20, 4, generator=generator).topk(2).indices, draw(SEED + rank, 20, 2).float()
+    x, weight = draw(SEED + 2 + rank, 20, 16).bfloat16(), draw(SEED + rank, 2, 40, 16).bfloat16()
+    places = find_places(x, ids, weights, 4, group, implementation="kernel")
+    sent, numbers = places.route.send(lambda: x, call), places.index.places().to(torch.int32)
+    config, parts = GroupedConfig(BLOCKS, stores_by_tma=True), []
+
+    def product(part, room):
+        parts.append((part, room))
+        return multiply(config, sent, weight[:, part], places.index.offsets, numbers)
+
+    everyones = places.send_weights(weights)
+    whole = places.multiply_and_give_back(product, everyones, 40)
+    side = mock.MagicMock()
+    with (
+        mock.patch.multiple(module_of_places, _LEAST_COLUMNS=16, _LEAST_NUMBERS=0, SideStream=lambda _: side),
+        mock.patch.object(Places, "room", 22),
+    ):
+        divided = places.multiply_and_give_back(product, everyones, 40)
+    assert parts == [(slice(0, 40), 0), (slice(0, 32), 0), (slice(32, 40), 22)]
+    assert [name for name, *_ in side.mock_calls] == ["open", "__enter__", "__exit__"] * 2 + ["join"]
+    return torch.equal(whole, divided)
+
+
+def test_columns_of_sums_return_while_others_are_multiplied(interpret):
+    assert interpret(2, return_in_parts) == [True] * 2
 
 
 def launch_in_order(kind):

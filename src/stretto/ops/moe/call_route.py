@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stretto.memory.copy_engine import has_nvlink
 from stretto.ops.config import find_group_obstacle
-from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors, record_rows
+from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors
 from stretto.ops.moe.kernel_route import find_kernel_route
 from stretto.ops.moe.permutation import require_tokens
 from stretto.ops.moe.routes import CollectiveWrapper, Route, find_route
@@ -50,20 +50,14 @@ class RouteCall(NamedTuple):
         fixed = "" if max_rows is None else f", {t} tokens, {topk_ids.dtype}"
         for one in groups:
             require_agreement(same + fixed, False, find_name(one), x.device)
-        arguments = topk_ids, self.num_experts
-        route: Route
-        needed: Tensor | None
+        arguments, wrap = (topk_ids, self.num_experts), self.wrap_collective
         with torch.no_grad():
             if self.runs_kernels and self.group is not None:
-                route, needed = find_kernel_route(*arguments, max_rows, self.group, self.wrap_collective, topk_weights)
-            elif max_rows is None:
-                return find_route(*arguments, self.group, self.gather_group, self.wrap_collective, topk_weights)
-            else:
-                shards, shard = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
-                route, needed = find_fixed_route(*arguments, max_rows, groups, shards, shard, self.wrap_collective)
-            if max_rows is not None and needed is not None:
-                record_rows(groups[0], needed, max_rows)
-        return route
+                return find_kernel_route(*arguments, max_rows, self.group, wrap, topk_weights)
+            if max_rows is None:
+                return find_route(*arguments, self.group, self.gather_group, wrap, topk_weights)
+            shards, shard = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
+            return find_fixed_route(*arguments, max_rows, groups, shards, shard, wrap)
 
 
 def check_call(

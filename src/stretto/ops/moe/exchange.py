@@ -89,7 +89,7 @@ def dispatch(
     where the host reads the rows' numbers (for others see `permute`). t may differ between ranks, and may be 0; all
     else is the same on all ranks.
 
-    topk_weights: those that `combine` will be given, [t, k]: they are sent with the tokens, so that it need not send
+    topk_weights: those that `combine` will be given, [t, k]: they are sent with the ids, so that it need not send
     them. They are used only there; without them the results are the same.
 
     max_rows: None for a dynamic number of rows, which the host reads from the device once per call. Otherwise a fixed
@@ -110,7 +110,7 @@ def dispatch(
 
     wrap_collective: called in place of each collective, in the backward pass too, as wrap_collective(kind, make), with
     kind "all_to_all", "all_gather" or "reduce_scatter"; make() issues the collective, and its result is returned. In
-    the forward pass the exchanges of counts and of experts are two of them; the first one's make() returns a tuple of
+    the forward pass the exchanges of counts and of experts are two of them; their make() may return a tuple of
     tensors. If a collective needs the result of another, the calls nest: its make() calls wrap_collective for the
     other.
 

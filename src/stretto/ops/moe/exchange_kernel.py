@@ -5,8 +5,8 @@
     push_rows           this rank's rows, stored into their ranks' staging buffers, in the order of the receiver's
                         sources; forward for dispatch, transposed for combine
 
-All read all sizes on the device. What a rank receives of a source is contiguous, and signalled in `CHUNKS` parts, in
-order: a consumer may wait for the parts that it needs, or for the kernel's end, when all of them have arrived.
+All read all sizes on the device. What a rank receives of a source is contiguous, and signalled in parts, in order: a
+consumer may wait for the parts that it needs, or for the kernel's end, when all of them have arrived.
 """
 
 from typing import Any, NamedTuple
@@ -15,9 +15,6 @@ import triton
 import triton.language as tl
 
 from stretto import tiles
-
-CHUNKS = 32
-"""Parts of the rows from one rank to another that are signalled separately."""
 
 
 class PushedRows(NamedTuple):
@@ -45,10 +42,13 @@ class StagedRows(NamedTuple):
 
 @triton.jit
 def exchange_counts(  # type: ignore[no-untyped-def]
-    channel, unused, counts, received, table, WORDS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr
-):
+    channel, unused, counts, received, table, record, limit, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
     """table [world + 1, WORDS]: the ranks' counts [WORDS], int32, and their sums; begins its call by itself.
 
+    WORDS: of pairs and of choices with each rank. record: None, or int64 [2, world], where ranks with more than `limit`
+    choices, and than recorded, are written with their choices and the limit.
     One program. unused: a mapping without signals. received: int32 [2, world, WORDS] in symmetric memory.
     Signals: peer tile 0 at all other ranks, after this rank's words in their `received`.
     Waits: for that signal of all other ranks.
@@ -74,6 +74,12 @@ def exchange_counts(  # type: ignore[no-untyped-def]
         tl.store(table + source * WORDS + at, found, mask=mask)
         total += found
     tl.store(table + channel.world * WORDS + at, total, mask=mask)
+    if record is not None:
+        place = record + at // 2
+        exceeds = mask & (at % 2 == 1) & (total > limit)
+        exceeds = exceeds & (total > tl.load(place, mask=exceeds, other=0))
+        tl.store(place, total.to(tl.int64), mask=exceeds)
+        tl.store(place + channel.world, tl.full([BLOCK], 0, tl.int64) + limit, mask=exceeds)
 
 
 @triton.jit
@@ -84,41 +90,42 @@ def push_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Push each of `PushedRows` into its receiver's `StagedRows`.
 
-    table: int32 [source, destination, 2], numbers of pairs and of choices: number WHICH says how many rows go from each
-    rank to each other one; TRANSPOSED: from each destination back to its source. WORLD: a power of two.
+    mapping: by `shard_tiles`, a tile for each part of the rows from each rank to each other one; a channel may have
+    several. table: int32 [source, destination, 2], numbers of pairs and of choices: number WHICH says how many rows go
+    from each rank to each other one; TRANSPOSED: from each destination back to its source. WORLD: a power of two.
     Order: a part of each receiver's rows in turn, the next rank's first and own ones last, so that no two ranks write
     to one at once, and early parts of all arrive early; without WAITS own ones first, for products that begin with
     them. A program loads ROWS x BLOCK numbers before it stores them.
-    Signals: each of the `CHUNKS` parts of a receiver's rows once, also an empty one, after its stores ("p2p").
-    Waits: with WAITS, at the end, each program for its share of (source, part) pairs, so staging is complete when the
-    kernel has ended. Programs claim parts, so none waits before running programs hold all of them; and the launch
+    Signals: each part of a receiver's rows once, also an empty one, after its stores ("p2p").
+    Waits: with WAITS, at the end, each program for its share of (source, channel) pairs, so staging is complete when
+    the kernel has ended. Programs claim parts, so none waits before running programs hold all of them; and the launch
     leaves room for another group's kernels (`limit_waiting`).
     Reuse: of two slots or one, as `begin` was told: staging is written once all ranks have begun this call, or the one
     after the slot's last, and so have read what it held.
     """
-    chunks: tl.constexpr = mapping.channels
+    parts: tl.constexpr = mapping.rows
     unknown: tl.constexpr = float("nan") if pushed.rows.dtype.element_ty.is_floating() else 0
     peers = tl.arange(0, WORLD)
     going = _load_numbers(channel, table, channel.rank, WHICH, not TRANSPOSED, WORLD)
     task = tiles.claim(channel)
-    while task < channel.world * chunks:
+    while task < channel.world * parts:
         following = tiles.claim(channel)
         if WAITS:
             peer = (channel.rank + 1 + task % channel.world) % channel.world
-            chunk = task // channel.world
+            part = task // channel.world
         else:
             others: tl.constexpr = max(channel.world - 1, 1)
-            other = tl.maximum(task - chunks, 0)
-            peer = tl.where(task < chunks, channel.rank, (channel.rank + 1 + other % others) % channel.world)
-            chunk = tl.where(task < chunks, task, other // others)
+            other = tl.maximum(task - parts, 0)
+            peer = tl.where(task < parts, channel.rank, (channel.rank + 1 + other % others) % channel.world)
+            part = tl.where(task < parts, task, other // others)
         coming = _load_numbers(channel, table, peer, WHICH, TRANSPOSED, WORLD)
         first = tl.sum(tl.where(peers < peer, going, 0), 0)
         count = tl.sum(tl.where(peers == peer, going, 0), 0)
         base = tl.sum(tl.where(peers < channel.rank, coming, 0), 0)
-        part = _part_rows(count, chunks, ROWS)
+        size = _part_rows(count, parts, ROWS)
         there = tiles.peer_pointer(channel, staged.rows, peer)
         publishes = tiles.may_publish(channel)  # staging may hold another call's rows after a failed wait
-        for start in range(chunk * part, tl.minimum((chunk + 1) * part, count), ROWS):
+        for start in range(part * size, tl.minimum((part + 1) * size, count), ROWS):
             at = start + tl.arange(0, ROWS)
             row, target = (first + at).to(tl.int64), (base + at).to(tl.int64)
             is_known = (at < count) & (row < pushed.known)
@@ -138,12 +145,12 @@ def push_rows(  # type: ignore[no-untyped-def]
                     value,
                     mask=is_stored[:, None] & is_column,
                 )
-        tiles.producer_tile_notify(channel, mapping, peer * chunks + chunk, "p2p")
+        tiles.producer_tile_notify(channel, mapping, peer * parts + part, "p2p")
         task = following
     if WAITS:
-        for index in range(tl.program_id(0), channel.world * chunks, tl.num_programs(0)):
-            source = (channel.rank + 1 + index // chunks) % channel.world
-            tile = channel.rank * chunks + index % chunks
+        for index in range(tl.program_id(0), channel.world * mapping.channels, tl.num_programs(0)):
+            source = (channel.rank + 1 + index // mapping.channels) % channel.world
+            tile = channel.rank * parts + index % mapping.channels * mapping.channel_rows
             tiles.consumer_tile_wait(channel, mapping, tile, source=source)
 
 
@@ -158,6 +165,6 @@ def _load_numbers(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _part_rows(count, chunks: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _part_rows(count, parts: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The rows of each part of `count`."""
-    return tl.cdiv(tl.cdiv(count, chunks), ROWS) * ROWS
+    return tl.cdiv(tl.cdiv(count, parts), ROWS) * ROWS

@@ -65,15 +65,15 @@ def find_fixed_route(
     shards: int,
     shard: int,
     wrap_collective: CollectiveWrapper,
-) -> tuple[FixedRoute, Tensor | None]:
-    """(route, rows that each rank needs [shards], None where they cannot be too many).
+) -> FixedRoute:
+    """The route of this call, which records the rows that each rank needs.
 
     shards: the number of ranks that share the experts, of which this is number `shard`.
     """
     for group in groups:
         topk_ids = _gather(topk_ids, group, wrap_collective)
     if shards == 1 and max_rows == topk_ids.numel():
-        return FixedRoute(groups, index_places(topk_ids, num_experts, max_rows), None, None), None
+        return FixedRoute(groups, index_places(topk_ids, num_experts, max_rows), None, None)
     order = sort_by_expert(topk_ids, num_experts)
     local = num_experts // shards
     ends = order.offsets[::local]
@@ -87,7 +87,8 @@ def find_fixed_route(
     is_here = (positions >= 0) & (positions < needed[shard])  # also copies beyond max_rows, which so become NaN
     fill = torch.where(needed[shard] > max_rows, torch.nan, 0.0)
     index = PlaceIndex(slots, positions.clamp(0, max_rows - 1), is_here, offsets)
-    return FixedRoute(groups, index, needed[shard], fill), needed
+    record_rows(groups[0], needed, max_rows)
+    return FixedRoute(groups, index, needed[shard], fill)
 
 
 def _gather(tokens: Tensor, group: dist.ProcessGroup, wrap_collective: CollectiveWrapper) -> Tensor:
@@ -101,19 +102,26 @@ def _scatter(sums: Tensor, group: dist.ProcessGroup, wrap_collective: Collective
 
 
 class _Record:
-    """For each rank of a group, the most rows that it needed in a call whose limit was lower, and that limit."""
+    """For each rank of a group, the most rows that it needed in a call whose limit was lower, and that limit.
+
+    state: int64 [2, ranks], on the device. A kernel may update it, before `publish`.
+    """
 
     def __init__(self, ranks: int, device: torch.device) -> None:
-        self._state = torch.zeros(2, ranks, dtype=torch.int64, device=device)
+        self.state = torch.zeros(2, ranks, dtype=torch.int64, device=device)
         self._seen = torch.zeros(2, ranks, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def update(self, needed: Tensor, max_rows: int) -> None:
         """Record a call's needs, [ranks]."""
-        most, limits = self._state
+        most, limits = self.state
         exceeds = needed > most.clamp(min=max_rows)
         torch.maximum(most, torch.where(exceeds, needed, 0), out=most)
         limits.masked_fill_(exceeds, max_rows)
-        self._seen.copy_(self._state, non_blocking=True)
+        self.publish()
+
+    def publish(self) -> None:
+        """Let the host see the state when the device has come here."""
+        self._seen.copy_(self.state, non_blocking=True)
 
     def check(self, group: dist.ProcessGroup) -> None:
         """ValueError for the first rank whose record the host can see, once."""
@@ -121,15 +129,15 @@ class _Record:
         ranks = needed.nonzero()[0]
         if not len(ranks):
             return
-        if self._state.is_cuda:
-            torch.cuda.synchronize(self._state.device)  # no copy of an earlier call may come after the reset
+        if self.state.is_cuda:
+            torch.cuda.synchronize(self.state.device)  # no copy of an earlier call may come after the reset
         rank, most = int(ranks[0]), int(needed.max())
         message = (
             f"dispatch: rank {rank} of the group (rank {dist.get_global_rank(group, rank)} of all) needs {needed[rank]}"
             f" rows, more than max_rows={limits[rank]}: give max_rows={most} or more, or None. The output of that call "
             "is NaN"
         )
-        self._state.zero_()
+        self.state.zero_()
         self._seen.zero_()
         raise ValueError(message)
 

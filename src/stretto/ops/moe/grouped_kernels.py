@@ -22,7 +22,7 @@ from torch import Tensor
 from stretto import tiles
 from stretto.ops.gemm import describe_matrix, halve, order_tiles
 from stretto.ops.moe.grouped_config import GroupedConfig
-from stretto.ops.moe.tile_order import Arrivals, await_parts
+from stretto.ops.moe.tile_order import Arrivals, await_channels
 from stretto.tiles.launches import launch_cached
 
 _MOST_ROWS = 1 << 30
@@ -151,7 +151,7 @@ def _launch_product(
     (m, n, k, group_rows, num_warps, num_stages, programs), halves, flattens, stores_by_tma = config
     experts, depth, offsets = weight.shape[0], weight.shape[2], offsets.contiguous()
     tokens = None if tokens is None else tokens.contiguous()
-    is_transposed = not weight.is_contiguous()
+    is_transposed = not weight[0].is_contiguous()
     stored = weight.transpose(1, 2) if is_transposed else weight
     given = None
     source: Any = rows
@@ -182,9 +182,12 @@ def _launch_product(
 
 
 def _describe(tensor: Tensor, *block: int) -> Any:
-    """A TMA descriptor of a contiguous tensor; its dims of size 1 may have any stride, of which TMA takes few."""
+    """A TMA descriptor of a tensor, or of some of each expert's rows.
+
+    Dims of size 1 of a contiguous tensor may have any stride, of which TMA takes few.
+    """
     strides = tuple(prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
-    return describe_matrix(tensor, block, strides=strides)
+    return describe_matrix(tensor, block, strides=strides if tensor.is_contiguous() else tensor.stride())
 
 
 def describe_ragged(matrix: Tensor, block: tuple[int, int]) -> Any:
@@ -264,15 +267,16 @@ def multiply_groups(  # type: ignore[no-untyped-def]
 def multiply_groups_in_order(  # type: ignore[no-untyped-def]
     channel, mapping, tile_experts, ends, claims, rows, tokens, weight, offsets, out, out_tiles, inner, activated,
     factors, products, n, columns, k, experts, group_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
+    BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr, CHANNELS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """As `multiply_groups`, on the tiles of a `TileOrder`, each as soon as its rows have arrived; persistent.
 
     mapping, tile_experts, ends: of the order, of tiles of BLOCK_M rows. rows: a tensor, gathered by tokens. claims:
-    int32 [1], 0 before the first of the launches that divide the work. PARTS, LANES: of `await_parts`.
+    int32 [1], 0 before the first of the launches that divide the work. CHANNELS, LANES: of `await_channels`.
     Order: the nearest rank's tiles first, in groups of `group_rows` (`order_tiles`). Programs claim them, so that those
     which start later, on multiprocessors that the exchange has left, do fewer.
-    Waits: for the parts that have a tile's rows, before its loads, until all parts of all sources have arrived. The
+    Waits: for the channels that signal a tile's rows, before its loads, until all rows of all sources have arrived. The
     exchange that sends them needs no place that a waiting program has: see `Arrivals.run`.
     """
     column_tiles = tl.cdiv(columns, BLOCK_N)
@@ -289,7 +293,7 @@ def multiply_groups_in_order(  # type: ignore[no-untyped-def]
         expert = tl.load(tile_experts + tile)
         if has_all == 0:
             low, high = tiles.tile_channels(mapping, tile)
-            zero, has_all = await_parts(channel, low, high, PARTS, LANES)
+            zero, has_all = await_channels(channel, low, high, CHANNELS, LANES)
             ready += zero
         place = expert, row, end, column_tile * BLOCK_N
         arrived = rows + ready * 16  # a multiple of 16, so that loads stay wide

@@ -18,15 +18,19 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory.gpus import limit_waiting
-from stretto.ops.moe.exchange_kernel import CHUNKS, PushedRows, StagedRows, exchange_counts, push_rows
+from stretto.ops.moe.exchange_kernel import PushedRows, StagedRows, exchange_counts, push_rows
+from stretto.ops.moe.fixed_rows import find_record
 from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
 from stretto.ops.moe.permutation import choose_block, invert, spread_tokens, sum_copies
-from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, index_places, require_experts
+from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, require_experts
+from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.moe.tile_order import Arrivals
-from stretto.ops.operator import abandon, count_bytes, find_group, find_kept, find_name, find_workspace
+from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_kept, find_name, find_workspace
 
 _TILE_BYTES = 65536  # that a program of `push_rows` loads at once: a loop over smaller tiles is bound by latency
 _TILE_ROWS = 64
+_ASIDE = 32  # programs beside a kernel that consumes the rows; NVLink needs no more
+_PARTS = 128  # of all ranks' rows, at least: more than programs, and half of two ranks' parts are this rank's own
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,18 @@ class KernelRoute(Route):
         """Begin to send a row of each pair, for products that use places while others arrive."""
         return self._push_pairs(tokens, waits=False)
 
-    def start_back(self, places: Tensor, wrap_collective: CollectiveWrapper) -> Callable[[], Tensor]:
-        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before."""
+    def start_back(
+        self, places: Tensor, wrap_collective: CollectiveWrapper, programs: int | None = None
+    ) -> Callable[[], Tensor]:
+        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before.
+
+        programs: of the kernel that pushes, at most.
+        """
         found: list[Arrivals] = []
 
         def push() -> Tensor:
-            found.append(_push(self.group, places, None, self.table, self.pairs_back, back_by=0, waits=False))
+            pairs = self.table, self.pairs_back
+            found.append(_push(self.group, places, None, *pairs, back_by=0, waits=False, programs=programs))
             return found[0].rows
 
         staged: Tensor = wrap_collective("all_to_all", push)
@@ -123,8 +133,8 @@ def find_kernel_route(
     group: dist.ProcessGroup,
     wrap_collective: CollectiveWrapper,
     topk_weights: Tensor | None = None,
-) -> tuple[KernelRoute, Tensor]:
-    """(the route of this call, rows that each rank needs [ranks]); topk_weights are sent with the pairs' experts.
+) -> KernelRoute:
+    """The route of this call; topk_weights are sent with the pairs' experts.
 
     max_rows: None to have the host read the counts, once. ValueError for ids that are no experts, where it reads.
     """
@@ -133,32 +143,34 @@ def find_kernel_route(
     pairs = find_pairs(topk_ids, topk_weights, num_experts, world)
 
     def exchange() -> tuple[Tensor, ...]:
-        table = _exchange_counts(group, pairs.counts)
+        table = _exchange_counts(group, pairs.counts, max_rows)
         return (table, table.cpu()) if max_rows is None else (table,)
 
     table, *on_host = wrap_collective("all_to_all", exchange)
     if max_rows is None:
-        (known,) = on_host
-        require_experts(topk_ids, int(known[rank, :, 1].sum()), num_experts)
-        arriving = known[world, :, 0]
-        places, number, rows = int(arriving.max()), int(arriving[rank]), int(known[world, rank, 1])
-        back, choices_back = (int(one) for one in known[:world].sum(1).amax(0))
+        *sent, arriving = on_host[0].tolist()
+        require_experts(topk_ids, sum(choices for _, choices in sent[rank]), num_experts)
+        (number, rows), places = arriving[rank], max(number for number, _ in arriving)
+        back, choices_back = (max(sum(one[which] for one in of_rank) for of_rank in sent) for which in (0, 1))
     else:
         rows, places, back = max_rows, min(max_rows, t * world), t * min(k, world)
         number, choices_back = places, 0
 
-    def push() -> Tensor:
-        return _push(group, pairs.words, None, table, places).rows[:number].clone()
+    filled, needed = (None, None) if max_rows is None else table[world, rank].unbind()
 
-    experts, weights = unpack_words(wrap_collective("all_to_all", push), topk_weights)
-    filled, own = (None, None) if max_rows is None else (table[world, rank, 0], table[world, rank, 1])
-    index = index_places(experts, local, rows, filled)
-    route = KernelRoute(group, pairs, table, index, places, back, choices_back, own, weights)
-    return route, table[world, :, 1]
+    def push() -> tuple[Tensor, ...]:
+        """The index of this rank's rows, and weights: nothing of the staging buffer."""
+        experts, weights = unpack_words(_push(group, pairs.words, None, table, places).rows[:number], topk_weights)
+        return *sort_copies(experts, local, rows, filled), *(() if weights is None else (weights,))
+
+    slots, positions, is_here, offsets, *weights = wrap_collective("all_to_all", push)
+    index = PlaceIndex(slots, positions, is_here, offsets)
+    given = weights[0] if weights else None
+    return KernelRoute(group, pairs, table, index, places, back, choices_back, needed, given)
 
 
-def _exchange_counts(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
-    """All ranks' counts [ranks, 2], and then their sums: int32 [source, destination, 2]."""
+def _exchange_counts(group: dist.ProcessGroup, counts: Tensor, max_rows: int | None) -> Tensor:
+    """All ranks' counts [ranks, 2], and then their sums: int32 [source, destination, 2]; records more than max_rows."""
     world, name, device = group.size(), find_name(group), counts.device
 
     def make() -> tiles.BlockChannel:
@@ -172,6 +184,8 @@ def _exchange_counts(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
 
     block_channel = find_kept(name, device, ("moe counts",), make)
     unused = tiles.shard_tiles(0, world, 1, channels=1, fixed=True)
+    record = None if max_rows is None else find_record(group, device)
+    state = None if record is None else record.state
     table = torch.empty(world + 1, world, 2, dtype=torch.int32, device=device)
     block_channel.check()
     try:
@@ -180,11 +194,14 @@ def _exchange_counts(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
         )
         received = block_channel.tensor((2, world, world, 2), torch.int32)
         sizes = 2 * world, triton.next_power_of_2(2 * world), triton.next_power_of_2(world)
-        key = tiles.kind_of(counts), tiles.kind_of(table)
-        block_channel.launch(exchange_counts, key, 1, (channel, unused, counts, received, table, *sizes), num_warps=1)
+        arguments = channel, unused, counts, received, table, state, max_rows, *sizes
+        key = tuple(map(tiles.kind_of, (counts, table, state, max_rows)))
+        block_channel.launch(exchange_counts, key, 1, arguments, num_warps=1)
     except BaseException:
         abandon(name, block_channel)
         raise
+    if record is not None:
+        record.publish()
     return table
 
 
@@ -197,6 +214,7 @@ def _push(
     *,
     back_by: int | None = None,
     waits: bool = True,
+    programs: int | None = None,
 ) -> Arrivals:
     """Launch `push_rows`; returns this rank's staging buffer [capacity, .], which the group's next call overwrites.
 
@@ -206,8 +224,9 @@ def _push(
     rows, columns, name, world = rows.contiguous(), rows.shape[1], find_name(group), group.size()
     size = count_bytes(max(capacity, 1), max(columns, 1), dtype=rows.dtype)
     workspace = find_workspace(name, rows.device, size, "barrier")
-    block_channel, chunks = workspace.channel, CHUNKS if rows.is_cuda else 2
-    mapping = tiles.shard_tiles(chunks, world, 1, channels=chunks, fixed=True)
+    block_channel, power = workspace.channel, triton.next_power_of_2(world)
+    parts, channels = (max(CHANNELS, _PARTS // power), CHANNELS) if rows.is_cuda else (4, 2)
+    mapping = tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
     block_channel.check()
     try:
         slot = next(workspace.slot_cycle)
@@ -218,11 +237,12 @@ def _push(
         staging = block_channel.tensor(shape, rows.dtype, offset=slot * workspace.slot_bytes)
         block = min(choose_block(columns)[0], triton.next_power_of_2(shape[1]))
         tile_rows = min(max(_TILE_BYTES // (block * rows.itemsize), 1), _TILE_ROWS) if rows.is_cuda else 4
-        constants = back_by or 0, back_by is not None, waits, tile_rows, block, triton.next_power_of_2(world)
+        constants = back_by or 0, back_by is not None, waits, tile_rows, block, power
         pushed = PushedRows(rows, positions, columns, len(rows if positions is None else positions))
         staged = StagedRows(staging, capacity)
         arguments = channel, mapping, pushed, staged, table, *constants
-        programs = limit_waiting(world * chunks, rows.device) if rows.is_cuda else 2
+        most = limit_waiting(world * parts if waits else _ASIDE, rows.device) if rows.is_cuda else 2
+        programs = most if programs is None else min(programs, most)
         key = *map(tiles.kind_of, (*pushed, *staged, table)), *constants
         with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):
             block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
@@ -230,4 +250,4 @@ def _push(
         abandon(name, block_channel)
         raise
     received = staging if capacity and columns else staging[:capacity, :columns]
-    return Arrivals(received, block_channel, channel, chunks, tile_rows, table, (rows, positions))
+    return Arrivals(received, block_channel, channel, mapping, tile_rows, table, (rows, positions))

@@ -52,11 +52,12 @@ def find_pairs(topk_ids: Tensor, topk_weights: Tensor | None, num_experts: int, 
 
 
 def unpack_words(words: Tensor, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The experts, and the weights if there are any, of `Pairs.words` that were found with such weights."""
+    """The experts, a view, and the weights if there are any, of `Pairs.words` that were found with such weights."""
     if topk_weights is None:
         return words, None
     experts, weights = words.chunk(2, 1)
-    return experts, weights.contiguous().view(torch.float32).to(topk_weights.dtype)
+    weights = weights.clone(memory_format=torch.contiguous_format)  # `contiguous` may be a view of staging
+    return experts, weights.view(torch.float32).to(topk_weights.dtype)
 
 
 def _find_owners(ids: Tensor, local: int, ranks: int) -> Tensor:

@@ -8,18 +8,30 @@ of the tokens returns as sums do.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stretto.memory.copy_engine import SideStream
+from stretto.memory.gpus import count_processors
 from stretto.ops.moe.call_route import RouteCall, can_send, check_call
 from stretto.ops.moe.grouped_config import DTYPES
 from stretto.ops.moe.kernel_route import KernelRoute
-from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, index_places
+from stretto.ops.moe.permutation import sum_copies
+from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call
+from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.moe.tile_order import Arrivals
+from stretto.ops.operator import find_known, find_name
+
+_PART_OF_GPU = 6  # of which one is left to what returns under a product
+_LEAST_COLUMNS = 256  # that are multiplied at once: a tile's
+_LEAST_NUMBERS = 1 << 24  # that a rank receives at once, for which products are divided
+_MOST_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -108,17 +120,60 @@ class Places:
 
     def give_back(self, rows: Tensor) -> Tensor:
         """Sum what the ranks have for each token's places, at its rank, as `return_sums` does."""
-        return self.start_back(rows)()
+        return rows if self.route is None else self.route.give_back(lambda: rows, self.wrap_collective)
+
+    @property
+    def room(self) -> int:
+        """Multiprocessors that what returns under a product is pushed by, and that the product leaves free."""
+        positions = self.index.positions
+        if not isinstance(self.route, KernelRoute) or not positions.is_cuda:
+            return 0
+        return count_processors(positions.device.index) // _PART_OF_GPU
 
     def start_back(self, rows: Tensor) -> Callable[[], Tensor]:
         """As `give_back`, by a function that ends what begins now; nothing else is called on the group before."""
-        route = self.route
-        if route is None:
-            return lambda: rows
-        if not isinstance(route, KernelRoute) or not rows.is_cuda:
-            returned = route.give_back(lambda: rows, self.wrap_collective)
+        room = self.room
+        if not room or not isinstance(self.route, KernelRoute):
+            returned = self.give_back(rows)
             return lambda: returned
-        return route.start_back(rows, self.wrap_collective)
+        return self.route.start_back(rows, self.wrap_collective, room)
+
+    def multiply_and_give_back(self, multiply: Callable[[slice, int], Tensor], weights: Tensor, columns: int) -> Tensor:
+        """Sum experts' rows, times places' weights [places, k], at their tokens' ranks: [t, columns].
+
+        multiply(part, room): these columns of the rows [n, .], by a product that leaves so many multiprocessors free. A
+        token's sum needs rows of several experts, so of a large product columns are divided: sums of some are formed
+        and return while the next ones are multiplied, as in COMET (Zhang et al., arXiv
+        2502.19811).
+        """
+        parts, index, room = self._divide(columns), self.index, self.room
+        is_here = None if self.route is None else index.is_here
+
+        def give_back(rows: Tensor) -> Tensor:
+            return self.give_back(sum_copies(rows, index.positions, weights, is_here))
+
+        if len(parts) == 1:
+            return give_back(multiply(parts[0], 0))
+        assert isinstance(self.route, KernelRoute)
+        device = index.positions.device
+        side: SideStream = find_known(find_name(self.route.group), device, "moe returns", lambda: SideStream(device))
+        rows = [multiply(parts[0], 0)]  # all are kept until the side stream has read them
+        out = rows[0].new_empty(self.route.pairs.numbers.shape[0], columns)
+        for part, following in zip_longest(parts, parts[1:]):
+            side.open()
+            with side:
+                out[:, part] = give_back(rows[-1])
+            if following is not None:
+                rows.append(multiply(following, room))
+        side.join()
+        return out
+
+    def _divide(self, columns: int) -> list[slice]:
+        """The columns that are multiplied at once, the same on all ranks."""
+        numbers = self.route.places * columns if isinstance(self.route, KernelRoute) and self.room else 0
+        count = min(columns // _LEAST_COLUMNS, _MOST_PARTS) if numbers >= _LEAST_NUMBERS else 1
+        width = triton.cdiv(triton.cdiv(columns, max(count, 1)), _LEAST_COLUMNS) * _LEAST_COLUMNS
+        return [slice(begin, min(begin + width, columns)) for begin in range(0, columns, width)]
 
 
 def find_places(
@@ -139,7 +194,7 @@ def find_places(
         implementation,
     )  # fmt: skip
     if route_call.is_alone and max_rows is None:
-        return Places(index_places(topk_ids, num_experts, topk_ids.numel()), None, wrap_collective)
+        return Places(PlaceIndex(*sort_copies(topk_ids, num_experts)), None, wrap_collective)
     if route_call.is_alone:
         raise ValueError("send_tokens: one rank with all experts has as many rows as choices: give max_rows=None")
     return _find(x, topk_ids, topk_weights, route_call)

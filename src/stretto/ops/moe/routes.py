@@ -102,14 +102,6 @@ class Route(ABC):
         return tokens
 
 
-def index_places(experts: Tensor, local: int, rows: int, known: Tensor | None = None) -> PlaceIndex:
-    """Sort the copies of places by expert: experts int32 [places, k], of which `local` stands for none.
-
-    rows: the number of copies with an expert, or of rows that there are. known: places, on the device, if not all.
-    """
-    return PlaceIndex(*sort_copies(experts, local, rows, known))
-
-
 @dataclass(frozen=True)
 class RowExchange:
     """An all-to-all over `group`, then an all-gather over `gather_group`; each None where it has one rank.
@@ -264,7 +256,7 @@ def find_route(
     local = num_experts // world
     words = of_pairs.send(lambda: pairs.words[: sum(sends)], wrap_collective, padding=local)
     experts, weights = unpack_words(words, topk_weights)
-    index = index_places(experts, local, sum(choice_totals))
+    index = PlaceIndex(*sort_copies(experts, local, sum(choice_totals)))
     return ExactRoute(pairs, index, of_pairs, of_choices, choice_totals, weights)
 
 

@@ -19,14 +19,14 @@ from torch import Tensor
 from stretto import tiles
 from stretto.memory.gpus import limit_waiting
 from stretto.tiles.call_state import HEADER
-from stretto.tiles.intrinsics import opaque_zero
+from stretto.tiles.intrinsics import INTERPRETED, opaque_zero, read_acquire
 from stretto.tiles.launches import launch_cached
 from stretto.tiles.waits import OF_CONSUMER, wait_until
 
 _TABLES = 6  # rows (two), rank and channels (two) of the mapping, and experts
 _TILES = tl.constexpr(32)  # of an expert, that a program writes at once
 _MANY_EXPERTS = 64  # up to so many, one compiled kernel is for any number
-_WARPS = 8  # of kernels that call `await_parts`: no more, so that each lane is one thread's
+_WARPS = 8  # of kernels that call `await_channels`: no more, so that each lane is one thread's
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TileOrder:
     """Row tiles of a grouped product, in order.
 
     mapping: tile t has rows f_S of expert experts[t]; f_R is the farthest rank that they come from (ranks are as far as
-    this rank's next ones follow it), and f_C the range of parts that have them, of all ranks' `parts` one after
+    this rank's next ones follow it), and f_C the range of channels that signal them, of all ranks' one after
     another. ends: int32 [ranks], how many tiles have rows of ranks up to each distance. block_rows: of a tile, at most.
     """
 
@@ -48,9 +48,9 @@ class Arrivals:
     """Rows of places that are on their way to this rank, for products of experts that gather them by index.
 
     rows: [places, h], the staging buffer to which they are pushed. block_channel, channel: of the call of `push_rows`
-    that sends them. parts, part_rows: each source's places are signalled in so many parts, each of a multiple of
-    part_rows rows. table: int32 [., destination, 2], of each source first the number of places. sent: what must not be
-    freed before all rows have been pushed. Nothing else is called on the group before `run` or `wait`.
+    that sends them, by `mapping`, in parts of a multiple of part_rows rows. table: int32 [., destination, 2], of each
+    source first the number of places. sent: what must not be freed before all rows have been pushed. Nothing else is
+    called on the group before `run` or `wait`.
     """
 
     def __init__(
@@ -58,21 +58,22 @@ class Arrivals:
         rows: Tensor,
         block_channel: tiles.BlockChannel,
         channel: tiles.Channel,
-        parts: int,
+        mapping: tiles.StaticMapping,
         part_rows: int,
         table: Tensor,
         sent: Any,
     ) -> None:
         self.rows, self.channel = rows, channel
-        self.constants = parts, max(triton.next_power_of_2(block_channel.world_size * parts), 32 * _WARPS)
-        self._block_channel, self._part_rows, self._table, self._sent = block_channel, part_rows, table, sent
+        channels = mapping.channels.value
+        self.constants = channels, max(triton.next_power_of_2(block_channel.world_size * channels), 32 * _WARPS)
+        self._sizes = {"channels": channels, "parts": mapping.rows.value, "part_rows": part_rows}
+        self._block_channel, self._table, self._sent = block_channel, table, sent
         self._are_here = False
 
     def order(self, places: Tensor, offsets: Tensor, block_rows: int) -> TileOrder:
         """The order of tiles of so many rows, of which row i is of place places[i]: int32 [n]."""
-        rank, parts = self._block_channel.rank, self.constants[0]
         return find_tile_order(
-            places, offsets, self._table, rank, parts=parts, part_rows=self._part_rows, block_rows=block_rows
+            places, offsets, self._table, self._block_channel.rank, block_rows=block_rows, **self._sizes
         )
 
     def run(
@@ -113,7 +114,7 @@ class Arrivals:
 
     def _await(self) -> None:
         arguments = self.channel, *self.constants
-        self._block_channel.launch(await_all_parts, self.constants, 1, arguments, num_warps=_WARPS)
+        self._block_channel.launch(await_all_channels, self.constants, 1, arguments, num_warps=_WARPS)
 
     def _join(self) -> None:
         tiles.join_copies(self._block_channel)
@@ -121,13 +122,21 @@ class Arrivals:
 
 
 def find_tile_order(
-    places: Tensor, offsets: Tensor, table: Tensor, rank: int, *, parts: int, part_rows: int, block_rows: int
+    places: Tensor,
+    offsets: Tensor,
+    table: Tensor,
+    rank: int,
+    *,
+    channels: int,
+    parts: int,
+    part_rows: int,
+    block_rows: int,
 ) -> TileOrder:
     """The order of the row tiles of experts' rows, of which row i is that of place places[i]: int32 [n].
 
     offsets: int32 [experts + 1]. table: int32 [., destination, 2], of each source first the number of places, which are
-    in the order of their sources. A source's places come in `parts` parts of a multiple of part_rows rows each.
-    block_rows: of a tile. Nothing waits for the device.
+    in the order of their sources. A source's places come in `parts` parts of a multiple of part_rows rows each, which
+    so many channels signal. block_rows: of a tile. Nothing waits for the device.
     """
     world, experts, n = table.shape[1], offsets.shape[0] - 1, places.shape[0]
     capacity = triton.cdiv(n // block_rows + experts, 4) * 4  # tables begin at multiples of 16 bytes
@@ -138,7 +147,8 @@ def find_tile_order(
             fill_tile_tables, experts, places, offsets.contiguous(), table, tables, ends, rank, capacity,
             max(n, 1).bit_length(), experts,
             EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), WORLD=world,
-            POWER=triton.next_power_of_2(world), PARTS=parts, PART_ROWS=part_rows, BLOCK_ROWS=block_rows, num_warps=4,
+            POWER=triton.next_power_of_2(world), CHANNELS=channels, PARTS=parts, PART_ROWS=part_rows,
+            BLOCK_ROWS=block_rows, num_warps=4,
         )  # fmt: skip
     *mapped, of_experts = tables.unbind(0)
     return TileOrder(tiles.look_up_tiles(*mapped), of_experts, ends, block_rows)
@@ -147,7 +157,7 @@ def find_tile_order(
 @triton.jit(do_not_specialize=["rank", "capacity", "steps", "experts"])
 def fill_tile_tables(  # type: ignore[no-untyped-def]
     places, offsets, table, tables, ends, rank, capacity, steps, experts, EXPERTS: tl.constexpr, WORLD: tl.constexpr,
-    POWER: tl.constexpr, PARTS: tl.constexpr, PART_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    POWER: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr, PART_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write tables int32 [6, capacity] of `TileOrder`, and ends: each program those of one expert's tiles.
 
@@ -188,13 +198,15 @@ def fill_tile_tables(  # type: ignore[no-untyped-def]
         place = tables + tile + tl.sum(tl.where(waits, (start - first)[None, :], 0), 1)
         low = begin + tile * BLOCK_ROWS
         high = tl.minimum(low + BLOCK_ROWS, end)
-        first_part = _find_part(tl.load(places + low, mask=is_tile, other=0), after, count, PARTS, PART_ROWS)
-        last_part = _find_part(tl.load(places + high - 1, mask=is_tile, other=0), after, count, PARTS, PART_ROWS)
+        first_place = tl.load(places + low, mask=is_tile, other=0)
+        last_place = tl.load(places + high - 1, mask=is_tile, other=0)
+        first_channel = _find_channel(first_place, after, count, CHANNELS, PARTS, PART_ROWS)
+        last_channel = _find_channel(last_place, after, count, CHANNELS, PARTS, PART_ROWS)
         tl.store(place, low, mask=is_tile)
         tl.store(place + capacity, high, mask=is_tile)
         tl.store(place + 2 * capacity, tl.sum(tl.where(waits, source[None, :], 0), 1), mask=is_tile)
-        tl.store(place + 3 * capacity, first_part, mask=is_tile)
-        tl.store(place + 4 * capacity, last_part + 1, mask=is_tile)
+        tl.store(place + 3 * capacity, first_channel, mask=is_tile)
+        tl.store(place + 4 * capacity, last_channel + 1, mask=is_tile)
         tl.store(place + 5 * capacity, tile * 0 + expert, mask=is_tile)
 
 
@@ -220,46 +232,51 @@ def _find_tile(row, rows, source, rank, own_tile, BLOCK_ROWS: tl.constexpr):  # 
 
 
 @triton.jit
-def _find_part(place, after, count, PARTS: tl.constexpr, PART_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The part, of all sources', that has each place [.]; after: where each source's places end."""
+def _find_channel(  # type: ignore[no-untyped-def]
+    place, after, count, CHANNELS: tl.constexpr, PARTS: tl.constexpr, PART_ROWS: tl.constexpr
+):
+    """The channel, of all sources', that signals each place [.]; after: where each source's places end."""
     comes_before = after[None, :] <= place[:, None]
     is_source = (after - count)[None, :] <= place[:, None]
     source = tl.sum(comes_before.to(tl.int32), 1)
     within = place - tl.sum(tl.where(comes_before, count[None, :], 0), 1)
     own_count = tl.sum(tl.where(is_source & (comes_before == 0), count[None, :], 0), 1)
     part_rows = tl.maximum(tl.cdiv(tl.cdiv(own_count, PARTS), PART_ROWS) * PART_ROWS, 1)
-    return source * PARTS + within // part_rows
+    return source * CHANNELS + within // (part_rows * ((PARTS + CHANNELS - 1) // CHANNELS))
 
 
 @triton.jit
-def await_parts(channel, low, high, PARTS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until parts `low` to `high` - 1, of all sources' PARTS each, have arrived ("p2p").
+def await_channels(channel, low, high, CHANNELS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until the rows of channels `low` to `high` - 1, of all sources' CHANNELS each, have arrived ("p2p").
 
-    Returns (an int32 0 to add to the offset of what is loaded after, whether all parts of all sources have arrived).
-    LANES: a power of two, at least the parts of all and the program's threads. One look reads all signals at once.
+    Returns (an int32 0 to add to the offset of what is loaded after, whether all rows of all sources have arrived).
+    LANES: a power of two, at least the channels of all and the program's threads. One look reads all signals at once.
     Order: what is loaded through the zero, after the stores before the signals: each thread reads its signals with
     acquire at system scope, and the sum over threads that makes the zero has a barrier of the block.
     """
-    part = tl.arange(0, LANES)
-    counter = part // PARTS * channel.capacity + channel.rank * PARTS + part % PARTS
-    is_part = part < channel.world * PARTS
-    target = tl.load(channel.state + HEADER + counter, mask=is_part, other=0)
-    seen = tl.atomic_add(channel.signals + counter, 0, mask=is_part, sem="acquire", scope="sys")
-    is_late = is_part & ((seen.to(tl.int64) - target.to(tl.int64)).to(tl.int32) < 0)
-    ready = tl.sum(opaque_zero(seen, False) + part * 0, 0)
+    lane = tl.arange(0, LANES)
+    counter = lane // CHANNELS * channel.capacity + channel.rank * CHANNELS + lane % CHANNELS
+    is_channel = lane < channel.world * CHANNELS
+    target = tl.load(channel.state + HEADER + counter, mask=is_channel, other=0)
+    if INTERPRETED:
+        seen = tl.atomic_add(channel.signals + counter, 0, mask=is_channel, sem="acquire", scope="sys")
+    else:
+        seen = read_acquire(channel.signals + tl.where(is_channel, counter, 0))
+    is_late = is_channel & ((seen.to(tl.int64) - target.to(tl.int64)).to(tl.int32) < 0)
+    ready = tl.sum(opaque_zero(seen, False) + lane * 0, 0)
     has_all = tl.sum(is_late.to(tl.int32), 0) == 0
-    late = tl.max(tl.where(is_late & (part >= low) & (part < high), part, -1), 0)
+    late = tl.max(tl.where(is_late & (lane >= low) & (lane < high), lane, -1), 0)
     while late >= 0:
-        source, index = late // PARTS, channel.rank * PARTS + late % PARTS
+        source, index = late // CHANNELS, channel.rank * CHANNELS + late % CHANNELS
         word = source * channel.capacity + index
         ready += wait_until(
             channel, word, tl.load(channel.state + HEADER + word), OF_CONSUMER, index, index, source, False
         )
-        late = tl.max(tl.where(is_late & (part >= low) & (part < late), part, -1), 0)
+        late = tl.max(tl.where(is_late & (lane >= low) & (lane < late), lane, -1), 0)
     return ready, has_all
 
 
 @triton.jit
-def await_all_parts(channel, PARTS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program: what follows it on its stream comes after all parts of all sources have arrived."""
-    await_parts(channel, 0, channel.world * PARTS, PARTS, LANES)
+def await_all_channels(channel, CHANNELS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program: what follows it on its stream comes after all rows of all sources have arrived."""
+    await_channels(channel, 0, channel.world * CHANNELS, CHANNELS, LANES)

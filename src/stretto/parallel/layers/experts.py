@@ -44,7 +44,7 @@ from stretto.ops.moe.places import Places, find_places
 from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient
 from stretto.parallel.comm.collectives import Pending, all_reduce, collective, own, start_all_reduce
 from stretto.parallel.comm.graph_functions import GraphCode
-from stretto.parallel.comm.kept_outputs import is_given_back, keep_output
+from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, keep_output
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layers.token_shards import cut_tokens, gather_tokens, own_tokens
@@ -92,21 +92,33 @@ class ExpertProduct:
         return keep_output("product" if group is None else "summed product", make)
 
     def make_weight_gradient(
-        self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, offsets: Tensor, tokens: Tensor | None = None
+        self,
+        parameter: nn.Parameter,
+        rows: Tensor,
+        gradient: Tensor,
+        offsets: Tensor,
+        tokens: Tensor | None = None,
+        room: int = 0,
     ) -> None:
-        """Compute the weight gradient now, or defer it if requested. tokens: of rows, as in `grouped_matmul`."""
+        """Compute the weight gradient now, or defer it if requested. tokens (of rows), room: as in `grouped_matmul`."""
         make = partial(self._reduce_weight_gradient, parameter, rows, gradient, offsets, tokens)
         deferred = self.shard.gradients.deferred
         if deferred is None:
-            make()
+            make(room)
         else:
-            deferred.append(make)
+            deferred.append(partial(make, 0))
 
     def _reduce_weight_gradient(
-        self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, offsets: Tensor, tokens: Tensor | None
+        self,
+        parameter: nn.Parameter,
+        rows: Tensor,
+        gradient: Tensor,
+        offsets: Tensor,
+        tokens: Tensor | None,
+        room: int,
     ) -> None:
         operands = (rows, gradient) if self.is_transposed else (gradient, rows)
-        self.shard.start_reduction(parameter, grouped_weight_gradient(*operands, offsets, tokens=tokens))
+        self.shard.start_reduction(parameter, grouped_weight_gradient(*operands, offsets, tokens=tokens, room=room))
 
 
 class _Multiply(torch.autograd.Function):
@@ -166,9 +178,12 @@ class _MultiplyTokens(torch.autograd.Function):
             gated, inner = gate_tokens(rows, gate_up, index.offsets, numbers, is_recorded, arrivals)
             return inner
 
+        def multiply(part: slice, room: int) -> Tensor:
+            activated = gated_activation(inner) if gated is None else gated
+            return grouped_matmul(activated, whole_down[:, part], index.offsets, room=room)
+
         def add() -> Tensor:
-            rows = grouped_matmul(gated_activation(inner) if gated is None else gated, whole_down, index.offsets)
-            return sum_copies(rows, index.positions, weights, is_here)
+            return sum_copies(multiply(slice(None), 0), index.positions, weights, is_here)
 
         weights = places.send_weights(weights)
         tokens, arrivals = places.start(x)
@@ -177,11 +192,12 @@ class _MultiplyTokens(torch.autograd.Function):
         if arrivals is not None:
             arrivals.keep(tokens)
         whole_down = of_down.gather(down, is_recorded=is_recorded).rows
-        sums = keep_output("product", add)
         ctx.products, ctx.up, ctx.down, ctx.places = products, up, down, places
         kept = [one if products[0].keeps_weights else None for one in (gate_up, whole_down)]  # both do, or none
         ctx.save_for_backward(tokens, weights, inner, index.slots, index.positions, is_here, index.offsets, *kept)
-        return places.give_back(sums)
+        if is_recomputed():
+            return places.give_back(keep_output("product", add))
+        return places.multiply_and_give_back(multiply, weights, whole_down.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -204,7 +220,8 @@ class _MultiplyTokens(torch.autograd.Function):
             of_tokens = sum_copies(grouped_matmul(of_inner, up.transpose(1, 2), offsets), positions, None, is_here)
             finish = places.start_back(of_tokens)
         if is_asked_for(ctx, 2):
-            of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, numbers)
+            room = places.room if ctx.needs_input_grad[0] else 0
+            of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, numbers, room)
         if ctx.needs_input_grad[0]:
             of_tokens = finish()
         if ctx.needs_input_grad[1]:
