@@ -16,6 +16,7 @@ from stretto.ops.moe.fixed_rows import check_rows
 from stretto.ops.moe.grouped_matmul import grouped_matmul, grouped_weight_gradient
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
 from stretto.ops.moe.places import SentTokens, return_sums, send_tokens
+from stretto.ops.moe.replicas import Placement, place_replicas, replicate
 from stretto.ops.moe.tensor_parallel import GatheredRows, all_gather_moe, moe_mlp, moe_reduce_scatter
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "FewHandle",
     "GatheredRows",
     "Permuted",
+    "Placement",
     "SentTokens",
     "all_gather_moe",
     "check_rows",
@@ -41,6 +43,8 @@ __all__ = [
     "moe_mlp",
     "moe_reduce_scatter",
     "permute",
+    "place_replicas",
+    "replicate",
     "return_sums",
     "routed_experts",
     "send_tokens",

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.ops.moe.permutation import sort_by_expert
-from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, gather_rows, index_places, scatter_sum
+from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, gather_rows, scatter_sum
+from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.operator import find_group, find_known, find_name, is_kept, require_no_capture
 
 _KEY = "moe rows"
@@ -73,7 +74,7 @@ def find_fixed_route(
     for group in groups:
         topk_ids = _gather(topk_ids, group, wrap_collective)
     if shards == 1 and max_rows == topk_ids.numel():
-        return FixedRoute(groups, index_places(topk_ids, num_experts, max_rows), None, None)
+        return FixedRoute(groups, PlaceIndex(*sort_copies(topk_ids, num_experts)), None, None)
     order = sort_by_expert(topk_ids, num_experts)
     local = num_experts // shards
     ends = order.offsets[::local]

@@ -84,8 +84,9 @@ def multiply_arriving(
                 peer = (rank - distance) % ranks  # so that each rank gets its next rank's tokens first
                 there = block_channel.tensor((ranks_tokens, h), x.dtype, offset=offset, rank=peer)
                 for part in range(parts):
-                    rows = slice(min(part * size, t), min((part + 1) * size, t))
-                    tiles.rank_copy_data(there, x, rows=rows, to=rank * t + rows.start)
+                    start = min(part * size, t)
+                    sent = slice(start, min(start + size, t))
+                    tiles.rank_copy_data(there, x, rows=sent, to=rank * t + start)
                     tiles.rank_notify(block_channel, peer * parts + part, peer)
             if keeps_gathered:
                 tiles.rank_copy_data(kept, x, rows=slice(0, t), to=rank * t)
