@@ -18,6 +18,7 @@ CATALOGUES = (
     "tests.stress.embedding",
     "tests.stress.copy_engines",
     "tests.stress.optimizers",
+    "tests.stress.attention",
     "tests.stress.exchange",
     "tests.stress.tensor_parallel",
     "tests.stress.experts",

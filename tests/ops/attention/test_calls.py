@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from stretto import ops
 from stretto.ops.attention.block_mask import read_block_mask
-from stretto.ops.attention.plan import Mask, list_chunks, make_plan
+from stretto.ops.attention.plan import Mask, list_chunks
 from stretto.parallel import Grid, count_collectives
 
 LENGTH, RANKS = 16, 4
@@ -226,17 +226,3 @@ def test_refusals(ranks):
     ranks(2).run(refuse)
     for found in ranks(2).run(differ_between_ranks):
         assert len(found) == 3
-
-
-def test_the_work_of_zigzag_ranks_is_equal():
-    def count(rank):
-        plan = make_plan("zigzag", rank, 8, 32, Mask(True), "all_gather")
-        blocks = [*plan.own, *(block for step in plan.steps for block in step.blocks)]
-        assert len(blocks) <= 3
-        areas = ((block.queries.stop - block.queries.start, block.keys.stop - block.keys.start) for block in blocks)
-        return sum(
-            rows * (rows + 1) // 2 if block.is_causal else rows * keys
-            for block, (rows, keys) in zip(blocks, areas, strict=True)
-        )
-
-    assert {count(rank) for rank in range(8)} == {256 * 257 // 2 // 8}

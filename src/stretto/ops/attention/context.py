@@ -92,8 +92,9 @@ def context_attention(
     summed over the ranks as a replicated parameter's. Of flex_attention's BlockMask, `read_block_mask` makes options.
 
     A rank is sent only the keys that its positions see. wrap_collective: called in place of each collective, backward
-    too, as wrap_collective("all_to_all", make); make() issues it. implementation: see `all_gather_attention`,
-    `ring_attention` and `ulysses_attention`; "auto" gathers unless all keys and values would take 4 GiB, then rings.
+    too, as wrap_collective("all_to_all", make); it returns what make() returns, which issues it, and keeps nothing.
+    implementation: see `all_gather_attention`, `ring_attention` and `ulysses_attention`; "auto" gathers unless all keys
+    and values would take 4 GiB, then rings.
 
     With torch.compile it is an operator of the graph; with `wrap_collective`, the graph breaks here. It cannot be
     differentiated twice. ValueError for other input, and on all ranks for ranks whose calls differ.

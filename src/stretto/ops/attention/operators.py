@@ -112,7 +112,8 @@ class _ContextAttention(torch.autograd.Function):
         mask = _agree(q, k, v, sinks, documents, settings)
         q, k, v = (_align(each) for each in (q, k, v))
         ctx.call = _find_call(q, mask, settings, wrap)
-        out, lse = forward(q, k, v, sinks, ctx.call)
+        with torch._C._DisableAutocast():
+            out, lse = forward(q, k, v, sinks, ctx.call)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
