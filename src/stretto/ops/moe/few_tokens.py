@@ -249,7 +249,7 @@ def _send_by_library(
     missing = max_tokens - len(x)
     capacity = group.size() * max_tokens * ids.shape[1]
     ids = pad(ids, (0, 0, 0, missing), value=num_experts)
-    route, _ = find_fixed_route(ids, num_experts, capacity, (group,), group.size(), group.rank(), call)
+    route = find_fixed_route(ids, num_experts, capacity, (group,), group.size(), group.rank(), call)
     tokens = route.send(lambda: pad(x, (0, 0, 0, missing)), call)
     everyones = route.send(lambda: pad(weights, (0, 0, 0, missing)), call)
     index = route.index
