@@ -34,13 +34,13 @@ def test_gradients_are_summed_over_context_too_and_the_batch_is_not_split_over_i
     }
     assert (axes.BATCH, axes.LOSS, axes.REPLICAS) == ("batch", "loss", "replicas")
     sizes = {"data": 2, "context": 7, "x": 3, "y": 1, "z": 5}
-    assert group_sizes(sizes) == sizes | {"batch": 10, "loss": 70, "replicas": 14}
+    assert group_sizes(sizes) == sizes | {"pipe": 1, "batch": 10, "loss": 70, "replicas": 14}
     assert (GridSizes(**sizes).batch_parts, GridSizes(**sizes).replicas) == (10, 14)
 
 
 def test_sizes_are_a_mapping_with_attributes_and_never_change():
     sizes = GridSizes(data=2, z=5, x=3)
-    assert dict(sizes) == sizes.sizes() == {"pipe": 1, "data": 2, "context": 1, "x": 3, "y": 1, "z": 5}
+    assert dict(sizes) == sizes.sizes() == {"pipe": 1, "data": 2, "x": 3, "y": 1, "z": 5}
     stages = GridSizes(data=2, z=5, x=3, pipe=4)
     assert (stages.ranks, stages.stage_ranks, stages.batch_parts, stages.weight_parts) == (120, 30, 10, 15)
     assert repr(stages) == "GridSizes(pipe=4, data=2, x=3, y=1, z=5)"
@@ -114,7 +114,7 @@ def test_expert_is_named_written_and_compared_with_the_grid_and_multiplies_no_ra
     assert (sizes["expert"], sizes.expert_data, sizes.expert_z, sizes.expert_x) == (4, 1, 2, 2)
     assert str(sizes) == "data=4 x=2 z=2 expert=4"
     assert repr(sizes) == "GridSizes(data=4, x=2, y=1, z=2, expert=4)"
-    assert sizes.sizes() == {"pipe": 1, "data": 4, "context": 1, "x": 2, "y": 1, "z": 2, "expert": 4}
+    assert sizes.sizes() == {"pipe": 1, "data": 4, "x": 2, "y": 1, "z": 2, "expert": 4}
     folded = check_sizes(sizes.sizes() | {"expert_tensor": "fold"})
     assert (folded.expert_taken, folded.expert_data, folded.expert_x) == ({"x": 2, "data": 2, "z": 1}, 2, 1)
     assert str(folded) == "data=4 x=2 z=2 expert=4 expert_tensor=fold"
@@ -126,7 +126,8 @@ def test_expert_is_named_written_and_compared_with_the_grid_and_multiplies_no_ra
     assert check_sizes({"data": 2, "expert": 2, "expert_tensor": "fold"}) == check_sizes({"data": 2, "expert": 2})
     without = GridSizes(4, 2, 1, 2)
     assert (without["expert"], without.expert_data, without.expert_z, without.expert_x) == (1, 4, 2, 2)
-    assert list(without) == list(axes.NAMES)
+    assert list(without) == ["pipe", "data", "x", "y", "z"]
+    assert dict(GridSizes(context=2)) == {"pipe": 1, "data": 1, "context": 2, "x": 1, "y": 1, "z": 1}
 
 
 def test_experts_parameters_have_axes_of_their_own():
@@ -249,9 +250,9 @@ def test_the_planner_knows_an_axis_that_is_added_in_one_place():
         "         'all': len(plan('gpt2-small', cluster, gpus=8, batch=8, seq_len=128))}"
     )
     assert found["grids"] == found["all"] == 35  # ways to write 8 as a product of five
-    assert found["sizes"] == [{"pipe": 1, "data": 1, "context": 1, "sheaf": 8, "x": 1, "y": 1, "z": 1}]
+    assert found["sizes"] == [{"pipe": 1, "data": 1, "sheaf": 8, "x": 1, "y": 1, "z": 1}]
     assert (found["parts"], found["replicas"]) == (3, 6)
-    assert found["plans"][1]["grid"] == {"pipe": 1, "data": 1, "context": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1}
+    assert found["plans"][1]["grid"] == {"pipe": 1, "data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1}
     for each in found["plans"]:
         assert set(each["bandwidth"]) == set(each["exposed"]) == {"pipe", "data", "context", "sheaf", "x", "y", "z"}
     assert found["sums"] == [True, True]
@@ -281,11 +282,11 @@ def test_options_and_timeline_know_an_axis_that_is_added_in_one_place():
         "sheaf": pytest.approx(4e-6)
     }
     assert found == {
-        "sizes": {"pipe": 1, "data": 1, "context": 1, "sheaf": 2, "x": 1, "y": 1, "z": 3},
+        "sizes": {"pipe": 1, "data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 3},
         "ranks": 6,
         "parts": 3,
         "text": "data=1 sheaf=2 x=1 y=1 z=3",
-        "nearest": {"pipe": 1, "data": 1, "context": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1},
+        "nearest": {"pipe": 1, "data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1},
         "rows": [
             "compute",
             "experts",
@@ -406,7 +407,6 @@ def test_grid_layouts_gradients_and_checkpoints_know_an_axis_that_is_added_in_on
         assert found["at"] == {
             "pipe": 0,
             "data": 0,
-            "context": 0,
             "sheaf": sheaf,
             "x": 0,
             "y": 0,

@@ -109,6 +109,7 @@ MESH_ORDER = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.cuts
 """The dims of a grid's DeviceMesh. DTensor applies placements in this order (docs/decisions/001)."""
 
 _ALWAYS_SHOWN = tuple(axis.name for axis in AXES if axis.splits_batch or axis.splits_weights)
+_LISTED = (*_ALWAYS_SHOWN, *(axis.name for axis in AXES if axis.splits_layers))
 _BATCH = tuple(axis.name for axis in AXES if axis.splits_batch)
 _LOSS = tuple(axis.name for axis in AXES if axis.sums_gradients)
 _REPLICAS = tuple(axis for axis in _LOSS if axis not in WEIGHT_AXES)
@@ -158,7 +159,8 @@ EXPERT_TENSOR_DESCRIPTION = (
 class GridSizes(Mapping[str, int]):
     """The sizes of a grid's axes: a mapping in the order of NAMES, each size an attribute too. Immutable.
 
-    expert: how many ranks divide the experts among them; the mapping's last item, where there are several.
+    context is among its items where it has several ranks, and so is, as the last, expert: how many ranks divide the
+    experts among them.
     expert_tensor: what x is to experts. "fold" is the same as "cut" where x has one rank, and is kept as "cut" there.
 
     Raises ValueError for an unknown axis. `check_sizes` checks the values.
@@ -197,10 +199,10 @@ class GridSizes(Mapping[str, int]):
         return size
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*NAMES, EXPERT) if self.expert > 1 else NAMES)
+        return iter(self._listed)
 
     def __len__(self) -> int:
-        return len(NAMES) + (self.expert > 1)
+        return len(self._listed)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} cannot be set: GridSizes is immutable")
@@ -214,6 +216,10 @@ class GridSizes(Mapping[str, int]):
         return hash(self._key)
 
     @cached_property
+    def _listed(self) -> tuple[str, ...]:
+        return tuple(axis for axis in (*NAMES, EXPERT) if axis in _LISTED or self.__dict__[axis] > 1)
+
+    @cached_property
     def _key(self) -> tuple[Any, ...]:
         return *(self.__dict__[axis] for axis in NAMES), self.expert, self.expert_tensor
 
@@ -225,7 +231,8 @@ class GridSizes(Mapping[str, int]):
         return "GridSizes(" + ", ".join(f"{axis}={size!r}" for axis, size in shown.items()) + ")"
 
     def sizes(self) -> dict[str, Any]:
-        """Plain data, for files and for `Grid(**sizes)`: expert where it is not 1, and expert_tensor where it folds."""
+        """Plain data, for files and for `Grid(**sizes)`: context and expert where they are not 1, and expert_tensor
+        where it folds."""
         return dict(self) | ({"expert_tensor": self.expert_tensor} if self.expert_tensor != "cut" else {})
 
     @cached_property
@@ -245,6 +252,11 @@ class GridSizes(Mapping[str, int]):
     def batch_parts(self) -> int:
         """Into how many parts the global batch is cut: data and z both split it."""
         return self.over(_BATCH)
+
+    @cached_property
+    def token_parts(self) -> int:
+        """Into how many parts the tokens of the global batch are cut: context cuts each sequence, too."""
+        return self.over(_LOSS)
 
     @cached_property
     def replicas(self) -> int:
@@ -318,8 +330,8 @@ def check_sizes(sizes: Mapping[str, Any]) -> GridSizes:
 
 def group_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Sizes in ranks of every axis and every derived group; axes of experts too, where there are any."""
-    found = {axis: size for axis, size in sizes.items() if axis != "expert_tensor"}
-    return found | {name: prod(sizes[axis] for axis in over) for name, over in DERIVED_GROUPS.items()}
+    found = dict.fromkeys(NAMES, 1) | {axis: size for axis, size in sizes.items() if axis != "expert_tensor"}
+    return found | {name: prod(found[axis] for axis in over) for name, over in DERIVED_GROUPS.items()}
 
 
 def layout_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import DynamicCache
 
+from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import (
     Grid,
@@ -290,6 +292,8 @@ def layouts_and_messages() -> dict[str, Any]:
             model(given, given).backward()
         calls.append(sum(call.axis == "context" for call in counts.calls))
     llama = parallelize(hugging_face.llama(False), grid)
+    fused = llama(input_ids=given, past_key_values=cache_of_nothing())  # as fused modules have it on GPUs
+    assert torch.equal(fused.logits, llama(input_ids=given).logits)
     refusals = []
     mask = torch.ones(2, 16)
     mask[0, 5] = 0
@@ -298,6 +302,7 @@ def layouts_and_messages() -> dict[str, Any]:
         (llama, {"input_ids": given, "attention_mask": mask}),
         (llama, {"input_ids": given, "attention_mask": torch.ones(2, 1, 16, 16)}),
         (llama, {"input_ids": given, "logits_to_keep": 1}),
+        (llama, {"input_ids": given, "past_key_values": DynamicCache()}),
     ):
         with pytest.raises(ValueError) as caught:
             own(**arguments)
@@ -317,12 +322,13 @@ def test_the_layout_of_ranks_and_tokens_what_is_sent_and_batches_that_are_refuse
         assert found["cut"] == [[[0, 1, 6, 7], [2, 3, 4, 5]][context], [[0, 1, 2, 3], [4, 5, 6, 7]][context]]
         recomputed, kept, needed = found["calls"]
         assert (recomputed, kept) == (needed + 2, needed)  # each block's keys are sent again, unless they are kept
-        length, middle, own, last = found["refusals"]
+        length, middle, own, last, cache = found["refusals"]
         assert "6 tokens are not divisible by 4" in length
         assert "4 and 8 are the nearest that are" in length
         assert "padding between tokens of one row" in middle
         assert "documents by position_ids that begin anew" in own
         assert "leave out logits_to_keep" in last
+        assert "takes no past_key_values" in cache
 
 
 @pytest.mark.parametrize(
@@ -353,7 +359,7 @@ def test_models_whose_sequences_cannot_be_cut_are_refused_by_name(make, words):
 
 
 def losses_over_a_checkpoint(folder: Path, first: Sizes, second: Sizes) -> list[float]:
-    """Losses of two batches, each of a run on the first grid, and of one that goes on from its second step on another."""
+    """Losses of two batches: of a run on the first grid, and of one that continues its second step on another."""
     options = RunConfig(steps=3, batch=4, seq_len=16, dtype="fp64", lr=1e-2)
 
     def start(sizes: Sizes) -> tuple[Grid, GPT, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.huggingface.loss import calls_loss_function, computes_masked_loss
 
 NAME = "stretto_context"
@@ -109,11 +110,12 @@ def refuse_arguments(model: nn.Module, given: Mapping[str, Any], length: int) ->
     """Raise ValueError for arguments of a model's forward that sequences which are cut do not take."""
     kind = type(model).__name__
     mask, positions = given.get("attention_mask"), given.get("position_ids")
-    if given.get("past_key_values") is not None:
+    cache = given.get("past_key_values")
+    if cache is not None and cache is not cache_of_nothing():
         raise ValueError(f"{kind} on a grid with context takes no past_key_values: it trains, and does not generate")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != length):
         raise ValueError(
-            f"{kind} on a grid with context takes an attention_mask [batch, {length}] that marks padding; it recognizes "
+            f"{kind} on a grid with context takes an attention_mask [batch, {length}] that marks padding; it knows "
             "documents by position_ids that begin anew"
         )
     if isinstance(positions, Tensor) and positions.dim() != 2:
@@ -191,8 +193,8 @@ def _attend(
     attend: Attend | None = getattr(module, "attend_over_context", None)
     if attend is None:
         raise ValueError(
-            f"this {type(module).__name__} has the attn_implementation {NAME!r} of a model that stretto.parallelize has "
-            "put on a grid with context: set another one (model.set_attn_implementation('sdpa')), or build the model "
+            f"this {type(module).__name__} has the attn_implementation {NAME!r} of a model that stretto.parallelize "
+            "has put on a grid with context: set another one (model.set_attn_implementation('sdpa')), or build the model "
             "from a configuration of its own"
         )
     if attention_mask is not None:

@@ -147,7 +147,7 @@ class _OnGrid:
             ),
             "n_gpu > 1 (start the script with torchrun)": args.n_gpu > 1,
             "accelerator_config's dispatch_batches=True": args.accelerator_config.dispatch_batches is True,
-            "train_sampling_strategy='batch_rebalance' on a grid with x, y or context > 1, whose ranks take the same rows": (
+            "train_sampling_strategy='batch_rebalance' with x, y or context > 1, whose ranks take the same rows": (
                 shares_rows and args.train_sampling_strategy == "batch_rebalance"
             ),
             "eval_use_gather_object on a grid with x, y or context > 1": shares_rows and args.eval_use_gather_object,

@@ -8,6 +8,7 @@ Between embedding and loss all but attention sees this rank's tokens alone.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +20,9 @@ from stretto.execution import IGNORED_TARGET
 from stretto.huggingface import context as of_transformers
 from stretto.huggingface.loss import compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
-from stretto.ops.attention import AttentionOptions, context_attention, list_chunks
+from stretto.ops.attention import context_attention, list_chunks
 from stretto.ops.attention.plan import Layout
+from stretto.ops.moe.routes import call
 from stretto.parallel.comm.collectives import collective, gather_rows
 from stretto.parallel.comm.kept_outputs import keep_output
 from stretto.parallel.grid import Grid
@@ -125,6 +127,9 @@ class SequenceParts:
             raise ValueError(f"with context, the model's forward takes one of {', '.join(_IDS)}, [batch, seq, ...]")
         rows, length = given[name].shape[:2]
         check_length(length, self.group.size(), self.layout)
+        limit = getattr(getattr(model, "config", None), "max_seq_len", length)  # a GPT's, which sees a part alone
+        if length > limit:
+            raise ValueError(f"{length} tokens are more than max_seq_len, {limit}")
         documents = None
         if self.is_pretrained:
             of_transformers.refuse_arguments(model, given, length)
@@ -158,7 +163,7 @@ class SequenceParts:
         return given
 
     def check_documents(self, model: nn.Module) -> None:
-        """Raise ValueError after a forward pass in which attention did not get the documents that the model was given."""
+        """Raise ValueError after a forward pass if attention has never got the documents that the model was given."""
         if self._gives_documents and not self._reads_documents:
             raise ValueError(
                 f"the code of {type(model).__name__} does not hand cu_seq_lens_q to its attention, which so would not "
@@ -181,18 +186,27 @@ class SequenceParts:
         documents: the first tokens of the documents of all rows, one after another, and the end of the last, int32
         [documents + 1].
         """
-        options = AttentionOptions(causal=self.is_causal, scale=scale, layout=self.layout, window=window, sinks=sinks)
-        if not torch.compiler.is_compiling():  # which has the operator in its graph
-            options["wrap_collective"] = self._run_collective
+        attend = partial(
+            context_attention,
+            group=self.group,
+            causal=self.is_causal,
+            scale=scale,
+            layout=self.layout,
+            window=window,
+            sinks=sinks,
+            # A compiler takes no function as an operator's argument, and counts no collectives.
+            wrap_collective=call if torch.compiler.is_compiling() else self._run_collective,
+        )
         if documents is None:
-            return context_attention(query, key, value, self.group, **options)
+            return attend(query, key, value)
         self._reads_documents = True
+        if len(query) == 1:
+            return attend(query, key, value, documents=documents)
         length, parts = query.shape[2] * self.group.size(), []
         for row in range(len(query)):
             own = documents[(documents >= row * length) & (documents <= (row + 1) * length)] - row * length
-            one = (each[row : row + 1] for each in (query, key, value))
-            parts.append(context_attention(*one, self.group, documents=own, **options))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            parts.append(attend(*(each[row : row + 1] for each in (query, key, value)), documents=own))
+        return torch.cat(parts)
 
     def _run_collective(self, kind: str, make: Callable[[], T]) -> T:
         """Mark a collective of attention as one over context, and keep its output where recomputation keeps such."""
@@ -241,7 +255,7 @@ def install_context(model: nn.Module, grid: Grid) -> SequenceParts:
     for module in model.modules():
         if isinstance(module, ParallelDropout):
             module.place_tokens = parts.places_of
-        elif hasattr(module, "attend"):
+        elif not parts.is_pretrained and hasattr(module, "attend"):
             module.attend = parts.attend  # type: ignore[assignment]
 
     @torch.compiler.disable
