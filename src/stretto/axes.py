@@ -23,12 +23,12 @@ innermost: pipe, data, context, z, y, x. Write these by hand:
 - Docs: docs/configuration.md is written anew by `python -m stretto.train.config.reference docs/configuration.md`;
   docs/parallelize.md and docs/planning.md by hand.
 
-Today pipe, data, z, y and x exist, and expert, which multiplies nothing and so is none of AXES: for the parameters of
-experts alone it takes ranks of data, then of z, never of context (`fold_experts`). What is left of data and z for these
-parameters are the axes expert_data and expert_z (Singh, section 7.1, where z has one rank).
+expert multiplies nothing and so is none of AXES: for the parameters of experts alone it takes ranks of data, then of z,
+never of context (`fold_experts`). What is left of data and z for these parameters are the axes expert_data and expert_z
+(Singh, section 7.1, where z has one rank).
 
-context will be parts of a sequence. Gradients and the loss are summed over it (`sums_gradients`), but all of its ranks
-are fed from the same sequences, so the loader does not count it (not `splits_batch`).
+The ranks of context have parts of the same sequences. Gradients and the loss are summed over it (`sums_gradients`), but
+the loader does not count it (not `splits_batch`).
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -72,6 +72,11 @@ AXES = (
         sums_gradients=True,
     ),
     Axis(
+        "context",
+        "parts of each sequence, for sequences that are too long for one rank: attention exchanges keys and values",
+        sums_gradients=True,
+    ),
+    Axis(
         "z",
         "shards each weight further than x and y, and all-gathers it before use; splits the batch too",
         splits_batch=True,
@@ -95,7 +100,7 @@ OUTER_TO_INNER = tuple(axis.name for axis in AXES)
 INNER_TO_OUTER = OUTER_TO_INNER[::-1]
 WEIGHT_AXES = tuple(axis.name for axis in reversed(AXES) if axis.splits_weights)
 NAMES = (*(axis.name for axis in AXES if not axis.splits_weights), *WEIGHT_AXES)
-"""Axes in the order in which people read and write them: pipe, data, x, y, z."""
+"""Axes in the order in which people read and write them: pipe, data, context, x, y, z."""
 STAGE_AXES = tuple(axis.name for axis in AXES if not axis.splits_layers)
 """The axes over whose ranks one pipeline stage is laid out, from the outermost to the innermost."""
 STAGE = "stage"
@@ -103,6 +108,7 @@ STAGE = "stage"
 MESH_ORDER = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.cuts_last))
 """The dims of a grid's DeviceMesh. DTensor applies placements in this order (docs/decisions/001)."""
 
+_ALWAYS_SHOWN = tuple(axis.name for axis in AXES if axis.splits_batch or axis.splits_weights)
 _BATCH = tuple(axis.name for axis in AXES if axis.splits_batch)
 _LOSS = tuple(axis.name for axis in AXES if axis.sums_gradients)
 _REPLICAS = tuple(axis for axis in _LOSS if axis not in WEIGHT_AXES)
@@ -160,6 +166,7 @@ class GridSizes(Mapping[str, int]):
 
     pipe: int
     data: int
+    context: int
     x: int
     y: int
     z: int
@@ -173,11 +180,12 @@ class GridSizes(Mapping[str, int]):
         y: int = 1,
         z: int = 1,
         pipe: int = 1,
+        context: int = 1,
         expert: int = 1,
         expert_tensor: Any = "cut",  # an ExpertTensor; Any for type checkers that see GridSizes(**{axis: size})
         **others: int,
     ) -> None:
-        given = {"pipe": pipe, "data": data, "x": x, "y": y, "z": z} | others
+        given = {"pipe": pipe, "data": data, "context": context, "x": x, "y": y, "z": z} | others
         _require_axes(given)
         self.__dict__.update({axis: given.get(axis, 1) for axis in NAMES})
         self.__dict__.update({EXPERT: expert, "expert_tensor": expert_tensor if x > 1 else "cut"})
@@ -240,7 +248,7 @@ class GridSizes(Mapping[str, int]):
 
     @cached_property
     def replicas(self) -> int:
-        """Number of ranks that hold each number of a weight, and sum its gradient: data's."""
+        """Number of ranks that hold each number of a weight, and sum its gradient: those of data and context."""
         return self.over(_REPLICAS)
 
     @cached_property
@@ -285,9 +293,9 @@ def name_grid(sizes: Mapping[str, Any]) -> str:
 
 
 def shown_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that a message or a repr lists: all, but those of axes that split layers, or experts, where they are 1;
-    and expert_tensor where it folds."""
-    return {axis: size for axis, size in sizes.items() if axis in STAGE_AXES or size not in (1, "cut")}
+    """The sizes that a message or a repr lists: all, but those of axes that split layers, sequences or experts, where
+    they are 1; and expert_tensor where it folds."""
+    return {axis: size for axis, size in sizes.items() if axis in _ALWAYS_SHOWN or size not in (1, "cut")}
 
 
 def check_sizes(sizes: Mapping[str, Any]) -> GridSizes:

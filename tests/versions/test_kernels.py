@@ -13,7 +13,7 @@ import torch
 from tests.ops import test_embedding_machine_code as embedding
 from tests.ops import test_machine_code as operators
 from tests.ops import test_put as put
-from tests.ops.moe import test_tile_order
+from tests.ops.moe import test_tensor_parallel_kernels, test_tile_order
 from tests.ops.test_put import kernels, stubs  # noqa: F401  (fixtures)
 from tests.stress.kernels import list_kernels
 from tests.tiles.machine_code import make_channel
@@ -30,6 +30,7 @@ from stretto.ops.moe import (
     pairs,
     permutation,
     sorting,
+    tensor_parallel_kernels,
     tile_order,
 )
 from stretto.ops.moe.grouped_matmul import clear_empty_experts, clear_padding_rows
@@ -118,9 +119,9 @@ def launch_pairs(name: str) -> Launch:
 def launch_sort(name: str) -> Launch:
     copies = WORDS, 16, 65536, 8, WORDS, WORDS
     if name == "count_copies":
-        return Launch(sorting.count_copies, (*copies, 64, 256), {})
+        return Launch(sorting.count_copies, (*copies, 64), {})
     found = LONGS, LONGS, FLOATS.to(torch.uint8), WORDS
-    return Launch(sorting.place_copies, (*copies, *found, 65536, 64, 256), {})
+    return Launch(sorting.place_copies, (*copies, *found, 65536, 64), {})
 
 
 def launch_gates(name: str) -> Launch:
@@ -250,6 +251,12 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         )
         for name in names
     },
+    "ops.moe.tensor_parallel_kernels.multiply_and_send": lambda: Launch(*test_tensor_parallel_kernels.launch_sending()),
+    "ops.moe.tensor_parallel_kernels.signal_own_parts": lambda: Launch(
+        tensor_parallel_kernels.signal_own_parts,
+        (make_channel("p2p"), tiles.shard_tiles(2, 4, 1, channels=2)),
+        {"num_warps": 1},
+    ),
     **{
         f"ops.rms_norm.{name}": lambda name=name: launch_norm(name) for name in ("normalize_rows", "differentiate_norm")
     },

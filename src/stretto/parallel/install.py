@@ -19,6 +19,7 @@ from stretto.huggingface.sequence import shard_between_blocks
 from stretto.parallel.blocks import has_forward
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
+from stretto.parallel.context import install_context
 from stretto.parallel.forward_passes import begin_forward, end_forward, explain_sizes
 from stretto.parallel.fused_modules import fuse_modules
 from stretto.parallel.layers.block_shard import BlockShard
@@ -71,6 +72,8 @@ def install(model: nn.Module, placement: Placement) -> None:
         _install_blocks(model, placement.blocks, builder, frees=frees)
     for owner, attribute, value in placement.values:
         setattr(owner, attribute, value)
+    if request.grid.size("context") > 1:
+        state.sequence_parts = install_context(model, request.grid)
     if isinstance(plan, ShardingPlan):
         install_loss(model, plan, reducer, request.sharded_loss)
     else:

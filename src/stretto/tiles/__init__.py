@@ -47,7 +47,16 @@ from stretto.tiles.mapping import (
     tile_rows,
     whole_tiles,
 )
-from stretto.tiles.packets import pack, push_packets, sum_packets, take_packets, unpack
+from stretto.tiles.packets import (
+    await_numbered,
+    pack,
+    push_numbered,
+    push_packets,
+    read_numbered,
+    sum_packets,
+    take_packets,
+    unpack,
+)
 from stretto.tiles.signals import (
     consumer_tile_poll,
     consumer_tile_wait,
@@ -67,6 +76,7 @@ __all__ = [
     "Mapping",
     "StaticMapping",
     "arrive_produced",
+    "await_numbered",
     "begin_call",
     "call_number",
     "call_slot",
@@ -91,6 +101,7 @@ __all__ = [
     "peer_tile_wait",
     "producer_tile_count",
     "producer_tile_notify",
+    "push_numbered",
     "push_packets",
     "rank_await_count",
     "rank_copy_data",
@@ -99,6 +110,7 @@ __all__ = [
     "rank_tiles",
     "rank_wait",
     "rank_wait_all",
+    "read_numbered",
     "shard_tiles",
     "sum_packets",
     "take_packets",

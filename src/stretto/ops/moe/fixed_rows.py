@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stretto.ops.moe.permutation import sort_by_expert
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, gather_rows, scatter_sum
+from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.operator import find_group, find_known, find_name, is_kept, require_no_capture
 
 _KEY = "moe rows"
@@ -28,13 +29,14 @@ class FixedRoute(Route):
     """The selection of this rank's rows among all ranks' tokens, in the order of gather_group's, then group's ranks.
 
     groups: over which tokens are gathered, in this order; a place is one of all their tokens. index: of max_rows rows.
-    needed: rows that this rank needs; fill: a scalar, what padding has: 0, or NaN after too many rows.
+    needed: rows that this rank needs; fill: a scalar, what padding has: 0, or NaN after too many rows. Both are None
+    where a rank has all experts, and max_rows is the number of all rows.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
     index: PlaceIndex
-    needed: Tensor
-    fill: Tensor
+    needed: Tensor | None
+    fill: Tensor | None
     weights: None = None
 
     def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper, *, lends: bool = False) -> Tensor:
@@ -53,7 +55,7 @@ class FixedRoute(Route):
 
     def mark_excess(self, tokens: Tensor) -> Tensor:
         """The tokens, all of NaN after too many rows."""
-        return tokens + self.fill.to(tokens.dtype)
+        return tokens if self.fill is None else tokens + self.fill.to(tokens.dtype)
 
 
 def find_fixed_route(
@@ -65,12 +67,14 @@ def find_fixed_route(
     shard: int,
     wrap_collective: CollectiveWrapper,
 ) -> FixedRoute:
-    """The route of this call, which records the rows that each rank needs.
+    """The route of this call, which records the rows that each rank needs, unless all are known to fit.
 
     shards: the number of ranks that share the experts, of which this is number `shard`.
     """
     for group in groups:
         topk_ids = _gather(topk_ids, group, wrap_collective)
+    if shards == 1 and max_rows == topk_ids.numel():
+        return FixedRoute(groups, PlaceIndex(*sort_copies(topk_ids, num_experts)), None, None)
     order = sort_by_expert(topk_ids, num_experts)
     local = num_experts // shards
     ends = order.offsets[::local]

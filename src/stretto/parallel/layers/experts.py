@@ -417,13 +417,23 @@ class ParallelExperts(ShardedModule):
             weights,
             self.num_experts,
             plan.group,
-            max_rows=None if is_alone else plan.max_rows,
+            max_rows=None if is_alone else self._count_rows(ids),
             gather_group=gather_group,
             wrap_collective=_wrap_collective,
         )
         parameters = map(self.get_parameter, self.products)
         y: Tensor = _MultiplyTokens.apply(x, weights, *parameters, places, tuple(self.products.values()))
         return y
+
+    def _count_rows(self, ids: Tensor) -> int | None:
+        """The number of rows if it is fixed: as given, or all where a sharded sequence meets all experts here.
+
+        Ranks of x have equal parts of a sequence, so that none need ask for the others' numbers.
+        """
+        plan, gather_group = self.plan, self.plan.flow.gather_over
+        if plan.group is None and gather_group is not None:
+            return max(gather_group.size() * ids.numel(), 1)
+        return plan.max_rows
 
     def _multiply_rows(self, x: Tensor, ids: Tensor, weights: Tensor, biases: Sequence[Tensor]) -> Tensor:
         """The output for tokens that are copied for each of their experts, and sent as the plan says."""
@@ -434,7 +444,7 @@ class ParallelExperts(ShardedModule):
             self.num_experts,
             plan.group,
             topk_weights=weights,
-            max_rows=plan.max_rows,
+            max_rows=plan.max_rows if plan.reduce == "choice" else self._count_rows(ids),
             gather_group=plan.flow.gather_over,
             reduce=plan.reduce,
             wrap_collective=_wrap_collective,
