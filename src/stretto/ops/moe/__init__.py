@@ -7,9 +7,8 @@ from stretto.ops.moe.exchange import (
     DispatchHandle,
     combine,
     dispatch,
-    dispatch_grouped_matmul,
-    grouped_matmul_combine,
 )
+from stretto.ops.moe.exchange_products import dispatch_grouped_matmul, grouped_matmul_combine
 from stretto.ops.moe.experts import experts_mlp, routed_experts
 from stretto.ops.moe.few_tokens import DispatchedFew, FewHandle, combine_few, dispatch_few
 from stretto.ops.moe.fixed_rows import check_rows
