@@ -49,10 +49,10 @@ from stretto.tiles.mapping import (
 )
 from stretto.tiles.packets import (
     await_numbered,
+    look_for_packets,
     pack,
     push_numbered,
     push_packets,
-    read_numbered,
     sum_packets,
     take_packets,
     unpack,
@@ -91,6 +91,7 @@ __all__ = [
     "finish_polls",
     "join_copies",
     "kind_of",
+    "look_for_packets",
     "look_up_tiles",
     "may_publish",
     "open_side_stream",
@@ -110,7 +111,6 @@ __all__ = [
     "rank_tiles",
     "rank_wait",
     "rank_wait_all",
-    "read_numbered",
     "shard_tiles",
     "sum_packets",
     "take_packets",

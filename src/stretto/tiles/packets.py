@@ -83,13 +83,14 @@ def _split_pairs(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def take_packets(channel, pointers, mask, part, peer):  # type: ignore[no-untyped-def]
+def take_packets(channel, pointers, mask, part, peer, seen=None):  # type: ignore[no-untyped-def]
     """Wait for packets in this rank's memory, return their data (int32), and empty their places.
 
-    part, peer: for the failure record: which packets, and the rank that sends them.
+    part, peer: for the failure record: which packets, and the rank that sends them. seen: what `look_for_packets` has
+    found there, for a program that did not know the mask yet.
     """
     _require_one_load(pointers)
-    packets = tl.load(pointers, mask=mask, other=_ZERO, volatile=True)
+    packets = tl.load(pointers, mask=mask, other=_ZERO, volatile=True) if seen is None else tl.where(mask, seen, _ZERO)
     began = tl.cast(0, tl.int64)
     looks = 0
     waits = _misses(packets)
@@ -101,6 +102,13 @@ def take_packets(channel, pointers, mask, part, peer):  # type: ignore[no-untype
             began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, peer, 0, call_number(channel))
     tl.store(pointers, tl.zeros(pointers.shape, tl.int32), mask=mask)
     return tl.where(packets == _ZERO, 0, packets)
+
+
+@triton.jit
+def look_for_packets(pointers, mask):  # type: ignore[no-untyped-def]
+    """Return the packets that are there already, for `take_packets`, with 0 where none is; mask: where one may come."""
+    _require_one_load(pointers)
+    return tl.load(pointers, mask=mask, other=0, volatile=True)
 
 
 @triton.jit
@@ -190,7 +198,7 @@ def await_numbered(channel, pointers, mask, part, peers):  # type: ignore[no-unt
     """Wait for this call's numbered words in this rank's memory, and return their data, int32; 0 where mask is False.
 
     part, peers: for the failure record, which words, and the ranks that send them. After a failed wait words that have
-    not arrived are 0. From then on `read_numbered` finds the words in any layout.
+    not arrived are 0.
     """
     _require_one_load(pointers)
     words, missing = _poll_numbered(channel, pointers, mask, peers)
@@ -203,17 +211,6 @@ def await_numbered(channel, pointers, mask, part, peers):  # type: ignore[no-unt
         looks += 1
         if waits & (looks % READS_PER_CLOCK == 0):
             began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, missing, 0, call_number(channel))
-    return tl.where(mask & _is_current(channel, words), words.to(tl.int32), 0)
-
-
-@triton.jit
-def read_numbered(channel, pointers, mask):  # type: ignore[no-untyped-def]
-    """Return the data, int32, of numbered words that this program has awaited; 0 where mask is False.
-
-    The block may have fewer elements than the program has threads: once a thread has seen a word, all threads after it
-    see it, and nobody writes it again in this call.
-    """
-    words = tl.load(pointers, mask=mask, other=0, volatile=True)  # a plain load may find an old line in the cache
     return tl.where(mask & _is_current(channel, words), words.to(tl.int32), 0)
 
 

@@ -27,12 +27,12 @@ class FewLayout(NamedTuple):
     """Kernel argument, compiled in: the memory of one of two slots, and the sizes of a call.
 
     numbered words (int64): [ranks, local + 1], how many choices each rank has with each expert here, then its tokens;
-    from `begun` on [ranks], written when a rank has begun to combine; from `choices` on [ranks, tokens, 2 k + 1]: for
-    each choice its expert here plus 1 and, in 16 bits, how many of its source's choices of that expert stand before
-    it (0: the expert is elsewhere); weights; and the scale of a row in fp8. packets (int32), from `packets` on: [ranks,
-    tokens, row]. slot: int64 words of a slot. words: packets of a row that is sent, at most `row`. rows, block: tokens
-    and packets of a unit of work; places: a power of two, ranks * (local + 1) or more, and bins, local + 1 or more;
-    threads: of a program.
+    from `begun` on [ranks], written when a rank has begun to combine; from `choices` on [ranks, tokens, 4, width],
+    where width is a power of two, k or more: for each choice its expert here plus 1 and, in 16 bits, how many of its
+    source's choices of that expert stand before it (0: the expert is elsewhere); then weights; then the scale of a row
+    in fp8. packets (int32), from `packets` on: [ranks, tokens, row]. slot: int64 words of a slot. words: packets of a
+    row that is sent, at most `row`. rows, block: tokens and packets of a unit of work; places: a power of two, ranks *
+    (local + 1) or more, and bins, local + 1 or more; threads: of a program.
     """
 
     slot: Any
@@ -195,12 +195,12 @@ def _send_choices(channel, layout, choices, numbered, ids, weights, first, t, pu
         is_earlier += is_same.to(tl.int32)
     word = ((expert - owner * layout.local + 1) << 16) | tl.sum(is_earlier, 1)
     bits = tl.load(weights + choice, mask=is_choice, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
-    own = numbered + layout.choices + channel.rank * (layout.tokens * (2 * layout.k + 1))
-    place = choice // layout.k * (2 * layout.k + 1) + choice % layout.k
+    own = numbered + layout.choices + channel.rank * (layout.tokens * 4 * width)
+    place = choice // layout.k * (4 * width) + choice % layout.k
     for distance in tl.static_range(1, world + 1):
         peer = (channel.rank + distance) % world
         tiles.push_numbered(channel, own, place, tl.where(owner == peer, word, 0), is_choice & publishes, peer)
-        tiles.push_numbered(channel, own, place + layout.k, bits, is_choice & publishes, peer)
+        tiles.push_numbered(channel, own, place + width, bits, is_choice & publishes, peer)
     token = first + tl.arange(0, layout.rows)
     tl.store(choices.holders + token, _find_holders(layout, owner, world), mask=token < t)
 
@@ -209,7 +209,7 @@ def _send_choices(channel, layout, choices, numbered, ids, weights, first, t, pu
 def _send_rows(  # type: ignore[no-untyped-def]
     channel, layout, numbered, packets, x, ids, first, part, t, publishes, FP8: tl.constexpr
 ):
-    """Send a part of some tokens' rows, and with the first part their scales, to the ranks with experts of them."""
+    """Send a part of some tokens' rows to the ranks with experts of them; with the first one, scales to all ranks."""
     world: tl.constexpr = channel.world
     _, _, _, owner = _load_choices(layout, ids, first, t, world)
     holders = _find_holders(layout, owner, world)
@@ -224,23 +224,23 @@ def _send_rows(  # type: ignore[no-untyped-def]
         value = tl.load(x + (token * columns)[:, None] + column[None, :], mask=is_number, other=0.0).to(tl.float32)
         value = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
         value = tl.minimum(tl.maximum(value, -_FP8_LARGEST), _FP8_LARGEST)
-        bits = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-        bits = tl.reshape(bits, (layout.rows, layout.block, 4))
-        data = tl.sum(bits << (8 * tl.arange(0, 4))[None, None, :], 2)  # no two share a bit
+        byte = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        byte = tl.reshape(byte, (layout.rows, layout.block, 4))
+        data = tl.sum(byte << (8 * tl.arange(0, 4))[None, None, :], 2)  # no two share a bit
     else:
         scale = token
         words = x.to(tl.pointer_type(tl.int32), bitcast=True)
         data = tl.load(words + (token * layout.words)[:, None] + word[None, :], mask=mask, other=0)
     place = ((channel.rank * layout.tokens + token) * layout.row)[:, None] + word[None, :]
-    scale_place = (channel.rank * layout.tokens + token) * (2 * layout.k + 1) + 2 * layout.k
+    width: tl.constexpr = triton.next_power_of_2(layout.k)
+    scale_place = (channel.rank * layout.tokens + token) * (4 * width) + 2 * width
     for distance in tl.static_range(1, world + 1):
         peer = (channel.rank + distance) % world
         is_there = (holders >> peer) & 1 != 0
         if FP8:
-            is_scale = is_there & (part == 0) & publishes
-            tiles.push_numbered(
-                channel, numbered + layout.choices, scale_place, scale.to(tl.int32, bitcast=True), is_scale, peer
-            )
+            is_scale = (token < t) & (part == 0) & publishes
+            bits = scale.to(tl.int32, bitcast=True)
+            tiles.push_numbered(channel, numbered + layout.choices, scale_place, bits, is_scale, peer)
         tiles.push_packets(
             channel, packets, place, data, mask & is_there[:, None], rank=peer, in_fours=True, publishes=publishes
         )
@@ -267,47 +267,48 @@ def _receive_rows(  # type: ignore[no-untyped-def]
     """Take a part of some rows of `peer`'s tokens, and store them at their choices' positions."""
     world: tl.constexpr = channel.world
     width: tl.constexpr = triton.next_power_of_2(layout.k)
-    length: tl.constexpr = 2 * layout.k + 1
-    awaited: tl.constexpr = 2 * layout.k
-    spread: tl.constexpr = triton.next_power_of_2(length)
-    size: tl.constexpr = layout.rows * spread if layout.rows * spread > layout.threads else layout.threads
-    words = numbered + layout.choices + peer * (layout.tokens * length)
+    awaited: tl.constexpr = layout.rows * 4 * width
+    size: tl.constexpr = awaited if awaited > layout.threads else layout.threads
     index = tl.arange(0, size)
-    row = first + index // spread
-    is_word = (index < layout.rows * spread) & (index % spread < awaited) & (row < known)
-    tiles.await_numbered(
-        channel, words + row * length + index % spread, is_word, first, tl.zeros([size], tl.int32) + peer
-    )
+    row, slot = first + index // (4 * width), index % (4 * width)
+    is_word = (slot % width < layout.k) & (slot < 2 * width)
+    if FP8:
+        is_word = is_word | (slot == 2 * width)
+    is_word = is_word & (index < awaited) & (row < known)
+    place = layout.choices + (peer * layout.tokens + row) * (4 * width) + slot
+    found = tiles.await_numbered(channel, numbered + place, is_word, first, index * 0 + peer)
 
-    choice = tl.arange(0, layout.rows * width)
-    token, slot = first + choice // width, choice % width
-    is_choice = (token < known) & (slot < layout.k)
-    place = words + token * length + slot
-    found = tiles.read_numbered(channel, place, is_choice)
-    expert = (found >> 16) - 1
-    is_base = (expert * world + peer)[:, None] == tl.arange(0, layout.places)[None, :]
-    position = tl.sum(tl.where(is_base, before[None, :], 0), 1) + (found & 0xFFFF)
-    position = tl.where((found != 0) & (position < received.capacity), position, -1)
-    if part == 0:
-        weight = tiles.read_numbered(channel, place + layout.k, is_choice).to(tl.float32, bitcast=True)
-        kept = (peer * layout.tokens + token) * layout.k + slot
-        tl.store(choices.positions + kept, position, mask=is_choice)
-        tl.store(choices.weights + kept, weight, mask=is_choice)
-
-    positions = tl.reshape(position, (layout.rows, width))
-    is_sent = tl.max(tl.reshape((found != 0).to(tl.int32), (layout.rows, width)), 1) != 0
+    # Words that a program waits for are one a thread or more; the reductions here pick single ones out of zeros.
     token = first + tl.arange(0, layout.rows)
     word = part * layout.block + tl.arange(0, layout.block)
-    mask = is_sent[:, None] & (word < layout.words)[None, :]
-    if FP8:
-        scale = _await_scales(channel, layout, words, first, is_sent, peer)
     places = ((peer * layout.tokens + token) * layout.row)[:, None] + word[None, :]
-    data = tiles.take_packets(channel, packets + places, mask, first, peer)
+    is_part = (word < layout.words)[None, :]
+    seen = tiles.look_for_packets(packets + places, (token < known)[:, None] & is_part)
+    found = tl.sum(tl.reshape(found, (size // awaited, awaited)), 0)
+    found = tl.reshape(found, (layout.rows, 4, width))
+    kind = tl.arange(0, 4)[None, :, None]
+    choice = tl.reshape(tl.sum(tl.where(kind == 0, found, 0), 1), (layout.rows * width,))
+    expert = (choice >> 16) - 1
+    is_base = (expert * world + peer)[:, None] == tl.arange(0, layout.places)[None, :]
+    position = tl.sum(tl.where(is_base, before[None, :], 0), 1) + (choice & 0xFFFF)
+    position = tl.where((choice != 0) & (position < received.capacity), position, -1)
+    positions = tl.reshape(position, (layout.rows, width))
+    slots = tl.arange(0, width)[None, :]
+    if part == 0:
+        weight = tl.sum(tl.where(kind == 1, found, 0), 1).to(tl.float32, bitcast=True)
+        kept = ((peer * layout.tokens + token) * layout.k)[:, None] + slots
+        is_choice = (token < known)[:, None] & (slots < layout.k)
+        tl.store(choices.positions + kept, positions, mask=is_choice)
+        tl.store(choices.weights + kept, weight, mask=is_choice)
+
+    is_sent = tl.max(positions, 1) >= 0
+    mask = is_sent[:, None] & is_part
+    data = tiles.take_packets(channel, packets + places, mask, first, peer, seen)
     columns: tl.constexpr = 4 * layout.words  # of fp8
     column = part * (4 * layout.block) + tl.arange(0, 4 * layout.block)
     if FP8:
+        scale = tl.sum(tl.sum(tl.where(kind == 2, found, 0), 1), 1).to(tl.float32, bitcast=True)
         values = _unpack_fp8(layout, data, scale).to(received.rows.dtype.element_ty)
-    slots = tl.arange(0, width)[None, :]
     for number in tl.static_range(layout.k):
         target = tl.sum(tl.where(slots == number, positions, 0), 1)
         is_here = target >= 0
@@ -318,19 +319,6 @@ def _receive_rows(  # type: ignore[no-untyped-def]
             copies = received.rows.to(tl.pointer_type(tl.int32), bitcast=True)
             there = copies + (target.to(tl.int64) * layout.words)[:, None] + word[None, :]
             tl.store(there, data, mask=mask & is_here[:, None])
-
-
-@triton.jit
-def _await_scales(channel, layout, words, first, is_sent, peer):  # type: ignore[no-untyped-def]
-    """fp32 [rows]: the scales of a source's rows that were sent here."""
-    length: tl.constexpr = 2 * layout.k + 1
-    each: tl.constexpr = layout.threads // layout.rows if layout.threads > layout.rows else 1
-    spread = tl.arange(0, each)[None, :]
-    token = first + tl.arange(0, layout.rows)
-    places = words + (token * length + 2 * layout.k)
-    is_first = is_sent[:, None] & (spread == 0)
-    tiles.await_numbered(channel, places[:, None] + spread * 0, is_first, first, spread * 0 + peer)
-    return tiles.read_numbered(channel, places, is_sent).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -344,7 +344,7 @@ def _arrange(world: int, max_tokens: int, k: int, local: int, row_bytes: int) ->
     """(int64 words before those of the beginnings, before choices, packets before the rows, bytes of a slot)."""
     begun = world * (local + 1)
     choices = begun + world
-    numbered = choices + world * max_tokens * (2 * k + 1)
+    numbered = choices + world * max_tokens * 4 * triton.next_power_of_2(k)
     first = triton.cdiv(8 * numbered, _ALIGNMENT) * _ALIGNMENT
     slot = triton.cdiv(first + world * max_tokens * row_bytes, _ALIGNMENT) * _ALIGNMENT
     return begun, choices, first // _PACKET_BYTES, slot
