@@ -118,15 +118,38 @@ def replicate(weight: Tensor, placement: Placement, group: dist.ProcessGroup | N
     gradient is sent home by another, and added in the order of ranks after the home's own, in fp32 for 16-bit dtypes,
     and rounded once. ValueError for another number of experts or ranks than the placement's.
     """
-    name = find_name(group)
-    ranks = dist.get_world_size(group)
-    if weight.shape[:1] != (placement.local,) or ranks != placement.ranks:
-        raise ValueError(
-            f"replicate: the placement is of {placement.local} experts on each of {placement.ranks} ranks, and weight "
-            f"is {list(weight.shape)} on {ranks}"
-        )
-    result: Tensor = _Replicate.apply(weight, placement, name, dist.get_rank(group))
+    result: Tensor = _Replicate.apply(weight, placement, group)
     return result
+
+
+def hold_replicas(weight: Tensor, placement: Placement, group: dist.ProcessGroup | None = None) -> Tensor:
+    """What `replicate` returns, for layers that have a backward pass of their own."""
+    name, ranks, rank = find_name(group), dist.get_world_size(group), dist.get_rank(group)
+    local = placement.local
+    if weight.shape[:1] != (local,) or ranks != placement.ranks:
+        raise ValueError(
+            f"replicate: the placement is of {local} experts on each of {placement.ranks} ranks, and weight is "
+            f"{list(weight.shape)} on {ranks}"
+        )
+    plan = _Sends.of(placement, rank)
+    arrived = _exchange(weight[plan.experts], plan.sends, plan.receives, name)
+    held = weight.new_zeros(local + placement.spare, *weight.shape[1:])
+    held[:local] = weight
+    for place, found in zip(_order(placement, rank), arrived, strict=True):
+        held[local + place] = found
+    return held
+
+
+def return_gradients(grad: Tensor, placement: Placement, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The gradient of `hold_replicas`' weight, for one of its result: [local + spare, ...] -> [local, ...]."""
+    rank = dist.get_rank(group)
+    plan = _Sends.of(placement, rank)
+    places = [placement.local + place for place in _order(placement, rank)]
+    arrived = _exchange(grad[places], plan.receives, plan.sends, find_name(group))
+    total = grad[: placement.local].to(sum_dtype(grad.dtype), copy=True)
+    for expert, found in zip(plan.experts, arrived, strict=True):
+        total[expert] += found
+    return total.to(grad.dtype)
 
 
 @dataclass(frozen=True)
@@ -150,27 +173,14 @@ class _Replicate(torch.autograd.Function):
     """Weights of own experts and replicas; backward, the replicas' gradients are added to those of their homes."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, placement: Placement, group: str, rank: int) -> Tensor:
-        ctx.placement, ctx.group, ctx.rank = placement, group, rank
-        plan = _Sends.of(placement, rank)
-        arrived = _exchange(weight[plan.experts], plan.sends, plan.receives, group)
-        held = weight.new_zeros(placement.local + placement.spare, *weight.shape[1:])
-        held[: placement.local] = weight
-        for place, found in zip(_order(placement, rank), arrived, strict=True):
-            held[placement.local + place] = found
-        return held
+    def forward(ctx: Any, weight: Tensor, placement: Placement, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.placement, ctx.group = placement, group
+        return hold_replicas(weight, placement, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        placement, rank = ctx.placement, ctx.rank
-        plan = _Sends.of(placement, rank)
-        places = [placement.local + place for place in _order(placement, rank)]
-        arrived = _exchange(grad[places], plan.receives, plan.sends, ctx.group)
-        total = grad[: placement.local].to(sum_dtype(grad.dtype), copy=True)
-        for expert, found in zip(plan.experts, arrived, strict=True):
-            total[expert] += found
-        return total.to(grad.dtype), None, None, None
+        return return_gradients(grad, ctx.placement, ctx.group), None, None
 
 
 def _order(placement: Placement, rank: int) -> list[int]:

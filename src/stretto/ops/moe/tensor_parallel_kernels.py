@@ -41,11 +41,13 @@ class Routed(NamedTuple):
     positions: Tensor
     offsets: Tensor
 
-    def order(self, rank: int, ranks: int, parts: int, block_rows: int) -> TileOrder:
+    def order(self, rank: int, ranks: int, block_rows: int) -> TileOrder:
         """The order of tiles of so many rows: those of this rank's tokens alone first."""
         each = self.positions.shape[0] // ranks
         table = torch.full((ranks, ranks, 2), each, dtype=torch.int32, device=self.tokens.device)
-        return find_tile_order(self.tokens, self.offsets, table, rank, parts=parts, part_rows=1, block_rows=block_rows)
+        return find_tile_order(
+            self.tokens, self.offsets, table, rank, channels=1, parts=1, part_rows=1, block_rows=block_rows
+        )
 
 
 class _CopiedTokens(Arrivals):
@@ -70,7 +72,7 @@ def multiply_arriving(
     rank, ranks = block_channel.rank, block_channel.world_size
     parts = min(_PARTS, t)
     size = triton.cdiv(t, parts)  # as `find_tile_order` cuts them
-    mapping = tiles.shard_tiles(parts, ranks, 1, channels=parts)
+    mapping = tiles.shard_tiles(parts, ranks, 1, channels=parts, fixed=True)
     gathered = block_channel.tensor((ranks_tokens, h), x.dtype, offset=offset)
     kept = x.new_empty(ranks_tokens if keeps_gathered else 0, h)
     table = torch.full((ranks, ranks, 2), t, dtype=torch.int32, device=x.device)
@@ -94,7 +96,7 @@ def multiply_arriving(
                     source = (rank + distance) % ranks
                     tiles.rank_wait(block_channel, rank * parts + parts - 1, source)
                     tiles.rank_copy_data(kept, gathered, rows=slice(source * t, (source + 1) * t), to=source * t)
-        arrivals = _CopiedTokens(gathered, block_channel, channel, parts, 1, table, x)
+        arrivals = _CopiedTokens(gathered, block_channel, channel, mapping, 1, table, x)
         rows = multiply(config, gathered, weight, routed.offsets, routed.tokens, arrivals)
     except BaseException:
         abandon(group, block_channel)
@@ -131,7 +133,7 @@ def multiply_leaving(
     mapping = tiles.shard_tiles(units, ranks, 1, channels=min(_PARTS, units))
     staging = block_channel.tensor((tokens, h), rows.dtype, offset=offset)
     products, out = rows.new_empty(rows.shape[0], h), rows.new_empty(t, h)
-    order = routed.order(rank, ranks, 1, m)
+    order = routed.order(rank, ranks, m)
     done = torch.zeros(ranks, dtype=torch.int32, device=rows.device)
     described = _describe(rows, m, k), _describe(stored, 1, *((k, n) if is_transposed else (n, k)))
     constants = (
