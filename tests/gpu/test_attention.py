@@ -128,7 +128,7 @@ def list_kernels() -> list[str]:
     found = []
     for tensor, left in ((q, None), (q, 100), (q.float(), None)):
         block = kernels.Block(whole, whole, True, left)
-        ((kernel, *_),) = kernels._list_runs(tensor, tensor[:, :2], tensor[:, :2], [block])
+        ((kernel, *_),) = kernels._list_runs(tensor, tensor[:, :2], tensor[:, :2], [block], False)
         found.append(kernel.__name__)
     return found
 

@@ -2,13 +2,14 @@
 """Attention of blocks of scores, with the log-sum-exp that merges their results: torch's kernels, and a plain one.
 
     kernel     where                                               blocks
-    cuDNN's    GPUs, 16 bits, where torch says that it can         rectangles and causal squares
-    flash      GPUs, 16 bits, where torch says that it can         also windows, and many short documents in one call
+    cuDNN's    GPUs, 16 bits, where torch says that it can         rectangles and causal squares of few sizes
+    flash      GPUs, 16 bits, where torch says that it can         all; several of one kind in one call
     torch's    CPUs, where keys and values have one size           rectangles and causal squares
     plain      the rest: fp32 and fp64 on GPUs, windows on CPUs    all
 
-cuDNN's takes 0.55 to 0.6 of flash's time on Hopper. Backward kernels are given the whole result and the whole
-log-sum-exp of their queries, so that gradients of blocks only have to be added.
+cuDNN's takes 0.55 to 0.6 of flash's time on Hopper, but builds a graph for each new size, which documents bring with
+every batch. Backward kernels are given the whole result and the whole log-sum-exp of their queries, so that gradients
+of blocks only have to be added.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,6 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 
 from stretto.ops.attention.plan import Block, Range
 
-# Documents of a mean length below this are one call of flash attention, others a call of cuDNN's each (not measured).
-_LONG_DOCUMENTS = 2048
 _PLAIN_SCORES = 1 << 24  # that the plain kernel has in memory at a time
 
 _aten = torch.ops.aten
@@ -45,21 +44,25 @@ class Gradients(NamedTuple):
     v: list[tuple[Range, Tensor]]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scale: float) -> list[Part]:
-    """The attention of all blocks: q [b, h, rows, d], k and v [b, KV heads, rows, d]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scale: float, varies: bool) -> list[Part]:
+    """The attention of all blocks: q [b, h, rows, d], k and v [b, KV heads, rows, d].
+
+    varies: whether the blocks' sizes are other ones in the next batch.
+    """
     parts = []
-    for kernel, run, rows, keys in _list_runs(q, k, v, blocks):
+    for kernel, run, rows, keys in _list_runs(q, k, v, blocks, varies):
         out, lse = kernel.forward(_cut(q, rows), _cut(k, keys), _cut(v, keys), run, scale)
         parts.append(Part(rows, out, lse))
     return parts
 
 
 def differentiate(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Sequence[Block], scale: float
-) -> Gradients:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Sequence[Block], scale: float,
+    varies: bool,
+) -> Gradients:  # fmt: skip
     """Gradients of `attend`. out, lse: of the whole attention, of which the blocks are a part."""
     found = Gradients([], [], [])
-    for kernel, run, rows, keys in _list_runs(q, k, v, blocks):
+    for kernel, run, rows, keys in _list_runs(q, k, v, blocks, varies):
         of_q, of_k, of_v = kernel.backward(
             _cut(grad, rows),
             _cut(q, rows),
@@ -81,17 +84,17 @@ def _cut(tensor: Tensor, rows: Range) -> Tensor:
 
 
 def _list_runs(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]
+    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], varies: bool
 ) -> Iterator[tuple["type[_Kernel]", Sequence[Block], Range, Range]]:
     """Kernels with the blocks of each call, and their rows of q and of k."""
     for run in _group(blocks):
         rows, keys = (Range(first.start, last.stop) for first, last in zip(run[0][:2], run[-1][:2], strict=True))
-        are_short = rows.stop - rows.start < _LONG_DOCUMENTS * len(run)
-        if len(run) > 1 and are_short and _Flash.takes(q, k, v, run[0]):
+        if len(run) > 1 and _Flash.takes(q, k, v, run[0]):
             yield _Flash, run, rows, keys
         else:
             for block in run:
-                kernel = next(each for each in (_Cudnn, _Flash, _Cpu, _Plain) if each.takes(q, k, v, block))
+                kernels = (_Flash, _Cpu, _Plain) if varies else (_Cudnn, _Flash, _Cpu, _Plain)
+                kernel = next(each for each in kernels if each.takes(q, k, v, block))
                 yield kernel, (block,), block.queries, block.keys
 
 

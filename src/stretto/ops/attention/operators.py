@@ -96,9 +96,8 @@ def _find_call(q: Tensor, mask: Mask, settings: Settings, wrap: CollectiveWrappe
     place = group.rank() // degree, group.size() // degree
     plan = make_plan(settings.layout, *place, q.shape[2], mask, settings.schedule)
     areas, room = 3 if len(plan.steps) > 1 else 1, max((step.room for step in plan.steps), default=0)
-    return ContextCall(
-        plan, Peers(settings.group, degree, wrap, can_copy(settings.group, q.device), areas, room), settings.scale
-    )
+    peers = Peers(settings.group, degree, wrap, can_copy(settings.group, q.device), areas, room)
+    return ContextCall(plan, peers, settings.scale, varies=mask.documents is not None)
 
 
 class _ContextAttention(torch.autograd.Function):
