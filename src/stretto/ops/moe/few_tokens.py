@@ -126,7 +126,7 @@ def dispatch_few(
     else is the same on all ranks. rows is [ranks * max_tokens * k, h] (of one rank, [t * k, h]), and only offsets, on
     the device, tell how many of them there are: sorted by expert, then source rank, then token. `grouped_matmul` and
     `experts_mlp` take them. A token is sent once to each rank that has experts of it, and copied there. On CPUs ids are
-    checked; on GPUs those that are no experts belong to no rank, and add nothing to their token's sum.
+    checked; on several GPUs those that are no experts belong to no rank, and add nothing to their token's sum.
 
     payload: None to send rows in x's dtype, as they are but for zeros, which may lose their sign; or
     torch.float8_e4m3fn to send fp8 with one fp32 scale a row, which makes its largest number 448 (`quantize_rows`):
