@@ -24,9 +24,10 @@ def make_call(turn: int, tokens: int, columns: int, dtype: torch.dtype) -> tuple
     numbers = torch.rand(tokens, 4 * world, generator=generator)
     if turn % 3 == 2:
         numbers[:, turn % world * 4 :][:, :4] += 1
-    x = torch.randn(tokens, columns, generator=generator)
+    x = torch.randn(tokens * columns + 1, generator=generator).to("cuda", dtype)
+    x = x[turn % 2 :][: tokens * columns].view(tokens, columns)  # in every second call unaligned
     ids, weights = numbers.topk(K).indices, torch.rand(tokens, K, generator=generator)
-    return x.to("cuda", dtype), ids.cuda(), weights.cuda()
+    return x, ids.cuda(), weights.cuda()
 
 
 def multiply(rows: Tensor, offsets: Tensor) -> Tensor:

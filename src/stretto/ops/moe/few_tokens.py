@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
 from stretto import tiles
 from stretto.memory.gpus import find_capability, limit_waiting
-from stretto.ops.gemm import fixed
 from stretto.ops.moe.call_route import check_call
 from stretto.ops.moe.few_kernels import FewLayout, ReceivedRows, SentChoices, combine_sums, dispatch_tokens
 from stretto.ops.moe.fixed_rows import find_fixed_route
@@ -126,7 +126,7 @@ def dispatch_few(
     else is the same on all ranks. rows is [ranks * max_tokens * k, h] (of one rank, [t * k, h]), and only offsets, on
     the device, tell how many of them there are: sorted by expert, then source rank, then token. `grouped_matmul` and
     `experts_mlp` take them. A token is sent once to each rank that has experts of it, and copied there. On CPUs ids are
-    checked; on GPUs those that are no experts belong to no rank, and add nothing to their token's sum.
+    checked; on several GPUs those that are no experts belong to no rank, and add nothing to their token's sum.
 
     payload: None to send rows in x's dtype, as they are but for zeros, which may lose their sign; or
     torch.float8_e4m3fn to send fp8 with one fp32 scale a row, which makes its largest number 448 (`quantize_rows`):
@@ -289,7 +289,7 @@ def _send_by_kernel(
     positions = torch.empty(world * max_tokens, k, dtype=torch.int32, device=device)
     choices = SentChoices(positions, torch.empty_like(positions, dtype=torch.float32), counts, holders)
     words = (row_bytes if payload is None else x.shape[1]) // _PACKET_BYTES
-    operands = received, x.contiguous(), ids.contiguous(), weights.contiguous()
+    operands = received, _align(x), ids.contiguous(), weights.contiguous()
     _launch("moe.dispatch_few", dispatch_tokens, group, sizes, words, choices, operands, len(x), payload is not None)
     return received.rows, offsets, choices
 
@@ -298,10 +298,16 @@ def _combine_by_kernel(
     rows: Tensor, choices: SentChoices, sizes: tuple[int, int, int, int], tokens: int, group: dist.ProcessGroup
 ) -> Tensor:
     out = rows.new_empty(tokens, rows.shape[1])
-    operands = rows.contiguous(), out
+    operands = _align(rows), out
     words = sizes[3] // _PACKET_BYTES
     _launch("moe.combine_few", combine_sums, group, sizes, words, choices, operands, tokens)
     return out
+
+
+def _align(rows: Tensor) -> Tensor:
+    """The rows, contiguous and where kernels can load packets of them: a copy of a view that begins elsewhere."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % _GRAIN else rows
 
 
 def _launch(
@@ -362,7 +368,7 @@ def _describe(
         slot // 8, begun, choices, packets, max_tokens, k, local, row_bytes // _PACKET_BYTES, words, rows, block,
         places, bins, threads,
     )  # fmt: skip
-    return FewLayout(*map(fixed, numbers))
+    return FewLayout(*map(tl.constexpr, numbers))
 
 
 @lru_cache(maxsize=1024)
