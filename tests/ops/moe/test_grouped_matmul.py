@@ -295,7 +295,6 @@ def test_torchs_grouped_gemm_is_told_of_multiprocessors_that_stay_free_only_whil
     grad, rows = draw(SEED, 7, 5), draw(SEED + 1, 7, 4)
     replaced = {
         "_takes_grouped_gemm": lambda *_: True,
-        "_grouped_mm": multiply_by_torch,
         "clear_empty": lambda *_: None,
     }
     with mock.patch.multiple(grouped_matmul, _grouped_mm=multiply_by_torch, **replaced):
