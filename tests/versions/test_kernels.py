@@ -161,7 +161,7 @@ def launch_grouped(name: str) -> Launch:
 
 def launch_in_order(name: str) -> Launch:
     if name == "fill_tile_tables":
-        arguments = WORDS, WORDS, WORDS, WORDS, WORDS, 1, 64, 18, 64, 64, 4, 4, 32, 32, 16, 128
+        arguments = WORDS, WORDS, WORDS, WORDS, 1, 64, 64, 4, 32, 32, 16, 128
         return Launch(tile_order.fill_tile_tables, arguments, {"num_warps": 4})
     return Launch(tile_order.await_all_channels, (make_channel("p2p"), 32, 256), {"num_warps": 8})
 

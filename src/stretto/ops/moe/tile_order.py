@@ -140,51 +140,49 @@ def find_tile_order(
     """
     world, experts, n = table.shape[1], offsets.shape[0] - 1, places.shape[0]
     capacity = triton.cdiv(n // block_rows + experts, 4) * 4  # tables begin at multiples of 16 bytes
-    tables = torch.empty(_TABLES, capacity, dtype=torch.int32, device=places.device)
-    ends = torch.empty(world, dtype=torch.int32, device=places.device)
+    tables = torch.empty(_TABLES * capacity + world, dtype=torch.int32, device=places.device)
     with torch.cuda.device_of(places):
         launch_cached(
-            fill_tile_tables, experts, places, offsets.contiguous(), table, tables, ends, rank, capacity,
-            max(n, 1).bit_length(), experts,
-            EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), WORLD=world,
-            POWER=triton.next_power_of_2(world), CHANNELS=channels, PARTS=parts, PART_ROWS=part_rows,
-            BLOCK_ROWS=block_rows, num_warps=4,
+            fill_tile_tables, experts, places, offsets.contiguous(), table, tables, rank, capacity,
+            EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), WORLD=world, CHANNELS=channels, PARTS=parts,
+            PART_ROWS=part_rows, BLOCK_ROWS=block_rows, num_warps=4,
         )  # fmt: skip
-    *mapped, of_experts = tables.unbind(0)
+    *mapped, of_experts, ends = tables.split([capacity] * _TABLES + [world])
     return TileOrder(tiles.look_up_tiles(*mapped), of_experts, ends, block_rows)
 
 
-@triton.jit(do_not_specialize=["rank", "capacity", "steps", "experts"])
+@triton.jit(do_not_specialize=["rank", "capacity"])
 def fill_tile_tables(  # type: ignore[no-untyped-def]
-    places, offsets, table, tables, ends, rank, capacity, steps, experts, EXPERTS: tl.constexpr, WORLD: tl.constexpr,
-    POWER: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr, PART_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    places, offsets, table, tables, rank, capacity, EXPERTS: tl.constexpr, WORLD: tl.constexpr, CHANNELS: tl.constexpr,
+    PARTS: tl.constexpr, PART_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write tables int32 [6, capacity] of `TileOrder`, and ends: each program those of one expert's tiles.
+    """Write tables int32 [6, capacity] of `TileOrder`, then ends: each program those of one expert's tiles.
 
-    steps: of a search among all rows. An expert's rows are in the order of their sources, so its tiles that wait for
-    the same rank follow each other: f_rank, where they begin, is known from where each source's rows begin. A tile with
-    rows of sources before this rank and from it on waits for a rank before it, as those are farther.
+    An expert's rows are in the order of their sources, so its tiles that wait for the same rank follow each other, from
+    where that source's rows begin. A tile with rows of sources before this rank and from it on waits for a rank before
+    it, as those are farther.
     Synchronization: none: each program finds the numbers of all experts' tiles by itself.
     """
     expert = tl.program_id(0)
-    source, at = tl.arange(0, POWER), tl.arange(0, EXPERTS)
+    experts, most = tl.num_programs(0), capacity * BLOCK_ROWS
+    source, at = tl.arange(0, triton.next_power_of_2(WORLD)), tl.arange(0, EXPERTS)
     count = tl.load(table + (source * WORLD + rank) * 2, mask=source < WORLD, other=0)
     after = tl.cumsum(count, 0)
     begins = tl.load(offsets + at, mask=at < experts, other=0)
     rows = tl.load(offsets + at + 1, mask=at < experts, other=0) - begins
     own = tl.sum(tl.where(source < rank, count, 0), 0)
-    own_tile = tl.cdiv(_count_before(places, begins, rows, own + at * 0, steps), BLOCK_ROWS)[:, None]
+    own_tile = tl.cdiv(_count_before(places, begins, rows, own + at * 0, most), BLOCK_ROWS)[:, None]
     begins, rows = begins[:, None], rows[:, None]
-    first = _count_before(places, begins, rows, (after - count)[None, :], steps)
+    first = _count_before(places, begins, rows, (after - count)[None, :], most)
     first = _find_tile(first, rows, source[None, :], rank, own_tile, BLOCK_ROWS)  # [experts, sources]
-    last = _count_before(places, begins, rows, after[None, :], steps)
+    last = _count_before(places, begins, rows, after[None, :], most)
     last = _find_tile(last, rows, source[None, :] + 1, rank, own_tile, BLOCK_ROWS)
     tiles_of = tl.where((source < WORLD)[None, :], last - first, 0)
-    distance = tl.where(source < WORLD, (source - rank + WORLD) % WORLD, POWER)
+    distance = tl.where(source < WORLD, (source - rank + WORLD) % WORLD, WORLD)
     total = tl.sum(tiles_of, 0)
     nearer = tl.sum(tl.where(distance[:, None] < distance[None, :], total[:, None], 0), 0)
     if expert == 0:
-        tl.store(ends + distance, nearer + total, mask=source < WORLD)
+        tl.store(tables + 6 * capacity + distance, nearer + total, mask=source < WORLD)
     is_mine = (at == expert)[:, None]
     start = nearer + tl.sum(tl.where((at < expert)[:, None], tiles_of, 0), 0)  # the first of mine, of each source
     first = tl.sum(tl.where(is_mine, first, 0), 0)
@@ -211,16 +209,17 @@ def fill_tile_tables(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _count_before(places, begins, rows, bound, steps):  # type: ignore[no-untyped-def]
-    """How many of each expert's rows have places below a bound, by binary search."""
+def _count_before(places, begins, rows, bound, most):  # type: ignore[no-untyped-def]
+    """How many of each expert's rows, `most` or fewer, have places below a bound, by binary search."""
     low = begins + bound * 0
     high = low + rows
-    for _ in range(steps):
+    while most > 0:
         middle = (low + high) // 2
         place = tl.load(places + middle, mask=low < high, other=0)
         is_below = (low < high) & (place < bound)
         high = tl.where((low < high) & (place >= bound), middle, high)
         low = tl.where(is_below, middle + 1, low)
+        most = most // 2
     return low - begins
 
 
