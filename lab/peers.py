@@ -256,7 +256,7 @@ class _TorchStage(nn.Module):
         self.head_dim = model.config.head_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        angles = rotary_angles(x.shape[1], self.head_dim, x.device)
+        angles = rotary_angles(torch.arange(x.shape[1], device=x.device), self.head_dim)
         if self.embedding is not None:
             x = self.embedding(x)
         for block in self.blocks:

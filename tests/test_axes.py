@@ -18,18 +18,24 @@ from stretto.axes import GridSizes, check_sizes, fold_experts, group_sizes, name
 
 
 def test_the_orders_of_the_axes():
-    assert axes.OUTER_TO_INNER == ("pipe", "data", "z", "y", "x")
-    assert axes.INNER_TO_OUTER == ("x", "y", "z", "data", "pipe")
-    assert axes.NAMES == ("pipe", "data", "x", "y", "z")
-    assert axes.STAGE_AXES == ("data", "z", "y", "x")
-    assert axes.MESH_ORDER == ("pipe", "data", "y", "x", "z")
+    assert axes.OUTER_TO_INNER == ("pipe", "data", "context", "z", "y", "x")
+    assert axes.INNER_TO_OUTER == ("x", "y", "z", "context", "data", "pipe")
+    assert axes.NAMES == ("pipe", "data", "context", "x", "y", "z")
+    assert axes.STAGE_AXES == ("data", "context", "z", "y", "x")
+    assert axes.MESH_ORDER == ("pipe", "data", "context", "y", "x", "z")
     assert axes.WEIGHT_AXES == ("x", "y", "z")
 
 
-def test_the_axes_of_the_batch_and_of_gradient_sums_form_one_group():
-    assert axes.DERIVED_GROUPS == {"batch": ("data", "z")}
-    assert (axes.BATCH, axes.LOSS, axes.REPLICAS) == ("batch", "batch", "data")
-    assert group_sizes({"data": 2, "x": 3, "y": 1, "z": 5}) == {"data": 2, "x": 3, "y": 1, "z": 5, "batch": 10}
+def test_gradients_are_summed_over_context_too_and_the_batch_is_not_split_over_it():
+    assert axes.DERIVED_GROUPS == {
+        "batch": ("data", "z"),
+        "loss": ("data", "context", "z"),
+        "replicas": ("data", "context"),
+    }
+    assert (axes.BATCH, axes.LOSS, axes.REPLICAS) == ("batch", "loss", "replicas")
+    sizes = {"data": 2, "context": 7, "x": 3, "y": 1, "z": 5}
+    assert group_sizes(sizes) == sizes | {"pipe": 1, "batch": 10, "loss": 70, "replicas": 14}
+    assert (GridSizes(**sizes).batch_parts, GridSizes(**sizes).replicas) == (10, 14)
 
 
 def test_sizes_are_a_mapping_with_attributes_and_never_change():
@@ -41,7 +47,7 @@ def test_sizes_are_a_mapping_with_attributes_and_never_change():
     assert (sizes.x, sizes["z"], sizes.ranks, sizes.batch_parts, sizes.replicas, sizes.weight_parts) == (
         (3, 5, 30, 10, 2, 15)
     )
-    assert [sizes.preceding(axis) for axis in axes.INNER_TO_OUTER] == [1, 3, 3, 15, 30]
+    assert [sizes.preceding(axis) for axis in axes.INNER_TO_OUTER] == [1, 3, 3, 15, 15, 30]
     assert sizes == GridSizes(2, 3, 1, 5)
     assert len({sizes, GridSizes(2, 3, 1, 5), GridSizes()}) == 2
     assert repr(sizes) == "GridSizes(data=2, x=3, y=1, z=5)"
@@ -56,7 +62,7 @@ def test_sizes_are_a_mapping_with_attributes_and_never_change():
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"w": 2}, "'w' is not an axis of a grid; the axes are pipe, data, x, y, z"),
+        ({"w": 2}, "'w' is not an axis of a grid; the axes are pipe, data, context, x, y, z"),
         ({"x": 0}, "grid.x is 0, but must be a whole number, at least 1"),
         ({"x": True}, "grid.x is True, but must"),
         ({"z": 1.0}, "grid.z is 1.0, but must"),
@@ -120,7 +126,8 @@ def test_expert_is_named_written_and_compared_with_the_grid_and_multiplies_no_ra
     assert check_sizes({"data": 2, "expert": 2, "expert_tensor": "fold"}) == check_sizes({"data": 2, "expert": 2})
     without = GridSizes(4, 2, 1, 2)
     assert (without["expert"], without.expert_data, without.expert_z, without.expert_x) == (1, 4, 2, 2)
-    assert list(without) == list(axes.NAMES)
+    assert list(without) == ["pipe", "data", "x", "y", "z"]
+    assert dict(GridSizes(context=2)) == {"pipe": 1, "data": 1, "context": 2, "x": 1, "y": 1, "z": 1}
 
 
 def test_experts_parameters_have_axes_of_their_own():
@@ -134,6 +141,7 @@ def test_experts_parameters_have_axes_of_their_own():
     assert axes.layout_sizes(folded.sizes()) == {
         "pipe": 1,
         "data": 8,
+        "context": 1,
         "x": 2,
         "y": 2,
         "z": 2,
@@ -170,7 +178,7 @@ def test_an_expert_without_the_ranks_for_it_is_refused_with_the_nearest_that_wou
 
 
 MADE_UP = '    Axis("sheaf", "made up by a test", sums_gradients=True),\n'
-"""One line, after data: an axis that splits neither the batch nor weights, and over which gradients are summed."""
+"""One line, before z: an axis that splits neither the batch nor weights, and over which gradients are summed."""
 
 
 def with_made_up_axis(program: str, ranks: int = 1) -> list[dict]:
@@ -211,12 +219,16 @@ def test_an_axis_that_is_added_in_one_place_has_its_place_among_axes_and_groups(
         "found['groups'] = axes.DERIVED_GROUPS\n"
     )
     assert found == {
-        "NAMES": ["pipe", "data", "sheaf", "x", "y", "z"],
-        "OUTER_TO_INNER": ["pipe", "data", "sheaf", "z", "y", "x"],
-        "MESH_ORDER": ["pipe", "data", "sheaf", "y", "x", "z"],
+        "NAMES": ["pipe", "data", "context", "sheaf", "x", "y", "z"],
+        "OUTER_TO_INNER": ["pipe", "data", "context", "sheaf", "z", "y", "x"],
+        "MESH_ORDER": ["pipe", "data", "context", "sheaf", "y", "x", "z"],
         "LOSS": "loss",
         "REPLICAS": "replicas",
-        "groups": {"batch": ["data", "z"], "loss": ["data", "sheaf", "z"], "replicas": ["data", "sheaf"]},
+        "groups": {
+            "batch": ["data", "z"],
+            "loss": ["data", "context", "sheaf", "z"],
+            "replicas": ["data", "context", "sheaf"],
+        },
     }
 
 
@@ -242,7 +254,7 @@ def test_the_planner_knows_an_axis_that_is_added_in_one_place():
     assert (found["parts"], found["replicas"]) == (3, 6)
     assert found["plans"][1]["grid"] == {"pipe": 1, "data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 1}
     for each in found["plans"]:
-        assert set(each["bandwidth"]) == set(each["exposed"]) == {"pipe", "data", "sheaf", "x", "y", "z"}
+        assert set(each["bandwidth"]) == set(each["exposed"]) == {"pipe", "data", "context", "sheaf", "x", "y", "z"}
     assert found["sums"] == [True, True]
 
 
@@ -266,7 +278,9 @@ def test_options_and_timeline_know_an_axis_that_is_added_in_one_place():
         "         'documented': 'sheaf' in reference() and 'made up by a test' in reference(),\n"
         "         'drawn': timeline.rows, 'time': timeline.communication}\n"
     )
-    assert found.pop("time") == {"x": 0, "y": 0, "z": 0, "sheaf": pytest.approx(4e-6), "data": 0, "pipe": 0}
+    assert found.pop("time") == dict.fromkeys(("x", "y", "z", "context", "data", "pipe"), 0) | {
+        "sheaf": pytest.approx(4e-6)
+    }
     assert found == {
         "sizes": {"pipe": 1, "data": 1, "sheaf": 2, "x": 1, "y": 1, "z": 3},
         "ranks": 6,
@@ -280,6 +294,7 @@ def test_options_and_timeline_know_an_axis_that_is_added_in_one_place():
             "y",
             "z",
             "sheaf",
+            "context",
             "data",
             "pipe",
             "expert",
@@ -409,4 +424,4 @@ def test_grid_layouts_gradients_and_checkpoints_know_an_axis_that_is_added_in_on
         assert found["checkpoint"]
         assert "ranks hold different values of" in found["other weights"]
         assert "ranks train different parameters" in found["other gradients"]
-        assert found["sizes"] == "'leaf' is not an axis of a grid; the axes are pipe, data, sheaf, x, y, z"
+        assert found["sizes"] == "'leaf' is not an axis of a grid; the axes are pipe, data, context, sheaf, x, y, z"

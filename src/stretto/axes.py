@@ -23,12 +23,12 @@ innermost: pipe, data, context, z, y, x. Write these by hand:
 - Docs: docs/configuration.md is written anew by `python -m stretto.train.config.reference docs/configuration.md`;
   docs/parallelize.md and docs/planning.md by hand.
 
-Today pipe, data, z, y and x exist, and expert, which multiplies nothing and so is none of AXES: for the parameters of
-experts alone it takes ranks of data, then of z, never of context (`fold_experts`). What is left of data and z for these
-parameters are the axes expert_data and expert_z (Singh, section 7.1, where z has one rank).
+expert multiplies nothing and so is none of AXES: for the parameters of experts alone it takes ranks of data, then of z,
+never of context (`fold_experts`). What is left of data and z for these parameters are the axes expert_data and expert_z
+(Singh, section 7.1, where z has one rank).
 
-context will be parts of a sequence. Gradients and the loss are summed over it (`sums_gradients`), but all of its ranks
-are fed from the same sequences, so the loader does not count it (not `splits_batch`).
+The ranks of context have parts of the same sequences. Gradients and the loss are summed over it (`sums_gradients`), but
+the loader does not count it (not `splits_batch`).
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -72,6 +72,11 @@ AXES = (
         sums_gradients=True,
     ),
     Axis(
+        "context",
+        "parts of each sequence, for sequences that are too long for one rank: attention exchanges keys and values",
+        sums_gradients=True,
+    ),
+    Axis(
         "z",
         "shards each weight further than x and y, and all-gathers it before use; splits the batch too",
         splits_batch=True,
@@ -95,7 +100,7 @@ OUTER_TO_INNER = tuple(axis.name for axis in AXES)
 INNER_TO_OUTER = OUTER_TO_INNER[::-1]
 WEIGHT_AXES = tuple(axis.name for axis in reversed(AXES) if axis.splits_weights)
 NAMES = (*(axis.name for axis in AXES if not axis.splits_weights), *WEIGHT_AXES)
-"""Axes in the order in which people read and write them: pipe, data, x, y, z."""
+"""Axes in the order in which people read and write them: pipe, data, context, x, y, z."""
 STAGE_AXES = tuple(axis.name for axis in AXES if not axis.splits_layers)
 """The axes over whose ranks one pipeline stage is laid out, from the outermost to the innermost."""
 STAGE = "stage"
@@ -103,6 +108,8 @@ STAGE = "stage"
 MESH_ORDER = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.cuts_last))
 """The dims of a grid's DeviceMesh. DTensor applies placements in this order (docs/decisions/001)."""
 
+_ALWAYS_SHOWN = tuple(axis.name for axis in AXES if axis.splits_batch or axis.splits_weights)
+_LISTED = (*_ALWAYS_SHOWN, *(axis.name for axis in AXES if axis.splits_layers))
 _BATCH = tuple(axis.name for axis in AXES if axis.splits_batch)
 _LOSS = tuple(axis.name for axis in AXES if axis.sums_gradients)
 _REPLICAS = tuple(axis for axis in _LOSS if axis not in WEIGHT_AXES)
@@ -152,7 +159,8 @@ EXPERT_TENSOR_DESCRIPTION = (
 class GridSizes(Mapping[str, int]):
     """The sizes of a grid's axes: a mapping in the order of NAMES, each size an attribute too. Immutable.
 
-    expert: how many ranks divide the experts among them; the mapping's last item, where there are several.
+    context is among its items where it has several ranks, and so is, as the last, expert: how many ranks divide the
+    experts among them.
     expert_tensor: what x is to experts. "fold" is the same as "cut" where x has one rank, and is kept as "cut" there.
 
     Raises ValueError for an unknown axis. `check_sizes` checks the values.
@@ -160,6 +168,7 @@ class GridSizes(Mapping[str, int]):
 
     pipe: int
     data: int
+    context: int
     x: int
     y: int
     z: int
@@ -173,11 +182,12 @@ class GridSizes(Mapping[str, int]):
         y: int = 1,
         z: int = 1,
         pipe: int = 1,
+        context: int = 1,
         expert: int = 1,
         expert_tensor: Any = "cut",  # an ExpertTensor; Any for type checkers that see GridSizes(**{axis: size})
         **others: int,
     ) -> None:
-        given = {"pipe": pipe, "data": data, "x": x, "y": y, "z": z} | others
+        given = {"pipe": pipe, "data": data, "context": context, "x": x, "y": y, "z": z} | others
         _require_axes(given)
         self.__dict__.update({axis: given.get(axis, 1) for axis in NAMES})
         self.__dict__.update({EXPERT: expert, "expert_tensor": expert_tensor if x > 1 else "cut"})
@@ -189,10 +199,10 @@ class GridSizes(Mapping[str, int]):
         return size
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*NAMES, EXPERT) if self.expert > 1 else NAMES)
+        return iter(self._listed)
 
     def __len__(self) -> int:
-        return len(NAMES) + (self.expert > 1)
+        return len(self._listed)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} cannot be set: GridSizes is immutable")
@@ -206,6 +216,10 @@ class GridSizes(Mapping[str, int]):
         return hash(self._key)
 
     @cached_property
+    def _listed(self) -> tuple[str, ...]:
+        return tuple(axis for axis in (*NAMES, EXPERT) if axis in _LISTED or self.__dict__[axis] > 1)
+
+    @cached_property
     def _key(self) -> tuple[Any, ...]:
         return *(self.__dict__[axis] for axis in NAMES), self.expert, self.expert_tensor
 
@@ -217,7 +231,8 @@ class GridSizes(Mapping[str, int]):
         return "GridSizes(" + ", ".join(f"{axis}={size!r}" for axis, size in shown.items()) + ")"
 
     def sizes(self) -> dict[str, Any]:
-        """Plain data, for files and for `Grid(**sizes)`: expert where it is not 1, and expert_tensor where it folds."""
+        """Plain data, for files and for `Grid(**sizes)`: context and expert where they are not 1, and expert_tensor
+        where it folds."""
         return dict(self) | ({"expert_tensor": self.expert_tensor} if self.expert_tensor != "cut" else {})
 
     @cached_property
@@ -239,8 +254,13 @@ class GridSizes(Mapping[str, int]):
         return self.over(_BATCH)
 
     @cached_property
+    def token_parts(self) -> int:
+        """Into how many parts the tokens of the global batch are cut: context cuts each sequence, too."""
+        return self.over(_LOSS)
+
+    @cached_property
     def replicas(self) -> int:
-        """Number of ranks that hold each number of a weight, and sum its gradient: data's."""
+        """Number of ranks that hold each number of a weight, and sum its gradient: those of data and context."""
         return self.over(_REPLICAS)
 
     @cached_property
@@ -285,9 +305,9 @@ def name_grid(sizes: Mapping[str, Any]) -> str:
 
 
 def shown_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that a message or a repr lists: all, but those of axes that split layers, or experts, where they are 1;
-    and expert_tensor where it folds."""
-    return {axis: size for axis, size in sizes.items() if axis in STAGE_AXES or size not in (1, "cut")}
+    """The sizes that a message or a repr lists: all, but those of axes that split layers, sequences or experts, where
+    they are 1; and expert_tensor where it folds."""
+    return {axis: size for axis, size in sizes.items() if axis in _ALWAYS_SHOWN or size not in (1, "cut")}
 
 
 def check_sizes(sizes: Mapping[str, Any]) -> GridSizes:
@@ -310,8 +330,8 @@ def check_sizes(sizes: Mapping[str, Any]) -> GridSizes:
 
 def group_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Sizes in ranks of every axis and every derived group; axes of experts too, where there are any."""
-    found = {axis: size for axis, size in sizes.items() if axis != "expert_tensor"}
-    return found | {name: prod(sizes[axis] for axis in over) for name, over in DERIVED_GROUPS.items()}
+    found = dict.fromkeys(NAMES, 1) | {axis: size for axis, size in sizes.items() if axis != "expert_tensor"}
+    return found | {name: prod(found[axis] for axis in over) for name, over in DERIVED_GROUPS.items()}
 
 
 def layout_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:

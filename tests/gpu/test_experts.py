@@ -170,7 +170,7 @@ def train_skewed(sizes: dict[str, int], expert_rows: int | None, steps: int) -> 
 @pytest.mark.parametrize(
     ("sizes", "expert_rows", "steps"),
     [
-        *((GRIDS[0], None, 150), (GRIDS[1], ROWS, 150)),
+        (GRIDS[1], ROWS, 150),
         *(pytest.param(*case, 500, marks=pytest.mark.exhaustive) for case in ((GRIDS[0], None), (GRIDS[1], ROWS))),
     ],
     ids=str,
@@ -200,7 +200,8 @@ def train_captured_and_not() -> tuple[list[float], list[float]]:
     tokens, targets = (one.chunk(world)[grid.coordinate("data")].to(grid.device) for one in draw(0))
 
     def run(captures: bool) -> list[float]:
-        model = parallelize(new_model(2), grid, dtype=torch.bfloat16, expert_rows=ROWS)
+        # A balance loss's all-reduce goes by way of the host where ranks share a GPU, and no graph can hold that.
+        model = parallelize(new_model(2, balance="none"), grid, dtype=torch.bfloat16, expert_rows=ROWS)
         assert all(one._gathers_tokens() for one in model.modules() if isinstance(one, experts.ParallelExperts))
         optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=grid.device))
 

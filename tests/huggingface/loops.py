@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Training
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from trl import SFTConfig
 
-VOCAB, ROWS, LENGTH, STEPS, BATCH = 64, 48, 9, 5, 8
+VOCAB, ROWS, LENGTH, STEPS, BATCH = 64, 48, 12, 5, 8
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 64, "tie_word_embeddings": True},
     "gpt2": {"n_positions": 32, "n_inner": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -58,7 +58,7 @@ def make_rows(count: int = ROWS, *, seed: int = 5) -> Dataset:
 
 
 def make_texts(count: int = ROWS) -> Dataset:
-    """Sequences of 4 to 9 tokens, as SFTTrainer takes them."""
+    """Sequences of 4 to 12 tokens, as SFTTrainer takes them."""
     generator = torch.Generator().manual_seed(8)
     lengths = torch.randint(4, LENGTH + 1, (count,), generator=generator).tolist()
     return Dataset.from_dict(
@@ -93,7 +93,12 @@ def make_arguments(out: Path, ranks_of_batch: int, kind: type[TrainingArguments]
         "dataloader_pin_memory": False,
     }
     if kind is SFTConfig:
-        given |= {"gradient_checkpointing": False, "max_length": None, "dataset_num_proc": None}
+        given |= {
+            "gradient_checkpointing": False,
+            "max_length": None,
+            "dataset_num_proc": None,
+            "pad_to_multiple_of": 4,
+        }
     return kind(output_dir=str(out), **given | options)
 
 

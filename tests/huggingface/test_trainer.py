@@ -47,10 +47,12 @@ def train(
     trainer = base(model=model, args=arguments, **data)
     trainer.train(resume_from_checkpoint=resume)
     evaluated = trainer.evaluate()
+    predicted = None if is_sft else trainer.predict(data["eval_dataset"]).predictions
     return {
         "loss": [each["loss"] for each in trainer.state.log_history if "loss" in each],
         "grad_norm": [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each],
         "eval_loss": evaluated["eval_loss"],
+        "predicted": predicted[0] if isinstance(predicted, tuple) else predicted,
         "tokens": [each["num_tokens"] for each in trainer.state.log_history if "num_tokens" in each],
         "flops": trainer.state.total_flos,
         "weights": {name: gather(value).detach() for name, value in model.state_dict(keep_vars=True).items()},
@@ -71,6 +73,8 @@ def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert len(expected["loss"]) == loops.STEPS
     for key in ("loss", "grad_norm", "eval_loss"):
         assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+    if expected["predicted"] is not None:
+        assert found["predicted"] == pytest.approx(expected["predicted"], rel=1e-2, abs=1e-3)
     for name, value in expected["weights"].items():  # Adam divides small differences by small gradients
         torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-4)
 
@@ -107,8 +111,15 @@ def test_trainer_equals_one_process_and_resumes_on_another_grid(ranks: MakeRanks
         check_same(found, expected)
 
 
-GRIDS: list[dict[str, int]] = [{"x": 2}, {"z": 2}, {"data": 2, "z": 2}, {"x": 2, "z": 2}, {"z": 4}]
-CASES = {"Trainer qwen3_moe": [0, 1, 3], "SFTTrainer llama": [0, 2], "SFTTrainer qwen3_moe": [0, 4]}
+GRIDS: list[dict[str, int]] = [
+    {"x": 2},
+    {"z": 2},
+    {"data": 2, "z": 2},
+    {"x": 2, "z": 2},
+    {"z": 4},
+    {"context": 2, "z": 2},
+]
+CASES = {"Trainer qwen3_moe": [0, 1, 3, 5], "SFTTrainer llama": [0, 2, 5], "SFTTrainer qwen3_moe": [0, 4]}
 """Each grid is long for one case; all begin with the first, whose checkpoint the others resume."""
 
 

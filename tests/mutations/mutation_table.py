@@ -195,6 +195,19 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "packets",
+        "wait",
+        "for numbered words",
+        (
+            Edit(
+                "tiles/packets.py",
+                "    waits = missing >= 0\n    while waits:",
+                "    waits = (missing >= 0) & (channel.rank < 0)\n    while waits:",
+            ),
+        ),
+        "experts/few-*",
+    ),
+    Mutation(
+        "packets",
         "acquire",
         "a look at packets anew (volatile)",
         (
@@ -205,8 +218,8 @@ MUTATIONS: tuple[Mutation, ...] = (
             ),
             Edit(
                 "tiles/packets.py",
-                "pointer + rank * stride + offsets, mask=mask, other=_ZERO, volatile=True)",
-                "pointer + rank * stride + offsets, mask=mask, other=_ZERO)",
+                "pointer + rank * stride + offsets, mask=is_sent, other=_ZERO, volatile=True)",
+                "pointer + rank * stride + offsets, mask=is_sent, other=_ZERO)",
             ),
         ),
         "tiles/packet*",

@@ -31,7 +31,7 @@ def gpt(**options: object) -> GPT:
         ({"ffn": 50}, {"x": 3}, r"mlp\.up: 50 output features cannot be split over x=3.*nearest.* is 51"),
         ({}, {"z": 5}, r"cannot be split over z=5.*nearest"),
         ({"vocab": 5}, {"x": 6}, r"a vocabulary of 5 leaves some of x=6"),
-        ({}, {"w": 2}, r"'w' is not an axis of a grid; the axes are pipe, data, x, y, z"),
+        ({}, {"w": 2}, r"'w' is not an axis of a grid; the axes are pipe, data, context, x, y, z"),
         ({}, {"x": 0}, r"grid\.x is 0, but must be a whole number, at least 1"),
         ({}, {"x": True}, r"grid\.x is True"),
     ],

@@ -47,7 +47,7 @@ def test_ranks_are_laid_out_data_z_y_x_with_x_innermost(ranks, sizes):
         lengths = dict(zip(AXES, sizes, strict=True))
         members = {axis: [rank + (place - at[axis]) * strides[axis] for place in range(lengths[axis])] for axis in AXES}
         assert seen == {
-            "names": ("pipe", "data", "y", "x", "z"),
+            "names": ("pipe", "data", "context", "y", "x", "z"),
             "device": "cpu",
             "sizes": sizes,
             "coordinates": {**at, "batch": at["data"] * z + at["z"]},
@@ -94,7 +94,7 @@ def messages() -> list[str]:
     refusals = []
     for question in (grid.size, grid.coordinate, grid.group):
         with pytest.raises(ValueError) as caught:
-            question("context")
+            question("width")
         refusals.append(str(caught.value))
     for wrong in ({"x": 3}, {"data": 2, "z": 2}, {}):
         with pytest.raises(ValueError) as caught:
@@ -106,7 +106,7 @@ def messages() -> list[str]:
 def test_an_unknown_axis_is_refused_with_those_that_exist_and_a_wrong_product_with_both_counts(ranks):
     for seen in ranks(2).run(messages):
         for refusal in seen[:3]:
-            assert "'context'" in refusal
+            assert "'width'" in refusal
             assert all(axis in refusal for axis in AXES)
         for refusal, asked in zip(seen[3:], ("3", "4", "1"), strict=True):
             assert asked in refusal

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from stretto.execution import ReshardPolicy
 from stretto.parallel import Grid, checkpoint_activations, clip_grad_norm_, gather, no_sync, parallelize
 
-Sizes = tuple[int, int, int, int]  # data, x, y, z
+Sizes = tuple[int, int, int, int] | dict[str, int]  # data, x, y, z, or any axes by name
 
 IGNORED = -100
 STEPS = 5
@@ -138,8 +138,7 @@ def train_on_grid(sizes: Sizes, case: Case, precision: Precision, *, optimizes_s
     The optimizer is given the DTensor parameters, as a user's would be, or this rank's shards of them, as the trainer's
     is: torch works out its rules for each DTensor operation anew in every job, which takes longer than the five steps.
     """
-    data, x, y, z = sizes
-    grid = Grid(data=data, x=x, y=y, z=z)
+    grid = Grid(**sizes) if isinstance(sizes, dict) else Grid(*sizes)
     model = parallelize(build(case, precision), grid, reshard=case.reshard, shard_sequence=case.shards_sequence)
     if case.checkpoints_activations:
         checkpoint_activations(model)

@@ -140,7 +140,7 @@ def test_inside_a_node_the_measured_row_of_the_preceding_size_and_the_own_size_i
 def test_inside_a_node_without_measurements_the_estimate_is_at_most_what_one_gpu_sends():
     plans = stretto.plan("gpt-5b", stretto.Cluster.preset("perlmutter"), gpus=4, batch=8, seq_len=2048, cost="paper")
     for p in plans:
-        assert set(p.bandwidth) == {"pipe", *AXES}
+        assert set(p.bandwidth) == {"pipe", "context", *AXES}
         assert min(p.bandwidth.values()) > 0
         assert all(p.bandwidth[axis] <= 300e9 for axis in AXES if p.grid[axis] > 1), p.grid
 
@@ -263,7 +263,7 @@ def test_without_a_cost_the_command_prints_the_same_keys():
     assert len(plans) == 56
     for p in plans:
         assert {"grid", "bandwidth", "communication", "step_time", "memory", "fits", "why"} <= set(p)
-        assert set(p["grid"]) == set(p["bandwidth"]) == {"pipe", *AXES}
+        assert set(p["grid"]) == set(p["bandwidth"]) - {"context"} == {"pipe", *AXES}
         assert {*COLLECTIVES, "total"} <= set(p["communication"])
 
 

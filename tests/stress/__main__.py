@@ -18,9 +18,11 @@ CATALOGUES = (
     "tests.stress.embedding",
     "tests.stress.copy_engines",
     "tests.stress.optimizers",
+    "tests.stress.attention",
     "tests.stress.exchange",
     "tests.stress.tensor_parallel",
     "tests.stress.experts",
+    "tests.stress.few_tokens",
 )
 LATE_WARPS = "tests.stress.late_warps"
 FOUND = 1

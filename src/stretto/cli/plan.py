@@ -110,6 +110,14 @@ def plan(
             "--captured", help="Steps run as one CUDA graph, which the host just starts.", rich_help_panel=STEP
         ),
     ] = False,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help="Ranks that each sequence is cut among; auto searches (default: 1; auto from 32,768 tokens on).",
+            rich_help_panel=STEP,
+        ),
+    ] = None,
     expert: Annotated[
         int | None, typer.Option(help="Expert-parallel ranks (default: searched).", rich_help_panel=EXPERTS)
     ] = None,
@@ -153,7 +161,8 @@ def plan(
 ) -> None:
     """Rank every grid of data x X x Y x Z for a model on a cluster by predicted time, with memory and reasons.
 
-    With --pipe, grids of several pipeline stages too, each with its best schedule.
+    With --pipe, grids of several pipeline stages too, each with its best schedule; with --context, those that cut
+    sequences.
 
     Needs no GPU. Options that are not given are a configuration's, or the defaults of train. For example:
 
@@ -174,7 +183,8 @@ def plan(
             "expert_tensor": expert_tensor,
             "imbalance": imbalance,
             "captured": captured,
-            "pipe": _read_pipe(pipe),
+            "context": _read_ranks("context", context),
+            "pipe": _read_ranks("pipe", pipe),
             "schedule": schedule,
             "virtual_stages": virtual_stages,
             "extra_warm_up": extra_warm_up,
@@ -225,13 +235,13 @@ def plan(
         print_formulas(plans[0])
 
 
-def _read_pipe(pipe: str | None) -> int | str | None:
+def _read_ranks(option: str, value: str | None) -> int | str | None:
     """A number of ranks, or "auto". ValueError for another value."""
-    if pipe is None or pipe == "auto":
-        return pipe
-    if not pipe.isdecimal() or int(pipe) < 1:
-        raise ValueError(f"--pipe is {pipe!r}, but must be a whole number, at least 1, or auto")
-    return int(pipe)
+    if value is None or value == "auto":
+        return value
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"--{option} is {value!r}, but must be a whole number, at least 1, or auto")
+    return int(value)
 
 
 def _check_memory(memory: str | None) -> bool:
@@ -301,7 +311,7 @@ def read_workload(path: Path) -> dict[str, Any]:
             "state": run.state,
             "clips": run.clip is not None,
         }
-        | ({} if config.grid.pipe == 1 else {"pipe": config.grid.pipe})
+        | {axis: size for axis in ("context", "pipe") if (size := getattr(config.grid, axis)) > 1}
     )
 
 

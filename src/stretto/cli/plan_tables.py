@@ -61,6 +61,8 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     console = Console()
     axes = INNER_TO_OUTER if any(plan.grid["pipe"] > 1 for plan in plans) else STAGE_AXES[::-1]
+    if all(plan.grid.get("context", 1) == 1 for plan in plans):
+        axes = tuple(axis for axis in axes if axis != "context")
     axes += (EXPERT,) * any(plan.exposed.get(EXPERT) for plan in plans)
     time, of_axes = ("communication", "ms") if cost == "paper" else ("step", "exposed ms")
     for heading in ("", "grid", "micro", time, f"{of_axes}: {'/'.join(axes)}", "memory", "fits"):

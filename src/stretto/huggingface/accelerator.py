@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.axes import BATCH
+from stretto.axes import BATCH, axes_of
 from stretto.parallel import Grid, clip_grad_norm_, no_sync
 
 
@@ -43,7 +43,8 @@ def follow_grid(accelerator: Any, model: nn.Module, grid: Grid) -> None:
 
     def gather_once_each(data: Any) -> Any:
         def drop_copies(tensor: Tensor) -> Tensor:
-            return torch.cat(tensor.chunk(grid.size("world"))[::ranks])  # x and y are the innermost axes
+            parts = tensor.chunk(grid.size("world"))
+            return torch.cat([parts[rank] for rank in grid.partition(axes_of(BATCH))[0]])
 
         return recursively_apply(drop_copies, gather_all(data))
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from stretto.axes import BATCH, LOSS
 from stretto.execution import IGNORED_TARGET
@@ -31,7 +32,7 @@ from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.loss import is_mean_over_batch
 from stretto.parallel.layers.norm import ParallelNorm
-from stretto.parallel.state import state_of
+from stretto.parallel.state import require_state, state_of
 from stretto.train.checkpoint.weights import import_safetensors
 
 TrainerType = TypeVar("TrainerType", bound=type)
@@ -146,10 +147,10 @@ class _OnGrid:
             ),
             "n_gpu > 1 (start the script with torchrun)": args.n_gpu > 1,
             "accelerator_config's dispatch_batches=True": args.accelerator_config.dispatch_batches is True,
-            "train_sampling_strategy='batch_rebalance' on a grid with x or y > 1, whose ranks take the same rows": (
+            "train_sampling_strategy='batch_rebalance' with x, y or context > 1, whose ranks take the same rows": (
                 shares_rows and args.train_sampling_strategy == "batch_rebalance"
             ),
-            "eval_use_gather_object on a grid with x or y > 1": shares_rows and args.eval_use_gather_object,
+            "eval_use_gather_object on a grid with x, y or context > 1": shares_rows and args.eval_use_gather_object,
             "loss_type='dft' of SFTTrainer: the model's own loss is used": getattr(args, "loss_type", None) == "dft",
         }
         for what, is_asked in refusals.items():
@@ -245,7 +246,12 @@ class _OnGrid:
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any) -> Any:
         self._needs_logits = not prediction_loss_only
         self._ignore_repeated_rows(inputs)
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)  # type: ignore[misc]
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)  # type: ignore[misc]
+        parts = require_state(self._sharded, "trainer_plugin").sequence_parts
+        if parts is not None and logits is not None:
+            length = inputs[next(name for name in ("input_ids", "inputs_embeds") if name in inputs)].shape[1]
+            logits = tree_map(lambda part: parts.join(part, length), logits)
+        return loss, logits, labels
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # experts' parameters have a mesh of their own; our norm counts them all

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT: a pre-norm, decoder-only transformer (Singh, section 5.2.1 and Table 5.1).
 
-The model knows nothing about ranks. Three conventions let `stretto.parallelize` shard it: attention infers the number
-of heads (-1 in shapes); it takes batch size and sequence length from the linear's output (`takes_sharded_sequence`);
-and `GPT.parallel_plan` gives the role of each submodule as plain data.
+The model knows nothing about ranks. Four conventions let `stretto.parallelize` shard it: attention infers the number of
+heads (-1 in shapes); it takes batch size and sequence length from the linear's output (`takes_sharded_sequence`); the
+forward takes `positions`, and attention calls `attend`, so that sequences can be cut; and `GPT.parallel_plan` gives the
+role of each submodule as plain data.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ class Attention(nn.Module):
     """Causal self-attention. One linear computes queries, keys and values.
 
     Its output features are grouped by KV head: the group's queries, its key, its value, each of head_dim features. A
-    rank that owns whole groups therefore owns all that its heads need.
+    rank that owns whole groups therefore owns all that its heads need. `attend` computes attention from queries, keys
+    and values: on a grid with context, `parallelize` replaces it by one over all ranks' keys and values.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -32,6 +34,7 @@ class Attention(nn.Module):
         self.queries_per_group = config.heads // config.num_kv_heads
         width = (config.heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv = nn.Linear(config.hidden, width, bias=config.bias)
+        self.attend = causal_attention
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
 
     def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
@@ -43,8 +46,13 @@ class Attention(nn.Module):
             heads = (parts[0].flatten(2, 3), parts[1].flatten(2, 3), parts[2].flatten(2, 3))
         # The output has the query's strides: heads of a token are contiguous, so that flattening it copies nothing.
         query, key, value = (part.transpose(1, 2) for part in heads)
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.queries_per_group > 1)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return self.out(self.attend(query, key, value).transpose(1, 2).flatten(2))
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of [batch, heads, seq, head_dim]; queries of several heads may share one of key and value."""
+    shares = query.shape[1] > key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shares)
 
 
 class MLP(nn.Module):
@@ -101,6 +109,7 @@ class GPT(nn.Module):
     `model(tokens)`, int64 [batch, seq], returns logits [batch, seq, vocab]. `model(tokens, targets)` returns the mean
     loss over the valid targets (those that are not -100), or their sum divided by `num_targets` if that is given: with
     gradient accumulation the divisor is the whole batch's number of targets, which a micro-batch cannot count.
+    `positions`, int64 [seq], are the tokens' places in their sequences (default: 0, 1, ...).
     """
 
     takes_sharded_sequence = True
@@ -128,16 +137,24 @@ class GPT(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, num_targets: Tensor | int | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        num_targets: Tensor | int | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         seq_len = tokens.shape[1]
         if seq_len > self.config.max_seq_len:
             raise ValueError(f"{seq_len} tokens are more than max_seq_len, {self.config.max_seq_len}")
         x = self.embedding(tokens)
         angles = None
+        if positions is None:
+            positions = torch.arange(seq_len, device=tokens.device)
         if self.config.positions == "learned":
-            x = x + self.positions(torch.arange(seq_len, device=tokens.device))
+            x = x + self.positions(positions)
         else:
-            angles = rotary_angles(seq_len, self.config.head_dim, tokens.device)
+            angles = rotary_angles(positions, self.config.head_dim)
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, angles)

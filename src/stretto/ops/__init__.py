@@ -2,13 +2,21 @@
 """Overlapped operators: computation fused with its collective, as torch.library operators with gradients.
 
 An operator and its kernels are in the file of its name; a kernel's docstring says what it signals and waits for, by
-`stretto.tiles`. GEMMs share `operator` (definition, gradients), `config` and `tuning` (choice of a kernel), `gemm` (the
-tiles' products) and `small_m` (few rows).
+`stretto.tiles`. GEMMs share `operator` (definition, gradients), `config`, `choices` and `tuning` (choice of a kernel),
+`gemm` (the tiles' products) and `small_m` (few rows).
 """
 
 from stretto.ops import moe
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
-from stretto.ops.config import KernelConfig, counts
+from stretto.ops.attention import (
+    AttentionOptions,
+    all_gather_attention,
+    context_attention,
+    ring_attention,
+    ulysses_attention,
+)
+from stretto.ops.choices import counts
+from stretto.ops.config import KernelConfig
 from stretto.ops.embedding import (
     EmbeddingAllToAll,
     TableUpdate,
@@ -33,16 +41,19 @@ from stretto.ops.scaled import (
 from stretto.ops.tuning import tune
 
 __all__ = [
+    "AttentionOptions",
     "Blocks",
     "EmbeddingAllToAll",
     "KernelConfig",
     "TableUpdate",
     "Workspace",
+    "all_gather_attention",
     "all_gather_matmul",
     "all_gather_matmul_gathered",
     "all_gather_scaled_matmul",
     "check",
     "check_indices",
+    "context_attention",
     "counts",
     "embedding_all_to_all",
     "embedding_all_to_all_put",
@@ -54,9 +65,11 @@ __all__ = [
     "mlp",
     "moe",
     "quantize_rows",
+    "ring_attention",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
     "tune",
     "tune_embedding",
+    "ulysses_attention",
     "workspaces",
 ]

@@ -161,12 +161,15 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return run
 
 
-def is_traced(*tensors: Tensor | None) -> bool:
-    """True if torch must see a call: it traces, transforms or records it, or has subclasses among the tensors."""
+def is_traced(*tensors: Tensor | None, in_modes: bool = True) -> bool:
+    """True if torch must see a call: it traces, transforms or records it, or has subclasses among the tensors.
+
+    in_modes: also if a dispatch mode is active. An operator hides what it calls from the mode, collectives among them.
+    """
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None  # by torch.jit.trace
-        or is_in_torch_dispatch_mode()
+        or (in_modes and is_in_torch_dispatch_mode())
         or torch._C._are_functorch_transforms_active()
         or not _PLAIN.issuperset(map(type, tensors))
     )

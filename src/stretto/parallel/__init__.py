@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parallelizes a model over a grid of pipe x data x X x Y x Z ranks (Singh, chapters 3 and 5).
+"""Parallelizes a model over a grid of pipe x data x context x X x Y x Z ranks (Singh, chapters 3 and 5).
 
 `Grid` arranges the ranks along axes, and `parallelize` shards an nn.Module over them in place; the other names are for
 training loops.
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stretto.parallel.comm.gradient_reducer import no_sync
     from stretto.parallel.comm.kept_outputs import recomputation_contexts, run_once
     from stretto.parallel.comm.weight_gathering import gather_once
+    from stretto.parallel.context import cut_sequences
     from stretto.parallel.expert_balance import balance_experts
     from stretto.parallel.forward_passes import register_forward_method
     from stretto.parallel.full_parameters import full_parameters
@@ -60,6 +61,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_scale",
     "count_collectives",
+    "cut_sequences",
     "full_parameters",
     "gather",
     "gather_once",
@@ -93,6 +95,7 @@ _HOMES = {
     "no_sync": "stretto.parallel.comm.gradient_reducer",
     "recomputation_contexts": "stretto.parallel.comm.kept_outputs",
     "run_once": "stretto.parallel.comm.kept_outputs",
+    "cut_sequences": "stretto.parallel.context",
     "full_parameters": "stretto.parallel.full_parameters",
     "Grid": "stretto.parallel.grid",
     "micro_batch_of": "stretto.parallel.layers.dropout",

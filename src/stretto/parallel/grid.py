@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid: ranks laid out over pipe x data x X x Y x Z (Singh, sections 3.1 and 5.1.1), as a named DeviceMesh."""
+"""The grid: ranks over pipe x data x context x X x Y x Z (Singh, sections 3.1 and 5.1.1), as a named DeviceMesh."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -13,20 +13,24 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.axes import (
+    BATCH,
     DERIVED_GROUPS,
     EXPERT,
     EXPERT_AXES,
     EXPERT_DATA,
     EXPERT_Z,
+    LOSS,
     MESH_ORDER,
     NAMES,
     OUTER_TO_INNER,
+    REPLICAS,
     STAGE,
     STAGE_AXES,
     X_COPIES,
     X_PARTS,
     ExpertTensor,
     GridSizes,
+    axes_of,
     check_sizes,
     expert_parameter_axes,
     group_sizes,
@@ -46,17 +50,20 @@ START_LIMIT = timedelta(minutes=10)  # for ranks to import and to find each othe
 GradientReduction = Literal["sum", "mean"]
 """Reduction of the gradients of ranks that have other rows of the batch."""
 
+_NARROWER = {LOSS: BATCH, REPLICAS: "data"}
+"""The groups that sum over the same ranks where sequences are whole."""
+
 _LEFT_OF = {"data": EXPERT_DATA, "z": EXPERT_Z}
 """Names of axes without the innermost ranks that expert takes."""
 
 
 class Grid:
     """Arranges the ranks of a job along the axes of `stretto.axes`; x is innermost and pipe outermost:
-    rank = (((pipe * Data + data) * Z + z) * Y + y) * X + x.
+    rank = ((((pipe * Data + data) * Context + context) * Z + z) * Y + y) * X + x.
 
-    `data` and `z` split the batch; `x`, `y` and `z` split the weights; `pipe` splits the layers. Start the job with
-    torchrun (or `stretto train`); a grid of one rank needs no launcher. Collective: every rank of the job must create
-    the same grid.
+    `data` and `z` split the batch; `context` splits each sequence; `x`, `y` and `z` split the weights; `pipe` splits
+    the layers. Start the job with torchrun (or `stretto train`); a grid of one rank needs no launcher. Collective:
+    every rank of the job must create the same grid.
 
     `expert` is the size of the expert-parallel axis of a mixture-of-experts model. It adds no ranks: for experts'
     parameters it reuses the innermost ranks of data, then ranks of z (`stretto.axes.fold_experts`). The remaining ranks
@@ -64,7 +71,7 @@ class Grid:
     these further. expert_tensor: "cut", x splits each expert's inner features (TED; Singh, section 7.1); "fold", the
     ranks of x are part of expert.
 
-    Attributes: `mesh`, the DeviceMesh with dims named pipe, data, y, x, z; `parameter_mesh`, its part without
+    Attributes: `mesh`, the DeviceMesh with dims named pipe, data, context, y, x, z; `parameter_mesh`, its part without
     pipe and without dims of size 1, on which this stage's parameters are; `expert_mesh`, the mesh of experts'
     parameters, without expert; `device`, this rank's torch.device; `sizes`, a mapping from axis to size, for files and
     `Grid(**sizes)`; `timeout`, the timeout of the groups, a timedelta.
@@ -91,6 +98,7 @@ class Grid:
         z: int = 1,
         pipe: int = 1,
         *,
+        context: int = 1,
         expert: int = 1,
         expert_tensor: ExpertTensor = "cut",
         device: torch.device | str | None = None,
@@ -98,7 +106,8 @@ class Grid:
         **others: int,
     ) -> None:
         of_experts = {EXPERT: expert, "expert_tensor": expert_tensor}
-        sizes = check_sizes({"pipe": pipe, "data": data, "x": x, "y": y, "z": z} | of_experts | others)
+        given = {"pipe": pipe, "data": data, "context": context, "x": x, "y": y, "z": z}
+        sizes = check_sizes(given | of_experts | others)
         self.sizes: Mapping[str, Any] = sizes.sizes()
         ranks = sizes.ranks
         limit = None if timeout is None else check_timeout(timeout)
@@ -119,9 +128,15 @@ class Grid:
         self._groups: dict[str, dist.ProcessGroup] = {}
         single = {axis: (axis,) for axis in NAMES}
         for name, over in {**single, **DERIVED_GROUPS, "world": NAMES, STAGE: STAGE_AXES}.items():
-            if sizes.over(over) > 1:
-                purpose = name if name in DERIVED_GROUPS else "grid"
-                self._groups[name] = self._make_group(name, self.partition(over), purpose)
+            narrower = _NARROWER.get(name, name)
+            if narrower != name and sizes.over(over) == sizes.over(axes_of(narrower)):
+                if narrower in self._groups:
+                    self._groups[name] = self._groups[narrower]
+                continue
+            if sizes.over(over) == 1:
+                continue
+            purpose = name if name in DERIVED_GROUPS else "grid"
+            self._groups[name] = self._make_group(name, self.partition(over), purpose)
         # torch's rules for operators on DTensors take time exponential in the mesh's dims (seconds for four, at an
         # operator's first use), so parameters live on the part of the mesh that does split something.
         self.parameter_axes = parameter_axes(sizes)

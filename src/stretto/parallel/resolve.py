@@ -22,6 +22,7 @@ from stretto.huggingface.formulas import UnknownRolesError
 from stretto.huggingface.pretrained_model import is_conv1d, is_linear, is_pretrained_model
 from stretto.huggingface.roles import norms_next_to_linears, plan_of
 from stretto.parallel.blocks import find_blocks
+from stretto.parallel.context import require_context
 from stretto.parallel.layout import has_layout
 from stretto.parallel.recomputation import check_blocks
 from stretto.parallel.roles.plan import KINDS, PLAIN, PlainPart, Role, ShardingPlan
@@ -63,6 +64,7 @@ def resolve(
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(f"{name} has a hook, which its shard would never call: register it after parallelize")
+    require_context(model, sizes)
     plan = _find_plan(model, sizes, roles, local_attributes, blocks)
     if isinstance(plan, ShardingPlan):
         if options.shard_sequence:

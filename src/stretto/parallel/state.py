@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stretto.huggingface.experts import ExpertsKind
     from stretto.parallel.comm.gradient_reducer import GradientReducer
     from stretto.parallel.comm.weight_gathering import WeightGatherer
+    from stretto.parallel.context import SequenceParts
     from stretto.parallel.grid import GradientReduction, Grid
     from stretto.parallel.layers.block_shard import BlockShard
     from stretto.parallel.pipeline.stages import ModelStages
@@ -50,7 +51,8 @@ class ShardingRequest:
 class ParallelState:
     """A parallelized model's grid, options and plan, and the objects that its passes use.
 
-    stages: the pipeline stages of a model that is cut into some. block_shards: what gathers the parameters of a module
+    stages: the pipeline stages of a model that is cut into some. sequence_parts: what cuts its sequences among the
+    ranks of context. block_shards: what gathers the parameters of a module
     that is gathered by itself. wrappers: what has replaced the forward of each module of which the parameters are
     gathered or read as plain tensors, the innermost first.
     """
@@ -60,6 +62,7 @@ class ParallelState:
     gradient_reducer: GradientReducer
     weight_gatherer: WeightGatherer
     stages: ModelStages | None = None
+    sequence_parts: SequenceParts | None = None
     block_shards: dict[nn.Module, BlockShard] = field(default_factory=dict)
     wrappers: dict[nn.Module, list[Wrapper]] = field(default_factory=dict)
 

@@ -21,7 +21,7 @@ def activations_of_a_block(workload: StepWorkload, grid: GridSizes, token_parts:
 
 
 def _activations(model: Architecture, seq_len: int, grid: GridSizes, token_parts: int) -> tuple[float, float, float]:
-    key = "activations", seq_len, grid.x, grid.y, grid.expert, grid.expert_x, token_parts
+    key = "activations", seq_len, grid.context == 1, grid.x, grid.y, grid.expert, grid.expert_x, token_parts
     if key in model.memo:
         known: tuple[float, float, float] = model.memo[key]
         return known
@@ -105,5 +105,5 @@ def kept_activations(workload: StepWorkload, config: StepConfig) -> tuple[float,
     """Bytes of what all blocks keep between the passes of a micro-batch, and how many of them are in host memory."""
     grid = workload.model.splitting_sizes(config.grid)
     blocks = recomputed_blocks(workload, grid, config.options.recomputation, config.token_parts)
-    num_bytes = config.micro_batch * workload.seq_len * workload.element
+    num_bytes = config.tokens(workload) * workload.element
     return (blocks.on_host or blocks.between) * num_bytes, blocks.on_host * num_bytes

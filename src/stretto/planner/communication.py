@@ -14,9 +14,9 @@ from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.layers import Linear
 
-KINDS = ("all_gather_z", "reduce_scatter_z", "all_reduce_y", "all_reduce_x", "all_reduce_data", "all_to_all")
+KINDS = ("all_gather_z", "reduce_scatter_z", "all_reduce_y", "all_reduce_x", "all_reduce_data", "all_to_all", "keys")
 Rates = Mapping[str, float | None]  # bytes/s, by axis
-AXIS_OF = dict(zip(KINDS, ("z", "z", "y", "x", "data", EXPERT), strict=True))
+AXIS_OF = dict(zip(KINDS, ("z", "z", "y", "x", "data", EXPERT, "context"), strict=True))
 MEANINGS = {
     "all_gather_z": "gathering weights over z",
     "reduce_scatter_z": "scattering weight gradients over z",
@@ -24,6 +24,7 @@ MEANINGS = {
     "all_reduce_x": "sums over x",
     "all_reduce_data": "summing gradients over data",
     "all_to_all": "sending rows to experts and back",
+    "keys": "exchanging keys and values over context",
 }
 GROUP_OF = AXIS_OF | {"all_reduce_data": REPLICAS}  # an axis, or a group over several
 
@@ -38,12 +39,12 @@ class Volume:
     all_reduce_x: float = 0.0
     all_reduce_data: float = 0.0
     all_to_all: float = 0.0
+    keys: float = 0.0
 
     @property
     def total(self) -> float:
-        """Equation 5.6: their sum; and rows of experts."""
-        of_linears = self.all_gather_z + self.reduce_scatter_z + self.all_reduce_y + self.all_reduce_x
-        return of_linears + self.all_reduce_data + self.all_to_all
+        """Equation 5.6: their sum; and rows of experts, and keys of attention."""
+        return sum(getattr(self, kind) for kind in KINDS)
 
     def __add__(self, other: "Volume") -> "Volume":
         return Volume(*(getattr(self, kind) + getattr(other, kind) for kind in KINDS))
@@ -52,8 +53,8 @@ class Volume:
         return Volume(*(getattr(self, kind) * factor for kind in KINDS))
 
     def by_name(self) -> dict[str, float]:
-        """Each of them, the last only where it is sent, and their total."""
-        found = {kind: getattr(self, kind) for kind in KINDS if kind != "all_to_all" or self.all_to_all}
+        """Each of them, the last two only where they are sent, and their total."""
+        found = {kind: getattr(self, kind) for kind in KINDS if kind not in KINDS[-2:] or getattr(self, kind)}
         return found | {"total": self.total}
 
 
@@ -109,7 +110,8 @@ def blocks_volume(model: Architecture, grid: GridSizes, tokens: float, element: 
     """
     if model.is_sharded_by_blocks:
         block = WeightTraffic.of(model.block_parameters, grid)
-        of_block = Volume(gathers * block.all_gather, block.reduce_scatter, all_reduce_data=block.data)
+        keys = 3 * keys_numbers(model, model.splitting_sizes(grid), tokens / grid.z)
+        of_block = Volume(gathers * block.all_gather, block.reduce_scatter, all_reduce_data=block.data, keys=keys)
         return of_block.times(model.layers * element)
     total = Volume()
     for count, kind in model.kinds:
@@ -119,13 +121,21 @@ def blocks_volume(model: Architecture, grid: GridSizes, tokens: float, element: 
 
 def _block_volume(model: Architecture, grid: GridSizes, tokens: float, gathers: int) -> Volume:
     """Elements that one block sends, except for experts that ranks divide."""
-    total = Volume()
+    total = Volume(keys=3 * keys_numbers(model, grid, tokens / grid.z))  # again, and gradients, in the backward pass
     for linear in model.linears:
         traffic = linear_traffic(linear, grid, tokens)
         sums = {traffic.output_sum_axis: traffic.output, traffic.gradient_sum_axis: traffic.gradient}
         over_x = sums["x"] + traffic.copies
         total += Volume(gathers * traffic.all_gather, traffic.reduce_scatter, sums["y"], over_x, traffic.data)
     return total
+
+
+def keys_numbers(model: Architecture, grid: GridSizes, tokens: float) -> float:
+    """Numbers that one rank sends of one block's keys and values in its forward pass, `tokens` of them its own.
+
+    The rank that sends most, of sequences cut zig-zag: the last, whose tokens all others need.
+    """
+    return (grid.context - 1) * tokens * sum(layer.exchanged_keys(grid) for layer in model.block)
 
 
 def bandwidth(cluster: Cluster, grid: GridSizes, axis: str) -> float:
@@ -226,7 +236,9 @@ def slowest_rate(rates: Rates, grid: GridSizes, group: str) -> float | None:
 def seconds(volume: Volume, rates: Rates, grid: GridSizes) -> Volume:
     """Bytes over the bandwidth of the axis, or group of axes, that they are sent over; without experts' all-to-alls."""
     rated = [kind for kind in KINDS if AXIS_OF[kind] != EXPERT]
-    return Volume(*(getattr(volume, kind) / (slowest_rate(rates, grid, GROUP_OF[kind]) or 1.0) for kind in rated))
+    return Volume(
+        **{kind: getattr(volume, kind) / (slowest_rate(rates, grid, GROUP_OF[kind]) or 1.0) for kind in rated}
+    )
 
 
 def sum_by_axis(times: Mapping[str, float]) -> dict[str, float]:

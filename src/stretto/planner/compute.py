@@ -136,18 +136,23 @@ class Device:
         return num_bytes / self.memory_bandwidth
 
 
+BACKWARD_ATTENTION = 2.5  # attention's products in the backward pass, five, over those in the forward pass, two
+
+
 class BlockSeconds(NamedTuple):
     """Seconds of one block for one micro-batch, without casts.
 
     linears: of each linear's output, its input's gradient and its weight's. kept: which outputs recomputation keeps.
     experts: of experts' grouped products in the forward pass; the gradients by inputs, and those by weights, take as
-    long each. other_forward, other_backward: of all else. recomputed: of what is computed again, in the mean of the
+    long each. attention: of its own products in the forward pass. other_forward, other_backward: of all else, and of
+    these. recomputed: of what is computed again, in the mean of the
     blocks that are recomputed together; in the last of them, leaves_out_last says, the last linear is not.
     """
 
     linears: tuple[tuple[float, float, float], ...]
     kept: tuple[bool, ...]
     experts: float
+    attention: float
     other_forward: float
     other_backward: float
     recomputed: float
@@ -168,7 +173,7 @@ class BlockSeconds(NamedTuple):
 def block_seconds(workload: StepWorkload, model: Architecture, config: StepConfig, device: Device) -> BlockSeconds:
     """The times of one block of a model whose blocks are alike."""
     grid = model.splitting_sizes(config.grid)
-    tokens = config.micro_batch * workload.seq_len
+    tokens = config.tokens(workload)
     linears = []
     for linear in model.linears:
         k, n = linear.inputs / linear.input_shards(grid), linear.local_outputs(grid)
@@ -179,7 +184,7 @@ def block_seconds(workload: StepWorkload, model: Architecture, config: StepConfi
     scores = device.attention(flops, workload.seq_len)
     forward_bytes, backward_bytes = _element_wise(workload, model, grid, config.token_parts)
     forward = scores + device.traffic(forward_bytes * tokens)
-    backward = 2.5 * scores + device.traffic(backward_bytes * tokens)
+    backward = BACKWARD_ATTENTION * scores + device.traffic(backward_bytes * tokens)
     experts = 0.0
     if (layer := model.moe_layer) is not None:
         router = device.matmul(*layer.router_product(grid, tokens, config.token_parts), "NT")
@@ -193,7 +198,7 @@ def block_seconds(workload: StepWorkload, model: Architecture, config: StepConfi
         recomputed = forward + experts + sum(again)
         if leaves_out_last and not kept[-1]:
             recomputed -= linears[-1][0] / recomputation.blocks
-    return BlockSeconds(tuple(linears), kept, experts, forward, backward, recomputed, leaves_out_last)
+    return BlockSeconds(tuple(linears), kept, experts, scores, forward, backward, recomputed, leaves_out_last)
 
 
 class CastSeconds(NamedTuple):

@@ -111,7 +111,7 @@ def paper_expert_seconds(workload: StepWorkload, config: StepConfig, cluster: Cl
     volume = expert_volume(
         model,
         grid,
-        workload.tokens / grid.batch_parts,
+        workload.tokens / grid.token_parts,
         PAPER_ELEMENT,
         options=options,
         forward_passes=2 if options.recomputation.exchanges_again else 1,
@@ -123,7 +123,8 @@ def paper_expert_seconds(workload: StepWorkload, config: StepConfig, cluster: Cl
 class PassTotals(NamedTuple):
     """Seconds of a pass, or of several: computation, waits of the host, and collectives.
 
-    x, y, expert: all that is sent over an axis; hidden_x, hidden_y: what computation hides of it. gathered: of weights
+    x, y, context, expert: all that is sent over an axis; hidden_x, hidden_y, hidden_context: what computation hides of
+    it. gathered: of weights
     over z; gathered_by_copies: by copy engines. z, hidden_z, slowed: of a pipeline's passes alone, what is sent over z
     in each of them, and what computation loses beside all that it hides. launches: the host's, while the GPU computes.
     """
@@ -132,9 +133,11 @@ class PassTotals(NamedTuple):
     host: float = 0.0
     x: float = 0.0
     y: float = 0.0
+    context: float = 0.0
     expert: float = 0.0
     hidden_x: float = 0.0
     hidden_y: float = 0.0
+    hidden_context: float = 0.0
     gathered: float = 0.0
     gathered_by_copies: float = 0.0
     z: float = 0.0
@@ -153,7 +156,7 @@ class PassTotals(NamedTuple):
     @property
     def hidden(self) -> float:
         """Seconds of communication that computation hides."""
-        return self.hidden_x + self.hidden_y + self.hidden_z
+        return self.hidden_x + self.hidden_y + self.hidden_z + self.hidden_context
 
     @property
     def whole(self) -> float:
@@ -167,7 +170,7 @@ class PassTotals(NamedTuple):
 
     @property
     def _on_device(self) -> float:
-        waits = self.host + self.x + self.y + self.z + self.expert - self.hidden
+        waits = self.host + self.x + self.y + self.z + self.context + self.expert - self.hidden
         return self.computation + waits + self.slowed
 
 
@@ -283,12 +286,14 @@ def full_cost(workload: StepWorkload, config: StepConfig, device: Device, rates:
     )
     gathered = gathers * blocks.forward.gathered, again * blocks.backward.gathered
     scattered, rows = scatters * blocks.scatter, count * sent.expert
-    communication = outside + Volume(sum(gathered), scattered, count * sent.y, count * sent.x, data, rows)
+    over_x, over_y, keys = count * sent.x, count * sent.y, count * sent.context
+    communication = outside + Volume(sum(gathered), scattered, over_y, over_x, data, rows, keys)
     left_gather, left_scatter, left_data = _exposed_over_z_and_data(
         record, blocks, work, gathered, scattered, data, sums
     )
-    left_y, left_x = count * (sent.y - sent.hidden_y), count * (sent.x - sent.hidden_x)
-    left = outside + Volume(left_gather, left_scatter, left_y, left_x, left_data, rows)
+    left_y, left_x = over_y - count * sent.hidden_y, over_x - count * sent.hidden_x
+    left_keys = keys - count * sent.hidden_context
+    left = outside + Volume(left_gather, left_scatter, left_y, left_x, left_data, rows, left_keys)
     exposed = sum_by_axis(left.by_name())
     terms = {"computation": work.total - work.optimizer, "the optimizer": work.optimizer}
     terms |= {f"exposed communication over {axis}": time for axis, time in exposed.items()}

@@ -180,7 +180,7 @@ def judge(
     local = workload.batch // config.grid.batch_parts
     if impossible is None and micro_batch is not None and local % micro_batch:
         impossible = f"a micro-batch of {micro_batch} does not divide the {local} sequences of a rank"
-    tokens = (micro_batch or local) * workload.seq_len
+    tokens = replace(config, micro_batch=micro_batch or local).tokens(workload)
     if impossible is None and tokens % config.token_parts:
         impossible = f"with shard_sequence, x={config.grid.x} does not divide a rank's {tokens} tokens at once"
     needed = cache(partial(_memory_at, workload, config, has_nvlink=has_nvlink_over_z(cluster, config.grid)))
@@ -224,7 +224,7 @@ def largest_micro_batch(
     candidates = [
         size
         for size in divisors(workload.batch // config.grid.batch_parts)
-        if size * workload.seq_len % config.token_parts == 0
+        if replace(config, micro_batch=size).tokens(workload) % config.token_parts == 0
     ]
 
     def is_too_large(micro_batch: int) -> bool:

@@ -2,7 +2,7 @@
 """Enumerate all grids of a number of ranks, and explain why a model cannot run on one."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from stretto.axes import STAGE_AXES, ExpertTensor, GridSizes
 from stretto.planner.architecture import Architecture
@@ -14,14 +14,16 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def every_grid(ranks: int) -> Iterator[GridSizes]:
-    """Every factorization of `ranks` into sizes of the axes of one pipeline stage."""
-    return (GridSizes(**sizes) for sizes in _factorize(ranks, STAGE_AXES))
+_SEARCHED = tuple(axis for axis in STAGE_AXES if axis != "context")
 
 
-def grids_of_stages(ranks: int, pipe: int) -> Iterator[GridSizes]:
-    """Every factorization of `ranks` with so many pipeline stages."""
-    return (GridSizes(pipe=pipe, **sizes) for sizes in _factorize(ranks // pipe, STAGE_AXES))
+def every_grid(ranks: int, pipe: int = 1, contexts: Collection[int] = (1,)) -> Iterator[GridSizes]:
+    """Every factorization of `ranks` into sizes of axes, with so many pipeline stages, and context one of `contexts`
+    that divides what these leave."""
+    for context in contexts:
+        if ranks // pipe % context == 0:
+            for sizes in _factorize(ranks // pipe // context, _SEARCHED):
+                yield GridSizes(pipe=pipe, context=context, **sizes)
 
 
 def list_expert_grids(

@@ -119,6 +119,10 @@ class BlockLayer(ABC):
         """Attention's scores, for each token and key, that are there as a tensor; 0 by default: within a kernel."""
         return 0.0
 
+    def exchanged_keys(self, grid: GridSizes) -> float:
+        """Numbers of its keys and values, which ranks of context exchange; 0 by default."""
+        return 0.0
+
 
 STRIDED = 2.3  # how many times as long a pass over parts of rows takes as one over contiguous numbers
 # The same of Stretto's kernels for rotary positions and gates, which reach 2.7 and 3.0 TB/s on an H100, where PyTorch's
@@ -217,7 +221,13 @@ class AttentionLayer(BlockLayer):
         return kept
 
     def scores(self, grid: GridSizes) -> float:
-        return self.heads / grid.x if self.is_plain else 0.0
+        return self.heads / grid.x if self._makes_scores(grid) else 0.0
+
+    def _makes_scores(self, grid: GridSizes) -> bool:
+        return self.is_plain and grid.context == 1  # over context, kernels attend
+
+    def exchanged_keys(self, grid: GridSizes) -> float:
+        return 2 * self.keys_in(grid) / grid.x
 
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
         keys = self.keys_in(grid)
@@ -238,7 +248,7 @@ class AttentionLayer(BlockLayer):
     def attention_flops(self, grid: GridSizes, tokens: int, seq_len: int) -> float:
         # Queries with keys, and their weights with values; a causal mask leaves half, except to plain operations.
         # Repeated on every rank of y.
-        return (4 if self.is_plain else 2) * tokens * seq_len * self.queries / grid.x
+        return (4 if self._makes_scores(grid) else 2) * tokens * seq_len * self.queries / grid.x
 
 
 @dataclass(frozen=True)

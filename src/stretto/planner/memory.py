@@ -81,6 +81,23 @@ def whole_logits(workload: StepWorkload, tokens: int) -> float:
     return model.head_outputs * tokens * (element + 3 * workload.master)
 
 
+# Above so many bytes of all keys and values of a layer, attention over context receives one rank's at a time
+# (`stretto.ops.attention`).
+RING_BYTES = 4 << 30
+
+
+def exchanged_keys(workload: StepWorkload, config: StepConfig) -> tuple[float, float]:
+    """Bytes of other ranks' keys and values that attention over context holds in a block's forward pass; and in its
+    backward pass, with their gradients, and in fp32 those of its own."""
+    model, element, others = workload.model, workload.element, config.grid.context - 1
+    if not others:
+        return 0.0, 0.0
+    grid, tokens, wide = model.splitting_sizes(config.grid), config.tokens(workload), max(4, workload.element)
+    of_rank = tokens * max(sum(layer.exchanged_keys(grid) for layer in kind.model.block) for kind in model.kinds)
+    held = of_rank * (min(2, others) if (others + 1) * of_rank * element > RING_BYTES else others)
+    return held * element, 2 * held * element + of_rank * wide
+
+
 def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> dict[str, float]:
     """Bytes by component at the peak, on the rank that needs most: `step_memory`, or, with separate optimizer state
     and this is more, those of the moment before the first step when fp32 parameters are taken over (as temporary).
@@ -110,7 +127,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     parameters = local_parameters(model, grid)
     of_number = number_bytes(workload, config.state)
     fixed = parameters_and_optimizer(workload, config.state, parameters)
-    tokens = config.micro_batch * workload.seq_len
+    tokens = config.tokens(workload)
     sizes = [_whole_weights(kind.model, grid) for kind in model.kinds]
     # Of the largest block, and of all of them.
     of_linears, largest_linear = max(each.linears for each in sizes), max(each.largest_linear for each in sizes)
@@ -162,6 +179,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     of_head = head / grid.z * of_number.gradient
     widest = max(layer.widest(grid) for kind in model.kinds for layer in kind.model.block) * tokens
     growth *= tokens
+    keys, keys_and_gradients = exchanged_keys(workload, config)
     # Beside the gradients of activations: a linear's weight gradient and what is next to it, or that of experts, whose
     # activations have been freed by then.
     of_products = max(2 * largest_linear, largest)
@@ -190,7 +208,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
             "activations": activations * element,
             "logits": (head * element if keeps_head_weight else 0.0)
             + (2 * head * element if model.has_own_head and grid.replicas * grid.z > 1 else 0.0),
-            "temporary": (growth + of_products) * element + ring,
+            "temporary": (growth + of_products) * element + keys_and_gradients + ring,
         },
         {  # the end of the backward pass
             "gradients": gradients,
@@ -226,7 +244,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
                 "gathered_weights": gathered_in_backward * element if is_copied else 0.0,
                 "activations": (activations + blocks.again * tokens) * element,
                 "logits": head * element if config.gathers_once and is_copied else 0.0,
-                "temporary": (widest + 2 * largest + scattered) * element + ring,
+                "temporary": (widest + 2 * largest + scattered) * element + keys + ring,
             }
         )
     if blocks.blocks > 1:
@@ -237,7 +255,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
                 "gathered_weights": gathered_in_backward * element if is_copied else 0.0,
                 "activations": (own_input + blocks.again) * tokens * element,
                 "logits": head * element if config.gathers_once and is_copied else 0.0,
-                "temporary": (growth + of_products + scattered) * element + ring,
+                "temporary": (growth + of_products + scattered) * element + keys_and_gradients + ring,
             }
         )
     return fixed | max(moments, key=lambda parts: sum(parts.values()))
@@ -317,7 +335,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     model, options, element = workload.model, config.options, workload.element
     grid = model.splitting_sizes(config.grid)
     layers, parameters = model.layers, local_parameters(model, grid)
-    tokens = config.micro_batch * workload.seq_len
+    tokens = config.tokens(workload)
     is_sent, recomputes = grid.z > 1, options.recomputation.is_on
     keeps = config.gathers_once or (options.keeps_weights and not recomputes)
     # Whole parameters in dtype are copies, unless the parameters themselves are computed with.
@@ -373,9 +391,9 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
             gathered = again + gathered_message + following
             note(gathered, earlier_blocks + kept_by_each + hidden, reduced=reduced, temporary=head + sent)
         gathered = number * block if keeps else again + following
-        note(
-            gathered, earlier_blocks + computed * of_each + growth, reduced=reduced, temporary=head + sent + 2 * largest
-        )
+        keys = exchanged_keys(workload, config)[1] / element
+        temporary = head + sent + 2 * largest + keys
+        note(gathered, earlier_blocks + computed * of_each + growth, reduced=reduced, temporary=temporary)
         # All of its gradients are there, and as a message, too.
         gathered, whole = (number - 1) * block if keeps else following, message + in_flight if is_sent else 2 * largest
         reduced += of_block if sent else 0.0

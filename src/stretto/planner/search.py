@@ -26,6 +26,7 @@ from stretto.planner.search_space import (
     CostModel,
     PredictKeywords,
     SearchKeywords,
+    find_contexts,
     make_search_space,
     set_imbalance,
 )
@@ -58,8 +59,8 @@ def plan(
     cost: "full" predicts whole steps: computation and communication, with latency and overlap. "paper" counts only the
         linears' collectives (Singh, equations 5.1 to 5.7): step_time is their total.
     micro_batch: sequences of a rank in one forward pass (default: searched).
-    search: recompute, reshard, shard_sequence, overlaps, state, memory, clips, experts and pipelines
-        (`SearchKeywords`).
+    search: recompute, reshard, shard_sequence, overlaps, state, memory, clips, context, experts and
+        pipelines (`SearchKeywords`).
 
     Returns a plan for every factorization; impossible grids come last, with the reason. With more than 200 grids with
     several pipeline stages, grids that cannot be among the first ten are skipped; a note states how many. Raises
@@ -80,7 +81,8 @@ def plan(
     limit = max_allocated(machine.require("gpu.memory"))
     of_pipelines = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS}
     pipelines = make_pipeline_space(architecture, ranks, **of_pipelines)
-    space = make_search_space(workload, machine, cost, **asked)
+    contexts = find_contexts(asked.pop("context", None), seq_len, ranks)
+    space = replace(make_search_space(workload, machine, cost, **asked), contexts=contexts)
     _check_expert(space.expert, ranks)
     _check_sharding(True in space.shardings, architecture, cost, pipelines.pipes)
 
@@ -105,7 +107,7 @@ def plan(
 def _search_grids(searched: PipelineSearch, ranks: int) -> tuple[list[Candidate], list[str]]:
     """The best candidate of each grid without pipeline stages, and notes on those that were left out: of many grids
     with ways to divide experts, the slow ones."""
-    workload, grids = searched.workload, list(every_grid(ranks))
+    workload, grids = searched.workload, list(every_grid(ranks, contexts=searched.space.contexts))
     if workload.model.moe is None or len(grids) <= MAX_WITH_EXPERTS:
         found = []
         for grid in grids:
@@ -189,6 +191,7 @@ def predict(
     of_schedule = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS[1:]}
     options = _change(options or ExecutionOptions(), **asked)
     sizes = check_sizes(grid)
+    find_contexts(sizes.context, seq_len, sizes.ranks)
     _check_sharding(options.shard_sequence, workload.model, cost, (sizes.pipe,))
     options.recomputation.check_blocks(workload.model.layers)
     state = state or StateOptions()

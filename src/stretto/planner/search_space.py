@@ -45,6 +45,8 @@ class SearchKeywords(FixedKeywords, total=False):
     memory: "auto" searches modes of recomputation where `recompute` is not given ("host" is none of them, since the
         time of its copies is not predicted), and all locations of optimizer state where `state` is not given, for the
         fastest choice that fits GPU and host.
+    context: ranks that each sequence is cut among, or "auto" to search them (default: 1; searched for sequences of
+        32,768 tokens and more).
     expert: ranks that divide a model's experts (default: searched, among all that fold out of data, then z).
     expert_tensor: what ranks of x do to experts, "cut" or "fold" (default: searched).
     imbalance: rows of the busiest rank of experts over the mean (default: `expert_layers.IMBALANCE`).
@@ -68,6 +70,7 @@ class SearchKeywords(FixedKeywords, total=False):
     clips: bool
     imbalance: float | None
     captured: bool
+    context: int | Literal["auto"] | None
     pipe: int | Literal["auto"] | None
     schedule: str | None
     virtual_stages: int | None
@@ -122,7 +125,7 @@ class SearchSpace:
 
     recomputes, reshards, shardings, states: the values that are tried of each option. clips, overlaps: of all choices.
     notes: what was not tried, and why. expert, expert_tensor: of all grids; None tries all. drops_duplicates: of all
-    choices.
+    choices. contexts: ranks that sequences are cut among.
     """
 
     recomputes: Sequence[str]
@@ -135,6 +138,7 @@ class SearchSpace:
     expert: int | None = None
     expert_tensor: ExpertTensor | None = None
     drops_duplicates: bool = True
+    contexts: Sequence[int] = (1,)
 
     def list_grids(self, model: Architecture, grid: GridSizes) -> list[GridSizes]:
         """A grid with each way to divide the model's experts that is tried."""
@@ -208,6 +212,28 @@ def make_search_space(
         expert_tensor=expert_tensor,
         drops_duplicates=fixed.get("drop_duplicates", True),
     )
+
+
+LONG_SEQUENCE = 32_768  # tokens of a sequence from which on `plan` searches how many ranks should cut it
+
+
+def find_contexts(context: object, seq_len: int, ranks: int) -> tuple[int, ...]:
+    """The sizes of context that are tried, as `SearchKeywords` says. ValueError for one that cannot be, with one that
+    can: it divides the ranks, and twice it the sequence."""
+    possible = tuple(size for size in divisors(ranks) if size == 1 or seq_len % (2 * size) == 0)
+    if context == "auto" or (context is None and seq_len >= LONG_SEQUENCE):
+        return possible
+    if context is None:
+        return (1,)
+    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+        raise ValueError(f"context is {context!r}, but must be a whole number, at least 1, or 'auto'")
+    if context not in possible:
+        near = min(possible, key=lambda size: (abs(size - context), size))
+        raise ValueError(
+            f"context is {context}, but must divide the {ranks} GPUs, and 2 x context a sequence of {seq_len} tokens; "
+            f"{near} would do"
+        )
+    return (context,)
 
 
 def _check_experts(model: Architecture, expert: int | None, expert_tensor: str | None) -> None:

@@ -8,6 +8,7 @@ rank. Rules of overlap (docs/overlap.md) are the places in a pass at which a col
 - the sum of a large output in two halves, the first under the product of the second (all_reduce);
 - the sum of an input's gradient under the weight's gradient (all_reduce);
 - gathers and scatters of sharded tokens within a product, except for one rank's part;
+- keys and values over context while a rank attends to its own (context);
 - weights gathered one ahead, or all by copy engines from the forward pass's beginning on (`StepRecord.prefetch`);
 - weight gradients scattered during later computation, at most `StepRecord.scatters_in_flight` at a time
   (reduce_scatter), and summed over data under what follows (data), in the last micro-batch.
@@ -226,11 +227,27 @@ class ExpertsRecord:
 
 
 @dataclass(frozen=True)
+class KeysRecord:
+    """Attention over context for one micro-batch: what it sends of keys and values, and what hides that.
+
+    place: of the linear after it. sent: keys and values, in the forward pass; in the backward pass again, beside half
+    of the computation, and as many gradients of them beside the other half. own, own_backward: seconds of attention to a
+    rank's own keys.
+    """
+
+    place: int
+    sent: GroupCollective
+    own: float
+    own_backward: float
+
+
+@dataclass(frozen=True)
 class BlockRecord:
     """One block of a kind for one micro-batch, and its passes.
 
     other_forward, other_backward, other_again: seconds of all but linears' and experts' products (attention, norms,
-    element-wise kernels, casts) in the forward pass, the backward pass, and the recomputed forward pass.
+    element-wise kernels, casts) in the forward pass, the backward pass, and the recomputed forward pass, and but what
+    `keys` has.
     statistics: of one of two norms, over y.
     weights: of what is not sent with a linear: all of a block that is sharded as one, or experts. frees: whether
     weights are freed after the forward pass, and gathered again for the backward pass. leaves_out_last: whether the
@@ -249,6 +266,7 @@ class BlockRecord:
     experts: ExpertsRecord | None
     frees: bool
     leaves_out_last: bool
+    keys: KeysRecord | None = None
 
     @cached_property
     def forward(self) -> Pass:
@@ -312,6 +330,8 @@ class BlockRecord:
             if self._begins_with_norm(place) and exchanges:
                 to.run("norm statistics", self.statistics)
             to.compute(OTHER, other)
+            if self.keys is not None and place == self.keys.place:
+                self._exchange(to, "keys and values", self.keys.sent if exchanges else None, self.keys.own)
             is_left_out = is_last and place == len(self.linears) - 1
             if not (is_left_out and self.frees):
                 to.use(linear.weight)
@@ -346,12 +366,21 @@ class BlockRecord:
             if computes_weights:
                 self._weight_gradient(to, linear)
             to.wait(*started)
+            if self.keys is not None and place == self.keys.place:
+                self._exchange(to, "keys and values", self.keys.sent, self.keys.own_backward / 2)
+                self._exchange(to, "gradients of keys and values", self.keys.sent, self.keys.own_backward / 2)
             to.compute(f"{OTHER}, backward", other)
             if self._begins_with_norm(place):
                 to.run("norm statistics, backward", self.statistics)
         if computes_weights and self._is_gathered_whole:
             self._send_together(to)
         return to.finish(self.host.block_backward, self.host.collective)
+
+    @staticmethod
+    def _exchange(to: PassRecorder, name: str, collective: GroupCollective | None, seconds: float) -> None:
+        started = to.start(name, collective)
+        to.compute("attention to a rank's own keys", seconds)
+        to.wait(started)
 
     def _product(
         self,

@@ -18,9 +18,18 @@ from stretto.planner.communication import (
     Rates,
     WeightTraffic,
     has_nvlink_over_z,
+    keys_numbers,
     linear_traffic,
 )
-from stretto.planner.compute import BlockSeconds, CastSeconds, Device, block_seconds, cast_seconds, head_seconds
+from stretto.planner.compute import (
+    BACKWARD_ATTENTION,
+    BlockSeconds,
+    CastSeconds,
+    Device,
+    block_seconds,
+    cast_seconds,
+    head_seconds,
+)
 from stretto.planner.experts.cost import (
     HOST_READ,
     expert_messages,
@@ -35,6 +44,7 @@ from stretto.planner.step import (
     EndRecord,
     ExpertsRecord,
     GroupCollective,
+    KeysRecord,
     LinearRecord,
     PassRecorder,
     Prefetch,
@@ -84,8 +94,8 @@ class _WorkloadRecorder:
     def __init__(self, workload: StepWorkload, config: StepConfig, device: Device, rates: Rates) -> None:
         self.workload, self.config, self.device, self.rates = workload, config, device, rates
         self.cluster, self.model = device.cluster, workload.model
-        self.tokens, grid = config.micro_batch * workload.seq_len, config.grid
-        sizes = {"x": grid.x, "y": grid.y, "z": grid.z, REPLICAS: grid.replicas}
+        self.tokens, grid = config.tokens(workload), config.grid
+        sizes = {"x": grid.x, "y": grid.y, "z": grid.z, REPLICAS: grid.replicas, "context": grid.context}
         sizes |= {EXPERT: grid.expert, EXPERT_Z: grid.expert_z, EXPERT_DATA: grid.expert_data}
         self._known = device.collectives(grid)
         self._several = {group for group, size in sizes.items() if size > 1}  # that have several ranks
@@ -160,19 +170,35 @@ class _WorkloadRecorder:
         recomputes = options.recomputation.is_on
         seconds = block_seconds(self.workload, model, config, self.device)
         linears = tuple(self._linear(place, model.linears, seconds) for place in range(len(model.linears)))
+        keys = self._keys(model, seconds.attention)
+        own, own_backward = (0.0, 0.0) if keys is None else (keys.own, keys.own_backward)
         return BlockRecord(
             options,
             self.cluster.host,
             linears,
-            seconds.other_forward + casts.forward,
-            seconds.other_backward + casts.backward,
-            seconds.other_forward + casts.again if recomputes else 0.0,
+            seconds.other_forward + casts.forward - own,
+            seconds.other_backward + casts.backward - own_backward,
+            seconds.other_forward + casts.again - own if recomputes else 0.0,
             None if by_blocks else self._statistics(),
             tuple(self._weights_together(model)),
             self._experts(model, seconds.experts),
             frees=not options.keeps_weights and not (recomputes and by_blocks),
             leaves_out_last=seconds.leaves_out_last,
+            keys=keys,
         )
+
+    def _keys(self, model: Architecture, attention: float) -> KeysRecord | None:
+        """What attention over context exchanges.
+
+        attention: seconds of a forward pass. To its own keys a rank attends in its part of that, cut zig-zag.
+        """
+        grid = model.splitting_sizes(self.config.grid)
+        keys = self._over("all_to_all", "context", keys_numbers(model, grid, self.tokens) * self.workload.element)
+        if keys is None:
+            return None
+        place = next(place for place, linear in enumerate(model.linears) if linear.is_rowwise)
+        own = attention / grid.context
+        return KeysRecord(place, keys, own, BACKWARD_ATTENTION * own)
 
     def _statistics(self) -> GroupCollective | None:
         y = self.config.grid.y

@@ -144,6 +144,10 @@ class StepConfig:
         """Over how many ranks of x the activations between blocks are sharded."""
         return self.grid.x if self.options.shard_sequence else 1
 
+    def tokens(self, workload: StepWorkload) -> int:
+        """A rank's tokens of a micro-batch: context cuts its sequences."""
+        return self.micro_batch * workload.seq_len // self.grid.context
+
     def weight_gathers(self, micro_batches: int) -> tuple[int, int]:
         """Number of times that weights are gathered over z for forward passes in a step,
         and those that are freed or computed

@@ -294,7 +294,8 @@ def _bytes_sent(run: RunRecord) -> str:
     rows = "\n".join(f"| {axis} | {count:,} | {show_bytes(count)} |" for axis, count in sent.items())
     return (
         "## Bytes sent\n\nBy one rank in one step, counted at the process groups (`batch`: data and z together; "
-        f"`world`: all ranks).\n\n| axis | bytes | |\n|---|---:|---:|\n{rows}"
+        "`replicas`: data and context; `loss`: data, context and z; `world`: all ranks).\n\n"
+        f"| axis | bytes | |\n|---|---:|---:|\n{rows}"
     )
 
 

@@ -31,6 +31,10 @@ def run_layer(case, dtype, **options):
     sent = moe.dispatch(x, ids, case.experts, group, topk_weights=weights, **options)
     out = moe.combine(sent.rows * 2, sent.handle, weights, group)
     found = [sent.rows.detach(), sent.offsets, out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    up = draw(SEED + rank, case.experts // dist.get_world_size(), 8, HIDDEN).to(dtype).requires_grad_()
+    inner, sent = moe.dispatch_grouped_matmul(x, ids, up, group, topk_weights=weights, **options)
+    out = moe.grouped_matmul_combine(inner, up.mT, sent, weights, group)
+    found += [out.detach(), *torch.autograd.grad(out, [*leaves, up], grad)]
     if options.pop("reduce", "rank") == "choice":
         return found
     places = moe.send_tokens(x, ids, weights, case.experts, group, **options)

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -79,8 +80,7 @@ class Run:
 
     @property
     def ranks(self) -> int:
-        grid = self.grid
-        return grid.get("pipe", 1) * grid.get("data", 1) * grid.get("x", 1) * grid.get("y", 1) * grid.get("z", 1)
+        return prod(size for axis, size in self.grid.items() if not axis.startswith("expert"))
 
 
 def train(run: Run, case: Case, precision: Precision) -> Trace:

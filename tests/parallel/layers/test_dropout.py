@@ -13,7 +13,7 @@ from stretto.parallel.layers.dropout import ParallelDropout
 from tests.conftest import Ranks
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=4, vocab=61, max_seq_len=16, dropout=0.3)
-GRIDS = [{"x": 4}, {"y": 4}, {"z": 4}, {"data": 2, "y": 2}, {"x": 2, "z": 2}]
+GRIDS = [{"x": 4}, {"y": 4}, {"z": 4}, {"data": 2, "y": 2}, {"x": 2, "z": 2}, {"context": 2, "data": 2}]
 
 
 def loss_of_one_step(sizes: dict[str, int], is_checkpointed: bool = False) -> tuple[float, float]:

@@ -43,14 +43,14 @@ def expect_heads(qkv, angles, queries):
 @pytest.mark.parametrize(("batch", "seq", "groups", "queries", "dim"), SHAPES)
 def test_heads_are_rotated_as_complex_numbers_are(batch, seq, groups, queries, dim):
     qkv = draw(SEED, batch, seq, groups, queries + 2, dim)
-    angles = rotary_angles(seq, dim, CPU)
+    angles = rotary_angles(torch.arange(seq), dim)
     for found, right in zip(rotate_heads(qkv, angles, queries), expect_heads(qkv, angles, queries), strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-14)
 
 
 def test_gradients_of_any_order_are_right():
     qkv = draw(SEED, 1, 3, 2, 4, 6).requires_grad_()
-    angles = tuple(angle.double() for angle in rotary_angles(3, 6, CPU))
+    angles = tuple(angle.double() for angle in rotary_angles(torch.arange(3), 6))
     assert torch.autograd.gradcheck(lambda x: rotate_heads(x, angles, 2), qkv)
     assert torch.autograd.gradgradcheck(lambda x: rotate_heads(x, angles, 2), qkv)
     gate, up = draw(1, 4, 5).requires_grad_(), draw(2, 4, 5).requires_grad_()
@@ -60,7 +60,7 @@ def test_gradients_of_any_order_are_right():
 
 
 def test_16_bits_on_cpus_are_those_of_the_operators():
-    angles = rotary_angles(5, 8, CPU)
+    angles = rotary_angles(torch.arange(5), 8)
     qkv = draw(SEED, 2, 5, 2, 4, 8, dtype=torch.bfloat16).requires_grad_()
     gate, up = (draw(seed, 3, 40, dtype=torch.bfloat16).requires_grad_() for seed in (1, 2))
     found = [*rotate_heads(qkv, angles, 2), swiglu(gate, up)]
@@ -79,7 +79,7 @@ def test_backward_passes_need_only_angles_and_the_two_factors():
     qkv = draw(SEED, 2, 5, 2, 4, 8).requires_grad_()
     gate, up = draw(1, 3, 4).requires_grad_(), draw(2, 3, 4).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        heads = rotate_heads(qkv, rotary_angles(5, 8, CPU), 2)
+        heads = rotate_heads(qkv, rotary_angles(torch.arange(5), 8), 2)
         assert [list(one.shape) for one in saved] == [[5, 4], [5, 4]]
         saved.clear()
         swiglu(gate, up)
@@ -88,7 +88,7 @@ def test_backward_passes_need_only_angles_and_the_two_factors():
 
 
 def test_transformed_and_traced_calls_are_right():
-    angles = rotary_angles(3, 4, CPU)
+    angles = rotary_angles(torch.arange(3), 4)
     qkv, gate, up = draw(SEED, 6, 1, 3, 2, 3, 4), draw(1, 6, 5), draw(2, 6, 5)
     for one, tensor in zip(torch.func.vmap(lambda x: rotate_heads(x, angles, 1)[0])(qkv), qkv, strict=True):
         torch.testing.assert_close(one, rotate_heads(tensor, angles, 1)[0])
@@ -106,7 +106,7 @@ def test_transformed_and_traced_calls_are_right():
 
 def test_gradients_of_batched_and_dual_gradients_are_right():
     """The forward pass is plain: only the backward pass is transformed."""
-    angles = rotary_angles(3, 4, CPU)
+    angles = rotary_angles(torch.arange(3), 4)
     qkv = draw(SEED, 1, 3, 2, 3, 4).requires_grad_()
     gate, up = draw(1, 6, 5).requires_grad_(), draw(2, 6, 5).requires_grad_()
     for outputs, inputs in ((rotate_heads(qkv, angles, 1), (qkv,)), ((swiglu(gate, up),), (gate, up))):
@@ -130,14 +130,14 @@ def test_gradients_of_batched_and_dual_gradients_are_right():
 
 
 def test_angles_that_are_trained_have_gradients():
-    angles = tuple(angle.double() for angle in rotary_angles(3, 4, CPU))
+    angles = tuple(angle.double() for angle in rotary_angles(torch.arange(3), 4))
     qkv = draw(SEED, 1, 3, 2, 3, 4).requires_grad_()
     trained = [angle.requires_grad_() for angle in angles]
     assert torch.autograd.gradcheck(lambda x, cos, sin: rotate_heads(x, (cos, sin), 1), (qkv, *trained))
 
 
 def test_heads_may_be_changed_in_place_and_be_none():
-    angles = rotary_angles(3, 4, CPU)
+    angles = rotary_angles(torch.arange(3), 4)
     qkv = draw(SEED, 1, 3, 2, 3, 4).requires_grad_()
     for one, weight in zip(rotate_heads(qkv, angles, 1), (2.0, 3.0, 4.0), strict=True):
         right = one.detach() * weight
@@ -155,7 +155,7 @@ def test_a_gate_of_another_dtype_or_shape_is_promoted_and_broadcast():
 
 def test_shapes_that_do_not_fit_are_refused():
     """On a GPU a kernel would read beyond them."""
-    angles = rotary_angles(5, 8, CPU)
+    angles = rotary_angles(torch.arange(5), 8)
     for shape, queries in (((2, 5, 2, 4, 8), 3), ((2, 5, 2, 4, 7), 2), ((2, 5, 8, 8), 2)):
         with pytest.raises(ValueError, match="qkv is"):
             rotate_heads(torch.zeros(shape), angles, queries)
@@ -180,7 +180,7 @@ def rotate_and_gate_by_kernels():
     errors = []
     for batch, seq, groups, queries, dim in SHAPES:
         for dtype in KERNEL_DTYPES:
-            angles = rotary_angles(seq, dim, CPU)
+            angles = rotary_angles(torch.arange(seq), dim)
             qkv = draw(SEED, batch, seq, groups, queries + 2, dim, dtype=dtype)
             expected = expect_heads(qkv, angles, queries)
             found = rotate_and_split(qkv, *angles, queries)
@@ -244,7 +244,7 @@ class WatchingMode(TorchDispatchMode):
 @pytest.mark.parametrize("watched", ["forward", "backward"])
 def test_a_block_is_recomputed_right_if_a_mode_sees_only_one_of_both_passes(watched):
     """A mode around one of them, say a FLOP counter, changes neither what is saved nor its order."""
-    angles = rotary_angles(5, 8, CPU)
+    angles = rotary_angles(torch.arange(5), 8)
     qkv, up = draw(SEED, 1, 5, 2, 4, 8).requires_grad_(), draw(1, 1, 5, 4, 8).requires_grad_()
 
     def compute(qkv, up):
@@ -263,7 +263,7 @@ def note_functions():
 
     Rotated heads and SwiGLU come from one function each in any case, so that the same tensors are saved.
     """
-    qkv, angles = draw(SEED, 1, 5, 2, 4, 8).requires_grad_(), rotary_angles(5, 8, CPU)
+    qkv, angles = draw(SEED, 1, 5, 2, 4, 8).requires_grad_(), rotary_angles(torch.arange(5), 8)
     modes = {
         "none": nullcontext(),
         "counted": count_collectives(Grid()),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.atomic_files import require_writable
-from stretto.axes import NAMES
+from stretto.axes import NAMES, check_sizes
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.cli.plan import Batch, ClusterName, ConfigFile, Model, SeqLen, read_workload, require_all
 from stretto.execution import ExecutionOptions, Overlap
@@ -236,9 +236,7 @@ def _choose_step(
 
 
 def _check_gpus(grid: Any, gpus: int | None, machine: "Cluster") -> None:
-    ranks = 1
-    for axis in NAMES:
-        ranks *= grid[axis]
+    ranks = check_sizes(grid).ranks
     if gpus is not None and gpus != ranks:
         raise ValueError(f"--gpus is {gpus}, but the grid has {ranks} ranks; --gpus {ranks} would do")
     if machine.gpus is not None and ranks > machine.gpus:

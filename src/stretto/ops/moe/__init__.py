@@ -7,10 +7,10 @@ from stretto.ops.moe.exchange import (
     DispatchHandle,
     combine,
     dispatch,
-    dispatch_grouped_matmul,
-    grouped_matmul_combine,
 )
+from stretto.ops.moe.exchange_products import dispatch_grouped_matmul, grouped_matmul_combine
 from stretto.ops.moe.experts import experts_mlp, routed_experts
+from stretto.ops.moe.few_tokens import DispatchedFew, FewHandle, combine_few, dispatch_few
 from stretto.ops.moe.fixed_rows import check_rows
 from stretto.ops.moe.grouped_matmul import grouped_matmul, grouped_weight_gradient
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
@@ -21,6 +21,8 @@ from stretto.ops.moe.tensor_parallel import GatheredRows, all_gather_moe, moe_ml
 __all__ = [
     "DispatchHandle",
     "Dispatched",
+    "DispatchedFew",
+    "FewHandle",
     "GatheredRows",
     "Permuted",
     "Placement",
@@ -28,7 +30,9 @@ __all__ = [
     "all_gather_moe",
     "check_rows",
     "combine",
+    "combine_few",
     "dispatch",
+    "dispatch_few",
     "dispatch_grouped_matmul",
     "experts_mlp",
     "gated_activation",

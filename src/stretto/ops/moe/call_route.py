@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory.copy_engine import has_nvlink
-from stretto.ops.config import find_group_obstacle
+from stretto.ops.choices import find_group_obstacle
 from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors
 from stretto.ops.moe.kernel_route import find_kernel_route
 from stretto.ops.moe.permutation import require_tokens

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.moe.call_route import RouteCall, can_send, check_call, find_several
-from stretto.ops.moe.grouped_matmul import grouped_matmul
 from stretto.ops.moe.permutation import (
     copy_tokens,
     multiply_copies,
@@ -58,8 +57,9 @@ class DispatchHandle:
 class Dispatched:
     """Rows for this rank's experts, sorted by expert.
 
-    rows: [n, h]. offsets: int32 [local experts + 1], on the device; the rows of this rank's expert e are offsets[e] to
-    offsets[e + 1], and those from offsets[-1] on are padding. handle: for `combine`.
+    rows: [n, h]; [0, h] of a `dispatch_grouped_matmul` that gathers them as it multiplies. offsets: int32 [local
+    experts + 1], on the device; the rows of this rank's expert e are offsets[e] to offsets[e + 1], and those from
+    offsets[-1] on are padding. handle: for `combine`.
     """
 
     rows: Tensor
@@ -153,48 +153,21 @@ def combine(
     first. topk_weights may be of another floating dtype than rows; its gradient is of its own. It cannot be
     differentiated twice. ValueError for other shapes, dtypes and groups.
     """
-    require_weighted("combine", rows, topk_weights, handle.shape)
-    if rows.shape[0] != handle.num_rows:
-        raise ValueError(f"combine: dispatch returned {handle.num_rows} rows with this handle, not {rows.shape[0]}")
-    if find_several(group) is not handle.group:
-        raise ValueError("combine takes the group that dispatch was given, and was given another")
+    require_combined("combine", rows, handle, topk_weights, group)
     if handle.positions is not None:
         return unpermute(rows, handle.positions, topk_weights)
     return _combine_from_ranks(rows, handle, topk_weights, wrap_collective)
 
 
-def dispatch_grouped_matmul(
-    x: Tensor, topk_ids: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None, **options: Any
-) -> tuple[Tensor, Dispatched]:
-    """Send each token to the ranks of its experts, and multiply: x [t, h], weight [e, f, h] -> ([n, f], the dispatch).
-
-    weight: those of this rank's experts, as many on each rank; e times the ranks are the experts that topk_ids [t, k]
-    names. options: of `dispatch`. The product's rows are those of the dispatch, in its order, times their expert's
-    weight's transpose; those of padding are zeros. Nothing overlaps: the product begins when all rows have arrived.
-    Errors are those of `dispatch` and `grouped_matmul`.
-    """
-    ranks = 1 if group is None else group.size()
-    sent = dispatch(x, topk_ids, weight.shape[0] * ranks, group, **options)
-    return grouped_matmul(sent.rows, weight, sent.offsets), sent
-
-
-def grouped_matmul_combine(
-    rows: Tensor,
-    weight: Tensor,
-    sent: Dispatched,
-    topk_weights: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    wrap_collective: CollectiveWrapper = call,
-) -> Tensor:
-    """Multiply each expert's rows, and sum each token's at its rank: rows [n, f], weight [e, h, f] -> [t, h].
-
-    rows: in the order of `sent`, which `dispatch` or `dispatch_grouped_matmul` returned. topk_weights, by which
-    products are weighted, group and wrap_collective: of `combine`. Nothing overlaps: rows leave when the product has
-    ended. Errors are those of `grouped_matmul` and `combine`.
-    """
-    product = grouped_matmul(rows, weight, sent.offsets)
-    return combine(product, sent.handle, topk_weights, group, wrap_collective=wrap_collective)
+def require_combined(
+    operator: str, rows: Tensor, handle: DispatchHandle, topk_weights: Tensor, group: dist.ProcessGroup | None
+) -> None:
+    """ValueError unless rows, weights and group are those of the dispatch."""
+    require_weighted(operator, rows, topk_weights, handle.shape)
+    if rows.shape[0] != handle.num_rows:
+        raise ValueError(f"{operator}: dispatch returned {handle.num_rows} rows with this handle, not {rows.shape[0]}")
+    if find_several(group) is not handle.group:
+        raise ValueError(f"{operator} takes the group that dispatch was given, and was given another")
 
 
 def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int | None, reduce: Reduce) -> Dispatched:
@@ -216,14 +189,21 @@ def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int 
 def _dispatch_to_ranks(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, route_call: RouteCall, reduce: Reduce
 ) -> Dispatched:
+    handle, route = find_handle("dispatch", x, topk_ids, topk_weights, route_call, reduce)
+    rows = _Dispatch.apply(x, route, reduce, route_call.wrap_collective)
+    return Dispatched(rows, route.index.offsets, handle)
+
+
+def find_handle(
+    operator: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, route_call: RouteCall, reduce: Reduce
+) -> tuple[DispatchHandle, Route]:
+    """The handle of a dispatch of several ranks, and its route."""
     # With "choice" the backward pass needs weights at the experts, and sends them.
     given = topk_weights if topk_weights is not None and reduce == "rank" and can_send(topk_weights) else None
-    route = route_call.find("dispatch", x, topk_ids, given, reduce)
-    rows = _Dispatch.apply(x, route, reduce, route_call.wrap_collective)
+    route = route_call.find(operator, x, topk_ids, given, reduce)
     version = None if given is None else (given, given._version)
     shape = topk_ids.shape[0], topk_ids.shape[1]
-    handle = DispatchHandle(rows.shape[0], shape, None, route, route_call.group, reduce, version)
-    return Dispatched(rows, route.index.offsets, handle)
+    return DispatchHandle(len(route.index.slots), shape, None, route, route_call.group, reduce, version), route
 
 
 @torch.compiler.disable

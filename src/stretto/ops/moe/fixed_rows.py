@@ -67,7 +67,7 @@ def find_fixed_route(
     shard: int,
     wrap_collective: CollectiveWrapper,
 ) -> FixedRoute:
-    """The route of this call, which records the rows that each rank needs.
+    """The route of this call, which records the rows that each rank needs, unless all are known to fit.
 
     shards: the number of ranks that share the experts, of which this is number `shard`.
     """

@@ -25,7 +25,7 @@ from stretto.ops.moe import grouped_kernels
 from stretto.ops.moe.grouped_config import choose_config, require_implementation
 from stretto.ops.moe.permutation import DTYPES, sum_copies
 from stretto.ops.moe.tile_order import Arrivals
-from stretto.ops.operator import Autograd, define_operator, needs_gradients
+from stretto.ops.operator import Autograd, define_operator, is_traced, needs_gradients, without_autocast
 from stretto.tiles.launches import launch_cached
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -146,6 +146,20 @@ def compute_product(
         if end > begin:
             torch.mm(rows[begin:end], weight[expert].t(), out=out[begin:end])
     return out
+
+
+def multiply_arriving(
+    rows: Tensor, weight: Tensor, offsets: Tensor, tokens: Tensor, arrivals: Arrivals | None
+) -> Tensor:
+    """`grouped_matmul` of rows that may be on their way, of which each expert's are multiplied as they arrive.
+
+    It has no gradient. Where torch must see the product, whose schema has no arrivals, it begins when all are there.
+    """
+    if arrivals is not None and not is_traced(rows, weight):
+        return without_autocast(compute_product)(rows, weight, offsets, tokens, "auto", arrivals)
+    if arrivals is not None:
+        arrivals.wait()
+    return grouped_matmul(rows, weight, offsets, tokens=tokens)
 
 
 def _run_weight_gradient(

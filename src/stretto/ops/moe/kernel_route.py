@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from stretto import tiles
-from stretto.memory.gpus import limit_waiting
+from stretto.memory.gpus import NCCL_BLOCKS, limit_waiting
 from stretto.ops.moe.exchange_kernel import PushedRows, StagedRows, exchange_counts, push_rows
 from stretto.ops.moe.fixed_rows import find_record
 from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
@@ -29,7 +29,6 @@ from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, fin
 
 _TILE_BYTES = 65536  # that a program of `push_rows` loads at once: a loop over smaller tiles is bound by latency
 _TILE_ROWS = 64
-_ASIDE = 32  # programs beside a kernel that consumes the rows; NVLink needs no more
 _PARTS = 128  # of all ranks' rows, at least: more than programs, and half of two ranks' parts are this rank's own
 
 
@@ -153,7 +152,7 @@ def find_kernel_route(
         (number, rows), places = arriving[rank], max(number for number, _ in arriving)
         back, choices_back = (max(sum(one[which] for one in of_rank) for of_rank in sent) for which in (0, 1))
     else:
-        rows, places, back = max_rows, min(max_rows, t * world), t * min(k, world)
+        rows, places, back = max_rows, min(max_rows, max(t * world, 1)), t * min(k, world)
         number, choices_back = places, 0
 
     filled, needed = (None, None) if max_rows is None else table[world, rank].unbind()
@@ -241,7 +240,8 @@ def _push(
         pushed = PushedRows(rows, positions, columns, len(rows if positions is None else positions))
         staged = StagedRows(staging, capacity)
         arguments = channel, mapping, pushed, staged, table, *constants
-        most = limit_waiting(world * parts if waits else _ASIDE, rows.device) if rows.is_cuda else 2
+        # Beside a kernel that consumes the rows, as many as NCCL would take from it.
+        most = limit_waiting(world * parts if waits else NCCL_BLOCKS, rows.device) if rows.is_cuda else 2
         programs = most if programs is None else min(programs, most)
         key = *map(tiles.kind_of, (*pushed, *staged, table)), *constants
         with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):

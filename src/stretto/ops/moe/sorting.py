@@ -64,14 +64,13 @@ def _sort_by_kernels(
     if not t * k:
         return slots, positions, is_here, torch.zeros(experts + 1, dtype=torch.int32, device=device)
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
-    length = triton.cdiv(t * k, _BLOCKS * _COPIES.value) * _COPIES.value
-    blocks = triton.cdiv(t * k, length)
+    blocks = min(triton.cdiv(t * k, _COPIES.value), _BLOCKS)
     of_blocks = torch.empty(blocks, experts + 1, dtype=torch.int32, device=device)
     copies = ids, ids.stride(0), t * k, k, known
     found = slots, positions, is_here.view(torch.uint8), offsets
     with torch.cuda.device_of(ids):
-        launch_cached(count_copies, blocks, *copies, of_blocks, experts, length, num_warps=4)
-        launch_cached(place_copies, blocks, *copies, of_blocks, *found, rows, experts, length, num_warps=4)
+        launch_cached(count_copies, blocks, *copies, of_blocks, experts, num_warps=4)
+        launch_cached(place_copies, blocks, *copies, of_blocks, *found, rows, experts, num_warps=4)
     return slots, positions, is_here, offsets
 
 
@@ -102,13 +101,21 @@ def _load_experts(ids, stride, copies, k, known, start, experts):  # type: ignor
 
 
 @triton.jit
-def count_copies(ids, stride, copies, k, known, of_blocks, experts, length):  # type: ignore[no-untyped-def]
-    """of_blocks [programs, experts + 1]: how many of `length` copies each expert has, and none, last."""
+def _find_share(copies):  # type: ignore[no-untyped-def]
+    """The first copy of this program, and the one after its last."""
+    length = tl.cdiv(copies, tl.num_programs(0) * _COPIES) * _COPIES
     begin = tl.program_id(0) * length
+    return begin, begin + tl.minimum(length, copies - begin)  # no sum beyond 2^31
+
+
+@triton.jit
+def count_copies(ids, stride, copies, k, known, of_blocks, experts):  # type: ignore[no-untyped-def]
+    """of_blocks [programs, experts + 1]: how many of its copies each expert has, and none, last."""
+    begin, end = _find_share(copies)
     for first in range(0, experts + 1, _EXPERTS):
         expert = first + tl.arange(0, _EXPERTS)
         number = tl.zeros([_EXPERTS], tl.int32)
-        for start in range(begin, begin + tl.minimum(length, copies - begin), _COPIES):
+        for start in range(begin, end, _COPIES):
             _, is_copy, found = _load_experts(ids, stride, copies, k, known, start, experts)
             hits = (found[:, None] == expert[None, :]) & is_copy[:, None]
             number += tl.sum(hits.to(tl.int32), 0)
@@ -117,10 +124,10 @@ def count_copies(ids, stride, copies, k, known, of_blocks, experts, length):  # 
 
 @triton.jit
 def place_copies(  # type: ignore[no-untyped-def]
-    ids, stride, copies, k, known, of_blocks, slots, positions, is_here, offsets, rows, experts, length
+    ids, stride, copies, k, known, of_blocks, slots, positions, is_here, offsets, rows, experts
 ):
-    """Write what `sort_copies` returns for `length` copies a program, from the numbers of `count_copies`."""
-    begin = tl.program_id(0) * length
+    """Write what `sort_copies` returns for a program's copies, from the numbers of `count_copies`."""
+    begin, end = _find_share(copies)
     smaller = tl.program_id(0) * 0  # copies of experts before `first`
     for first in range(0, experts + 1, _EXPERTS):
         expert = first + tl.arange(0, _EXPERTS)
@@ -138,7 +145,7 @@ def place_copies(  # type: ignore[no-untyped-def]
         if tl.program_id(0) == 0:
             tl.store(offsets + expert, tl.minimum(of_expert, rows), mask=is_expert)
         row = of_expert + tl.sum(before, 0)
-        for start in range(begin, begin + tl.minimum(length, copies - begin), _COPIES):
+        for start in range(begin, end, _COPIES):
             copy, is_copy, found = _load_experts(ids, stride, copies, k, known, start, experts)
             hits = ((found[:, None] == expert[None, :]) & is_copy[:, None]).to(tl.int32)
             position = tl.sum(hits * (row[None, :] + tl.cumsum(hits, 0) - 1), 1)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops.config import find_group_obstacle
+from stretto.ops.choices import find_group_obstacle
 from stretto.ops.moe.activation import Activation, find_activation, gated_activation
 from stretto.ops.moe.grouped_config import GroupedConfig, choose_config, require_implementation
 from stretto.ops.moe.grouped_matmul import (

@@ -101,6 +101,9 @@ class _Counter(SelectiveMode):
         kind, payload, factor = _RINGS[name]
         group = _group_of(args)
         sent = sum(t.numel() * t.element_size() for t in _tensors(args[payload])) * factor(group.size())
+        if name == "all_to_all_single":  # of uneven parts
+            rows, _, counts = args[:3]
+            sent = rows[:1].numel() * rows.element_size() * (sum(counts) - counts[group.rank()])
         call = CollectiveCall(kind, self.axes.get(group.group_name, "other"), group.size(), round(sent))
         self.counts.calls.append(call)
         if self.before is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dropout whose mask depends on an element's global place: the same on any grid."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import ref
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from stretto.axes import LOSS
+from stretto.axes import BATCH, LOSS
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import broadcast
 from stretto.parallel.grid import Grid
@@ -55,6 +55,8 @@ class ParallelDropout(ShardedModule):
         self.name = name
         self.rows: int | None = None  # how many of the global batch this rank has; None: those of the input
         self.first = 0  # which of them is the input's first
+        # Finds the places of a part's tokens in the whole sequence, by their number; None: sequences are whole.
+        self.place_tokens: Callable[[int], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.grid.size("x") * self.grid.size("y") > 1:
@@ -77,9 +79,16 @@ class ParallelDropout(ShardedModule):
             here = slice(0, rows * middle)
         else:
             (rows, middle), here = self.tokens.shape, self.tokens.here
-        # Over LOSS: all ranks that see other tokens draw other parts of the mask.
-        first = self.grid.coordinate(LOSS) * (self.rows or rows) + self.first
-        position = torch.arange(here.start, here.stop, device=x.device) + first * middle
+        position = torch.arange(here.start, here.stop, device=x.device)
+        if self.place_tokens is not None and (self.tokens is not None or x.dim() > 2):
+            row, token = position // middle, position % middle
+            places = self.place_tokens(middle).to(x.device)
+            middle *= self.grid.size("context")
+            position = row * middle + places[token]
+            group = BATCH
+        else:  # all ranks that see other tokens draw other parts of the mask
+            group = LOSS
+        position += (self.grid.coordinate(group) * (self.rows or rows) + self.first) * middle
         element = position[..., None] * (columns * self.grid.size(self.axis)) + column
         bits = _mix(_mix(element * _signed(0x9E3779B97F4A7C15)) + seed)
         is_kept = (bits & ((1 << 53) - 1)).to(torch.float64) >= self.p * 2.0**53

@@ -24,10 +24,13 @@ Angles = tuple[Tensor, Tensor]
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def rotary_angles(seq_len: int, head_dim: int, device: torch.device) -> Angles:
-    """Compute cosines and sines [seq_len, head_dim / 2] of rotary position embedding, fp32 (base 10,000)."""
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), 10_000.0**-exponents)
+def rotary_angles(positions: Tensor, head_dim: int) -> Angles:
+    """Compute cosines and sines [seq_len, head_dim / 2] of rotary position embedding, fp32 (base 10,000).
+
+    positions: of a sequence's tokens, int64 [seq_len].
+    """
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = torch.outer(positions.float(), 10_000.0**-exponents)
     return angles.cos(), angles.sin()
 
 

@@ -14,6 +14,7 @@ from stretto.execution import IGNORED_TARGET
 from stretto.huggingface.loss import calls_loss_function, compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.context import SequenceParts
 from stretto.parallel.grid import Grid
 from stretto.parallel.pipeline.actions import PipelineStep
 from stretto.parallel.pipeline.activations import tensors_of
@@ -25,14 +26,18 @@ _DIVISORS = ("num_items_in_batch", "num_targets")
 class BatchCutter:
     """Cuts batches of a model into micro-batches of `size` rows.
 
-    averages: whether a rank's loss covers its own rows, and gradients are averaged over the ranks.
+    averages: whether a rank's loss covers its own rows, and gradients are averaged over the ranks. parts: what cuts
+    the model's sequences, on a grid with context.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, size: int, *, averages: bool) -> None:
+    def __init__(
+        self, model: nn.Module, grid: Grid, size: int, *, averages: bool, parts: SequenceParts | None = None
+    ) -> None:
         self.model = model
         self.grid = grid
         self.size = size
         self._averages = averages
+        self._parts = parts
         self._signature = inspect.signature(model.forward)
 
     def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PipelineStep:
@@ -81,6 +86,9 @@ class BatchCutter:
             step.weights = [1.0] * step.micro_batches
             return
         is_shifted = is_pretrained_model(self.model) and compares_with_next(self.model)
+        if self._parts is not None:
+            step.targets = [self._parts.cut_targets(self.model, part) for part in step.targets]
+            is_shifted = False
         found = [_count_valid(part, is_shifted=is_shifted) for part in step.targets]
         mine = torch.stack(found).to(self.grid.device)
         counts = all_reduce(mine.clone(), self.grid.communicator(LOSS))
@@ -105,7 +113,7 @@ class BatchCutter:
         sums = torch.tensor([micro_batches, micro_batches**2], dtype=torch.int64, device=self.grid.device)
         total, squares = all_reduce(sums, self.grid.communicator(LOSS)).unbind()
         differ = total * total != squares * ranks
-        text = "all ranks of data and z have as many rows in a step"
+        text = "all ranks of data, context and z have as many rows in a step"
         if sums.is_cuda:
             torch._assert_async(~differ, text)  # no .item() here: the host would wait for the device
         elif differ:

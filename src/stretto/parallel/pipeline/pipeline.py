@@ -101,7 +101,7 @@ class Pipeline:
         self._failure: str | None = None
         self._reducer = reducer
         self._averages = reducer.loss_covers_own_rows and not is_pretrained_model(model)
-        self._batches = BatchCutter(model, grid, micro_batch_size, averages=self._averages)
+        self._batches = BatchCutter(model, grid, micro_batch_size, averages=self._averages, parts=state.sequence_parts)
         self._schedule = schedule
         self._extra_warm_up = extra_warm_up
         self._limit = self.stages.count if limit is None else limit

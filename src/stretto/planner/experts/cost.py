@@ -177,7 +177,7 @@ def expert_seconds(volume: Volume, grid: GridSizes, cluster: Cluster) -> Volume:
 
 def explain_messages(workload: StepWorkload, config: StepConfig) -> tuple[Formula, ...]:
     """Return what one block's experts send for one micro-batch, as lines of an explanation."""
-    grid, tokens, shape = config.grid, config.micro_batch * workload.seq_len, workload.model.moe
+    grid, tokens, shape = config.grid, config.tokens(workload), workload.model.moe
     assert shape is not None
     layer = workload.model.kinds[-1].model.moe_layer
     assert layer is not None

@@ -264,6 +264,9 @@ class LatentAttentionLayer(BlockLayer):
     def widest(self, grid: GridSizes) -> float:
         return 0.0  # never more than the MLP's
 
+    def exchanged_keys(self, grid: GridSizes) -> float:
+        return sum(self._heads(grid))
+
     def attention_flops(self, grid: GridSizes, tokens: int, seq_len: int) -> float:
         # Queries with keys, and weights with values; a causal mask leaves half. Repeated on every rank of y.
         return tokens * seq_len * sum(self._heads(grid))

@@ -245,6 +245,7 @@ def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, repla
     exposed = dict.fromkeys(NAMES, 0.0)
     exposed["x"] = count * (passes.x - passes.hidden_x)
     exposed["y"] = count * (passes.y - passes.hidden_y)
+    exposed["context"] = count * (passes.context - passes.hidden_context)
     exposed["z"] = count * (passes.z - passes.hidden_z) + gather + share * ends[last].scatter
     exposed["data"] = share * ends[last].data
     exposed["pipe"] = phase - alone + share * ends[last].tie
@@ -268,6 +269,7 @@ def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, repla
         count * passes.x,
         plan.edges[busiest].data_sent,
         count * passes.expert,
+        count * passes.context,
     )
     work = Compute(count * most.forward.computation, count * most.backward.computation, 0.0, optimizer)
     return Cost(
@@ -322,7 +324,7 @@ def paper_pipeline_cost(workload: StepWorkload, plan: PipelineEstimate, cluster:
     rate = getattr(cluster.gpu.empirical_flops, workload.dtype) or MATMUL_EFFICIENCY * cluster.require(
         f"gpu.peak_flops.{workload.dtype}"
     )
-    tokens = config.micro_batch * workload.seq_len
+    tokens = config.tokens(workload)
     products = model.active_weights + model.head_outputs * model.hidden
     sizes = model.splitting_sizes(grid)
     passes = 4 if config.options.recomputation.is_on else 3

@@ -155,7 +155,7 @@ def stage_memory(
 ) -> StageMemory:
     """The memory of one rank's stages. config: any schedule. cluster: None for one without NVLink."""
     own, grid = stage_workload(workload, stages), workload.model.splitting_sizes(config.grid)
-    tokens = config.micro_batch * workload.seq_len
+    tokens = config.tokens(workload)
     of_stages = [
         recomputed_blocks(
             workload.stage(blocks, is_first=False, is_last=False, moe_blocks=moe_blocks),

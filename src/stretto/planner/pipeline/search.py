@@ -21,7 +21,7 @@ from stretto.planner.cost import Cost
 from stretto.planner.experts.cost import expert_seconds, expert_volume, local_expert_parameters
 from stretto.planner.experts.search import BestTimes, best_of_each_grid, choose_expert_grids
 from stretto.planner.grid_plan import Candidate, check_finite, rounded
-from stretto.planner.grids import divisors, grids_of_stages, why_impossible
+from stretto.planner.grids import divisors, every_grid, why_impossible
 from stretto.planner.memory import local_parameters
 from stretto.planner.optimizer_state import host_memory, number_bytes, optimizer_seconds
 from stretto.planner.pipeline.cost import (
@@ -83,7 +83,9 @@ class PipelineSearch:
         found: candidates without stages.
         """
         model, batch = self.workload.model, self.workload.batch
-        grids = [grid for pipe in self.pipelines.pipes if pipe > 1 for grid in grids_of_stages(ranks, pipe)]
+        grids = [
+            grid for pipe in self.pipelines.pipes if pipe > 1 for grid in every_grid(ranks, pipe, self.space.contexts)
+        ]
         if len(grids) <= MAX_LISTED and model.moe is None:
             return [candidate for grid in grids if (candidate := self.search_grid(grid)) is not None], []
         possible = [grid for grid in grids if why_impossible(model, grid, batch) is None]
@@ -205,7 +207,7 @@ class PipelineSearch:
         workload = self.workload
         if workload.model.moe is None:
             return Volume()
-        volume = expert_volume(workload.model, grid, workload.tokens / grid.batch_parts, workload.element)
+        volume = expert_volume(workload.model, grid, workload.tokens / grid.token_parts, workload.element)
         return expert_seconds(volume, grid, self.cluster)
 
     def _rates_of(self, grid: GridSizes) -> Rates:
@@ -256,7 +258,7 @@ class PipelineSearch:
             is_settled, worse = False, 0
             for size in self._sizes(local):
                 config = StepConfig(grid, size, choice.options, choice.state, self.space.clips)
-                if size * self.workload.seq_len % config.token_parts:
+                if config.tokens(self.workload) % config.token_parts:
                     continue
                 limit = most if best is None else min(most, best.cost.step_time)
                 bubble = (grid.pipe - 1) / self._max_virtual_stages * size / local

@@ -269,7 +269,7 @@ class HopTimes(NamedTuple):
 
 def message_bytes(workload: StepWorkload, config: StepConfig) -> float:
     """Bytes of a micro-batch's activations, or of their gradient, that a rank sends to a neighbouring stage."""
-    tokens = config.micro_batch * workload.seq_len
+    tokens = config.tokens(workload)
     return message_numbers(workload.model, config.grid, tokens, config.token_parts) * workload.element
 
 

@@ -109,6 +109,7 @@ if TYPE_CHECKING:
     class GridConfig(_GridSection):
         pipe: int = 1
         data: int = 1
+        context: int = 1
         x: int = 1
         y: int = 1
         z: int = 1

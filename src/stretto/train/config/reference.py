@@ -34,8 +34,8 @@ stores the whole configuration in `config.toml`, which is again a file for `stre
 
 `stretto init` lists configurations to start from, and `stretto init NAME` writes one:
 [demo](../src/stretto/configs/demo.toml), [gpt2-small](../src/stretto/configs/gpt2-small.toml),
-[llama](../src/stretto/configs/llama.toml), [moe](../src/stretto/configs/moe.toml) and
-[dlrm](../src/stretto/configs/dlrm.toml). The options of GPTs and of
+[llama](../src/stretto/configs/llama.toml), [long-context](../src/stretto/configs/long-context.toml),
+[moe](../src/stretto/configs/moe.toml) and [dlrm](../src/stretto/configs/dlrm.toml). The options of GPTs and of
 [Hugging Face models](fine-tuning.md) come first, then [those of DLRMs](#a-dlrms-options).
 """
 

@@ -39,19 +39,28 @@ def contradictions(config: "TrainConfig") -> list[str]:
             f"or a train.batch of {nearest_multiple(run.batch, parts * wanted)}"
         )
     else:
-        tokens = (run.micro_batch or run.batch // parts) * run.seq_len
+        tokens = (run.micro_batch or run.batch // parts) * run.seq_len // grid.context
         if run.shard_sequence and tokens % grid.x:
+            near = nearest_multiple(run.seq_len, grid.x * grid.context)
             problems.append(
                 f"train.shard_sequence is on, but grid.x = {grid.x} must divide a rank's {tokens} tokens at once "
-                f"(its micro-batch x train.seq_len); train.seq_len={nearest_multiple(run.seq_len, grid.x)} would do"
+                f"(its micro-batch x train.seq_len); train.seq_len={near} would do"
             )
-    model = config.model
-    if run.shard_sequence and (model.balance == "sequence" or (model.balance == "bias" and model.balance_loss)):
-        loss = "model.balance" if model.balance == "sequence" else "model.balance_loss"
+    if grid.context > 1 and run.seq_len % (2 * grid.context):
         problems.append(
-            f"train.shard_sequence is on and {loss} is {getattr(model, loss.partition('.')[2])!r}, a loss over each "
-            "sequence, but a rank of x would have only a part of each sequence; model.balance='switch' would do"
+            f"train.seq_len is {run.seq_len}, but 2 x grid.context = {2 * grid.context}, the number of parts that a "
+            f"sequence is cut into, must divide it; {nearest_multiple(run.seq_len, 2 * grid.context)} would do"
         )
+    model = config.model
+    options = {"train.shard_sequence is on": run.shard_sequence, f"grid.context is {grid.context}": grid.context > 1}
+    if model.balance == "sequence" or (model.balance == "bias" and model.balance_loss):
+        loss = "model.balance" if model.balance == "sequence" else "model.balance_loss"
+        problems += [
+            f"{option} and {loss} is {getattr(model, loss.partition('.')[2])!r}, a loss over each sequence, but a rank "
+            "would have only a part of each sequence; model.balance='switch' would do"
+            for option, is_on in options.items()
+            if is_on
+        ]
     problems += contradictions_of_run(run)
     problems += _contradictions_of_copies(config)
     problems += _contradictions_of_state(config)
@@ -229,6 +238,6 @@ def nearest_grid(
         return None
 
     kept = grid.pipe if ranks % grid.pipe == 0 else 1
-    suitable = filter(None, map(fitting, every_grid(ranks // kept)))
+    suitable = filter(None, map(fitting, every_grid(ranks // kept, contexts=divisors(grid.context))))
     nearest = min(suitable, key=distance, default=None)
     return None if nearest is None else GridConfig(**nearest.sizes())

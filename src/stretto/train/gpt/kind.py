@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stretto.axes import EXPERT, NAMES, GridSizes, check_sizes
 from stretto.cluster import Cluster
-from stretto.planner.grids import grids_of_stages
+from stretto.planner.grids import divisors, every_grid
 from stretto.train.config import GridConfig, TrainConfig, on_grid
 from stretto.train.gpt.model_source import ModelSource
 from stretto.train.gpt.preflight import (
@@ -74,10 +74,11 @@ def _source(config: TrainConfig) -> ModelSource:
 
 
 def _candidates(config: TrainConfig, ranks: int) -> Iterator[GridSizes]:
-    """Every grid of so many ranks, with the run's pipeline stages where they divide the ranks, and its experts'."""
+    """Every grid of so many ranks, with the run's pipeline stages where they divide the ranks, its experts', and parts
+    of its context."""
     pipe = config.grid.pipe if ranks % config.grid.pipe == 0 else 1
     of_experts = {name: size for name, size in config.grid.sizes().items() if name not in NAMES}
-    for sizes in grids_of_stages(ranks, pipe):
+    for sizes in every_grid(ranks, pipe, divisors(config.grid.context)):
         plain = {axis: sizes[axis] for axis in NAMES}
         for more in (of_experts, {EXPERT: 1}) if config.grid.expert > 1 else ({},):
             with suppress(ValueError):

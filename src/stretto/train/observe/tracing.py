@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from stretto.axes import EXPERT, EXPERT_AXES, NAMES
+from stretto.axes import EXPERT, EXPERT_AXES, NAMES, REPLICAS
 from stretto.parallel import Grid
 from stretto.parallel.comm.counting import axes_of_groups
 from stretto.train.observe.progress import ProgressReporter
@@ -127,7 +127,11 @@ def _identify_gloo_threads(grid: Grid) -> None:
 
     gloo has its own threads for each group, and the trace has only their ids: the mark identifies their axis.
     """
-    for axis in (*(EXPERT_AXES if grid.size(EXPERT) > 1 else ()), *NAMES):  # of one group, the last mark counts
+    for axis in (
+        *(EXPERT_AXES if grid.size(EXPERT) > 1 else ()),
+        REPLICAS,
+        *NAMES,
+    ):  # of one group, the last mark counts
         if grid.size(axis) > 1:
             with record_function(GROUP_MARK + axis):
                 tensors = [torch.zeros(1) for _ in range(PROBES)]

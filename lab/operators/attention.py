@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab attention`: attention over a sequence that ranks share, forward and backward, beside public ways.
+
+32 heads, 8 KV heads of size 128, bf16; causal rows are zig-zag. "alone" is one GPU's attention to the whole sequence by
+the fastest kernel, divided by the ranks; "exchange", NCCL's all-gather of keys and values (backward, also the
+reduce-scatter of their gradients). Peers: an all-gather and torch's attention (flash where causal, whose mask is
+aligned with the last key), torch's context parallelism, which gathers or rotates by NCCL's sends, and Ulysses around
+cuDNN's kernel. "hidden" is Flux's equation 2, with that exchange as the communication. Backward rows time autograd
+alone. With `--cluster` rows are only predicted. Without GPUs rows are small, for a
+try of the command, and without torch's context parallelism, which has no kernel there.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
+from lab.operators.attention_peers import attend_here, by_gathering, by_ulysses, torch_context
+from stretto import ops
+from stretto.bench.harness import FAILURES, in_one_line, run_ranks
+from stretto.bench.interleaved import TimingEffort, time_interleaved
+from stretto.bench.settings import Needs, Option, Ranks, require_known
+from stretto.cluster import Cluster
+from stretto.ops.attention import list_chunks
+from stretto.parallel import Grid
+from stretto.planner.compute import Device
+
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+PASSES = ("forward", "backward")
+OURS = ("all_gather", "ring", "ulysses")
+PEERS = ("gathered", "torch_gather", "torch_ring", "torch_ulysses")
+
+
+@dataclass(frozen=True)
+class AttentionSetting:
+    """Settings of `python -m lab attention`. Raises ValueError for an unknown mask or pass."""
+
+    sequences: Annotated[tuple[int, ...], Option("Lengths of the whole sequence.")] = (16384, 32768, 65536, 131072)
+    masks: Annotated[tuple[str, ...], Option("causal, full, with commas.")] = ("causal", "full")
+    only: Annotated[tuple[str, ...], Option("forward, backward, with commas.")] = PASSES
+    ranks: Ranks = None
+    cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
+
+    def __post_init__(self) -> None:
+        require_known("mask", self.masks, ("causal", "full"))
+        require_known("pass", self.only, PASSES)
+
+    def cases(self) -> Iterator[tuple[int, bool]]:
+        """(length, whether it is causal)."""
+        for length in self.sequences:
+            for mask in self.masks:
+                yield length, mask == "causal"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pass: times on the slowest rank."""
+
+    sequence: int = column("sequence")
+    mask: str = column("mask")
+    kind: str = column("pass")
+    alone: float | None = column("one GPU / ranks (ms)", "{:.3f}")
+    exchange: float | None = column("exchange (ms)", "{:.3f}")
+    gathered: float | None = column("all-gather, then attention (ms)", "{:.3f}")
+    torch_gather: float | None = column("torch's, gathering (ms)", "{:.3f}")
+    torch_ring: float | None = column("torch's, ring (ms)", "{:.3f}")
+    torch_ulysses: float | None = column("Ulysses (ms)", "{:.3f}")
+    all_gather: float | None = column("Stretto, all-gather (ms)", "{:.3f}")
+    ring: float | None = column("Stretto, ring (ms)", "{:.3f}")
+    ulysses: float | None = column("Stretto, Ulysses (ms)", "{:.3f}")
+    over: float | None = column("all-gather over one GPU / ranks", "{:+.1%}")
+    hidden: float | None = column("hidden", "{:.0%}")
+    gain: float | None = column("best peer / best of Stretto", "{:.2f}")
+    predicted: float | None = column("predicted (ms)", "{:.3f}")
+    difference: float | None = column("largest difference", "{:.0e}")
+    failed: str | None = column("failed")
+
+
+def run_attention(setting: AttentionSetting, out: Path) -> Measured:
+    """Predict all rows, or measure them."""
+    assert setting.ranks is not None
+    name = f"attention-{setting.ranks}"
+    about: dict[str, Any] = {"ranks": setting.ranks, "heads": HEADS, "kv_heads": KV_HEADS, "size": SIZE}
+    if setting.cluster is not None:
+        cluster = Cluster.find(setting.cluster)
+        rows = [_predict(*case, kind, setting.ranks, cluster) for case in setting.cases() for kind in setting.only]
+        return Measured(rows, about | {"machine": ANY_CPU, "cluster": cluster.name}, name=f"predictions-{name}")
+    keep = partial(keep_rows, out, name, Row, about)
+    rows = run_ranks(setting.ranks, measure_all, setting, keep, trains=False)
+    predictions = out / f"predictions-{name}.json"
+    if predictions.is_file() and torch.cuda.is_available():
+        known = json.loads(predictions.read_text())["rows"]
+        predicted = {(row["sequence"], row["mask"], row["kind"]): row["predicted"] for row in known}
+        for row in rows:
+            row["predicted"] = predicted.get((row["sequence"], row["mask"], row["kind"]))
+    return Measured(rows, about, name=name)
+
+
+def _predict(length: int, causal: bool, kind: str, ranks: int, cluster: Cluster) -> dict[str, Any]:
+    """A rank's share of the products; keys under its own ones, which are one part in `ranks`, and what does not fit."""
+    products = 4 * length * length * HEADS * SIZE / (2 if causal else 1) / ranks
+    alone = Device(cluster, "bf16").attention(products * (1 if kind == "forward" else 2.5), length)
+    sent = 4 * KV_HEADS * SIZE * length / ranks * (ranks - 1) * (0.75 if causal else 1)  # keys and values, in bf16
+    one_way = sent / cluster.require("in_node.bandwidth")
+    hides = alone / ranks / (1 if kind == "forward" else 2)  # backward, keys and their gradients under one half each
+    exposed = max(one_way - hides, 0) * (1 if kind == "forward" else 2)
+    exchange = one_way * (1 if kind == "forward" else 2)
+    row: dict[str, Any] = {"sequence": length, "mask": "causal" if causal else "full", "kind": kind}
+    times = {"alone": alone, "exchange": exchange, "predicted": alone + exposed}
+    return row | {name: each * 1e3 for name, each in times.items()} | {"hidden": 1 - exposed / exchange}
+
+
+def measure_all(setting: AttentionSetting, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """The job of each rank; rank 0 keeps the rows."""
+    assert setting.ranks is not None
+    grid = Grid(data=setting.ranks)
+    rows: list[dict[str, Any]] = []
+    for length, causal in setting.cases():
+        for kind in setting.only:
+            row: dict[str, Any] = {"sequence": length, "mask": "causal" if causal else "full", "kind": kind}
+            try:
+                row |= _Attention(length, causal, grid).measure(kind == "backward")
+            except FAILURES as error:
+                row["failed"] = in_one_line(error)
+            rows.append(row)
+            if dist.get_rank() == 0:
+                print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
+                keep(rows)
+            if grid.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return rows
+
+
+class _Attention:
+    """One length: this rank's operands of either layout, and the ways to attend."""
+
+    def __init__(self, length: int, causal: bool, grid: Grid) -> None:
+        self.causal, self.device = causal, grid.device
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        assert dist.group.WORLD is not None
+        self.group = dist.group.WORLD
+        heads, kv_heads, size = (HEADS, KV_HEADS, SIZE) if self.device.type == "cuda" else (8, self.ranks, 16)
+        length = length if self.device.type == "cuda" else 64 * self.ranks
+        generator = torch.Generator(self.device).manual_seed(1)
+        shapes = [(1, length, count, size) for count in (heads, kv_heads, kv_heads, heads)]
+        make = partial(torch.randn, generator=generator, device=self.device, dtype=torch.bfloat16)
+        self.whole = [make(shape).transpose(1, 2) for shape in shapes]  # q, k, v and the output's gradient
+        self.places = {layout: self._list_rows(layout, length) for layout in ("contiguous", "zigzag")}
+
+    def _list_rows(self, layout: str, length: int) -> Tensor:
+        chunks = list_chunks(layout, self.rank, self.ranks, length // self.ranks)
+        return torch.cat([torch.arange(*each, device=self.device) for each in chunks])
+
+    def _cut(self, layout: str) -> list[Tensor]:
+        return [each.transpose(1, 2)[:, self.places[layout]].transpose(1, 2) for each in self.whole]
+
+    def measure(self, backward: bool) -> dict[str, Any]:
+        """Times of all ways, and their largest difference from one GPU's, of a result or of q's gradient."""
+        layout = "zigzag" if self.causal else "contiguous"
+        ways: dict[str, tuple[Callable[..., Tensor], str]] = {
+            name: (partial(ops.context_attention, causal=self.causal, layout=layout, implementation=name), layout)  # type: ignore[arg-type]
+            for name in OURS
+        }
+        ways |= {
+            "gathered": (partial(by_gathering, self.group, self.causal), layout),
+            "torch_ulysses": (partial(by_ulysses, self.group, self.causal), "contiguous"),
+        }
+        kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+        failed: list[str] = []
+        with sdpa_kernel(kernels, set_priority=True):
+            alone = self._prepare(partial(attend_here, is_causal=self.causal), self.whole, backward)
+            right = alone()
+            runs: dict[str, Callable[[], Any]] = {"alone": alone, "exchange": partial(self._exchange, backward)}
+            difference = 0.0
+            for name, (way, place) in ways.items():
+                run = self._prepare(way, self._cut(place), backward)
+                found, wanted = run(), right.transpose(1, 2)[:, self.places[place]].transpose(1, 2)
+                difference = max(difference, float((found - wanted).abs().max() / wanted.abs().max()))
+                runs[name] = run
+            times = _time(runs)
+            del runs, right
+            rotations = (("torch_gather", "allgather"), ("torch_ring", "alltoall"))
+            for name, method in rotations if self.device.type == "cuda" else ():
+                try:
+                    times |= self._time_torch(name, method, backward)
+                except FAILURES as error:
+                    failed.append(f"{name}: {in_one_line(error)}")
+        times["alone"] /= self.ranks
+        peers = [times[name] for name in PEERS if name in times]
+        over = times["all_gather"] / times["alone"] - 1
+        hidden = 1 - (times["all_gather"] - times["alone"]) / times["exchange"]
+        gain = min(peers) / min(times[name] for name in OURS)
+        return times | {
+            "over": over, "hidden": hidden, "gain": gain, "difference": difference, "failed": "; ".join(failed) or None
+        }  # fmt: skip
+
+    def _prepare(self, way: Callable[..., Tensor], operands: list[Tensor], backward: bool) -> Callable[[], Tensor]:
+        """The call to time: of the way, or of its gradients; q's is returned."""
+        *leaves, grad = operands
+        if not backward:
+            return torch.no_grad()(partial(way, *leaves))
+        leaves = [each.detach().requires_grad_() for each in leaves]
+        out = way(*leaves)
+        return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)[0]
+
+    def _exchange(self, backward: bool) -> None:
+        rows = torch.cat(self.whole[1:3], -1)[0].transpose(0, 1).chunk(self.ranks)[0].contiguous()
+        gathered = torch.cat([rows] * self.ranks)
+        dist.all_gather_into_tensor(gathered, rows)
+        if backward:
+            dist.reduce_scatter_tensor(rows, gathered)
+
+    def _time_torch(self, name: str, method: str, backward: bool) -> dict[str, float]:
+        q, k, v, grad = self._cut("zigzag" if self.causal else "contiguous")
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))  # it takes no grouped queries
+        with torch_context(self.group, self.whole[0].shape[2], method, self.causal) as attend:
+            return _time({name: self._prepare(attend, [q, k, v, grad], backward)})
+
+
+def _time(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    timed = time_interleaved(runs, 64 << 20, is_graph=False, effort=TimingEffort(rounds=3, replays=5))
+    return {name: each.seconds * 1e3 for name, each in timed.items()}
+
+
+BENCH = Bench(
+    "attention",
+    "Attention over a sequence that ranks share, with an all-gather, torch's context parallelism and Ulysses.",
+    AttentionSetting,
+    run_attention,
+    Row,
+    title=lambda setting: f"Attention to a shared sequence, bf16, {setting.ranks} ranks",
+    needs=Needs.RANKS,
+    about=lambda setting: {},
+)

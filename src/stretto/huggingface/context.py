@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallelism of transformers' models: their attention is computed over the ranks of the axis context, by
+transformers' own interface (`attn_implementation`). Nothing of transformers is changed."""
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stretto.huggingface.known_modules import cache_of_nothing
+from stretto.huggingface.loss import calls_loss_function, computes_masked_loss
+
+NAME = "stretto_context"
+"""The `attn_implementation` of models whose sequences are cut."""
+
+_LAYERS = ("full_attention", "sliding_attention", "attention")
+"""The kinds of layers, in `config.layer_types`, that attend by transformers' interface."""
+
+_DEPENDS_ON_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose angles depend on the longest position, which differs between ranks."""
+
+
+class Attend(Protocol):
+    """`stretto.parallel`'s attention of this rank's queries to the keys and values of all ranks of context."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        documents: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+def attentions_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that attend by transformers' interface."""
+    return [module for module in model.modules() if _uses_interface(type(module))]
+
+
+@functools.cache
+def _uses_interface(kind: type[nn.Module]) -> bool:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
+
+
+@functools.cache
+def _passes_window(kind: type[nn.Module]) -> bool:
+    """True if an attention's code calls the interface with the keyword sliding_window."""
+    constants = inspect.unwrap(kind.forward).__code__.co_consts
+    return any(isinstance(names, tuple) and "sliding_window" in names for names in constants)
+
+
+def is_causal(model: nn.Module) -> bool:
+    """True if every token attends to those before it alone."""
+    config_says = getattr(model.config, "is_causal", True)
+    return config_says and all(getattr(module, "is_causal", True) for module in attentions_of(model))
+
+
+def refusal_of_context(model: nn.Module, parameters: Mapping[str, Any]) -> str | None:
+    """Say why the sequences of a transformers model cannot be cut; None if they can. parameters: of its forward."""
+    config, kind = model.config, type(model).__name__
+    attentions = attentions_of(model)
+    layers = {layer for name in ("layer_types", "layers_block_type") for layer in getattr(config, name, None) or ()}
+    others = sorted(layers - set(_LAYERS))
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    ropes = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
+    attends = {getattr(module, "is_causal", True) for module in attentions}
+    if others:
+        return f"{kind} has layers of the kind {', '.join(others)}, and context cuts sequences of attention alone"
+    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
+        return f"{kind} has several inputs (an encoder's, or pictures), of which context cuts none yet"
+    if not attentions or not model._can_set_attn_implementation():  # type: ignore[operator]
+        return f"the attention of {kind} does not go through transformers' attention interface"
+    if any(isinstance(module, nn.Conv1d | nn.Conv2d) for module in model.modules()):
+        return f"{kind} has convolutions over its sequences"
+    if len(attends) > 1:
+        return f"{kind} has both causal and other attention"
+    if any(getattr(module, "attn_logit_softcapping", None) is not None for module in attentions):
+        return (
+            f"{kind} caps its attention's logits, which fused attention does not; attn_logit_softcapping=None would do"
+        )
+    if found := ropes & set(_DEPENDS_ON_LENGTH):
+        return f"{kind}'s rotary embedding, {', '.join(sorted(found))}, depends on the length of what a rank sees"
+    if getattr(config, "sliding_window", None) and not all(_passes_window(type(module)) for module in attentions):
+        return f"the attention of {kind} has a sliding window by its mask alone; sliding_window=None would do"
+    if any(_drops(module) for module in attentions):
+        return f"{kind} has dropout of attention's weights (attention_dropout, attn_pdrop); 0 would do"
+    if "position_ids" not in parameters:
+        return f"the forward of {kind} takes no position_ids"
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return f"the forward of {kind} hands attention no further arguments (**kwargs)"
+    if "For" in kind and not (calls_loss_function(model) or computes_masked_loss(model)):
+        return f"{kind} returns no output for each token, or computes its loss in its own code"
+    return None
+
+
+def _drops(module: nn.Module) -> bool:
+    found = (getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout"))
+    return any((getattr(each, "p", each) or 0.0) > 0 for each in found)
+
+
+def refuse_arguments(model: nn.Module, given: Mapping[str, Any], length: int) -> None:
+    """Raise ValueError for arguments of a model's forward that sequences which are cut do not take."""
+    kind = type(model).__name__
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    cache = given.get("past_key_values")
+    if cache is not None and cache is not cache_of_nothing():
+        raise ValueError(f"{kind} on a grid with context takes no past_key_values: it trains, and does not generate")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != length):
+        raise ValueError(
+            f"{kind} on a grid with context takes an attention_mask [batch, {length}] that marks padding; it knows "
+            "documents by position_ids that begin anew"
+        )
+    if isinstance(positions, Tensor) and positions.dim() != 2:
+        raise ValueError(f"position_ids are [batch, seq] on a grid with context, not {list(positions.shape)}")
+    if not isinstance(given.get("logits_to_keep", 0), int) or given.get("logits_to_keep", 0):
+        raise ValueError("on a grid with context each rank has the logits of its own tokens: leave out logits_to_keep")
+
+
+def find_documents(given: Mapping[str, Any], rows: int, length: int) -> Tensor | None:
+    """The first tokens of all documents of the rows, one after another, and the end of the last: int32 [documents + 1].
+
+    None where each row is one document. On the CPU: for masks and positions on a GPU the host waits. Raises ValueError
+    for padding within a row.
+    """
+    starts = given.get("cu_seq_lens_q")
+    begins = torch.zeros(rows, length, dtype=torch.bool)
+    begins[:, 0] = True
+    if isinstance(starts, Tensor):
+        starts = starts.cpu().long()
+        begins.view(-1)[starts[starts < rows * length]] = True
+    elif isinstance(positions := given.get("position_ids"), Tensor):
+        begins[:, 1:] |= (positions.diff(dim=1) != 1).cpu()
+    if isinstance(mask := given.get("attention_mask"), Tensor):
+        mask = mask.bool().cpu()
+        changes = mask[:, 1:] != mask[:, :-1]
+        if ((changes & mask[:, 1:]).sum(1) + mask[:, 0] > 1).any():
+            raise ValueError(
+                "attention_mask has padding between tokens of one row: context takes it before or after them"
+            )
+        begins[:, 1:] |= changes
+    if int(begins.sum()) == rows:
+        return None
+    found = begins.view(-1).nonzero().flatten()
+    return torch.cat((found, found.new_tensor([rows * length]))).int()
+
+
+def replace_attention(model: Any, attend: Attend) -> None:
+    """Have a model's attention be computed by `attend`, under an `attn_implementation` of its own."""
+    _register()
+    for module in attentions_of(model):
+        module.attend_over_context = attend  # type: ignore[assignment]
+    model.set_attn_implementation(NAME)
+
+
+@functools.cache
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
+    """No mask: attention is told of windows and documents. ValueError for a mask that a model computes itself."""
+    if use_vmap:
+        raise ValueError(f"{_OWN_MASK}, such as one that lets the tokens of a picture attend to each other")
+
+
+_OWN_MASK = "attention over context takes causal masks, windows, documents and padding, and this model has another mask"
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    attend: Attend | None = getattr(module, "attend_over_context", None)
+    if attend is None:
+        raise ValueError(
+            f"this {type(module).__name__} has the attn_implementation {NAME!r} of a model that stretto.parallelize "
+            "has put on a grid with context: set another one (model.set_attn_implementation('sdpa')), or build the model "
+            "from a configuration of its own"
+        )
+    if attention_mask is not None:
+        raise ValueError(_OWN_MASK)
+    if dropout or others.get("position_bias") is not None or others.get("softcap") is not None:
+        raise ValueError("attention over context takes no dropout of its weights, position_bias or softcap")
+    out = attend(query, key, value, scale=scaling, window=sliding_window, documents=cu_seq_lens_q, sinks=s_aux)
+    return out.transpose(1, 2).contiguous(), None

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context-parallel attention: attention over a sequence of which each rank has a part.
+
+context        the functions, their torch.library operators, what a rank does forward and backward
+plan           which blocks of scores a rank computes, and whose keys it needs: integers on the host
+exchange       keys, values, their gradients and heads between ranks
+kernels        attention of a block, with its log-sum-exp: cuDNN's, flash, torch's on CPUs, a plain one
+merge          results and gradients of blocks, merged and added
+block_mask     torch's BlockMask as causal, window and documents
+"""
+
+from stretto.ops.attention.block_mask import read_block_mask
+from stretto.ops.attention.context import (
+    AttentionOptions,
+    all_gather_attention,
+    context_attention,
+    ring_attention,
+    ulysses_attention,
+)
+from stretto.ops.attention.plan import list_chunks
+
+__all__ = [
+    "AttentionOptions",
+    "all_gather_attention",
+    "context_attention",
+    "list_chunks",
+    "read_block_mask",
+    "ring_attention",
+    "ulysses_attention",
+]

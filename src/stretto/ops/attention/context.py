@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context-parallel attention: each rank has a part of the sequence, and keys and values travel while attention runs.
+
+TileLink's AllGather KV + self-attention (sections 4.1 and 5, figure 6), here around the fastest library kernels: a rank
+attends to its own keys while others' arrive, then to those, and merges both by log-sum-exp.
+"""
+
+from math import gcd
+from typing import Literal, TypedDict, Unpack, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.ops.attention.operators import Settings, attend_to_context, exchange_heads
+from stretto.ops.attention.plan import Layout, require_layout
+from stretto.ops.moe.routes import CollectiveWrapper, call
+from stretto.ops.operator import find_name
+
+Implementation = Literal["auto", "all_gather", "ring", "ulysses"]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+# "auto" gathers all keys and values where this many bytes hold a layer's: above it, a ring holds two ranks' of them.
+_GATHERED_BYTES = 4 << 30
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Options of `context_attention`."""
+
+    causal: bool
+    scale: float | None
+    layout: Layout
+    window: int | None
+    documents: Tensor | None
+    sinks: Tensor | None
+    wrap_collective: CollectiveWrapper
+
+
+def all_gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None = None, **options: Unpack[AttentionOptions]
+) -> Tensor:
+    """`context_attention` that receives all keys that it needs at once, while it attends to its own: the fastest."""
+    return context_attention(q, k, v, group, implementation="all_gather", **options)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None = None, **options: Unpack[AttentionOptions]
+) -> Tensor:
+    """`context_attention` that receives the next rank's keys while it attends to those of one: two ranks' in memory."""
+    return context_attention(q, k, v, group, implementation="ring", **options)
+
+
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None = None, **options: Unpack[AttentionOptions]
+) -> Tensor:
+    """`context_attention` to the whole sequence, of a part of the heads: exchanges queries, keys, values and results.
+
+    Of ranks that do not divide both q's and k's heads, as many neighbours as divide all three exchange heads, and these
+    sets of ranks gather each other's keys. ValueError where that is one rank. DeepSpeed-Ulysses, section 3.
+    """
+    return context_attention(q, k, v, group, implementation="ulysses", **options)
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: Layout = "contiguous",
+    window: int | None = None,
+    documents: Tensor | None = None,
+    sinks: Tensor | None = None,
+    wrap_collective: CollectiveWrapper = call,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """Attention over a sequence that the group's ranks share: q [b, heads, s / ranks, d] -> [b, heads, s / ranks, e].
+
+    As `scaled_dot_product_attention` of the whole sequence: k is [b, KV heads, s / ranks, d] and v [b, KV heads,
+    s / ranks, e], where the KV heads divide the heads (grouped queries: keys travel before they are repeated). bf16,
+    fp16, fp32 or fp64; partial results are merged in fp32 (fp64 for fp64). group: None for all ranks. All ranks give
+    the same shapes, options and documents.
+
+    causal: a position sees those up to its own. scale: of scores (None: 1 / sqrt(d)). layout: a rank's part of the
+    sequence: "contiguous", its r-th; "zigzag", chunks r and 2 * ranks - 1 - r of 2 * ranks equal ones, which makes
+    causal attention equal work. window: a causal position sees the last so many, its own among them. documents: int32
+    or int64 [documents + 1], where in the global sequence each begins, then the sequence's length: a position sees its
+    own document. Keep it on the CPU: one on a GPU is read at each call, which waits for the GPU. sinks: [heads], a
+    logit for each head that its softmax has in the denominator alone; its gradient is of this rank's positions, to be
+    summed over the ranks as a replicated parameter's. Of flex_attention's BlockMask, `read_block_mask` makes options.
+
+    A rank is sent only the keys that its positions see. wrap_collective: called in place of each collective, backward
+    too, as wrap_collective("all_to_all", make); it returns what make() returns, which issues it, and keeps nothing.
+    implementation: see `all_gather_attention`, `ring_attention` and `ulysses_attention`; "auto" gathers unless all keys
+    and values would take 4 GiB, then rings.
+
+    With torch.compile it is an operator of the graph; with `wrap_collective`, the graph breaks here. It cannot be
+    differentiated twice. ValueError for other input, and on all ranks for ranks whose calls differ.
+    """
+    name, ranks = find_name(group), dist.get_world_size(group)
+    _require_tensors(q, k, v, sinks)
+    _require_mask(causal, window, documents, layout, q.shape[2], ranks)
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f"context attention: implementation is {', '.join(get_args(Implementation))}, not {implementation!r}"
+        )
+    chosen = _choose(k, v, ranks) if implementation == "auto" else implementation
+    degree = _find_degree(q.shape[1], k.shape[1], ranks) if chosen == "ulysses" else 1
+    settings = Settings(
+        name,
+        degree,
+        causal,
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        layout,
+        window,
+        "ring" if chosen == "ring" else "all_gather",
+    )
+    if degree > 1 and sinks is not None:
+        sinks = sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
+    run = _run_in_graph if wrap_collective is call else _run_apart
+    return run(q, k, v, sinks, documents, settings, wrap_collective)
+
+
+def _run_in_graph(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, settings: Settings,
+    wrap: CollectiveWrapper,
+) -> Tensor:  # fmt: skip
+    group, degree, layout = settings.group, settings.degree, settings.layout
+    if degree > 1:
+        q, k, v = (exchange_heads(each, group, degree, layout, True, wrap) for each in (q, k, v))
+    out = attend_to_context(q, k, v, sinks, documents, settings, wrap)
+    return out if degree == 1 else exchange_heads(out, group, degree, layout, False, wrap)
+
+
+_run_apart = torch.compiler.disable(_run_in_graph)  # a function, as wrap_collective is, is no operator's argument
+
+
+def _choose(k: Tensor, v: Tensor, ranks: int) -> Implementation:
+    return "ring" if ranks * (k.numel() + v.numel()) * k.element_size() > _GATHERED_BYTES else "all_gather"
+
+
+def _find_degree(heads: int, kv_heads: int, ranks: int) -> int:
+    degree = gcd(heads, kv_heads, ranks)
+    if degree == 1 and ranks > 1:
+        raise ValueError(
+            f"ulysses_attention gives each of some ranks a part of the heads, and no number of {ranks} ranks divides "
+            f"{heads} heads and {kv_heads} KV heads: use all_gather_attention or ring_attention, or a group of "
+            f"{kv_heads} ranks or a multiple of it"
+        )
+    return degree
+
+
+def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    shapes = ", ".join(str(list(each.shape)) for each in (q, k, v))
+    if any(each.dim() != 4 for each in (q, k, v)):
+        raise ValueError(f"context attention takes q, k and v [batch, heads, positions, size], not {shapes}")
+    same = {(each.shape[0], each.shape[2], each.dtype, each.device) for each in (q, k, v)}
+    if len(same) > 1 or k.shape[1] != v.shape[1] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            "context attention takes q, k and v of one batch, number of positions, dtype and device, k and v of as "
+            f"many heads, and q and k of one size, not {shapes} ({q.dtype}, {k.dtype}, {v.dtype})"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"context attention: {k.shape[1]} KV heads do not divide {q.shape[1]} heads")
+    if not q.numel() or not v.numel():
+        raise ValueError(f"context attention takes tensors that are not empty, not {shapes}")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"context attention takes {', '.join(map(str, DTYPES))}, not {q.dtype}: convert q, k and v")
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device):
+        raise ValueError(
+            f"context attention: sinks are [{q.shape[1]}] on {q.device}, not {list(sinks.shape)} on {sinks.device}"
+        )
+
+
+def _require_mask(
+    causal: bool, window: int | None, documents: Tensor | None, layout: str, length: int, ranks: int
+) -> None:
+    require_layout(layout, length)
+    if window is not None and (not causal or window < 1):
+        raise ValueError(
+            f"context attention: a window is 1 or more positions and needs causal=True, not {window} with "
+            f"causal={causal}"
+        )
+    if documents is not None and (
+        documents.dim() != 1 or len(documents) < 2 or documents.dtype not in (torch.int32, torch.int64)
+    ):
+        raise ValueError(
+            "context attention: documents are int32 or int64 [documents + 1], where each begins and the length "
+            f"{length * ranks}, not {documents.dtype} {list(documents.shape)}"
+        )

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends rows of keys and values, or of their gradients, and heads, between ranks of a group, while kernels run.
+
+By copy engines between GPUs that NVLink connects: the fastest attention kernels leave NCCL's no multiprocessors, or
+lose some to them. Elsewhere by the functional collectives of torch.distributed, which NCCL runs on its own stream. One
+rank in so many (`degree`) takes part in an exchange of rows; those between have other heads of the same sequence.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto import tiles
+from stretto.memory.copy_engine import has_nvlink
+from stretto.ops.attention.plan import ExchangeStep, Range, count_rows
+from stretto.ops.choices import find_group_obstacle
+from stretto.ops.moe.routes import CollectiveWrapper
+from stretto.ops.operator import abandon, count_bytes, find_group, find_known, find_workspace
+
+_ALIGNMENT = 128  # bytes: tensors in a workspace begin at multiples of it
+
+
+class Arriving(NamedTuple):
+    """Rows that come while kernels run. sent: kept while they leave. channel: whose signals follow copies, if any."""
+
+    rows: Tensor
+    sent: Tensor
+    channel: tiles.BlockChannel | None = None
+
+    def wait(self) -> Tensor:
+        """Have the current stream wait for the rows, and for copies of `sent`; returns the rows."""
+        if self.channel is None:
+            return torch.ops._c10d_functional.wait_tensor(self.rows)
+        tiles.join_copies(self.channel)
+        tiles.rank_wait_all(self.channel, 0, 1)
+        return self.rows
+
+
+class Peers(NamedTuple):
+    """Every `degree`-th rank of the group, from this rank's remainder on.
+
+    wrap: called in place of each collective. by_copies: whether copy engines push rows. areas: of memory for rows that
+    copies bring: 1 if what has come is no longer needed when more may come, else 3, two for keys in turn and one for
+    gradients. room: rows of an area.
+    """
+
+    group: str
+    degree: int
+    wrap: CollectiveWrapper
+    by_copies: bool
+    areas: int
+    room: int
+
+    def start(self, step: ExchangeStep, rows: Tensor, number: int) -> Arriving:
+        """Start to send rows [length, ...] as the step says. number: of the step."""
+        if self.by_copies:
+            area = number % max(self.areas - 1, 1)
+            return self._copy(rows, step.sends, step.lands, _count(step.receives), area)
+        parts = [rows[part.start : part.stop] for parts in step.sends for part in parts]
+        return self._exchange(_join(parts, rows), _count(step.sends), _count(step.receives))
+
+    def start_back(self, step: ExchangeStep, rows: Tensor) -> Arriving:
+        """Start to send a row for each that came in the step, to where it came from."""
+        counts = _count(step.receives)
+        if self.by_copies:
+            ends = [0, *accumulate(counts)]
+            sends = [(Range(start, stop),) if start < stop else () for start, stop in pairwise(ends)]
+            return self._copy(rows, sends, step.lands_back, _count(step.sends), self.areas - 1)
+        return self._exchange(rows, counts, _count(step.sends))
+
+    def _exchange(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Arriving:
+        functional, rest = torch.ops._c10d_functional, int(find_group(self.group).rank()) % self.degree
+
+        def spread(counts: Sequence[int]) -> list[int]:
+            """Counts of all ranks of the group."""
+            return [count if other == rest else 0 for count in counts for other in range(self.degree)]
+
+        def make() -> Tensor:
+            return functional.all_to_all_single(rows, spread(receives), spread(sends), self.group)
+
+        return Arriving(self.wrap("all_to_all", make), rows)
+
+    def _copy(
+        self,
+        rows: Tensor,
+        sends: Sequence[Sequence[Range]],
+        lands: Sequence[int],
+        receives: Sequence[int],
+        area: int,
+    ) -> Arriving:
+        """Push rows into the ranks' workspaces by copy engines: to the rank before this one first, and so on.
+
+        Reuse: a call begins with a barrier of the group, after the kernels that read what came before into its area.
+        """
+        shape = self.room, *rows.shape[1:]
+        area_bytes = -(-count_bytes(*shape, dtype=rows.dtype) // _ALIGNMENT) * _ALIGNMENT
+        workspace = find_workspace(self.group, rows.device, self.areas * area_bytes, "barrier")
+        channel = workspace.channel
+        offset = next(workspace.slot_cycle) * workspace.slot_bytes + area * area_bytes
+        mapping = tiles.shard_tiles(1, channel.world_size, 1)
+        rest = channel.rank % self.degree
+
+        def push() -> Tensor:
+            channel.begin("context attention", mapping, mapping, "broadcast")
+            with tiles.copy_engine(channel):
+                for distance in range(1, channel.world_size):
+                    peer = (channel.rank - distance) % channel.world_size
+                    if peer % self.degree == rest:
+                        there = channel.tensor(shape, rows.dtype, offset=offset, rank=peer)
+                        to = lands[peer // self.degree]
+                        for part in sends[peer // self.degree]:
+                            tiles.rank_copy_data(there, rows, rows=slice(*part), to=to)
+                            to += count_rows(part)
+                    tiles.rank_notify(channel, channel.rank, peer)
+            return channel.tensor(shape, rows.dtype, offset=offset)[: sum(receives)]
+
+        try:
+            return Arriving(self.wrap("all_to_all", push), rows, channel)
+        except BaseException:
+            abandon(self.group, channel)
+            raise
+
+
+def can_copy(group: str, device: torch.device) -> bool:
+    """Check whether copy engines reach all ranks' memory, the same on all ranks. Collective at a group's first call."""
+    if device.type != "cuda" or find_group(group).size() == 1 or find_group_obstacle(group, device):
+        return False
+    return bool(find_known(group, device, "nvlink", lambda: has_nvlink(find_group(group), device)))
+
+
+def add_returned(rows: Tensor, step: ExchangeStep, returned: Tensor) -> None:
+    """Add to fp32 or fp64 rows [length, ...] what came back for those that were sent, in the order of ranks."""
+    start = 0
+    for parts in step.sends:
+        for part in parts:
+            count = count_rows(part)
+            rows[part.start : part.stop] += returned[start : start + count]
+            start += count
+
+
+def _join(parts: Sequence[Tensor], rows: Tensor) -> Tensor:
+    if not parts:
+        return rows[:0]
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _count(parts: Sequence[Sequence[Range]]) -> list[int]:
+    return [sum(map(count_rows, each)) for each in parts]
+
+
+def gather_sequence(x: Tensor, group: str, degree: int, layout: str, wrap: CollectiveWrapper) -> Tensor:
+    """Exchange heads for positions: x [b, h, l, d] -> [b, h / degree, l * degree, d], in the order of the sequence.
+
+    `degree` ranks that follow each other have their parts of the sequence together, each with other heads, so that they
+    are as one rank of 1 / degree as many. DeepSpeed-Ulysses, section 3.
+    """
+    batch, heads, length, size = x.shape
+    parts = x.unflatten(1, (degree, heads // degree)).permute(1, 3, 0, 2, 4)  # to the rank of these heads
+    rows = _exchange(parts, group, degree, wrap)  # [degree, length, batch, heads of each, size]
+    if layout == "zigzag":  # second halves are in the sequence's other half, the last rank's first
+        first, second = rows.unflatten(1, (2, length // 2)).unbind(1)
+        rows = torch.stack((first, second.flip(0)))
+    return rows.reshape(degree * length, batch, heads // degree, size).permute(1, 2, 0, 3)
+
+
+def scatter_sequence(x: Tensor, group: str, degree: int, layout: str, wrap: CollectiveWrapper) -> Tensor:
+    """The inverse of `gather_sequence`."""
+    rows = x.permute(2, 0, 1, 3)
+    if layout == "contiguous":
+        rows = rows.unflatten(0, (degree, -1))
+    else:
+        first, second = rows.unflatten(0, (2, degree, -1)).unbind(0)
+        rows = torch.stack((first, second.flip(0)), 1).flatten(1, 2)
+    parts = _exchange(rows, group, degree, wrap)  # [degree: heads of each, length / degree, batch, heads, size]
+    return parts.permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+
+def _exchange(parts: Tensor, group: str, degree: int, wrap: CollectiveWrapper) -> Tensor:
+    """Send part i of [degree, ...] to the i-th of the `degree` ranks around this one."""
+    members = find_group(group)
+    first = members.rank() // degree * degree
+    counts = [int(first <= peer < first + degree) for peer in range(members.size())]
+    functional, rows = torch.ops._c10d_functional, parts.contiguous()
+    found: Tensor = wrap("all_to_all", lambda: functional.all_to_all_single(rows, counts, counts, group))
+    return functional.wait_tensor(found)

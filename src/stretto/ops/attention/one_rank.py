@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's attention, forward and backward: to its own keys while others' travel, then to those.
+
+Backward, keys come again (they are not kept), during the own keys' gradients of one half of the heads; gradients of
+others' keys return to their ranks during those of the other half.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.ops.attention.exchange import Arriving, Peers, add_returned
+from stretto.ops.attention.kernels import Gradients, Part, attend, differentiate
+from stretto.ops.attention.merge import add_parts, merge_parts
+from stretto.ops.attention.plan import ExchangeStep, Plan, Range
+
+
+class ContextCall(NamedTuple):
+    """A call of this rank: its plan, the ranks that it exchanges rows with, and the scale of scores.
+
+    varies: whether the plan is another one for the next batch, as with documents.
+    """
+
+    plan: Plan
+    peers: Peers
+    scale: float
+    varies: bool
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: ContextCall) -> tuple[Tensor, Tensor]:
+    """(this rank's attention, its log-sum-exp with sinks)."""
+    length, steps = q.shape[2], call.plan.steps
+    rows = _pack(k, v) if steps else None
+    arriving = _start(call, 0, rows)
+    parts = attend(q, k, v, call.plan.own, call.scale, call.varies)
+    for number, step in enumerate(steps):
+        assert arriving is not None
+        arrived = arriving.wait()
+        arriving = _start(call, number + 1, rows)
+        if step.blocks:
+            parts += attend(q, *_unpack(arrived, k.shape[3]), step.blocks, call.scale, call.varies)
+        if arriving is not None and len(parts) > 1:  # or each step would keep a result
+            parts = [Part(Range(0, length), *merge_parts(parts, length, parts[0].lse.dtype))]
+    return merge_parts(parts, length, q.dtype, sinks)
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, call: ContextCall
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the sinks: of the keys by all ranks' queries, of sinks by this rank's."""
+    grad = grad if grad.stride(-1) == 1 and 0 not in grad.stride() else grad.contiguous()
+    steps, length, size, each = call.plan.steps, q.shape[2], k.shape[3], q.shape[1] // k.shape[1]
+    rows = _pack(k, v) if steps else None
+    arriving = _start(call, 0, rows)
+
+    def differentiate_own(kv_heads: slice) -> Gradients:
+        heads = slice(kv_heads.start * each, kv_heads.stop * each)
+        operands = grad[:, heads], q[:, heads], k[:, kv_heads], v[:, kv_heads]
+        return differentiate(*operands, out[:, heads], lse[:, heads], call.plan.own, call.scale, call.varies)
+
+    middle = k.shape[1] // 2 if steps else 0
+    first, second = slice(0, middle), slice(middle, k.shape[1])
+    own = [(first, differentiate_own(first))] if middle else []  # while keys come
+    theirs: list[tuple[Range, Tensor]] = []
+    sums = torch.zeros_like(rows, dtype=torch.promote_types(k.dtype, torch.float32)) if rows is not None else None
+    returning: list[tuple[ExchangeStep, Arriving]] = []
+    for number, step in enumerate(steps):
+        assert arriving is not None
+        arrived = arriving.wait()
+        arriving = _start(call, number + 1, rows)
+        returned = _new_rows(k, v, len(arrived), k.dtype)
+        if step.blocks:
+            found = differentiate(grad, q, *_unpack(arrived, size), out, lse, step.blocks, call.scale, call.varies)
+            theirs = _add_steps(theirs, found.q, q) if len(steps) > 1 else found.q
+            for parts, target in zip((found.k, found.v), _unpack(returned, size), strict=True):
+                add_parts(parts, target)
+        _add_returned(sums, returning)
+        returning.append((step, call.peers.start_back(step, returned)))
+    own.append((second, differentiate_own(second)))  # while gradients return
+    _add_returned(sums, returning)
+    if not steps and len(own[0][1].q) == 1:
+        of_q, of_k, of_v = (parts[0][1] for parts in own[0][1])
+    else:
+        of_q, of_k, of_v = (torch.empty_like(tensor) for tensor in (q, k, v))
+        others = [] if sums is None else [(Range(0, length), tensor) for tensor in _unpack(sums, size)]
+        for kv_heads, found in own:
+            heads = slice(kv_heads.start * each, kv_heads.stop * each)
+            add_parts([*found.q, *((part, tensor[:, heads]) for part, tensor in theirs)], of_q[:, heads])
+            for number, (parts, target) in enumerate(((found.k, of_k), (found.v, of_v))):
+                returns = [(part, tensor[:, kv_heads]) for part, tensor in others[number : number + 1]]
+                add_parts([*parts, *returns], target[:, kv_heads])
+    of_sinks = None
+    if sinks is not None:
+        mean = (grad * out).sum(-1, dtype=lse.dtype)
+        of_sinks = -((sinks.to(lse.dtype)[:, None] - lse).exp() * mean).sum((0, 2)).to(sinks.dtype)
+    return of_q, of_k, of_v, of_sinks
+
+
+def _start(call: ContextCall, number: int, rows: Tensor | None) -> Arriving | None:
+    """Start a step's exchange of keys and values, if there is such a step."""
+    steps = call.plan.steps
+    return call.peers.start(steps[number], rows, number) if rows is not None and number < len(steps) else None
+
+
+def _add_returned(sums: Tensor | None, returning: list[tuple[ExchangeStep, Arriving]]) -> None:
+    """Add the gradients that were sent last, if any, before others come in their place."""
+    if returning and sums is not None:
+        step, arriving = returning.pop()
+        add_returned(sums, step, arriving.wait())
+
+
+def _add_steps(
+    sums: list[tuple[Range, Tensor]], parts: list[tuple[Range, Tensor]], q: Tensor
+) -> list[tuple[Range, Tensor]]:
+    """Queries' gradients of all steps so far, as one sum: each step's own would be kept to the end."""
+    if not sums:
+        sums = [(Range(0, q.shape[2]), torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32)))]
+    for rows, part in parts:
+        sums[0][1][:, :, rows.start : rows.stop] += part
+    return sums
+
+
+def _new_rows(k: Tensor, v: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Memory for keys and values of positions, which lie together: [length, b, KV heads, d + e]."""
+    return k.new_empty(length, k.shape[0], k.shape[1], k.shape[3] + v.shape[3], dtype=dtype)
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    rows = _new_rows(k, v, k.shape[2], k.dtype)
+    for target, source in zip(_unpack(rows, k.shape[3]), (k, v), strict=True):
+        target.copy_(source)
+    return rows
+
+
+def _unpack(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Views of the keys and of the values, [b, KV heads, length, .]."""
+    tensor = rows.permute(1, 2, 0, 3)
+    return tensor[..., :size], tensor[..., size:]

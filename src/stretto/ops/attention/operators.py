@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context-parallel attention as torch.library operators, and as autograd functions that go past them.
+
+Eager calls take the functions, in which dispatch modes see the collectives, and which can wrap them; compiled graphs
+have the operators, with their fakes, gradients and FLOP formulas.
+"""
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stretto.ops.attention.exchange import Peers, can_copy, gather_sequence, scatter_sequence
+from stretto.ops.attention.one_rank import ContextCall, backward, forward
+from stretto.ops.attention.plan import Mask, make_plan
+from stretto.ops.moe.routes import CollectiveWrapper, call
+from stretto.ops.operator import (
+    Autograd,
+    define_operator,
+    find_group,
+    is_traced,
+    require_agreement,
+    require_no_tangents,
+)
+
+
+class Settings(NamedTuple):
+    """What the operators take beside tensors. degree: of neighbours that exchange heads."""
+
+    group: str
+    degree: int
+    causal: bool
+    scale: float
+    layout: str
+    window: int | None
+    schedule: str
+
+
+def attend_to_context(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, settings: Settings,
+    wrap: CollectiveWrapper,
+) -> Tensor:  # fmt: skip
+    """This rank's part of the attention: q [b, heads, l, d] -> [b, heads, l, e]."""
+    if is_traced(q, k, v, sinks, in_modes=False):
+        require_no_tangents(q, k, v, sinks)
+        found: Tensor = torch.ops.stretto.context_attention(q, k, v, sinks, documents, *settings)[0]
+        return found
+    out: Tensor = _ContextAttention.apply(q, k, v, sinks, documents, settings, wrap)
+    return out
+
+
+def exchange_heads(x: Tensor, group: str, degree: int, layout: str, gathers: bool, wrap: CollectiveWrapper) -> Tensor:
+    """`gather_sequence`, or `scatter_sequence`, with gradients."""
+    if is_traced(x, in_modes=False):
+        found: Tensor = torch.ops.stretto.exchange_heads(x, group, degree, layout, gathers)
+        return found
+    exchanged: Tensor = _ExchangeHeads.apply(x, group, degree, layout, gathers, wrap)
+    return exchanged
+
+
+def _agree(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, settings: Settings) -> Mask:
+    """The mask, once all ranks are known to make this call. ValueError for documents that are none."""
+    ranks = find_group(settings.group).size()
+    mask = Mask(settings.causal, settings.window, _read_documents(documents, q.shape[2] * ranks // settings.degree))
+    if ranks > 1:
+        shapes = " x ".join(str(list(each.shape)) for each in (q, k, v))
+        starts = "none" if mask.documents is None else f"{len(mask.documents)}:{crc32(repr(mask.documents).encode()):x}"
+        text = (
+            f"context_attention {shapes} {q.dtype} {settings[1:]} documents={starts} "
+            f"sinks={None if sinks is None else sinks.dtype}"
+        )
+        require_agreement(text, False, settings.group, q.device)
+    return mask
+
+
+def _read_documents(documents: Tensor | None, total: int) -> tuple[int, ...] | None:
+    """The documents' starts, those of empty ones left out; None for a single document. ValueError for others."""
+    if documents is None:
+        return None
+    starts = documents.tolist()
+    if starts[0] != 0 or starts[-1] != total or any(one > other for one, other in pairwise(starts)):
+        shown = f"{starts[:4]} ... {starts[-2:]}" if len(starts) > 6 else starts
+        raise ValueError(
+            f"context attention: documents begin at 0, in ascending order, and end with the length {total} of the "
+            f"global sequence, not {shown}"
+        )
+    known = tuple(dict.fromkeys(starts))
+    return known if len(known) > 2 else None
+
+
+def _find_call(q: Tensor, mask: Mask, settings: Settings, wrap: CollectiveWrapper) -> ContextCall:
+    group, degree = find_group(settings.group), settings.degree
+    place = group.rank() // degree, group.size() // degree
+    plan = make_plan(settings.layout, *place, q.shape[2], mask, settings.schedule)
+    areas, room = 3 if len(plan.steps) > 1 else 1, max((step.room for step in plan.steps), default=0)
+    peers = Peers(settings.group, degree, wrap, can_copy(settings.group, q.device), areas, room)
+    return ContextCall(plan, peers, settings.scale, varies=mask.documents is not None)
+
+
+class _ContextAttention(torch.autograd.Function):
+    """Calls past torch.library."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, settings: Settings,
+        wrap: CollectiveWrapper,
+    ) -> Tensor:  # fmt: skip
+        mask = _agree(q, k, v, sinks, documents, settings)
+        q, k, v = (_align(each) for each in (q, k, v))
+        ctx.call = _find_call(q, mask, settings, wrap)
+        with torch._C._DisableAutocast():
+            out, lse = forward(q, k, v, sinks, ctx.call)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch._C._DisableAutocast():
+            q, k, v, out, lse, sinks = ctx.saved_tensors
+            return *backward(grad, q, k, v, out, lse, sinks, ctx.call), None, None, None
+
+
+def _align(tensor: Tensor) -> Tensor:
+    """The tensor, with positions' numbers next to each other, as kernels take them."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _run_operator(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, group: str, degree: int,
+    causal: bool, scale: float, layout: str, window: int | None, schedule: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    settings = Settings(group, degree, causal, scale, layout, window, schedule)
+    mask = _agree(q, k, v, sinks, documents, settings)
+    q, k, v = (_align(each) for each in (q, k, v))
+    out, lse = forward(q, k, v, sinks, _find_call(q, mask, settings, call))
+    return _by_position(out), lse.contiguous()
+
+
+def _fake_operator(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _ = q.shape
+    out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return out, q.new_empty(batch, heads, length, dtype=wide)
+
+
+def _by_position(tensor: Tensor) -> Tensor:
+    """The same, contiguous as [b, length, h, size], as a fake result is."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _run_gradient(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Tensor, lse: Tensor, sinks: Tensor | None,
+    documents: Tensor | None, group: str, degree: int, causal: bool, scale: float, layout: str, window: int | None,
+    schedule: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    settings = Settings(group, degree, causal, scale, layout, window, schedule)
+    total = q.shape[2] * find_group(group).size() // degree
+    mask = Mask(causal, window, _read_documents(documents, total))
+    q, k, v = (_align(each) for each in (q, k, v))
+    of_q, of_k, of_v, of_sinks = backward(grad, q, k, v, attended, lse, sinks, _find_call(q, mask, settings, call))
+    of_q, of_k, of_v = (_by_position(each) for each in (of_q, of_k, of_v))
+    return of_q, of_k, of_v, q.new_empty(0) if of_sinks is None else of_sinks
+
+
+def _fake_gradient(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Tensor, lse: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_q, of_k, of_v = (
+        each.transpose(1, 2).new_empty(each.transpose(1, 2).shape).transpose(1, 2) for each in (q, k, v)
+    )
+    return of_q, of_k, of_v, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, sinks, documents, *ctx.settings = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, sinks, documents)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 12
+    *found, of_sinks = torch.ops.stretto.context_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return *found, of_sinks if ctx.needs_input_grad[3] else None, *(None,) * 8
+
+
+def _count_flops(q: torch.Size, k: torch.Size, v: torch.Size, *others: Any, **_: Any) -> int:
+    """Two products for each pair of positions, masked ones too, as torch counts attention."""
+    group, degree = others[2:4]
+    ranks = find_group(group).size() // degree
+    return 2 * q[0] * q[1] * q[2] * k[2] * ranks * (q[3] + v[3])
+
+
+def _count_gradient_flops(_: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *others: Any, **__: Any) -> int:
+    """Five products, as torch counts them: scores again, and the gradients of both products' operands."""
+    group, degree = others[4:6]
+    ranks = find_group(group).size() // degree
+    return 2 * q[0] * q[1] * q[2] * k[2] * ranks * (3 * q[3] + 2 * v[3])
+
+
+define_operator(
+    "context_attention",
+    _run_operator,
+    fake=_fake_operator,
+    count_flops=_count_flops,
+    autograd=Autograd(_save, _differentiate),
+)
+define_operator("context_attention_backward", _run_gradient, fake=_fake_gradient, count_flops=_count_gradient_flops)
+
+
+class _ExchangeHeads(torch.autograd.Function):
+    """`gather_sequence`, or its inverse, whose gradients are each other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: str, degree: int, layout: str, gathers: bool, wrap: CollectiveWrapper
+    ) -> Tensor:
+        ctx.settings = group, degree, layout, not gathers, wrap
+        return (gather_sequence if gathers else scatter_sequence)(x, group, degree, layout, wrap)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _ExchangeHeads.apply(grad, *ctx.settings), None, None, None, None, None
+
+
+def _run_exchange(x: Tensor, group: str, degree: int, layout: str, gathers: bool) -> Tensor:
+    exchange = gather_sequence if gathers else scatter_sequence
+    return exchange(x, group, degree, layout, call).contiguous()
+
+
+def _fake_exchange(x: Tensor, group: str, degree: int, layout: str, gathers: bool) -> Tensor:
+    batch, heads, length, size = x.shape
+    shape = (heads // degree, length * degree) if gathers else (heads * degree, length // degree)
+    return x.new_empty(batch, *shape, size)
+
+
+def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.settings = inputs[1:]
+
+
+def _differentiate_exchange(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    *place, gathers = ctx.settings
+    return torch.ops.stretto.exchange_heads(grad, *place, not gathers), None, None, None, None
+
+
+define_operator(
+    "exchange_heads", _run_exchange, fake=_fake_exchange, autograd=Autograd(_save_exchange, _differentiate_exchange)
+)

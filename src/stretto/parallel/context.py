@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallelism: each rank of the axis context has a part of every sequence, and attention exchanges keys and
+values between them.
+
+Every rank of context is given the same whole sequences: the model's forward cuts them (`SequenceParts.cut_arguments`).
+Between embedding and loss all but attention sees this rank's tokens alone.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from stretto.execution import IGNORED_TARGET
+from stretto.huggingface import context as of_transformers
+from stretto.huggingface.loss import compares_with_next
+from stretto.huggingface.pretrained_model import is_pretrained_model
+from stretto.ops.attention import context_attention, list_chunks
+from stretto.ops.attention.plan import Layout
+from stretto.ops.moe.routes import call
+from stretto.parallel.comm.collectives import collective, gather_rows
+from stretto.parallel.comm.kept_outputs import keep_output
+from stretto.parallel.grid import Grid
+from stretto.parallel.layers.dropout import ParallelDropout
+
+T = TypeVar("T")
+Values = TypeVar("Values")
+_IDS = ("input_ids", "tokens", "inputs_embeds")
+_POSITIONS = ("position_ids", "positions")
+
+
+def cut_sequences(values: Values, grid: Grid, *, dim: int = 1, layout: Layout = "zigzag") -> Values:
+    """Cut this rank's part of sequences: of a tensor, or of all tensors in dicts, lists and tuples.
+
+    A model that `parallelize` has put on a grid with context cuts its arguments itself. This is for what its caller
+    compares with the logits that it returns, [batch, seq / context, vocab]: targets, say. Shift them before, so that
+    the target of a part's last token is not lost.
+
+    dim: the dim of the tokens in each tensor. layout: "zigzag" for causal models, "contiguous" for others.
+
+    Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can.
+    """
+    ranks, rank = grid.size("context"), grid.coordinate("context")
+    return tree_map(  # type: ignore[no-any-return]
+        lambda leaf: _cut(leaf, ranks, rank, layout, dim) if isinstance(leaf, Tensor) else leaf, values
+    )
+
+
+def check_length(length: int, ranks: int, layout: Layout) -> None:
+    """Raise ValueError, with the nearest lengths that would do, unless the ranks of context can divide a sequence."""
+    parts = ranks if layout == "contiguous" or ranks == 1 else 2 * ranks
+    if length % parts or not length:
+        below, above = length // parts * parts, (length // parts + 1) * parts
+        nearest = f"{below} and {above} are the nearest that are" if below else f"{above} is the nearest that is"
+        raise ValueError(
+            f"sequences of {length} tokens are not divisible by {parts}, the number of parts that context={ranks} cuts "
+            f"them into: {nearest} (a collator's pad_to_multiple_of={parts} pads them)"
+        )
+
+
+def _cut(whole: Tensor, ranks: int, rank: int, layout: Layout, dim: int) -> Tensor:
+    if ranks == 1:
+        return whole
+    check_length(whole.shape[dim], ranks, layout)
+    chunks = list_chunks(layout, rank, ranks, whole.shape[dim] // ranks)
+    return torch.cat([whole.narrow(dim, chunk.start, chunk.stop - chunk.start) for chunk in chunks], dim)
+
+
+class SequenceParts:
+    """Cuts a model's sequences among the ranks of context, and computes its attention over all of them.
+
+    The layout is zig-zag for a causal model, and contiguous for any other.
+    """
+
+    def __init__(self, model: nn.Module, grid: Grid) -> None:
+        self.group: dist.ProcessGroup = grid.group("context")
+        self.grid = grid
+        self.is_pretrained = is_pretrained_model(model)
+        self.is_causal = not self.is_pretrained or of_transformers.is_causal(model)
+        self.layout: Layout = "zigzag" if self.is_causal else "contiguous"
+        self._signature = inspect.signature(model.forward)
+        self._gives_documents = False  # to the forward pass that runs
+        self._reads_documents = False  # attention was given some by the model's code
+
+    def cut(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of the sequences in a tensor."""
+        return _cut(whole, self.group.size(), self.group.rank(), self.layout, dim)
+
+    def join(self, part: Tensor, length: int) -> Tensor:
+        """The whole [batch, length, ...] of all ranks' parts of it; other tensors as they are. Without a gradient."""
+        ranks = self.group.size()
+        if part.dim() < 2 or part.shape[1] * ranks != length:
+            return part
+        rows = gather_rows(part.detach().movedim(1, 0).contiguous(), length, self.group)
+        places = torch.cat([self.places_of(part.shape[1], rank) for rank in range(ranks)])
+        return rows[places.argsort().to(rows.device)].movedim(0, 1)
+
+    def places_of(self, part: int, rank: int | None = None) -> Tensor:
+        """The places in the whole sequence of a rank's part of so many tokens, int64 [part], on the CPU."""
+        rank = self.group.rank() if rank is None else rank
+        return _cut(torch.arange(part * self.group.size()), self.group.size(), rank, self.layout, 0)
+
+    def cut_targets(self, model: nn.Module, whole: Tensor) -> Tensor:
+        """The targets [batch, seq / context] of this rank's tokens, of labels that the model itself would shift."""
+        if self.is_pretrained and compares_with_next(model):
+            whole = nn.functional.pad(whole, (0, 1), value=IGNORED_TARGET)[..., 1:]
+        return self.cut(whole)
+
+    def cut_arguments(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the model's forward, by name, for this rank's part of each sequence.
+
+        Every tensor [batch, seq, ...] is cut. Labels that the model would shift are shifted before; positions are those
+        in whole sequences. Documents of packed sequences, which transformers' models recognize by `position_ids` that
+        begin anew or by `cu_seq_lens_q`, go to attention as the latter, and so does padding, of `attention_mask`: it is
+        a document of its own.
+
+        Raises ValueError for arguments that cannot be cut.
+        """
+        given = self._bind(args, kwargs)
+        name = next((name for name in _IDS if isinstance(given.get(name), Tensor)), None)
+        if name is None or given[name].dim() < 2:
+            raise ValueError(f"with context, the model's forward takes one of {', '.join(_IDS)}, [batch, seq, ...]")
+        rows, length = given[name].shape[:2]
+        check_length(length, self.group.size(), self.layout)
+        limit = getattr(getattr(model, "config", None), "max_seq_len", length)  # a GPT's, which sees a part alone
+        if length > limit:
+            raise ValueError(f"{length} tokens are more than max_seq_len, {limit}")
+        documents = None
+        if self.is_pretrained:
+            of_transformers.refuse_arguments(model, given, length)
+            documents = of_transformers.find_documents(given, rows, length)
+        labels = given.get("labels")
+        is_shifted = self.is_pretrained and isinstance(labels, Tensor) and compares_with_next(model)
+        shapes = ((rows, length), (1, length))
+        found = {
+            key: self.cut(value) if isinstance(value, Tensor) and tuple(value.shape[:2]) in shapes else value
+            for key, value in given.items()
+        }
+        if is_shifted and given.get("shift_labels") is None:
+            found["labels"] = found["shift_labels"] = self.cut_targets(model, labels)
+        at = next(name for name in _POSITIONS if name in self._signature.parameters)
+        if found.get(at) is None:
+            here = self.cut(torch.arange(length, device=given[name].device), 0)
+            found[at] = here if at == "positions" else here.unsqueeze(0)
+        self._gives_documents = documents is not None
+        if documents is not None:
+            found |= {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents}
+        if "use_cache" in self._signature.parameters:  # of keys and values that nothing would read
+            found.setdefault("use_cache", False)
+        return found
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        bound = self._signature.bind(*args, **kwargs)
+        given = dict(bound.arguments)
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return given
+
+    def check_documents(self, model: nn.Module) -> None:
+        """Raise ValueError after a forward pass if attention has never got the documents that the model was given."""
+        if self._gives_documents and not self._reads_documents:
+            raise ValueError(
+                f"the code of {type(model).__name__} does not hand cu_seq_lens_q to its attention, which so would not "
+                "know documents or padding: give each sequence one document, without padding, or choose context=1"
+            )
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        documents: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention [batch, heads, seq / context, size] of this rank's queries to all ranks' keys and values.
+
+        documents: the first tokens of the documents of all rows, one after another, and the end of the last, int32
+        [documents + 1].
+        """
+        attend = partial(
+            context_attention,
+            group=self.group,
+            causal=self.is_causal,
+            scale=scale,
+            layout=self.layout,
+            window=window,
+            sinks=sinks,
+            # A compiler takes no function as an operator's argument, and counts no collectives.
+            wrap_collective=call if torch.compiler.is_compiling() else self._run_collective,
+        )
+        if documents is None:
+            return attend(query, key, value)
+        self._reads_documents = True
+        if len(query) == 1:
+            return attend(query, key, value, documents=documents)
+        length, parts = query.shape[2] * self.group.size(), []
+        for row in range(len(query)):
+            own = documents[(documents >= row * length) & (documents <= (row + 1) * length)] - row * length
+            parts.append(attend(*(each[row : row + 1] for each in (query, key, value)), documents=own))
+        return torch.cat(parts)
+
+    def _run_collective(self, kind: str, make: Callable[[], T]) -> T:
+        """Mark a collective of attention as one over context, and keep its output where recomputation keeps such."""
+
+        def marked() -> T:
+            with collective(kind, self.group):
+                return make()
+
+        return keep_output("exchanged keys", marked)
+
+
+def require_context(model: nn.Module, grid_sizes: Mapping[str, int]) -> None:
+    """Raise ValueError for a model whose sequences the ranks of context cannot divide."""
+    context, kind = grid_sizes.get("context", 1), type(model).__name__
+    if context == 1:
+        return
+    parameters = inspect.signature(model.forward).parameters
+    if not is_pretrained_model(model):
+        attends = [module for module in model.modules() if hasattr(module, "attend")]
+        if not attends or "positions" not in parameters:
+            raise ValueError(
+                f"context is {context}, but {kind} is neither a model of transformers nor one whose forward takes "
+                "`positions` and whose attention calls self.attend(query, key, value), as stretto.models.GPT's does: "
+                "its sequences cannot be cut; choose context=1"
+            )
+        if any(getattr(getattr(module, "options", None), "capacity_factor", None) for module in model.modules()):
+            raise ValueError(
+                f"context is {context}, but which tokens an expert's capacity leaves out depends on their order, which "
+                "context changes: choose capacity_factor=None, or context=1"
+            )
+        if any(getattr(module, "needs_whole_sequences", False) for module in model.modules()):
+            raise ValueError(
+                f"context is {context}, but this model has a loss over each sequence's choices of experts, and a rank "
+                "has a part of each sequence: choose balance='switch', or context=1"
+            )
+        return
+    if refusal := of_transformers.refusal_of_context(model, parameters):
+        raise ValueError(f"context is {context}, but {refusal}; choose context=1")
+
+
+def install_context(model: nn.Module, grid: Grid) -> SequenceParts:
+    """Have a model's forward cut the sequences that it is given, and its attention run over the ranks of context."""
+    parts = SequenceParts(model, grid)
+    if parts.is_pretrained:
+        of_transformers.replace_attention(model, parts.attend)
+    for module in model.modules():
+        if isinstance(module, ParallelDropout):
+            module.place_tokens = parts.places_of
+        elif not parts.is_pretrained and hasattr(module, "attend"):
+            module.attend = parts.attend  # type: ignore[assignment]
+
+    @torch.compiler.disable
+    def cut(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (), parts.cut_arguments(model, args, kwargs)
+
+    model.register_forward_pre_hook(cut, with_kwargs=True)
+    if parts.is_pretrained:
+        model.register_forward_hook(torch.compiler.disable(lambda model, *_: parts.check_documents(model)))
+    return parts

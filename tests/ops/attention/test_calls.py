@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of context-parallel attention: bytes sent, torch.compile, BlockMask, low precision, and what is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ops.attention.whole import Case, attend_whole, draw_whole, find_differences, see
+from torch.nn.attention.flex_attention import create_block_mask
+
+from stretto import ops
+from stretto.ops.attention.block_mask import read_block_mask
+from stretto.ops.attention.plan import Mask, list_chunks
+from stretto.parallel import Grid, count_collectives
+
+LENGTH, RANKS = 16, 4
+TOTAL = LENGTH * RANKS
+ROW_BYTES = 2 * 2 * (8 + 8) * 8  # batch, KV heads, sizes of keys and values, fp64
+IMPLEMENTATIONS = "all_gather", "ring", "ulysses"
+
+
+def count_needed(case, rank):
+    """Rows of the other ranks that a rank's positions see, by the mask of all pairs."""
+    rows = [
+        torch.cat([torch.arange(*each) for each in list_chunks(case.layout, peer, RANKS, case.length)])
+        for peer in range(RANKS)
+    ]
+    seen = see(case, TOTAL)[rows[rank]].any(0)
+    return sum(int(seen[part].sum()) for peer, part in enumerate(rows) if peer != rank)
+
+
+SENT = {
+    "everything": Case(LENGTH, causal=False),
+    "causal": Case(LENGTH),
+    "a window": Case(LENGTH, layout="contiguous", window=6),
+    "a window, zig-zag": Case(LENGTH, window=6),
+    "documents": Case(LENGTH, layout="contiguous", documents=(0, 5, 30, 33, TOTAL)),
+    "documents, zig-zag": Case(LENGTH, documents=(0, 5, 30, 33, TOTAL)),
+    "documents of one rank": Case(LENGTH, layout="contiguous", documents=(0, 16, 20, 32, 48, TOTAL)),
+}
+
+
+def count_sent():
+    """The bytes that each case sends, forward and backward, by (implementation, case)."""
+    grid, rank, found = Grid(data=RANKS), dist.get_rank(), {}
+    for name, case in SENT.items():
+        for implementation in IMPLEMENTATIONS[:2]:
+            with count_collectives(grid) as counts:
+                assert max(find_differences(case, implementation)) < 1e-10
+            found[implementation, name] = [call.bytes_sent for call in counts.calls]
+    return rank, found
+
+
+def test_only_rows_that_are_seen_are_sent(ranks):
+    found = dict(ranks(RANKS).run(count_sent))
+    for name, case in SENT.items():
+        needed = [count_needed(case, rank) for rank in range(RANKS)]
+        for implementation in IMPLEMENTATIONS[:2]:
+            sent = [sum(found[rank][implementation, name]) for rank in range(RANKS)]
+            # Keys forward and backward, and their gradients back.
+            assert sum(sent) == 3 * sum(needed) * ROW_BYTES, (implementation, name)
+    assert not any(found[0]["ring", "documents of one rank"])
+    assert len(found[0]["ring", "a window"]) == 3  # of one rank, in three steps
+
+
+def differ_compiled():
+    """Results and gradients of a compiled graph beside eager ones, and the graph's operators."""
+    rank, found = dist.get_rank(), []
+    for implementation in ("all_gather", "ulysses"):
+        case = Case(LENGTH, documents=(0, 7, 2 * LENGTH), has_sinks=True, sizes=(8, 4))
+        *inputs, _ = draw_whole(case, 2 * LENGTH, torch.float32)
+        *parts, sinks = inputs
+        leaves = [*(each.chunk(2, 2)[rank].clone().requires_grad_() for each in parts), sinks.requires_grad_()]
+
+        def attend(q, k, v, sinks, case=case, implementation=implementation):
+            out = ops.context_attention(q, k, v, sinks=sinks, implementation=implementation, **case.options())
+            return (2 * out).sin()
+
+        results = []
+        for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+            out = function(*leaves)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        found += [float((one - other).abs().max()) for one, other in zip(*results, strict=True)]
+    return found
+
+
+@pytest.mark.long
+def test_a_compiled_graph_has_the_operator(ranks):
+    for found in ranks(2).run(differ_compiled):
+        assert len(found) == 10
+        assert max(found) < 1e-5
+
+
+def check_operators():
+    case = Case(LENGTH, documents=(0, 7, LENGTH), has_sinks=True, sizes=(8, 4))
+    q, k, v, sinks, grad = draw_whole(case, LENGTH)
+    documents = case.options()["documents"]
+    settings = dist.group.WORLD.group_name, 1, True, 0.3, "zigzag", None, "all_gather"
+    leaves = [each.requires_grad_() for each in (q, k, v, sinks)]
+    torch.library.opcheck(torch.ops.stretto.context_attention.default, (*leaves, documents, *settings))
+    out, lse = torch.ops.stretto.context_attention(*leaves, documents, *settings)
+    arguments = grad, *leaves[:3], out, lse, sinks, documents, *settings
+    arguments = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments]
+    torch.library.opcheck(torch.ops.stretto.context_attention_backward.default, tuple(arguments))
+    torch.library.opcheck(torch.ops.stretto.exchange_heads.default, (leaves[0], settings[0], 1, "zigzag", True))
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        torch.ops.stretto.context_attention(*leaves, documents, *settings)
+    return counter.get_total_flops()
+
+
+def test_operators_are_torchs(ranks):
+    assert ranks(1).run(check_operators) == [2 * 2 * 4 * LENGTH * LENGTH * (8 + 4)]
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        Mask(),
+        Mask(True),
+        Mask(True, 5),
+        Mask(False, None, (0, 1, 100, 333, 400)),
+        Mask(True, None, (0, 1, 100, 333, 400)),
+        Mask(True, 40, (0, 10, 120, 400)),
+    ],
+)
+def test_a_block_mask_is_read(expected):
+    case = Case(causal=expected.causal, window=expected.window, documents=expected.documents)
+    mask = create_block_mask(lambda b, h, query, key: see(case, 400)[query, key], None, None, 400, 400, device="cpu")
+    found = read_block_mask(mask)
+    if found["documents"] is not None:
+        found = found | {"documents": tuple(found["documents"].tolist())}
+    assert Mask(**found) == expected
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda query, key: (key <= query) & ((query - key) % 7 != 5),
+        lambda query, key: (key <= query) | (key < 9),
+        lambda query, key: (query - key).abs() < 4,
+        lambda query, key: (key <= query) & (query - key < torch.where(query < 200, 5, 6)),
+        lambda query, key: (key <= query) & ((query < 256) | (key >= 128)),
+    ],
+)
+def test_another_block_mask_is_refused(seen):
+    mask = create_block_mask(lambda b, h, query, key: seen(query, key), None, None, 400, 400, device="cpu")
+    with pytest.raises(ValueError, match="takes a block_mask that is causal"):
+        read_block_mask(mask)
+
+
+def attend_by_block_mask():
+    rank = dist.get_rank()
+    case = Case(LENGTH, window=9, documents=(0, 7, 2 * LENGTH))
+    q, k, v, *_ = draw_whole(case, 2 * LENGTH)
+    total = 2 * LENGTH
+    mask = create_block_mask(lambda b, h, i, j: see(case, total)[i, j], None, None, total, total, device="cpu")
+    rows = torch.cat([torch.arange(*each) for each in list_chunks("zigzag", rank, 2, LENGTH)])
+    out = ops.ring_attention(*(each[:, :, rows] for each in (q, k, v)), layout="zigzag", **read_block_mask(mask))
+    return float((out - attend_whole(q, k, v, None, case)[:, :, rows]).abs().max())
+
+
+def test_a_block_mask_stands_for_its_options(ranks):
+    assert max(ranks(2).run(attend_by_block_mask)) < 1e-10
+
+
+def differ_in_16_bits():
+    case = Case(LENGTH, documents=(0, 7, 2 * LENGTH), has_sinks=True)
+    return [
+        max(find_differences(case, implementation, dtype))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for implementation in IMPLEMENTATIONS
+    ]
+
+
+def test_lower_precision(ranks):
+    for found in ranks(2).run(differ_in_16_bits):
+        assert max(found[:3]) < 0.1
+        assert max(found[3:6]) < 0.01
+        assert max(found[6:]) < 1e-5
+
+
+REFUSED = {
+    r"window is 1 or more positions and needs causal=True, not 4": {"window": 4},
+    r'layout is "contiguous" or "zigzag", not \'zig\'': {"layout": "zig"},
+    r"7 positions make none: pad to 8 or use layout=\"contiguous\"": {"layout": "zigzag", "length": 7},
+    r"documents are int32 or int64 \[documents \+ 1\], where each begins and the length 16": {
+        "documents": torch.zeros(3)
+    },
+    r"documents begin at 0, in ascending order, and end with the length 16 .* not \[0, 9, 15\]": {
+        "documents": torch.tensor([0, 9, 15])
+    },
+    r"implementation is auto, all_gather, ring, ulysses, not 'flash'": {"implementation": "flash"},
+    r"sinks are \[4\] on cpu, not \[3\]": {"sinks": torch.zeros(3)},
+    r"3 KV heads do not divide 4 heads": {"kv_heads": 3},
+    r"no number of 2 ranks divides 4 heads and 1 KV heads: use all_gather_attention": {
+        "implementation": "ulysses", "kv_heads": 1
+    },
+    r"takes .*float64, not torch.int32: convert": {"dtype": torch.int32},
+}  # fmt: skip
+
+
+def refuse():
+    for pattern, options in REFUSED.items():
+        options = dict(options)
+        length, kv_heads = options.pop("length", 8), options.pop("kv_heads", 2)
+        dtype = options.pop("dtype", torch.float32)
+        q, k = torch.zeros(1, 4, length, 8, dtype=dtype), torch.zeros(1, kv_heads, length, 8, dtype=dtype)
+        with pytest.raises(ValueError, match=pattern):
+            ops.context_attention(q, k, k, **options)
+
+
+def differ_between_ranks():
+    rank, messages = dist.get_rank(), []
+    for length, options in (
+        (8 + 2 * rank, {}),
+        (8, {"layout": ["contiguous", "zigzag"][rank]}),
+        (8, {"documents": torch.tensor([0, 4 + rank, 16])}),
+    ):
+        q = torch.zeros(1, 2, length, 8)
+        with pytest.raises(ValueError, match="ranks of a group make the same calls") as error:
+            ops.all_gather_attention(q, q, q, **options)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_refusals(ranks):
+    ranks(2).run(refuse)
+    for found in ranks(2).run(differ_between_ranks):
+        assert len(found) == 3

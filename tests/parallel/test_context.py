@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with sequences cut over context is training on one rank: losses, gradient norms and weights."""
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import DynamicCache
+
+from stretto.huggingface.known_modules import cache_of_nothing
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import (
+    Grid,
+    count_collectives,
+    cut_sequences,
+    gather,
+    layout_of,
+    mean_over_batch,
+    parallelize,
+    validate,
+)
+from stretto.parallel.state import require_state
+from stretto.train.checkpoint import load_checkpoint, save_checkpoint
+from stretto.train.config.gpt import RunConfig
+from stretto.train.optimizer import build_optimizer
+from tests.parallel import hugging_face, moe_families
+from tests.parallel.experts import training as experts
+from tests.parallel.pipeline import training as pipelines
+from tests.parallel.test_parity_hugging_face import disagreements_of, exactly
+from tests.parallel.training import PRECISIONS, SEED, Case, build, disagreements, distance, my_rows, train_plainly
+
+EXACTLY = PRECISIONS["fp64-adamw"]
+Sizes = dict[str, int]
+
+
+def gpt(**options: Any) -> GPTConfig:
+    return GPTConfig(**{"layers": 2, "hidden": 32, "heads": 8, "vocab": 61, "max_seq_len": 16, **options})
+
+
+def llama_like(**options: Any) -> GPTConfig:
+    return gpt(positions="rotary", activation="swiglu", norm="rmsnorm", bias=False, kv_heads=4, ffn=48, **options)
+
+
+GPTS = {
+    "gpt2-like": Case(GPT, (gpt(),), has_ignored_targets=True),
+    "llama-like": Case(GPT, (llama_like(tie_embeddings=False),), has_ignored_targets=True),
+    "gathered twice, micro-batched": Case(
+        GPT, (llama_like(),), reshard="after_forward", micro_batches=2, batch=16, has_ignored_targets=True
+    ),
+    "checkpointed": Case(GPT, (gpt(),), checkpoints_activations=True, has_ignored_targets=True),
+    "sharded sequence": Case(GPT, (llama_like(),), shards_sequence=True, has_ignored_targets=True),
+}
+LONG = pytest.mark.long
+LARGE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes"),
+    [
+        ("llama-like", {"context": 2, "z": 2}),
+        pytest.param("gpt2-like", {"context": 2, "x": 2}, marks=LONG),
+        pytest.param("llama-like", {"context": 4}, marks=LONG),
+        pytest.param("gathered twice, micro-batched", {"context": 2, "data": 2}, marks=LONG),
+        pytest.param("checkpointed", {"context": 2, "y": 2}, marks=LONG),
+        pytest.param("sharded sequence", {"context": 2, "x": 2}, marks=LONG),
+        *(
+            pytest.param(variant, sizes, marks=LARGE)
+            for variant in GPTS
+            for sizes in (
+                {"context": 2},
+                {"context": 8},
+                {"context": 2, "data": 2, "z": 2},
+                {"context": 2, "x": 2, "z": 2},
+                {"context": 4, "data": 2},
+                {"context": 2, "y": 2, "x": 2},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_five_steps_of_a_gpt_equal_those_of_one_rank(ranks, variant, sizes):
+    print(f"seed {SEED}")
+    case, count = GPTS[variant], prod(sizes.values())
+    expected = train_plainly(case, EXACTLY)
+    assert ranks(count).run(disagreements, sizes, case, EXACTLY, expected) == [{}] * count
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        experts.Run({"context": 2, "data": 2, "expert": 2}),
+        *(
+            pytest.param(experts.Run(grid, options), marks=mark)
+            for grid, options, mark in (
+                ({"context": 2, "z": 2, "expert": 2}, {}, LONG),
+                ({"context": 2, "x": 2}, {}, LONG),
+                ({"context": 4}, {}, LARGE),
+                ({"context": 2, "x": 2, "data": 2, "expert": 4, "expert_tensor": "fold"}, {}, LARGE),
+                ({"context": 2, "x": 2, "z": 2, "expert": 2}, {"shard_sequence": True}, LARGE),
+                ({"context": 2, "data": 2, "z": 2, "expert": 4}, {"recompute": "communication"}, LARGE),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_five_steps_with_experts_equal_those_of_one_rank(ranks, run):
+    print(f"seed {SEED}")
+    expected = experts.expected_of(run)
+    assert ranks(run.ranks).run(experts.disagreements, run, experts.case_of(run), expected) == [{}] * run.ranks
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(pipelines.Run({"pipe": 2, "context": 2}), marks=LONG),
+        *(
+            pytest.param(pipelines.Run(*run), marks=LARGE)
+            for run in (
+                ({"pipe": 2, "context": 2}, "zb-h1"),
+                ({"pipe": 2, "context": 2, "z": 2}, "1f1b", 2),
+                ({"pipe": 2, "context": 2, "x": 2}, "interleaved"),
+                ({"pipe": 2, "context": 2, "data": 2}, "message-driven"),
+                ({"pipe": 2, "context": 4}, "zb-v"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_five_steps_of_a_pipeline_equal_those_of_one_rank(ranks, run):
+    print(f"seed {SEED}")
+    case = Case(GPT, (llama_like(layers=4),), has_ignored_targets=True)
+    expected = pipelines.expect(case, EXACTLY)
+    count = prod(run.grid.values())
+    found = ranks(count).run(pipelines.compare, run, case, EXACTLY, expected)
+    assert list(pipelines.complaints(found, expected)) == []
+
+
+def sliding(model_type: str, **options: Any) -> Callable[..., nn.Module]:
+    layers = ["sliding_attention", "full_attention"]
+    return partial(hugging_face.causal_lm, model_type, sliding_window=5, layer_types=layers, **options)
+
+
+FAMILIES: dict[str, Callable[..., nn.Module]] = {
+    "gpt2": partial(hugging_face.gpt2, True),
+    "llama": partial(hugging_face.llama, False),
+    "qwen3": partial(hugging_face.causal_lm, "qwen3"),
+    "gemma": partial(hugging_face.causal_lm, "gemma"),
+    "gemma2": sliding("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=8),
+    "gemma3": sliding("gemma3_text"),
+    "mistral": partial(hugging_face.causal_lm, "mistral", sliding_window=5),
+    "gpt_neox": partial(hugging_face.causal_lm, "gpt_neox", hidden_dropout=0.0),
+}
+OF_EXPERTS = ("qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3")  # of experts' products in fp64 there are none
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        pytest.param("llama", {"context": 2, "x": 2}, marks=LONG),
+        *(pytest.param(name, {"context": 2, "z": 2}, marks=LARGE) for name in FAMILIES),
+        *(pytest.param(name, {"context": 2, "x": 2}, marks=LARGE) for name in FAMILIES if name != "llama"),
+    ],
+    ids=str,
+)
+def test_five_steps_of_a_hugging_face_model_equal_those_of_one_rank(ranks, family, sizes):
+    print(f"seed {SEED}")
+    case, count = Case(FAMILIES[family], is_hugging_face=True, has_ignored_targets=True), prod(sizes.values())
+    with exactly(EXACTLY):
+        expected = train_plainly(case, EXACTLY)
+    assert ranks(count).run(disagreements_of, sizes, case, EXACTLY, expected) == [{}] * count
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        pytest.param("gpt_oss", {"context": 2, "x": 2}, marks=LONG),  # sinks and windows
+        *(pytest.param(name, {"context": 2, "x": 2}, marks=LARGE) for name in OF_EXPERTS[:1] + OF_EXPERTS[2:]),
+        *(pytest.param(name, {"context": 2, "data": 2, "expert": 2}, marks=LARGE) for name in OF_EXPERTS),
+    ],
+    ids=str,
+)
+def test_five_steps_of_a_hugging_face_model_with_experts_equal_those_of_one_rank(ranks, family, sizes):
+    print(f"seed {SEED}")
+    inexactly = PRECISIONS["fp32-sgd"]
+    case = Case(
+        partial(moe_families.build, family), is_hugging_face=True, has_ignored_targets=True, batch=4, max_norm=0.1
+    )
+    expected = train_plainly(case, inexactly)
+    assert ranks(4).run(disagreements, sizes, case, inexactly, expected) == [{}] * 4
+
+
+DOCUMENTS = [[5, 3, 8], [1, 9, 6], [16], [2, 2, 4, 8]]
+
+
+def packed() -> dict[str, Tensor]:
+    """Rows of several documents, of which none is asked for another's first token."""
+    tokens = torch.randint(3, 61, (4, 16), generator=torch.Generator().manual_seed(SEED))
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in DOCUMENTS])
+    return {"input_ids": tokens, "position_ids": positions, "labels": tokens.masked_fill(positions == 0, -100)}
+
+
+def loss_of_separate_documents(model: nn.Module, tokens: Tensor) -> Tensor:
+    losses = [
+        F.cross_entropy(model(input_ids=part[None]).logits[0, :-1], part[1:], reduction="none")
+        for row, lengths in zip(tokens, DOCUMENTS, strict=True)
+        for part in row.split(lengths)
+    ]
+    return torch.cat(losses).mean()
+
+
+def distances_of_packed(family: str, sizes: Sizes, form: str) -> dict[str, float]:
+    """Return how far the loss and gradients of packed documents are from those of separate ones."""
+    make = FAMILIES.get(family, partial(moe_families.build, family))
+    models = [build(Case(make), PRECISIONS["fp32-sgd"]).train() for _ in range(2)]
+    batch = packed()
+    loss = loss_of_separate_documents(models[0], batch["input_ids"])
+    loss.backward()
+    grid = Grid(**sizes)
+    model, rows = parallelize(models[1], grid), my_rows(grid, 4)
+    given = {name: tensor[rows] for name, tensor in batch.items()}
+    if form == "cu_seq_lens":
+        own = [length for row in DOCUMENTS[rows] for length in row]
+        given["cu_seq_lens_q"] = torch.tensor([0, *torch.tensor(own).cumsum(0)], dtype=torch.int32)
+    own_loss = model(**given).loss
+    own_loss.backward()
+    pairs = zip(model.named_parameters(), models[0].parameters(), strict=True)
+    found = {"loss": distance(own_loss.detach(), loss.detach())}
+    return found | {name: distance(gather(ours.grad, layout_of(ours)), theirs.grad) for (name, ours), theirs in pairs}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "form"),
+    [
+        ("llama", {"context": 2, "z": 2}, "position_ids"),
+        pytest.param("llama", {"context": 4}, "cu_seq_lens", marks=LARGE),
+        *(pytest.param(name, {"context": 2, "x": 2}, "position_ids", marks=LARGE) for name in (*FAMILIES, "gpt_oss")),
+    ],
+    ids=str,
+)
+def test_packed_documents_are_trained_on_as_separate_ones(ranks, family, sizes, form):
+    print(f"seed {SEED}")
+    for found in ranks(4).run(distances_of_packed, family, sizes, form):
+        # A key's bias changes no softmax: its gradient is rounding alone.
+        assert {name: far for name, far in found.items() if not far < 5e-6 and "key_value.bias" not in name} == {}
+        assert found["loss"] < 1e-6
+
+
+def losses_of_padded() -> tuple[float, float, float]:
+    """The loss of rows with padding on either side, of plain transformers and on the grid; and of a loss of our own."""
+    tokens = torch.randint(3, 61, (2, 16), generator=torch.Generator().manual_seed(SEED))
+    mask = torch.ones(2, 16, dtype=torch.int64)
+    mask[0, 11:] = 0
+    mask[1, :3] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[1, 3] = -100  # transformers asks the last token of the padding for it
+    plain = hugging_face.llama(False)
+    state = plain.state_dict()
+    expected = plain(input_ids=tokens, attention_mask=mask, labels=labels).loss.item()
+    grid, own = Grid(context=2), hugging_face.llama(False)
+    own.load_state_dict(state)
+    model = parallelize(own, grid)
+    found = model(input_ids=tokens, attention_mask=mask, labels=labels).loss.item()
+    logits = model(input_ids=tokens, attention_mask=mask).logits
+    targets = cut_sequences(F.pad(labels, (0, 1), value=-100)[:, 1:], grid)
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    whole = require_state(model, "this").sequence_parts.join(logits, 16)
+    theirs = plain(input_ids=tokens, attention_mask=mask).logits
+    far = ((whole - theirs)[mask == 1]).abs().max().item()
+    return found - expected, mean_over_batch(total, (targets != -100).sum(), grid).item() - expected, far
+
+
+def test_padding_and_a_loss_of_ones_own(ranks):
+    print(f"seed {SEED}")
+    for distances in ranks(2).run(losses_of_padded):
+        assert max(map(abs, distances)) < 2e-6
+
+
+def layouts_and_messages() -> dict[str, Any]:
+    grid = Grid(context=2, z=2)
+    groups = ("context", "replicas", "loss", "batch")
+    tokens = torch.arange(8)
+    given, calls = torch.arange(2 * 16).view(2, 16), []
+    for mode in ("full", "communication", "none"):
+        model = parallelize(GPT(gpt()), grid, recompute=mode)
+        with count_collectives(grid) as counts:
+            model(given, given).backward()
+        calls.append(sum(call.axis == "context" for call in counts.calls))
+    llama = parallelize(hugging_face.llama(False), grid)
+    fused = llama(input_ids=given, past_key_values=cache_of_nothing())  # as fused modules have it on GPUs
+    assert torch.equal(fused.logits, llama(input_ids=given).logits)
+    refusals = []
+    mask = torch.ones(2, 16)
+    mask[0, 5] = 0
+    for own, arguments in (
+        (model, {"tokens": given[:, :6]}),
+        (llama, {"input_ids": given, "attention_mask": mask}),
+        (llama, {"input_ids": given, "attention_mask": torch.ones(2, 1, 16, 16)}),
+        (llama, {"input_ids": given, "logits_to_keep": 1}),
+        (llama, {"input_ids": given, "past_key_values": DynamicCache()}),
+    ):
+        with pytest.raises(ValueError) as caught:
+            own(**arguments)
+        refusals.append(str(caught.value))
+    return {
+        "members": [torch.distributed.get_process_group_ranks(grid.group(name)) for name in groups],
+        "cut": [cut_sequences(tokens, grid, dim=0, layout=layout).tolist() for layout in ("zigzag", "contiguous")],
+        "calls": calls,
+        "refusals": refusals,
+    }
+
+
+def test_the_layout_of_ranks_and_tokens_what_is_sent_and_batches_that_are_refused(ranks):
+    for rank, found in enumerate(ranks(4).run(layouts_and_messages)):
+        context, z = divmod(rank, 2)
+        assert found["members"] == [[z, 2 + z], [z, 2 + z], [0, 1, 2, 3], [2 * context, 2 * context + 1]]
+        assert found["cut"] == [[[0, 1, 6, 7], [2, 3, 4, 5]][context], [[0, 1, 2, 3], [4, 5, 6, 7]][context]]
+        recomputed, kept, needed = found["calls"]
+        assert (recomputed, kept) == (needed + 2, needed)  # each block's keys are sent again, unless they are kept
+        length, middle, own, last, cache = found["refusals"]
+        assert "6 tokens are not divisible by 4" in length
+        assert "4 and 8 are the nearest that are" in length
+        assert "padding between tokens of one row" in middle
+        assert "documents by position_ids that begin anew" in own
+        assert "leave out logits_to_keep" in last
+        assert "takes no past_key_values" in cache
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (partial(GPT, gpt(num_experts=4, capacity_factor=1.0)), "capacity_factor=None, or context=1"),
+        (partial(GPT, gpt(num_experts=4, balance="sequence")), "balance='switch', or context=1"),
+        (partial(moe_families.build, "qwen3_next"), "layers of the kind linear_attention"),
+        (partial(moe_families.build, "llama4_text"), "layers of the kind chunked_attention"),
+        (partial(hugging_face.causal_lm, "bloom"), "does not go through transformers' attention interface"),
+        (partial(hugging_face.causal_lm, "gemma2"), "attn_logit_softcapping=None would do"),
+        (partial(hugging_face.causal_lm, "llama", attention_dropout=0.1), "dropout of attention's weights"),
+        (
+            partial(
+                hugging_face.causal_lm,
+                "llama",
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            ),
+            "rotary embedding, dynamic, depends on the length",
+        ),
+        (partial(nn.Linear, 8, 8), "Linear is neither a model of transformers nor one whose forward takes"),
+    ],
+)
+def test_models_whose_sequences_cannot_be_cut_are_refused_by_name(make, words):
+    with torch.device("meta"), pytest.raises(ValueError, match=words) as caught:
+        validate(make(), {"context": 2})
+    assert "context is 2, but" in str(caught.value)
+
+
+def losses_over_a_checkpoint(folder: Path, first: Sizes, second: Sizes) -> list[float]:
+    """Losses of two batches: of a run on the first grid, and of one that continues its second step on another."""
+    options = RunConfig(steps=3, batch=4, seq_len=16, dtype="fp64", lr=1e-2)
+
+    def start(sizes: Sizes) -> tuple[Grid, GPT, Any]:
+        grid = Grid(**sizes)
+        torch.manual_seed(0)
+        model = parallelize(GPT(llama_like()).double(), grid)
+        return grid, model, build_optimizer(model, options)
+
+    def step(grid: Grid, model: GPT, optimizer: Any, number: int) -> float:
+        tokens = (torch.arange(64).view(4, 16) * (number + 5) % 61)[my_rows(grid, 4)]
+        model.zero_grad()
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step(lr=1e-2)
+        return loss.item()
+
+    run = start(first)
+    for number in range(2):
+        step(*run, number)
+    path = save_checkpoint(folder, 2, *run[1:], model_config=llama_like(), run={}, data={}, keep=1)
+    resumed = start(second)
+    load_checkpoint(path, *resumed[1:])
+    return [step(*each, number) for number in (2, 3) for each in (run, resumed)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [({"context": 2}, {"z": 2}), pytest.param(({"z": 2}, {"context": 2}), marks=LONG)],
+    ids=str,
+)
+def test_checkpoints_do_not_know_context(ranks, tmp_path, sizes):
+    for third, resumed_third, fourth, resumed_fourth in ranks(2).run(losses_over_a_checkpoint, tmp_path, *sizes):
+        assert resumed_third == pytest.approx(third, rel=1e-12)
+        assert resumed_fourth == pytest.approx(fourth, rel=1e-12)

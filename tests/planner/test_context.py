@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of sequences that are cut among ranks: memory, bytes, times and the search."""
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import stretto
+from stretto.axes import GridSizes
+from stretto.cli import app
+from stretto.planner import plan, predict, read_architecture
+from stretto.planner.communication import bandwidths, keys_numbers
+from stretto.planner.compute import BACKWARD_ATTENTION, Device, block_seconds
+from stretto.planner.memory import exchanged_keys
+from stretto.planner.workload import StepConfig, StepWorkload
+from stretto.simulator.training import simulate_step
+
+MODEL = "llama-3-8b"
+H100 = stretto.Cluster.preset("dgx-h100")
+SLOW = dataclasses.replace(H100, in_node=dataclasses.replace(H100.in_node, bandwidth=1e9, pair_bandwidth=1e9))
+
+
+def test_a_rank_keeps_the_activations_of_its_part_and_the_keys_of_others_while_it_attends():
+    cut = predict(MODEL, H100, grid={"context": 4}, batch=1, seq_len=65_536)
+    short = predict(MODEL, H100, grid={}, batch=1, seq_len=16_384)
+    assert cut.kept_activations == pytest.approx(short.kept_activations, rel=1e-12)
+    workload = StepWorkload(read_architecture(MODEL, 65_536), 1, 65_536)
+    of_rank = 16_384 * 2 * 8 * 128  # numbers of keys and values: 8 heads of 128
+    of_pass, of_backward = exchanged_keys(workload, StepConfig(GridSizes(context=4), 1))
+    assert of_pass == 3 * of_rank * 2
+    assert of_backward == 3 * of_rank * (2 + 2) + of_rank * 4
+    long = StepWorkload(read_architecture(MODEL, 1 << 21), 1, 1 << 21)  # 8 GiB of keys and values: two ranks' at a time
+    assert exchanged_keys(long, StepConfig(GridSizes(context=4), 1))[0] == 2 * (1 << 19) * 2048 * 2
+
+
+def test_attention_to_a_ranks_own_keys_hides_the_exchange_and_no_more():
+    grid, seq_len = GridSizes(context=4), 16_384
+    workload = StepWorkload(read_architecture(MODEL, seq_len), 1, seq_len)
+    config = StepConfig(grid, 1)
+    attention = block_seconds(workload, workload.model, config, Device(SLOW, "bf16")).attention
+    numbers = keys_numbers(workload.model, grid, seq_len / 4)
+    assert numbers == 3 * seq_len / 4 * 2048
+    rate = bandwidths(SLOW, grid)["context"]
+    start_up = 3 * 3e-6 if SLOW.in_node.latency is None else 3 * SLOW.in_node.latency
+    keys = start_up + numbers * 2 / rate
+    hidden = attention / 4 * (1 + BACKWARD_ATTENTION)  # each of the two exchanges of a backward pass by half of its own
+    found = predict(MODEL, SLOW, grid={"context": 4}, batch=1, seq_len=seq_len, recompute="none")
+    assert found.communication["keys"] == pytest.approx(32 * 3 * keys, rel=1e-9)
+    assert found.exposed["context"] == pytest.approx(32 * (3 * keys - hidden), rel=1e-9)
+    fast = predict(MODEL, H100, grid={"context": 4}, batch=1, seq_len=1 << 18, recompute="none")
+    assert fast.exposed["context"] < 1e-9 < fast.communication["keys"]
+    again = predict(MODEL, SLOW, grid={"context": 4}, batch=1, seq_len=seq_len, recompute="full")
+    kept = predict(MODEL, SLOW, grid={"context": 4}, batch=1, seq_len=seq_len, recompute="communication")
+    assert again.communication["keys"] == pytest.approx(32 * 4 * keys, rel=1e-9)
+    assert kept.communication["keys"] == pytest.approx(found.communication["keys"], rel=1e-9)
+
+
+@pytest.mark.parametrize("grid", [{"context": 4}, {"context": 2, "x": 2}])
+def test_the_simulator_plays_the_exchange(grid):
+    seq_len = 16_384
+    workload = StepWorkload(read_architecture(MODEL, seq_len), 1, seq_len)
+    simulated = simulate_step(workload, StepConfig(GridSizes(**grid), 1), SLOW)
+    predicted = predict(MODEL, SLOW, grid=grid, batch=1, seq_len=seq_len)
+    assert simulated.step_time < predicted.step_time  # which hides no collective of one group by another's
+    assert simulated.exposed["context"] == pytest.approx(predicted.exposed["context"], rel=0.05)
+
+
+def test_context_is_searched_for_long_sequences_or_where_it_is_asked_for():
+    def contexts(seq_len: int, **options: object) -> set[int]:
+        found = plan(MODEL, H100, gpus=8, batch=8, seq_len=seq_len, **options)
+        return {each.grid.get("context", 1) for each in found}
+
+    assert contexts(4096) == {1}
+    assert contexts(4096, context=4) == {4}
+    assert contexts(4096, context="auto") == {1, 2, 4, 8}
+    assert contexts(32_768) == {1, 2, 4, 8}
+    assert contexts(32_768 + 4) == {1, 2}
+    pipelines = plan(MODEL, H100, gpus=8, batch=8, seq_len=4096, context=2, pipe=2)
+    assert {(each.grid["pipe"], each.grid["context"]) for each in pipelines} == {(2, 2)}
+    for asked, words in ((3, "3, but must divide the 8 GPUs"), (0, "0, but must be a whole number"), (2.0, "2.0, but")):
+        with pytest.raises(ValueError, match=f"context is {words}"):
+            contexts(4096, context=asked)
+    with pytest.raises(ValueError, match=r"2 x context a sequence of 4090 tokens; 1 would do"):
+        predict(MODEL, H100, grid={"context": 2}, batch=8, seq_len=4090)
+
+
+def test_the_command_takes_context():
+    arguments = ["plan", "--model", MODEL, "--cluster", "dgx-h100", "--gpus", "4", "--batch", "4", "--seq-len", "8192"]
+    table = CliRunner().invoke(app, [*arguments, "--context", "2"])
+    assert table.exit_code == 0, table.output
+    assert "x/y/z/context/data" in table.output
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--context", "auto", "--json"]).stdout)
+    assert {each["grid"].get("context", 1) for each in found} == {1, 2, 4}
+    assert "context" not in CliRunner().invoke(app, arguments).output
+    assert "--context is 'two'" in CliRunner().invoke(app, [*arguments, "--context", "two"]).output
