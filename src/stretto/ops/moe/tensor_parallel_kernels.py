@@ -305,8 +305,7 @@ def exchange(parts: Tensor, group: str) -> Tensor:
                 tiles.rank_copy_data(there, parts, rows=slice(peer, peer + 1), to=rank)
                 tiles.rank_notify(block_channel, peer, peer)
         tiles.rank_notify(block_channel, rank, rank)
-        for distance in range(1, ranks):
-            tiles.rank_wait(block_channel, rank, (rank + distance) % ranks)
+        tiles.rank_wait_all(block_channel, rank, 0)
         found = received.clone()
         found[rank] = parts[rank]
     except BaseException:
