@@ -132,7 +132,7 @@ def hold_replicas(weight: Tensor, placement: Placement, group: dist.ProcessGroup
             f"{list(weight.shape)} on {ranks}"
         )
     plan = _Sends.of(placement, rank)
-    arrived = _exchange(weight[plan.experts], plan.sends, plan.receives, name)
+    arrived = _exchange(_take(weight, plan.experts), plan.sends, plan.receives, name)
     held = weight.new_zeros(local + placement.spare, *weight.shape[1:])
     held[:local] = weight
     for place, found in zip(_order(placement, rank), arrived, strict=True):
@@ -145,7 +145,7 @@ def return_gradients(grad: Tensor, placement: Placement, group: dist.ProcessGrou
     rank = dist.get_rank(group)
     plan = _Sends.of(placement, rank)
     places = [placement.local + place for place in _order(placement, rank)]
-    arrived = _exchange(grad[places], plan.receives, plan.sends, find_name(group))
+    arrived = _exchange(_take(grad, places), plan.receives, plan.sends, find_name(group))
     total = grad[: placement.local].to(sum_dtype(grad.dtype), copy=True)
     for expert, found in zip(plan.experts, arrived, strict=True):
         total[expert] += found
@@ -187,6 +187,11 @@ def _order(placement: Placement, rank: int) -> list[int]:
     """The numbers of this rank's replicas in the order in which they come: by home, then by number."""
     own = placement.replicas[rank]
     return sorted(range(len(own)), key=lambda place: own[place] // placement.local)
+
+
+def _take(rows: Tensor, numbers: list[int]) -> Tensor:
+    """rows[numbers], for which the host would wait on a GPU."""
+    return torch.stack([rows[number] for number in numbers]) if numbers else rows[:0]
 
 
 def _exchange(rows: Tensor, sends: list[int], receives: list[int], group: str) -> Tensor:
