@@ -3,7 +3,7 @@
 
 An operator and its kernels are in the file of its name; a kernel's docstring says what it signals and waits for, by
 `stretto.tiles`. GEMMs share `operator` (definition, gradients), `config`, `choices` and `tuning` (choice of a kernel),
-`gemm` (the tiles' products) and `small_m` (few rows).
+`gemm` (the tiles' products) and `small_m` (few rows). `attention` shares a sequence; its kernels are torch's.
 """
 
 from stretto.ops import moe

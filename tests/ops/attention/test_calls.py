@@ -107,6 +107,7 @@ def check_operators():
     return counter.get_total_flops()
 
 
+@pytest.mark.long
 def test_operators_are_torchs(ranks):
     assert ranks(1).run(check_operators) == [2 * 2 * 4 * LENGTH * LENGTH * (8 + 4)]
 
@@ -212,12 +213,13 @@ def differ_between_ranks():
     rank, messages = dist.get_rank(), []
     for length, options in (
         (8 + 2 * rank, {}),
+        (8 + 2 * rank, {"implementation": "ulysses"}),
         (8, {"layout": ["contiguous", "zigzag"][rank]}),
         (8, {"documents": torch.tensor([0, 4 + rank, 16])}),
     ):
         q = torch.zeros(1, 2, length, 8)
         with pytest.raises(ValueError, match="ranks of a group make the same calls") as error:
-            ops.all_gather_attention(q, q, q, **options)
+            ops.context_attention(q, q, q, **options)
         messages.append(str(error.value))
     return messages
 
@@ -225,4 +227,28 @@ def differ_between_ranks():
 def test_refusals(ranks):
     ranks(2).run(refuse)
     for found in ranks(2).run(differ_between_ranks):
-        assert len(found) == 3
+        assert len(found) == 4
+
+
+def list_wrapped():
+    """The kinds of collectives that a caller wraps, forward and then backward too, of each implementation."""
+    q, k = torch.randn(1, 2, LENGTH, 8, requires_grad=True), torch.randn(1, 2, LENGTH, 8)
+    found = []
+    for implementation in IMPLEMENTATIONS:
+        kinds = []
+
+        def wrap(kind, make, kinds=kinds):
+            kinds.append(kind)
+            return make()
+
+        out = ops.context_attention(q, k, k, implementation=implementation, wrap_collective=wrap)
+        forward = len(kinds)
+        out.sum().backward()
+        found.append((set(kinds), forward, len(kinds)))
+    return found
+
+
+def test_a_caller_wraps_each_collective(ranks):
+    # Keys; then keys and gradients. Ulysses: q, k, v and the output; then the gradients of the output and of q.
+    expected = [({"all_to_all"}, 1, 3), ({"all_to_all"}, 1, 3), ({"all_to_all"}, 4, 6)]
+    assert ranks(2).run(list_wrapped) == [expected] * 2

@@ -16,24 +16,28 @@ from stretto.ops.attention.plan import Block, Range
 from stretto.ops.operator import list_channels
 
 
-def differ_by_copies(ranks):
-    """Calls that follow each other in one workspace, of one slot, as those of long sequences have."""
+def differ_by_copies(ranks, calls):
+    """Calls that follow each other in one workspace: (implementation, number of the case)."""
     cases = list(list_cases(ranks))
-    with (
-        mock.patch.object(operators, "can_copy", return_value=True),
-        mock.patch("stretto.ops.operator.TWO_SLOTS_BYTES", 0),
-    ):
+    with mock.patch.object(operators, "can_copy", return_value=True):
         found = [
-            (implementation, case, differences)
-            for implementation, case in (("ring", cases[0]), ("ring", cases[1]), ("all_gather", cases[-4]))
-            if max(differences := find_differences(case, implementation)) > EXACT
+            (implementation, cases[number], differences)
+            for implementation, number in calls
+            if max(differences := find_differences(cases[number], implementation)) > EXACT
         ]
     assert list_channels(dist.group.WORLD.group_name)
     return found
 
 
-def test_copy_engines_bring_the_same(interpret):
-    for rank, found in enumerate(interpret(4, differ_by_copies, 4)):
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (("ring", 0), ("ring", 1)),
+        pytest.param((("all_gather", 8), ("ulysses", -2), ("ulysses", -1), ("ring", 12)), marks=pytest.mark.long),
+    ],
+)
+def test_copy_engines_bring_the_same(interpret, calls):
+    for rank, found in enumerate(interpret(4, differ_by_copies, 4, calls)):
         assert not found, (rank, found)
 
 

@@ -18,7 +18,7 @@ from stretto.memory.copy_engine import has_nvlink
 from stretto.ops.attention.plan import ExchangeStep, Range, count_rows
 from stretto.ops.choices import find_group_obstacle
 from stretto.ops.moe.routes import CollectiveWrapper
-from stretto.ops.operator import abandon, count_bytes, find_group, find_known, find_workspace
+from stretto.ops.operator import abandon, count_bytes, find_group, find_known, find_workspace, require_agreement
 
 _ALIGNMENT = 128  # bytes: tensors in a workspace begin at multiples of it
 
@@ -94,17 +94,18 @@ class Peers(NamedTuple):
         """Push rows into the ranks' workspaces by copy engines: to the rank before this one first, and so on.
 
         Reuse: a call begins with a barrier of the group, after the kernels that read what came before into its area.
+        It is a whole barrier, since all calls here use one slot: kernels read it after the next call has begun.
         """
         shape = self.room, *rows.shape[1:]
         area_bytes = -(-count_bytes(*shape, dtype=rows.dtype) // _ALIGNMENT) * _ALIGNMENT
         workspace = find_workspace(self.group, rows.device, self.areas * area_bytes, "barrier")
         channel = workspace.channel
-        offset = next(workspace.slot_cycle) * workspace.slot_bytes + area * area_bytes
+        slot, offset = 0 if workspace.slots == 2 else None, area * area_bytes
         mapping = tiles.shard_tiles(1, channel.world_size, 1)
         rest = channel.rank % self.degree
 
         def push() -> Tensor:
-            channel.begin("context attention", mapping, mapping, "broadcast")
+            channel.begin("context attention", mapping, mapping, "broadcast", slot=slot)
             with tiles.copy_engine(channel):
                 for distance in range(1, channel.world_size):
                     peer = (channel.rank - distance) % channel.world_size
@@ -180,6 +181,7 @@ def scatter_sequence(x: Tensor, group: str, degree: int, layout: str, wrap: Coll
 
 def _exchange(parts: Tensor, group: str, degree: int, wrap: CollectiveWrapper) -> Tensor:
     """Send part i of [degree, ...] to the i-th of the `degree` ranks around this one."""
+    require_agreement(f"exchange of heads {list(parts.shape)} {parts.dtype}", False, group, parts.device)
     members = find_group(group)
     first = members.rank() // degree * degree
     counts = [int(first <= peer < first + degree) for peer in range(members.size())]
