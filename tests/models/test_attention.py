@@ -58,7 +58,7 @@ def test_attention_equals_its_formulas(kv_heads, positions, batch, seq_len, head
         layers=1, hidden=6 * head_dim, heads=6, kv_heads=kv_heads, vocab=7, max_seq_len=9, positions=positions
     )
     attention = Attention(config).double()
-    angles = rotary_angles(seq_len, head_dim, torch.device("cpu")) if positions == "rotary" else None
+    angles = rotary_angles(torch.arange(seq_len), head_dim) if positions == "rotary" else None
     x = torch.randn(batch, seq_len, config.hidden, dtype=torch.float64, requires_grad=True)
     inputs = [x, *attention.parameters()]
     right, found = attend(attention, x, angles), attention(x, angles)

@@ -285,12 +285,10 @@ def layouts_and_messages() -> dict[str, Any]:
     grid = Grid(context=2, z=2)
     groups = ("context", "replicas", "loss", "batch")
     tokens = torch.arange(8)
-    given, calls = torch.arange(2 * 16).view(2, 16), []
-    for mode in ("full", "communication", "none"):
-        model = parallelize(GPT(gpt()), grid, recompute=mode)
-        with count_collectives(grid) as counts:
-            model(given, given).backward()
-        calls.append(sum(call.axis == "context" for call in counts.calls))
+    given, model = torch.arange(2 * 16).view(2, 16), parallelize(GPT(gpt()), grid)
+    with count_collectives(grid) as counts, torch.no_grad():
+        model(given, given)
+    sent = sum(call.bytes_sent for call in counts.calls if call.axis == "context")
     llama = parallelize(hugging_face.llama(False), grid)
     fused = llama(input_ids=given, past_key_values=cache_of_nothing())  # as fused modules have it on GPUs
     assert torch.equal(fused.logits, llama(input_ids=given).logits)
@@ -303,6 +301,7 @@ def layouts_and_messages() -> dict[str, Any]:
         (llama, {"input_ids": given, "attention_mask": torch.ones(2, 1, 16, 16)}),
         (llama, {"input_ids": given, "logits_to_keep": 1}),
         (llama, {"input_ids": given, "past_key_values": DynamicCache()}),
+        (llama, {"input_ids": given, "cu_seq_lens_q": torch.tensor([0, 16])}),
     ):
         with pytest.raises(ValueError) as caught:
             own(**arguments)
@@ -310,7 +309,7 @@ def layouts_and_messages() -> dict[str, Any]:
     return {
         "members": [torch.distributed.get_process_group_ranks(grid.group(name)) for name in groups],
         "cut": [cut_sequences(tokens, grid, dim=0, layout=layout).tolist() for layout in ("zigzag", "contiguous")],
-        "calls": calls,
+        "sent": sent,
         "refusals": refusals,
     }
 
@@ -320,15 +319,17 @@ def test_the_layout_of_ranks_and_tokens_what_is_sent_and_batches_that_are_refuse
         context, z = divmod(rank, 2)
         assert found["members"] == [[z, 2 + z], [z, 2 + z], [0, 1, 2, 3], [2 * context, 2 * context + 1]]
         assert found["cut"] == [[[0, 1, 6, 7], [2, 3, 4, 5]][context], [[0, 1, 2, 3], [4, 5, 6, 7]][context]]
-        recomputed, kept, needed = found["calls"]
-        assert (recomputed, kept) == (needed + 2, needed)  # each block's keys are sent again, unless they are kept
-        length, middle, own, last, cache = found["refusals"]
+        # Of 2 rows and 2 blocks, keys and values of 32 features in fp32, of 8 tokens: all are needed by the first rank,
+        # and of its own the first part alone.
+        assert found["sent"] == [2 * 2 * 2 * 32 * 4 * tokens for tokens in (4, 8)][context]
+        length, middle, own, last, cache, documents = found["refusals"]
         assert "6 tokens are not divisible by 4" in length
         assert "4 and 8 are the nearest that are" in length
         assert "padding between tokens of one row" in middle
         assert "documents by position_ids that begin anew" in own
         assert "leave out logits_to_keep" in last
         assert "takes no past_key_values" in cache
+        assert "cu_seq_lens_q is [0, 16], but must be the first tokens of all documents of 2 rows" in documents
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def calls_of_a_block(sizes: Sizes, recompute: str, shards: bool) -> tuple[Counte
         block.attention.qkv.plan.tokens.note(torch.Size((rows, middle)))
         rows, middle = 1, rows * middle // grid.size("x")
     x = torch.randn(rows, middle, CONFIG.hidden // grid.size("y"), requires_grad=True)
-    angles = rotary_angles(SEQ_LEN, CONFIG.head_dim, x.device)
+    angles = rotary_angles(torch.arange(SEQ_LEN, device=x.device), CONFIG.head_dim)
     with count_collectives(grid) as forward:
         y = block(x, angles)
     with count_collectives(grid) as backward:

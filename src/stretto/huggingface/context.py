@@ -44,13 +44,11 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _uses_interface(type(module))]
 
 
-@functools.cache
 def _uses_interface(kind: type[nn.Module]) -> bool:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
 
 
-@functools.cache
 def _passes_window(kind: type[nn.Module]) -> bool:
     """True if an attention's code calls the interface with the keyword sliding_window."""
     constants = inspect.unwrap(kind.forward).__code__.co_consts
@@ -63,7 +61,7 @@ def is_causal(model: nn.Module) -> bool:
     return config_says and all(getattr(module, "is_causal", True) for module in attentions_of(model))
 
 
-def refusal_of_context(model: nn.Module, parameters: Mapping[str, Any]) -> str | None:
+def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
     """Say why the sequences of a transformers model cannot be cut; None if they can. parameters: of its forward."""
     config, kind = model.config, type(model).__name__
     attentions = attentions_of(model)
@@ -76,7 +74,7 @@ def refusal_of_context(model: nn.Module, parameters: Mapping[str, Any]) -> str |
         return f"{kind} has layers of the kind {', '.join(others)}, and context cuts sequences of attention alone"
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
         return f"{kind} has several inputs (an encoder's, or pictures), of which context cuts none yet"
-    if not attentions or not model._can_set_attn_implementation():  # type: ignore[operator]
+    if not attentions or not model._can_set_attn_implementation():
         return f"the attention of {kind} does not go through transformers' attention interface"
     if any(isinstance(module, nn.Conv1d | nn.Conv2d) for module in model.modules()):
         return f"{kind} has convolutions over its sequences"
@@ -128,17 +126,22 @@ def find_documents(given: Mapping[str, Any], rows: int, length: int) -> Tensor |
     """The first tokens of all documents of the rows, one after another, and the end of the last: int32 [documents + 1].
 
     None where each row is one document. On the CPU: for masks and positions on a GPU the host waits. Raises ValueError
-    for padding within a row.
+    for padding within a row, and for documents that are not these rows'.
     """
-    starts = given.get("cu_seq_lens_q")
+    starts, mask, positions = (given.get(name) for name in ("cu_seq_lens_q", "attention_mask", "position_ids"))
     begins = torch.zeros(rows, length, dtype=torch.bool)
     begins[:, 0] = True
     if isinstance(starts, Tensor):
         starts = starts.cpu().long()
+        if starts.dim() != 1 or starts[-1] != rows * length:
+            raise ValueError(
+                f"cu_seq_lens_q is {starts.tolist()}, but must be the first tokens of all documents of {rows} rows, "
+                f"one after another, and their end, {rows * length}; in a pipeline, give position_ids"
+            )
         begins.view(-1)[starts[starts < rows * length]] = True
-    elif isinstance(positions := given.get("position_ids"), Tensor):
+    elif isinstance(positions, Tensor) and mask is None:  # with a mask, transformers looks for no documents
         begins[:, 1:] |= (positions.diff(dim=1) != 1).cpu()
-    if isinstance(mask := given.get("attention_mask"), Tensor):
+    if isinstance(mask, Tensor):
         mask = mask.bool().cpu()
         changes = mask[:, 1:] != mask[:, :-1]
         if ((changes & mask[:, 1:]).sum(1) + mask[:, 0] > 1).any():
@@ -193,8 +196,8 @@ def _attend(
     attend: Attend | None = getattr(module, "attend_over_context", None)
     if attend is None:
         raise ValueError(
-            f"this {type(module).__name__} has the attn_implementation {NAME!r} of a model that stretto.parallelize "
-            "has put on a grid with context: set another one (model.set_attn_implementation('sdpa')), or build the model "
+            f"this {type(module).__name__} has the attn_implementation {NAME!r} of a model that parallelize has put on "
+            "a grid with context: set another one (model.set_attn_implementation('sdpa')), or build the model "
             "from a configuration of its own"
         )
     if attention_mask is not None:

@@ -12,8 +12,9 @@ Modules of `parallelize`, in the order of its passes:
     place, builder, meta   builds parallel modules and shards (`layout`, `sharded_parameter`); the last that may fail
     install                puts them into the model
 
-The model that this makes: `layers` (parallel modules), `comm` (collectives; `weight_gathering` before a weight is used,
-`gradient_reducer` from a gradient to `.grad`), `forward_passes`, `model_loss`, `recomputation`, `pipeline` (stages).
+The model that this makes: `context` (cuts its sequences), `layers` (parallel modules), `comm` (collectives;
+`weight_gathering` before a weight is used, `gradient_reducer` from a gradient to `.grad`), `forward_passes`,
+`model_loss`, `recomputation`, `pipeline` (stages).
 """
 
 from typing import TYPE_CHECKING

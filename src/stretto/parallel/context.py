@@ -24,7 +24,6 @@ from stretto.ops.attention import context_attention, list_chunks
 from stretto.ops.attention.plan import Layout
 from stretto.ops.moe.routes import call
 from stretto.parallel.comm.collectives import collective, gather_rows
-from stretto.parallel.comm.kept_outputs import keep_output
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import ParallelDropout
 
@@ -46,9 +45,7 @@ def cut_sequences(values: Values, grid: Grid, *, dim: int = 1, layout: Layout = 
     Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can.
     """
     ranks, rank = grid.size("context"), grid.coordinate("context")
-    return tree_map(  # type: ignore[no-any-return]
-        lambda leaf: _cut(leaf, ranks, rank, layout, dim) if isinstance(leaf, Tensor) else leaf, values
-    )
+    return tree_map(lambda leaf: _cut(leaf, ranks, rank, layout, dim) if isinstance(leaf, Tensor) else leaf, values)
 
 
 def check_length(length: int, ranks: int, layout: Layout) -> None:
@@ -135,13 +132,13 @@ class SequenceParts:
             of_transformers.refuse_arguments(model, given, length)
             documents = of_transformers.find_documents(given, rows, length)
         labels = given.get("labels")
-        is_shifted = self.is_pretrained and isinstance(labels, Tensor) and compares_with_next(model)
         shapes = ((rows, length), (1, length))
         found = {
             key: self.cut(value) if isinstance(value, Tensor) and tuple(value.shape[:2]) in shapes else value
             for key, value in given.items()
         }
-        if is_shifted and given.get("shift_labels") is None:
+        is_shifted = self.is_pretrained and given.get("shift_labels") is None and compares_with_next(model)
+        if is_shifted and isinstance(labels, Tensor):
             found["labels"] = found["shift_labels"] = self.cut_targets(model, labels)
         at = next(name for name in _POSITIONS if name in self._signature.parameters)
         if found.get(at) is None:
@@ -209,13 +206,10 @@ class SequenceParts:
         return torch.cat(parts)
 
     def _run_collective(self, kind: str, make: Callable[[], T]) -> T:
-        """Mark a collective of attention as one over context, and keep its output where recomputation keeps such."""
-
-        def marked() -> T:
-            with collective(kind, self.group):
-                return make()
-
-        return keep_output("exchanged keys", marked)
+        """Mark a collective of attention as one over context. Recomputation cannot keep what it brings: that is in
+        memory that the next call reuses."""
+        with collective(kind, self.group):
+            return make()
 
 
 def require_context(model: nn.Module, grid_sizes: Mapping[str, int]) -> None:

@@ -245,8 +245,8 @@ class Grid:
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of the ranks that differ from this rank only in `axis`.
 
-        For "batch" they differ in data and z, for "stage" in all axes except pipe, for "world" in any axis. All axes of
-        one rank have one group, which is made at the first call for one of them.
+        For "batch" they differ in data and z, for "loss" in context too, for "stage" in all axes except pipe, for
+        "world" in any axis. All axes of one rank have one group, which is made at the first call for one of them.
 
         axis: one of `stretto.axes.NAMES`, of its `EXPERT_AXES` or `DERIVED_GROUPS`, "stage" or "world".
 
@@ -268,7 +268,8 @@ class Grid:
         return named | self.other_groups
 
     def size(self, axis: str) -> int:
-        """Return the size of `axis`: pipe, data, x, y, z, "batch" (data x z), "stage" (all except pipe) or "world"."""
+        """Return the size of `axis`: pipe, data, context, x, y, z, "batch" (data x z), "loss" (data x context x z),
+        "replicas" (data x context), "stage" (all except pipe) or "world"."""
         self.require_open()
         if axis not in self._all_sizes:
             raise ValueError(f"{axis!r} is not an axis of a grid; there are {', '.join(self._all_sizes)}")

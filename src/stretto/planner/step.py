@@ -231,8 +231,8 @@ class KeysRecord:
     """Attention over context for one micro-batch: what it sends of keys and values, and what hides that.
 
     place: of the linear after it. sent: keys and values, in the forward pass; in the backward pass again, beside half
-    of the computation, and as many gradients of them beside the other half. own, own_backward: seconds of attention to a
-    rank's own keys.
+    of the computation, and as many gradients of them beside the other half. own, own_backward: seconds of attention
+    to a rank's own keys.
     """
 
     place: int
@@ -331,7 +331,7 @@ class BlockRecord:
                 to.run("norm statistics", self.statistics)
             to.compute(OTHER, other)
             if self.keys is not None and place == self.keys.place:
-                self._exchange(to, "keys and values", self.keys.sent if exchanges else None, self.keys.own)
+                self._exchange(to, "keys and values", self.keys.sent, self.keys.own)
             is_left_out = is_last and place == len(self.linears) - 1
             if not (is_left_out and self.frees):
                 to.use(linear.weight)
@@ -377,7 +377,7 @@ class BlockRecord:
         return to.finish(self.host.block_backward, self.host.collective)
 
     @staticmethod
-    def _exchange(to: PassRecorder, name: str, collective: GroupCollective | None, seconds: float) -> None:
+    def _exchange(to: PassRecorder, name: str, collective: GroupCollective, seconds: float) -> None:
         started = to.start(name, collective)
         to.compute("attention to a rank's own keys", seconds)
         to.wait(started)

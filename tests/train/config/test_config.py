@@ -157,6 +157,19 @@ def test_a_sequence_that_x_cannot_share_is_refused_with_one_that_it_can() -> Non
     make_config(SMALLEST, [*options, "train.shard_sequence=true", "train.micro_batch=none", "train.seq_len=9"])
 
 
+def test_sequences_that_context_cannot_cut_are_refused_with_those_that_it_can() -> None:
+    options = ["grid.context=2", "ranks=2", "train.seq_len=18"]
+    assert "2 x grid.context = 4, the number of parts that a sequence is cut into, must divide it; 16 would do" in (
+        refusal(*options)
+    )
+    experts = ["model.num_experts=4", "model.balance=sequence", "train.seq_len=16"]
+    assert "grid.context is 2 and model.balance is 'sequence', a loss over each sequence" in refusal(*options, *experts)
+    config = make_config(SMALLEST, [*options, "train.seq_len=16"])
+    assert (config.grid.sizes()["context"], str(config.grid)) == (2, "data=1 context=2 x=1 y=1 z=1")
+    few = refusal("grid.context=4", "ranks=2", "train.seq_len=16")
+    assert "the grid data=1 context=2 x=1 y=1 z=1 would do" in few
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

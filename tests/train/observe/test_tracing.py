@@ -162,3 +162,26 @@ def test_the_command_line_draws_the_timeline(tmp_path: Path) -> None:
     assert "traced step 2:" in result.output
     assert (tmp_path / "run" / "timeline.png").stat().st_size > 0
     assert "](timeline.png)" in (tmp_path / "run" / "summary.md").read_text()
+
+
+def test_what_copy_engines_send_for_attention_over_context_is_in_its_row() -> None:
+    def event(name: str, category: str, start: float, operator: int) -> dict[str, Any]:
+        about = {"External id": operator, "stream": 7 if category == "gpu_memcpy" else 3}
+        return {"name": name, "cat": category, "ts": start, "dur": 2.0, "tid": 1, "args": about}
+
+    events = [
+        {"name": "stretto step 1", "cat": "user_annotation", "ts": 0.0, "dur": 100.0, "tid": 1},
+        event("_ContextAttentionBackward", "cpu_op", 10.0, 5),
+        event("aten::empty", "cpu_op", 11.0, 6),
+        event("aten::mm", "cpu_op", 20.0, 8),
+        event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 30.0, 5),
+        event("wait_for_all", "kernel", 40.0, 6),
+        event("wait_for_all", "kernel", 50.0, 8),
+        event("flash", "kernel", 60.0, 5),
+    ]
+    about = {"groups": {}, "rank": 0, "grid": {"context": 2, "z": 2}}
+    found = read_timeline({"stretto": about, "traceEvents": events})
+    rows = ("context", "context", "z", "compute")
+    assert [(span.row, round(span.start * 1e6)) for span in found.spans] == list(
+        zip(rows, (30, 40, 50, 60), strict=True)
+    )

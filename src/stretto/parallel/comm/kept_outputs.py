@@ -33,7 +33,6 @@ KEPT_IN = {
     "summed product": _COMMUNICATION | _PRODUCTS,  # the product itself is not computed again then
     "gathered tokens": _COMMUNICATION,
     "gathered features": _COMMUNICATION,  # over y, of a router, and of a module that computes with whole ones
-    "exchanged keys": _COMMUNICATION,  # and values, of attention over context
     "exchanged rows": _COMMUNICATION,  # of experts, as the next one
     "scattered sums": _COMMUNICATION,
     "router statistics": _COMMUNICATION,

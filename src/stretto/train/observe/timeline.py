@@ -39,8 +39,10 @@ AXES = (*INNER_TO_OUTER, EXPERT)
 # What experts' parameters send over what expert leaves of an axis, and gradients over data and context.
 ROW_OF = {EXPERT_DATA: "data", EXPERT_Z: "z", REPLICAS: "data"}
 ROWS = (COMPUTE, EXPERTS, *AXES, OTHER, *HOST_COPIES, BUBBLE)
-# Copy engines communicate only over z; these kernels start their copies, wait for them, and sum the received data.
+# Copy engines communicate over z, and over context in its attention; these kernels start their copies, wait for them,
+# and sum the received data.
 COPY_ENGINE_AXIS = "z"
+_ATTENTION_OVER_CONTEXT = ("_ContextAttention", "stretto::context_attention")  # begin the names of its operators
 COPY_ENGINE_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel", "begin_scatter", "sum_parts")
 
 STEP_MARK, GROUP_MARK = "stretto step ", "stretto group "
@@ -260,6 +262,13 @@ def _expert_operators(events: Iterable[Mapping[str, Any]]) -> set[Any]:
     return {event["args"]["External id"] for event in _within(operators, [*marks, *nodes])}
 
 
+def _operators_over_context(events: Iterable[Mapping[str, Any]]) -> set[Any]:
+    """The ids of the operators of attention over context, and of those within them."""
+    operators = [event for event in events if event.get("cat") == "cpu_op" and "External id" in event.get("args", {})]
+    outer = [event for event in operators if event["name"].startswith(_ATTENTION_OVER_CONTEXT)]
+    return {event["args"]["External id"] for event in _within(operators, outer)}
+
+
 def _sequence_number(event: Mapping[str, Any]) -> Any:
     return event["args"].get("Sequence number")
 
@@ -289,7 +298,7 @@ def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str], e
         for event in events
         if event["name"] == "record_param_comms" and "External id" in event.get("args", {})
     }
-    spans, copying = [], copying_streams(events)
+    spans, copying, over_context = [], copying_streams(events), _operators_over_context(events)
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             about = event.get("args", {})
@@ -297,7 +306,7 @@ def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str], e
             if event.get("cat") == "gpu_memcpy" and (direction := _COPY_DIRECTION.search(event["name"])):
                 row = {"HtoD": TO_DEVICE, "DtoH": TO_HOST}[direction[0]]
             elif is_by_copy_engine(event, copying):
-                row = COPY_ENGINE_AXIS
+                row = "context" if about.get("External id") in over_context else COPY_ENGINE_AXIS
             elif event["name"].startswith("nccl") or "Collective name" in about:
                 about = calls.get(about.get("External id"), {}) | about
                 row, sent = _axis_of_group(about, groups), read_kernel(about)

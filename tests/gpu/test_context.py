@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On GPUs: models whose sequences are cut over context train as on one GPU, and keep their part of the activations."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import Grid, clip_grad_norm_, gather, parallelize
+from tests.gpu.sharing import SHARED, GpuRanks
+from tests.parallel import hugging_face, moe_families
+
+STEPS, ROWS, SEQ_LEN = 5, 4, 240  # twice every number of ranks divides the length
+CONFIG = GPTConfig(
+    layers=2, hidden=240, heads=8, kv_heads=4, vocab=1003, max_seq_len=SEQ_LEN, positions="rotary", activation="swiglu"
+)
+pytestmark = pytest.mark.ranks(2, 4, own=(2, 4), among=SHARED)
+
+
+def grids(world: int) -> list[dict[str, int]]:
+    others = [{"context": 2, axis: world // 2} for axis in ("data", "x", "z")] if world in (4, 8) else []
+    return [{"context": world}, *others]
+
+
+def make_gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(CONFIG)
+
+
+def make_hugging_face(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"max_position_embeddings": SEQ_LEN}
+    if family == "gpt_oss":  # sinks and windows
+        return moe_families.build(family, **options)
+    return hugging_face.causal_lm(family, **options | {"hidden_size": 256, "head_dim": 64}).train()
+
+
+def batch(vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(3, vocab, (ROWS, SEQ_LEN), generator=generator)
+    labels = tokens.clone()
+    labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
+    return tokens.to(device), labels.to(device)
+
+
+def train(model: nn.Module, grid: Grid, *, is_plain: bool = False) -> dict[str, Any]:
+    """Losses, norms and weights of some steps; is_plain: of a model that is not on the grid."""
+    is_gpt = isinstance(model, GPT)
+    tokens, labels = batch(1003 if is_gpt else hugging_face.VOCAB, grid.device)
+    if not is_plain:
+        part, parts = grid.coordinate("batch"), grid.size("batch")
+        tokens, labels = tokens.chunk(parts)[part], labels.chunk(parts)[part]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(tokens, labels) if is_gpt else model(input_ids=tokens, labels=labels).loss
+        loss.backward()
+        clip = nn.utils.clip_grad_norm_ if is_plain else partial(clip_grad_norm_, grid=grid)
+        norms.append(clip(model.parameters(), 1.0).item())
+        optimizer.step()
+        losses.append(loss.item())
+    weights = {name: gather(parameter).detach().double().cpu() for name, parameter in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def train_all(family: str) -> dict[str, Any]:
+    make = make_gpt if family == "gpt" else partial(make_hugging_face, family)
+    world = dist.get_world_size()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    grid = Grid(context=world)
+    found = {"plain": train(make().to(grid.device), grid, is_plain=True)}
+    for sizes in grids(world):
+        grid = Grid(**sizes)
+        found[str(sizes)] = train(parallelize(make(), grid), grid)
+        for again in ("", " again") if family == "gpt" else ():
+            found[f"bf16 {sizes}{again}"] = train(parallelize(make(), grid, dtype=torch.bfloat16), grid)
+    return found if dist.get_rank() == 0 else {}
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "gpt_oss"])
+def test_sequences_that_are_cut_train_as_on_one_gpu(gpu_pool: GpuRanks, world: int, family: str) -> None:
+    found = gpu_pool.run(world, train_all, family, timeout=150)[0]
+    plain = found["plain"]
+    for sizes in grids(world):
+        actual = found[str(sizes)]
+        assert actual["losses"] == pytest.approx(plain["losses"], rel=1e-5), sizes
+        assert actual["norms"] == pytest.approx(plain["norms"], rel=1e-4), sizes
+        for name, weight in plain["weights"].items():
+            assert (actual["weights"][name] - weight).norm() / weight.norm() < 1e-5, (sizes, name)
+        if family == "gpt":
+            once, again = (found[f"bf16 {sizes}{which}"] for which in ("", " again"))
+            assert once["losses"] == pytest.approx(plain["losses"], rel=1e-2), sizes
+            assert once["losses"] == again["losses"], sizes
+            assert all(torch.equal(weight, again["weights"][name]) for name, weight in once["weights"].items()), sizes
+
+
+def bytes_of_activations() -> tuple[int, int]:
+    """Bytes that are allocated between the passes of one sequence: of all of it, and of this rank's part."""
+    found, length, world = [], 64 * SEQ_LEN, dist.get_world_size()
+    config = GPTConfig(layers=2, hidden=256, heads=4, vocab=256, max_seq_len=length, positions="rotary")
+    for sizes in ({"data": world}, {"context": world}):
+        grid = Grid(**sizes)
+        torch.manual_seed(0)
+        model = parallelize(GPT(config), grid, dtype=torch.bfloat16)
+        tokens = torch.arange(length, device=grid.device)[None] % 256
+        for _ in range(2):  # the first pass makes what stays
+            model.zero_grad()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            loss = model(tokens, tokens)
+            torch.cuda.synchronize()
+            kept = torch.cuda.memory_allocated() - before
+            loss.backward()
+        found.append(kept)
+    return found[0], found[1]
+
+
+def test_a_rank_keeps_the_activations_of_its_part(gpu_pool: GpuRanks, world: int) -> None:
+    for whole, part in gpu_pool.run(world, bytes_of_activations, timeout=150):
+        assert part == pytest.approx(whole / world, rel=0.1)
