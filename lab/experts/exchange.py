@@ -6,8 +6,10 @@ Their peers send one row a choice: NCCL's all_to_all_single between rows that ar
 knows, also of as many bytes as Stretto sends; and torch's all_to_all_vdev_2d, in a job of its own, for it takes NVSHMEM
 as the backend of torch's symmetric memory. `forward` and `step` are a layer's experts whole: the products alone, of
 rows that are there; with NCCL's all-to-all in torchtitan's manner; and Stretto. "hidden" is Flux's equation 2, with
-NCCL's all-to-alls of these rows, timed alone, as the communication. With `--cluster` rows are only predicted. Without
-GPUs rows are small, for a try of the command.
+NCCL's all-to-alls of these rows, timed alone, as the communication. `tensor-gather`, `tensor-scatter`, `tensor-forward`
+and `tensor-step` are those of tensor-parallel experts (`lab/experts/tensor_parallel.py`), at TileLink's 8192 tokens of
+4 ranks with `--tokens 2048`. With `--cluster` rows are only predicted. Without GPUs rows are small, for a try of the
+command.
 """
 
 import json
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from lab.experts import MODELS, ROUTINGS
+from lab.experts import MODELS, ROUTINGS, tensor_parallel
 from lab.experts.grouped import list_products
 from lab.experts.peers import exchange_experts
 from lab.experts.routing import count_rows_sent, draw_routing, load_of
@@ -37,6 +39,7 @@ from stretto.parallel import Grid, count_collectives
 from stretto.planner.compute import Device
 
 KINDS = ("dispatch", "combine", "forward", "step")
+_ALL_KINDS = (*KINDS, *tensor_parallel.KINDS)
 STORES = 0.78  # of NVLink's rate, as stores of all multiprocessors of an H200 to three peers reach: 351 of 450 GB/s
 _TINY = (32, 48, 8, 2)
 
@@ -45,7 +48,7 @@ _TINY = (32, 48, 8, 2)
 class ExchangeSetting:
     """Settings of `python -m lab exchange`. Raises ValueError for an unknown model, routing or row."""
 
-    only: Annotated[tuple[str, ...], Option("dispatch, combine, forward, step, with commas.")] = KINDS
+    only: Annotated[tuple[str, ...], Option(f"{', '.join(_ALL_KINDS)}, with commas.")] = KINDS
     models: Annotated[tuple[str, ...], Option("Whose shapes: those of `python -m lab grouped`.")] = ("qwen3-30b-a3b",)
     routing: Annotated[tuple[str, ...], Option("uniform, skewed, with commas.")] = ROUTINGS
     megabytes: Annotated[float, Option("Sent by a rank alone, one row a token and rank (MiB).", least=0.1)] = 32
@@ -55,7 +58,7 @@ class ExchangeSetting:
     cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
 
     def __post_init__(self) -> None:
-        require_known("row", self.only, KINDS)
+        require_known("row", self.only, _ALL_KINDS)
         require_known("model", self.models, MODELS)
         require_known("routing", self.routing, ROUTINGS)
 
@@ -128,7 +131,7 @@ def _sizes(model: str, kind: str, setting: ExchangeSetting, ranks: int) -> tuple
     hidden, inner, experts, k = MODELS[model]
     if setting.cluster is None and not torch.cuda.is_available():
         return 64, *_TINY
-    if kind in ("forward", "step"):
+    if kind not in KINDS[:2]:
         return setting.tokens, hidden, inner, experts, k
     few = draw_routing(4096, experts, k, "uniform", torch.device("cpu"))[0]
     rows = count_rows_sent(few, experts, ranks, 0)[1] / 4096
@@ -139,7 +142,10 @@ def _predict(model: str, routing: str, kind: str, setting: ExchangeSetting, clus
     """Bytes over NVLink's rate; around products, each exchange under a product of which one part in `ranks` is bare."""
     ranks = setting.ranks
     assert ranks is not None
-    t, hidden, inner, experts, k = _sizes(model, kind, setting, ranks)
+    t, hidden, inner, experts, k = sizes = _sizes(model, kind, setting, ranks)
+    if kind in tensor_parallel.KINDS:
+        about = {"model": model, "routing": routing, "kind": kind}
+        return about | tensor_parallel.predict(sizes, kind, routing, ranks, cluster)
     ids, _ = draw_routing(t, experts, k, routing, torch.device("cpu"))
     choices, rows = (count * 2 * hidden for count in count_rows_sent(ids, experts, ranks, 0))
     link = cluster.require("in_node.bandwidth")
@@ -175,8 +181,12 @@ def measure_all(setting: ExchangeSetting, keep: Callable[[list[dict[str, Any]]],
     for model, routing, kind in setting.cases():
         row: dict[str, Any] = {"model": model, "routing": routing, "kind": kind}
         try:
-            case = _Exchange(_sizes(model, kind, setting, setting.ranks), routing, grid)
-            row |= case.about() | (case.measure_alone(kind) if kind in KINDS[:2] else case.measure_layer(kind))
+            sizes = _sizes(model, kind, setting, setting.ranks)
+            if kind in tensor_parallel.KINDS:
+                row |= tensor_parallel.TensorParallel(sizes, routing, grid.device).measure(kind, _pass, _time)
+            else:
+                case = _Exchange(sizes, routing, grid)
+                row |= case.about() | (case.measure_alone(kind) if kind in KINDS[:2] else case.measure_layer(kind))
         except FAILURES as error:
             row["failed"] = in_one_line(error)
         rows.append(row)

@@ -3,7 +3,8 @@
 
 Each row is a part of a gated MLP's training step: a product alone, both gradients by rows or by weights, the forward
 pass (rows gathered, two products with the activation between, the weighted sum of a token's rows), or a whole step.
-"gathered" reads the rows by index from the tokens, all else has them contiguous. The dense GEMM has as many FLOPs, with
+"gathered" reads the rows by index from the tokens, all else has them contiguous; "waiting" waits for them as well, in
+the order in which they would arrive, of signals that are all set beforehand. The dense GEMM has as many FLOPs, with
 one weight for all rows; of whole passes it has the products alone. Activations are the bytes that autograd saves,
 weights aside, beside SonicMoE's formula, 2 d T + 4 T K n bytes in bf16: inputs and the gate and up once (Guo et al.,
 arXiv 2512.14080). With `--cluster` rows are only predicted.
@@ -17,18 +18,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lab.experts import MODELS, ROUTINGS
 from lab.experts.peers import grouped_mm, torch_experts
 from lab.experts.routing import draw_routing, load_of
 from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
+from stretto import tiles
 from stretto.bench.harness import FAILURES, in_one_line, run_ranks
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.settings import Needs, Option, require_known
 from stretto.cluster import Cluster
 from stretto.ops import moe
+from stretto.ops.moe.grouped_matmul import compute_product
 from stretto.ops.moe.permutation import sort_by_expert
+from stretto.ops.moe.tile_order import Arrivals
+from stretto.ops.operator import CHANNELS
 from stretto.parallel import Grid
 from stretto.planner.compute import Device
 
@@ -86,6 +92,7 @@ class Row:
     of_dense: float | None = column("Stretto / dense", "{:.0%}")
     to_torch: float | None = column("Stretto / torch", "{:.2f}")
     gathering: float | None = column("time of gathering", "{:.1%}")
+    waiting: float | None = column("time of waiting", "{:.1%}")
     torch_megabytes: float | None = column("activations, torch (MB)", "{:,.0f}")
     megabytes: float | None = column("Stretto (MB)", "{:,.0f}")
     formula_megabytes: float | None = column("SonicMoE's formula (MB)", "{:,.0f}")
@@ -193,6 +200,7 @@ class ExpertsCase:
         self.tokens, self.offsets = (order.slots // k).to(torch.int32), order.offsets
         self.ends = order.offsets[1:].contiguous()
         self.rows = self.x[self.tokens]
+        self.arrivals = arrive_beforehand(self.x) if device.type == "cuda" and how != "library" else None
         self._multiply, self._by_weight, self._routed = (
             partial(operator, implementation=how)
             for operator in (moe.grouped_matmul, moe.grouped_weight_gradient, moe.routed_experts)
@@ -216,12 +224,14 @@ class ExpertsCase:
             runs, 64 << 20 if t > 1024 else 0, is_graph=not is_step, effort=TimingEffort(4, 3), rests=False
         )
         seconds = {name: timed.seconds for name, timed in found.items()}
-        row: dict[str, Any] = {name: flops / time / 1e12 for name, time in seconds.items()}
+        row: dict[str, Any] = {name: flops / time / 1e12 for name, time in seconds.items() if name != "waiting"}
         row |= {"difference": max(differences), "to_torch": seconds["torch"] / seconds["stretto"]}
         if "dense" in seconds:
             row["of_dense"] = seconds["dense"] / seconds["stretto"]
         if "gathered" in seconds:
             row["gathering"] = seconds["gathered"] / seconds["stretto"] - 1
+        if "waiting" in seconds:
+            row["waiting"] = seconds["waiting"] / seconds["gathered"] - 1
         if is_step:
             row["torch_megabytes"], row["megabytes"] = (self._count_saved(each) / 1e6 for each in self._passes())
             row["formula_megabytes"] = _formula(*self.sizes) / 1e6
@@ -236,7 +246,8 @@ class ExpertsCase:
         up_rows, down_rows = gate_up.transpose(1, 2), down.transpose(1, 2)
         match part:
             case "gate and up":
-                return {
+                waiting = {} if self.arrivals is None else {"waiting": self._wait_and_multiply}
+                return waiting | {
                     "dense": lambda: [rows @ gate_up[0].t()],
                     "torch": lambda: [grouped_mm(rows, up_rows, offs=ends)],
                     "stretto": lambda: [multiply(rows, gate_up, offsets)],
@@ -275,6 +286,10 @@ class ExpertsCase:
             name: partial(self._step, each) for name, each in zip(("torch", "stretto"), self._passes(), strict=True)
         }
 
+    def _wait_and_multiply(self) -> list[Tensor]:
+        """The product of gathered rows by the kernel that waits for them."""
+        return [compute_product(self.x, self.gate_up, self.offsets, self.tokens, "kernel", self.arrivals)]
+
     def _passes(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         def by_stretto(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
             return self._routed(x, self.ids, self.weights, gate_up, down)
@@ -303,6 +318,15 @@ class ExpertsCase:
             forward(*leaves)
         weights = {weight.untyped_storage().data_ptr() for weight in leaves[1:]}
         return sum(size for place, (size, _) in kept.items() if place not in weights)
+
+
+def arrive_beforehand(rows: Tensor) -> Arrivals:
+    """Rows of this rank alone, whose signals are all set."""
+    block_channel = tiles.BlockChannel.allocate(dist.group.WORLD, channels=CHANNELS)
+    channel = block_channel.describe("waiting")  # of no call: all counters are at their targets, 0
+    mapping = tiles.shard_tiles(CHANNELS, 1, 1, channels=CHANNELS, fixed=True)
+    table = torch.tensor([[[len(rows), 0]]], dtype=torch.int32, device=rows.device)
+    return Arrivals(rows, block_channel, channel, mapping, 64, table, None)
 
 
 BENCH = Bench(

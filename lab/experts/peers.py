@@ -7,7 +7,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_gather_tensor_autograd,
+    all_to_all_single_autograd,
+    reduce_scatter_tensor_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
@@ -48,6 +53,18 @@ def exchange_experts(
     ends = theirs.view(ranks, local).sum(0).cumsum(0, dtype=torch.int32)
     rows = torch_mlp(rows[by_expert], gate_up, down, ends)[by_expert.argsort()]
     return _sum_weighted(all_to_all_single_autograd(rows, sends, receives, group), order, weights)
+
+
+def gather_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """Experts of which each rank has columns, and its own tokens: NCCL's all-gather and reduce-scatter around them.
+
+    gate_up and down are this rank's columns of all experts.
+    """
+    everyones, factors = (all_gather_tensor_autograd(one, 0, group) for one in (x, weights))
+    sums = torch_experts(everyones, all_gather_tensor(ids, 0, group), factors, gate_up, down)
+    return reduce_scatter_tensor_autograd(sums, "sum", 0, group)
 
 
 def _count(ids: Tensor, experts: int) -> Tensor:

@@ -63,7 +63,7 @@ class TransformersSetting:
     cluster: Annotated[
         str | None, Option("Only predict, for this cluster: a file (`stretto probe`) or a preset's name.")
     ] = None
-    warm_up: WarmUp = 3
+    warm_up: WarmUp = 6  # the first steps of a layout with many exchanges are up to a sixth slower
     repeats: Repeats = 5
     rounds: Rounds = 2
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from stretto.memory import shared_gpus
 from stretto.ops import moe
+from stretto.ops.moe.grouped_matmul import compute_product
+from stretto.ops.moe.places import find_places
 from stretto.ops.operator import close_workspaces, list_channels
 from tests.gpu.sharing import GpuRanks
 from tests.gpu.test_moe import BF16, no_host_waits, poison, relative_error, run_dense
@@ -101,6 +103,35 @@ def compare_with_library(dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_kernels_give_the_librarys_bits(gpu_pool: GpuRanks, world: int, dtype: torch.dtype) -> None:
     assert gpu_pool.run(world, compare_with_library, dtype) == [True] * world
+
+
+def multiply_while_rows_arrive() -> list[bool]:
+    """Whether products that begin on rows that have arrived have the bits of products of all of them, in many calls."""
+    rank, group, world = dist.get_rank(), dist.group.WORLD, dist.get_world_size()
+    tokens, same = 700 + 50 * rank, []
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.rand(tokens, 2 * world, generator=generator).topk(2).indices.cuda()
+    x, weights, weight = draw(rank, tokens, HIDDEN), torch.ones(tokens, 2, device="cuda"), draw(9, 2, INNER, HIDDEN)
+    arguments = x, ids, weights, 2 * world, group
+    places = find_places(*arguments, implementation="kernel")
+    sent, numbers = moe.send_tokens(*arguments, implementation="kernel").tokens, places.index.places().to(torch.int32)
+    for turn in range(20):
+        if turn == 2:
+            poison_buffers(group)
+        if turn % world == rank:
+            torch.cuda._sleep(2_000_000)
+        kept, arrivals = places.start(x * turn)
+        assert arrivals is not None
+        found = compute_product(arrivals.rows, weight, places.index.offsets, numbers, "kernel", arrivals)
+        arrivals.keep(kept)
+        right = compute_product(sent * turn, weight, places.index.offsets, numbers, "kernel")
+        same += [torch.equal(kept, sent * turn), torch.equal(found, right)]
+    return same
+
+
+def test_products_wait_for_the_rows_that_they_need(gpu_pool: GpuRanks, world: int) -> None:
+    for same in gpu_pool.run(world, multiply_while_rows_arrive):
+        assert all(same), same
 
 
 def capture() -> list[bool]:

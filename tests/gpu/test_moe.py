@@ -163,11 +163,13 @@ def compare_copies(tokens: int, k: int, columns: int, dtype: torch.dtype) -> lis
     is_valid = (torch.rand(tokens, k, generator=generator) < 0.6).cuda()
     x, rows = draw(1, tokens, columns).to(dtype), draw(2, tokens * k + spare, columns).to(dtype)
     weights = draw(3, tokens, k).float()
-    slots = torch.randperm(tokens * k, generator=generator).cuda()
+    named = torch.where(is_valid, is_valid.view(-1).cumsum(0).view(tokens, k) - 1, 0)
+    number = is_valid.sum()
     calls = [
         lambda: permutation.sum_copies(rows, positions),
         lambda: permutation.sum_copies(rows, positions, weights, is_valid),
-        lambda: permutation.weigh_tokens(x, weights, slots),
+        lambda: permutation.spread_tokens(x, named, weights, is_valid, tokens * k, number),
+        lambda: permutation.spread_tokens(x, positions, rows=tokens * k + spare),
         lambda: permutation.weigh_and_multiply(x, rows, positions, weights)[0],
     ]
     products = [

@@ -162,7 +162,7 @@ def train_with_flipped_bit(folder: Path, seed: int) -> tuple[str, tuple[int, ...
     return "", ()
 
 
-@pytest.mark.ranks(2, 4, own=(2, 4), among=(2, 3, 4))
+@pytest.mark.ranks(4, own=(2, 4), among=(2, 3, 4))
 def test_a_flipped_bit_is_found_and_sound_replicas_are_equal(run_ranks: Any, world: int, tmp_path: Path) -> None:
     print(f"seed {SEED}")
     for message, ranks in run_ranks(world, train_with_flipped_bit, tmp_path, SEED):

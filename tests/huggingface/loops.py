@@ -93,7 +93,12 @@ def make_arguments(out: Path, ranks_of_batch: int, kind: type[TrainingArguments]
         "dataloader_pin_memory": False,
     }
     if kind is SFTConfig:
-        given |= {"gradient_checkpointing": False, "max_length": None, "dataset_num_proc": None, "pad_to_multiple_of": 4}
+        given |= {
+            "gradient_checkpointing": False,
+            "max_length": None,
+            "dataset_num_proc": None,
+            "pad_to_multiple_of": 4,
+        }
     return kind(output_dir=str(out), **given | options)
 
 

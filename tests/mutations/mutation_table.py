@@ -195,6 +195,19 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "packets",
+        "wait",
+        "for numbered words",
+        (
+            Edit(
+                "tiles/packets.py",
+                "    waits = missing >= 0\n    while waits:",
+                "    waits = (missing >= 0) & (channel.rank < 0)\n    while waits:",
+            ),
+        ),
+        "experts/few-*",
+    ),
+    Mutation(
+        "packets",
         "acquire",
         "a look at packets anew (volatile)",
         (
@@ -205,8 +218,8 @@ MUTATIONS: tuple[Mutation, ...] = (
             ),
             Edit(
                 "tiles/packets.py",
-                "pointer + rank * stride + offsets, mask=mask, other=_ZERO, volatile=True)",
-                "pointer + rank * stride + offsets, mask=mask, other=_ZERO)",
+                "pointer + rank * stride + offsets, mask=is_sent, other=_ZERO, volatile=True)",
+                "pointer + rank * stride + offsets, mask=is_sent, other=_ZERO)",
             ),
         ),
         "tiles/packet*",
@@ -440,6 +453,32 @@ MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
         "experts/exchange-*",
+    ),
+    Mutation(
+        "experts",
+        "wait",
+        "for all tiles that have a token's rows",
+        (
+            Edit(
+                "ops/moe/tensor_parallel_kernels.py",
+                "            ready = _await_tiles(ends, done, distance + 1, channel.world, column_tiles)\n",
+                "            ready = 0\n",
+            ),
+        ),
+        "experts/tensor-parallel",
+    ),
+    Mutation(
+        "experts",
+        "wait",
+        "for all ranks' sums of a token",
+        (
+            Edit(
+                "ops/moe/tensor_parallel_kernels.py",
+                "ready += tiles.consumer_tile_wait(channel, mapping, channel.rank * units + own, source=source)\n",
+                "pass\n",
+            ),
+        ),
+        "experts/tensor-parallel",
     ),
     Mutation("experts", "wait", "for a call to have begun on all ranks", (_NO_MEETING,), "experts/exchange-*"),
     Mutation("experts", "acquire", "of a wait", _NO_ACQUIRE, "experts/exchange-*", _BARRIER_TESTS),

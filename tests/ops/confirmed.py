@@ -12,7 +12,7 @@ from tests.ops.operands import random_of
 
 from stretto import ops
 from stretto.memory.plain_data import broadcast_data
-from stretto.ops import config, confirmation
+from stretto.ops import choices, confirmation
 from stretto.tuning import TuningStore, machine_key
 
 
@@ -29,13 +29,13 @@ def timed_by(seconds, folder, can_time=True):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", str(folder))
-        patch.setattr(config, "can_time_calls", lambda device: can_time)
+        patch.setattr(choices, "can_time_calls", lambda device: can_time)
         patch.setattr(confirmation, "time_calls", time_calls)
-        config.restore_choices({})
+        choices.restore_choices({})
         try:
             yield timed
         finally:
-            config.restore_choices({})
+            choices.restore_choices({})
 
 
 def call_all(m=8, group=None):
@@ -69,7 +69,7 @@ def choose_by_times(folder, times):
         call_all()
         ran = {how for (_, how), count in ops.counts().items() if count > before.get((_, how), 0)}
         kept = {key.split()[1] for key in TuningStore().read(machine_key(torch.device("cpu")))}
-        config.clear_choices()
+        choices.clear_choices()
         call_all()  # by the store, which has measured them
         return ran, first, timed.count, kept
 
@@ -87,13 +87,13 @@ def stop_and_resume(folder, times):
     rank = dist.get_rank()
     with timed_by(times, Path(folder) / str(rank)):
         expected = call_all()
-        kept = broadcast_data(config.list_choices(), None, dict[str, config.SavedChoices])
+        kept = broadcast_data(choices.list_choices(), None, dict[str, choices.SavedChoices])
     others = [2.0, 1.0] if times is None else times[::-1]
     with timed_by(others, Path(folder) / f"elsewhere {rank}") as timed:  # another cache, where others are faster
-        config.restore_choices(kept)
+        choices.restore_choices(kept)
         group = dist.new_group(range(dist.get_world_size()))  # whose first calls could be timed
         resumed = call_all(group=group)
-        again = config.list_choices() if rank == 0 else kept
+        again = choices.list_choices() if rank == 0 else kept
         is_same = all(torch.equal(*pair) for pair in zip(expected, resumed, strict=True))
         if times is not None:
             call_all(m=10, group=group)  # nearly as many rows as were measured

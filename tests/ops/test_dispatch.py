@@ -19,7 +19,7 @@ from tests.ops.operands import (
 
 from stretto import ops
 from stretto.memory import gpus
-from stretto.ops import KernelConfig, config
+from stretto.ops import KernelConfig, choices, config
 from stretto.ops.config import (
     LIBRARY,
     GemmProblem,
@@ -68,7 +68,7 @@ def test_gathered_rows_are_returned_by_copies_alone_whatever_was_asked_for():
     call = call_of("all_gather_matmul", 512)._replace(returns_gathered=True)
     assert call.name.startswith("all_gather_matmul_gathered m=512 ")
     asked = KernelConfig(transfer="programs", direction="pull").encode()
-    chosen, _ = config._choose(SimpleNamespace(obstacle=None, times={}), call, HOPPER, asked)
+    chosen, _ = choices._choose(SimpleNamespace(obstacle=None, times={}), call, HOPPER, asked)
     tried = list(vary_blocks(call, HOPPER))
     for plan in (chosen, *tried, *vary_transfers(call, HOPPER, tried[0])):
         assert (plan.transfer, plan.direction) == ("copies", "push")
@@ -134,9 +134,9 @@ def tune_and_choose(folder):
 
         def chosen(rows, n):
             x, weight = torch.zeros(rows, 32), torch.zeros(n, 32)
-            call = config.describe_problem("all_gather_matmul", 2 * rows, x, weight, name)
-            plan = config.choose_config(call, x, weight, name, "auto")
-            default, _ = config.default_config(call, config.find_machine(x, weight))
+            call = choices.describe_problem("all_gather_matmul", 2 * rows, x, weight, name)
+            plan = choices.choose_config(call, x, weight, name, "auto")
+            default, _ = config.default_config(call, choices.find_machine(x, weight))
             return plan.encode() if plan in measured and (rows, n) in ((24, 40), (30, 40)) else plan == default
 
         texts = {plan.encode(): seconds for plan, seconds in measured.items()}
@@ -165,8 +165,8 @@ def tune_gathered(folder):
         x, weight, name = torch.ones(8, 32), torch.ones(16, 32), dist.group.WORLD.group_name
         chosen = []
         for returns_gathered in (True, False):
-            call = config.describe_problem("all_gather_matmul", 16, x, weight, name, returns_gathered=returns_gathered)
-            chosen.append(config.choose_config(call, x, weight, name, "auto"))
+            call = choices.describe_problem("all_gather_matmul", 16, x, weight, name, returns_gathered=returns_gathered)
+            chosen.append(choices.choose_config(call, x, weight, name, "auto"))
         product, gathered = ops.all_gather_matmul_gathered(x, weight)
         assert torch.equal(product, gathered @ weight.t())
         return measured, chosen
@@ -186,12 +186,12 @@ def choose_by_different_stores(folders):
     try:
         x, weight = torch.ones(8, 16), torch.ones(24, 16)
         name = dist.group.WORLD.group_name
-        call = config.describe_problem("all_gather_matmul", 16, x, weight, name)
+        call = choices.describe_problem("all_gather_matmul", 16, x, weight, name)
         if dist.get_rank() == 0:
-            keys = {config.name_time(call.name, config.LIBRARY): [1e-6], "ops nonsense by nothing": [1.0]}
+            keys = {choices.name_time(call.name, config.LIBRARY): [1e-6], "ops nonsense by nothing": [1.0]}
             TuningStore().add(machine_key(x.device), keys)
         ops.all_gather_matmul(x, weight)
-        return config.choose_config(call, x, weight, name, "auto").encode()
+        return choices.choose_config(call, x, weight, name, "auto").encode()
     finally:
         del os.environ["STRETTO_CACHE"]
 
@@ -256,10 +256,10 @@ def list_modules_of_a_call(plan):
 
 
 @pytest.mark.parametrize("plan", ["auto", "pushes"])
-def test_four_modules_have_all_of_a_call(interpret, plan):
-    """Checks, choice, workspace, launch and kernel: what a reader opens."""
+def test_five_modules_have_all_of_a_call(interpret, plan):
+    """Checks, choice, configuration, workspace, launch and kernel: what a reader opens."""
     for found in interpret(2, list_modules_of_a_call, plan):
-        assert found == {"all_gather_matmul", "config", "gemm", "operator"}
+        assert found == {"all_gather_matmul", "choices", "config", "gemm", "operator"}
 
 
 @pytest.mark.parametrize("plan", ["copies", "pushes"])
@@ -283,5 +283,5 @@ def test_a_kernel_that_waits_for_copies_leaves_them_room_where_ranks_share_a_gpu
 @pytest.mark.parametrize(("transfer", "programs"), [("copies", 132), ("programs", 99)])
 def test_only_a_gather_whose_programs_wait_has_fewer_programs_than_multiprocessors(transfer, programs):
     given = KernelConfig(transfer=transfer).encode()
-    chosen, _ = config._choose(SimpleNamespace(obstacle=None), call_of("all_gather_matmul", 512), HOPPER, given)
+    chosen, _ = choices._choose(SimpleNamespace(obstacle=None), call_of("all_gather_matmul", 512), HOPPER, given)
     assert chosen.blocks.programs == programs

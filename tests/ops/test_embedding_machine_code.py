@@ -51,8 +51,8 @@ def forward_arguments(lookup=None, way=None, dtype=torch.float32, index=torch.in
 
 
 def begin_arguments():
-    tables, announced = tiles.look_up_tiles(*[WORDS] * 5), 12345 | 1 << 40
-    return make_channel("p2p"), tables, WORDS, LONGS, WORDS, WORDS, WORDS, REPORT, 4096, announced, 16
+    mapping, announced = tiles.shard_tiles(4, 4, 1, channels=4, fixed=True), 12345 | 1 << 40
+    return make_channel("p2p"), mapping, WORDS, LONGS, WORDS, WORDS, WORDS, REPORT, 4096, announced, 16
 
 
 def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, scaled=True):

@@ -12,7 +12,7 @@ from tests.processes import LIMIT
 
 from stretto import ops
 from stretto.memory import PeerError
-from stretto.ops import config
+from stretto.ops import choices, config
 
 
 def infer_then_train(plan):
@@ -70,7 +70,7 @@ def leave_groups(count):
         ops.matmul_all_reduce(x, weight, group)
         dist.destroy_process_group(group)
         del group
-    return len(config._groups) - 1
+    return len(choices._groups) - 1
 
 
 def test_destroyed_groups_are_forgotten(interpret):
@@ -168,11 +168,13 @@ def choose_apart():
     rank, name = dist.get_rank(), dist.group.WORLD.group_name
     weight, room, seen = torch.zeros(32, 16), torch.zeros(32 * 16 + 1), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "_choose", lambda known, call, machine, how: seen.append(machine) or (config.LIBRARY, ""))
+        patch.setattr(
+            choices, "_choose", lambda known, call, machine, how: seen.append(machine) or (config.LIBRARY, "")
+        )
         for n, places in ((32, (0, 0)), (31, (0, 1)), (31, (0, 0)), (32, (1, 0))):
             x = room[places[rank] :][: 32 * 16].view(32, 16)
-            call = config.describe_problem("all_gather_matmul", 64, x, weight[:n], name)
-            config.choose_config(call, x, weight[:n], name, "auto")
+            call = choices.describe_problem("all_gather_matmul", 64, x, weight[:n], name)
+            choices.choose_config(call, x, weight[:n], name, "auto")
     return [machine.by_tma for machine in seen]
 
 

@@ -11,7 +11,7 @@ from tests.ops.operands import BLOCKS, random_of
 from torch.autograd import forward_ad
 
 from stretto import ops
-from stretto.ops import config
+from stretto.ops import choices
 
 GATHERS = ["copies", "pushes", "pulls", "unshifted", "wide, pushes", "auto", "library"]
 
@@ -295,8 +295,8 @@ def test_scales_that_are_gigabytes_apart_are_found(interpret, tmp_path):
 def _tune_gather():
     measured = ops.tune("all_gather_matmul", 16, 32, 32, dtype=FP8, device="cpu")
     x, weight, one = torch.zeros(8, 32).to(FP8), torch.zeros(32, 32).to(FP8), torch.ones(())
-    call = config.describe_problem("all_gather_matmul", 16, x, weight, dist.group.WORLD.group_name)
-    plan = config.choose_config(call, x, weight, dist.group.WORLD.group_name, "auto")
+    call = choices.describe_problem("all_gather_matmul", 16, x, weight, dist.group.WORLD.group_name)
+    plan = choices.choose_config(call, x, weight, dist.group.WORLD.group_name, "auto")
     ops.all_gather_scaled_matmul(x, weight, one, one)
     return len(measured), measured[plan] == min(measured.values())
 

@@ -223,17 +223,20 @@ class Chooses(Chain):
         return self.layers[layer](self.first(x))
 
 
-def go_different_ways() -> str:
-    """The error where ranks of z use different layers of one size in the first step."""
+def go_different_ways(width: int) -> str:
+    """The error where ranks of z use different layers, the second of this inner width, in the first step."""
     grid = Grid(z=2)
-    model = parallelize(make(Chooses), grid)
+    model = make(Chooses)
+    model.layers[1] = nn.Sequential(nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)).double()
+    parallelize(model, grid)
     with pytest.raises(RuntimeError) as error:
         model(batch()[my_rows(grid, ROWS)], grid.coordinate("batch")).sum().backward()
     return str(error.value)
 
 
-def test_ranks_that_use_different_layers_raise(ranks):
-    for message in ranks(2).run(go_different_ways):
+@pytest.mark.parametrize("width", [1, 64])
+def test_ranks_that_use_different_layers_raise(ranks, width):
+    for message in ranks(2).run(go_different_ways, width):
         assert "every rank must go through the same submodules in the same order" in message
         assert "layers.0" in message
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize, weight_norm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize, register_forward_method
 from stretto.parallel.blocks import find_blocks
 from tests.parallel.training import distance, my_rows
@@ -230,3 +231,29 @@ def test_programs_that_go_other_ways_train_as_in_one_process(ranks, count, sizes
 def test_the_blocks_of_lists_without_a_forward_are_the_modules_that_have_one():
     found = find_blocks(Holders())
     assert found == ["down.0.conv", "down.0.parts.a", "down.1.conv", "down.1.parts.a"]
+
+
+def refusals_of_other_rows(sizes: dict[str, int]) -> list[str]:
+    """What is said where ranks of x or y are given other tokens, another number of them, or, by blocks, other numbers;
+    and where they compute what they are given, by GPUs whose last bits differ."""
+    grid = Grid(**sizes)
+    place = grid.coordinate("x")
+    tokens = torch.arange(8).view(2, 4)
+    found = []
+    for mine in (tokens + place, tokens[:, : 4 - place]):
+        model = parallelize(GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=16, max_seq_len=8)), grid)
+        found.append(message_of(lambda model=model, mine=mine: model(tokens, mine)))
+    for x in (torch.ones(ROWS, WIDTH) + scale * place for scale in (1.0, 1e-6)):
+        model = parallelize(chain(), grid)
+        found.append(message_of(lambda model=model, x=x: model(x)))
+    return found
+
+
+def test_ranks_of_x_and_y_that_are_given_different_rows_raise_an_error(ranks):
+    for sizes in ({"x": 2}, {"x": 2, "y": 2}):
+        for other, shorter, numbers, bits in ranks(2 * sizes.get("y", 1)).run(refusals_of_other_rows, sizes):
+            assert "this rank: argument 2 [2, 4])" in other
+            assert "this rank: argument 1 [2, 4], argument 2 [2, " in shorter
+            assert f"this rank: argument 1 [{ROWS}, {WIDTH}])" in numbers
+            assert "grid.coordinate('batch') of grid.size('batch')" in numbers
+            assert bits == "no error"

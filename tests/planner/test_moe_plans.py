@@ -212,6 +212,18 @@ def test_plans_take_longer_and_more_memory_the_less_rows_are_balanced():
     assert (sent[2] - sent[0]) / (sent[1] - sent[0]) == pytest.approx(4)  # start-ups do not grow
 
 
+def test_a_plan_says_what_imbalance_costs():
+    grid = {"data": 4, "expert": 4}
+    skewed, even = (
+        predict(CONFIG, MACHINE, grid=grid, batch=BATCH, seq_len=SEQ_LEN, imbalance=imbalance)
+        for imbalance in (1.8, 1.0)
+    )
+    [note] = [note for note in skewed.notes if "imbalance" in note]
+    longer = skewed.step_time - even.step_time
+    assert f"1.8 times the mean's rows (imbalance), which makes a step {longer:.3g} s" in note
+    assert not any("imbalance" in note for note in even.notes)
+
+
 @pytest.mark.parametrize(("mode", "passes"), [("none", 4), ("full", 6), ("communication", 4), ("products", 6)])
 def test_recomputation_sends_rows_again_unless_it_keeps_them(mode, passes):
     grid = {"data": 4, "expert": 4}

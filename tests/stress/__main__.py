@@ -20,7 +20,9 @@ CATALOGUES = (
     "tests.stress.optimizers",
     "tests.stress.attention",
     "tests.stress.exchange",
+    "tests.stress.tensor_parallel",
     "tests.stress.experts",
+    "tests.stress.few_tokens",
 )
 LATE_WARPS = "tests.stress.late_warps"
 FOUND = 1

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from stretto.ops import moe
+from stretto.ops.moe.grouped_matmul import compute_product
+from stretto.ops.moe.permutation import sum_copies
+from stretto.ops.moe.places import find_places
 from stretto.stress.catalogue import Check, Configuration, StressCase
 from stretto.stress.operators import check_workspaces, poison_workspaces
 from stretto.stress.team import Team, is_exact
@@ -18,6 +21,12 @@ LOCAL = 2  # experts of a rank
 _EXCHANGE = (
     *(f"ops.moe.exchange_kernel.{name}" for name in ("exchange_counts", "push_rows")),
     *(f"ops.moe.pairs.{name}" for name in ("count_pairs", "place_pairs")),
+    *(f"ops.moe.sorting.{name}" for name in ("count_copies", "place_copies")),
+)
+_ARRIVALS = (
+    *_EXCHANGE,
+    "ops.moe.grouped_kernels.multiply_groups_in_order",
+    *(f"ops.moe.tile_order.{name}" for name in ("fill_tile_tables", "await_all_channels")),
 )
 
 
@@ -33,7 +42,7 @@ class ExchangeCase(StressCase):
     def __init__(self, team: Team, *, reduce: moe.exchange.Reduce, is_fixed: bool) -> None:
         self._team, self._reduce = team, reduce
         self._experts = LOCAL * team.world
-        most, self._columns = (300, 1160) if team.is_cuda else (6, 20)
+        most, self._columns = (300, 1160) if team.is_cuda else (6, 24)
         self._max_rows = most * K * team.world if is_fixed else None
         self._calls, self._expected = [], []
         for entry in range(ENTRIES):
@@ -89,10 +98,48 @@ class ExchangeCase(StressCase):
             moe.check_rows(self._team.group)
 
 
+class ArrivalsCase(ExchangeCase):
+    """The same by products, of tokens and of gradients, that begin on rows that have arrived."""
+
+    def __init__(self, team: Team, *, is_fixed: bool) -> None:
+        super().__init__(team, reduce="rank", is_fixed=is_fixed)
+        one = torch.eye(self._columns, device=team.device, dtype=torch.bfloat16)
+        self._weight = torch.stack([one * (team.rank * LOCAL + expert + 1) for expert in range(LOCAL)])
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        x, ids, weights, grad = self._calls[entry]
+        places = find_places(
+            x, ids, weights, self._experts, self._team.group, max_rows=self._max_rows, implementation="kernel"
+        )
+        index, found = places.index, []
+        numbers = index.places().to(torch.int32)
+        for sent in (x, grad):
+            kept, arrivals = places.start(sent)
+            assert arrivals is not None
+            rows = compute_product(arrivals.rows, self._weight, index.offsets, numbers, "kernel", arrivals)
+            arrivals.keep(kept)
+            sums = sum_copies(rows, index.positions, places.send_weights(weights), index.is_here)
+            found.append(places.start_back(sums)())
+        return [Check(one, right.to(one.dtype)) for one, right in zip(found, self._expected[entry], strict=False)]
+
+
 def list_configurations() -> list[Configuration]:
     """All configurations of the exchange."""
     several = 2
-    return [
+    arrivals = [
+        Configuration(
+            f"experts/arrivals{'-fixed' * is_fixed}",
+            "experts",
+            _ARRIVALS,
+            "products that begin on tokens that have arrived" + ", of a fixed number of rows" * is_fixed,
+            partial(ArrivalsCase, is_fixed=is_fixed),
+            takes_graphs=is_fixed,
+            suits=lambda ranks: ranks >= several,
+        )
+        for is_fixed in (False, True)
+    ]
+    return arrivals + [
         Configuration(
             f"experts/exchange-{name}",
             "experts",

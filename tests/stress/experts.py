@@ -13,7 +13,7 @@ ENTRIES = 6
 K = 3
 _CLEARING = tuple(f"ops.moe.grouped_matmul.{name}" for name in ("clear_padding_rows", "clear_empty_experts"))
 _GROUPED = tuple(f"ops.moe.grouped_kernels.{name}" for name in ("multiply_groups", "sum_outer_products"))
-_COPIES = tuple(f"ops.moe.permutation.{name}" for name in ("sum_rows", "weigh_rows", "multiply_rows"))
+_COPIES = tuple(f"ops.moe.permutation.{name}" for name in ("sum_rows", "spread_rows", "multiply_rows"))
 _LOSS = tuple(f"ops.cross_entropy.{name}" for name in ("reduce_rows", "differentiate_rows"))
 _ROTARY = tuple(f"ops.rotary.{name}" for name in ("split_heads", "join_heads", "turn_heads"))
 _NORM = tuple(f"ops.rms_norm.{name}" for name in ("normalize_rows", "differentiate_norm"))
@@ -49,7 +49,7 @@ class CopiesCase(StressCase):
         valid = (copies * is_valid[:, :, None]).sum(1)
         weighed = x[:, None] * weights[:, :, None]
         spread = torch.zeros_like(rows).index_copy_(0, positions.reshape(-1), weighed.flatten(0, 1))
-        return sums, valid, weighed.flatten(0, 1), spread, (x[:, None] * copies).sum(2)
+        return sums, valid, spread, spread, (x[:, None] * copies).sum(2)
 
     def call(self, entry: int) -> Sequence[Check]:
         """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
@@ -57,11 +57,10 @@ class CopiesCase(StressCase):
 
         x, rows, positions, weights, is_valid = self._calls[entry]
         narrow, narrow_x, factors = rows.bfloat16(), x.bfloat16(), weights.float()
-        slots = torch.arange(positions.numel(), device=x.device)
         found = [
             permutation.sum_on_gpu(narrow, positions, factors, None),
             permutation.sum_on_gpu(narrow, positions, None, is_valid),
-            permutation.weigh_on_gpu(narrow_x, factors, slots),
+            permutation.spread_on_gpu(narrow_x, positions, factors, None, len(rows), None),
             *permutation.weigh_and_multiply_on_gpu(narrow_x, narrow, positions, factors),
         ]
         return [

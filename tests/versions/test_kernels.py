@@ -13,6 +13,7 @@ import torch
 from tests.ops import test_embedding_machine_code as embedding
 from tests.ops import test_machine_code as operators
 from tests.ops import test_put as put
+from tests.ops.moe import test_tensor_parallel_kernels, test_tile_order
 from tests.ops.test_put import kernels, stubs  # noqa: F401  (fixtures)
 from tests.stress.kernels import list_kernels
 from tests.tiles.machine_code import make_channel
@@ -21,7 +22,17 @@ from stretto import tiles
 from stretto.ops import cross_entropy, rms_norm, rotary
 from stretto.ops.embedding import backward_kernel, forward_kernel
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
-from stretto.ops.moe import activation, exchange_kernel, grouped_config, grouped_kernels, pairs, permutation
+from stretto.ops.moe import (
+    activation,
+    exchange_kernel,
+    grouped_config,
+    grouped_kernels,
+    pairs,
+    permutation,
+    sorting,
+    tensor_parallel_kernels,
+    tile_order,
+)
 from stretto.ops.moe.grouped_matmul import clear_empty_experts, clear_padding_rows
 from stretto.optim import adamw_kernel
 from stretto.optim.state import kernels as state_kernels
@@ -80,7 +91,7 @@ def launch_copies(name: str) -> Launch:
     half = FLOATS.bfloat16()
     arguments: tuple[Any, ...] = {
         "sum_rows": (half, LONGS, FLOATS, FLOATS.to(torch.uint8), half.clone(), 4096, 8, 8, 1024),
-        "weigh_rows": (half, FLOATS, LONGS, half.clone(), 4096, 8, 1024),
+        "spread_rows": (half, LONGS, FLOATS, FLOATS.to(torch.uint8), WORDS, half.clone(), 8192, 65536, 4096, 8, 1024),
         "multiply_rows": (half, half, LONGS, None, FLOATS, FLOATS, half.clone(), 4096, 8, 8, 512),
     }[name]
     return Launch(getattr(permutation, name), arguments, {"enable_fp_fusion": False})
@@ -89,14 +100,13 @@ def launch_copies(name: str) -> Launch:
 def launch_exchange(name: str) -> Launch:
     if name == "exchange_counts":
         unused = tiles.shard_tiles(0, 4, 1, channels=1, fixed=True)
-        arguments = make_channel("p2p"), unused, WORDS, WORDS, WORDS, 8, 8, 8
+        arguments = make_channel("p2p"), unused, WORDS, WORDS, WORDS, LONGS, 4096, 8, 8, 8
         return Launch(exchange_kernel.exchange_counts, arguments, {"num_warps": 1})
-    mapping = tiles.shard_tiles(32, 4, 1, channels=32, fixed=True)
-    half, flags = FLOATS.bfloat16(), FLOATS.to(torch.uint8)
-    pushed = exchange_kernel.PushedRows(half, LONGS, FLOATS, flags, WORDS, 4096, 8192)
-    staged = exchange_kernel.StagedRows(half.clone(), WORDS, 8192)
-    arguments = make_channel("p2p"), mapping, pushed, staged, WORDS, 0, True, 8, 16, 4, 1024, 4
-    return Launch(exchange_kernel.push_rows, arguments, {"num_warps": 8, "enable_fp_fusion": False})
+    mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
+    half = FLOATS.bfloat16()
+    pushed, staged = exchange_kernel.PushedRows(half, LONGS, 4096, 8192), exchange_kernel.StagedRows(half.clone(), 8192)
+    arguments = make_channel("p2p"), mapping, pushed, staged, WORDS, 0, True, True, 32, 1024, 4
+    return Launch(exchange_kernel.push_rows, arguments, {"num_warps": 16})
 
 
 def launch_pairs(name: str) -> Launch:
@@ -104,6 +114,14 @@ def launch_pairs(name: str) -> Launch:
         return Launch(pairs.count_pairs, (LONGS, WORDS, 8192, 32, 4, 8), {})
     found = LONGS, FLOATS.to(torch.uint8), LONGS, WORDS, WORDS
     return Launch(pairs.place_pairs, (LONGS, WORDS, WORDS, *found, 8192, 32, 4, 8), {})
+
+
+def launch_sort(name: str) -> Launch:
+    copies = WORDS, 16, 65536, 8, WORDS, WORDS
+    if name == "count_copies":
+        return Launch(sorting.count_copies, (*copies, 64), {})
+    found = LONGS, LONGS, FLOATS.to(torch.uint8), WORDS
+    return Launch(sorting.place_copies, (*copies, *found, 65536, 64), {})
 
 
 def launch_gates(name: str) -> Launch:
@@ -139,6 +157,13 @@ def launch_grouped(name: str) -> Launch:
             config = grouped_config.TABLE["weight gradient"]
             grouped_kernels.multiply_transposed(config, rows.contiguous(), rows.contiguous(), offsets)
     return launches[0]
+
+
+def launch_in_order(name: str) -> Launch:
+    if name == "fill_tile_tables":
+        arguments = WORDS, WORDS, WORDS, WORDS, 1, 64, 64, 4, 32, 32, 16, 128
+        return Launch(tile_order.fill_tile_tables, arguments, {"num_warps": 4})
+    return Launch(tile_order.await_all_channels, (make_channel("p2p"), 32, 256), {"num_warps": 8})
 
 
 def launch_cross_entropy(name: str) -> Launch:
@@ -216,18 +241,27 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         f"ops.moe.{module}.{name}": lambda launch=launch, name=name: launch(name)
         for module, launch, names in (
             ("activation", launch_gates, ("gate_by_silu", "differentiate_silu_gate")),
-            ("permutation", launch_copies, ("sum_rows", "weigh_rows", "multiply_rows")),
+            ("permutation", launch_copies, ("sum_rows", "spread_rows", "multiply_rows")),
             ("grouped_kernels", launch_grouped, ("multiply_groups", "sum_outer_products")),
+            ("tile_order", launch_in_order, ("fill_tile_tables", "await_all_channels")),
             ("exchange_kernel", launch_exchange, ("exchange_counts", "push_rows")),
             ("pairs", launch_pairs, ("count_pairs", "place_pairs")),
+            ("sorting", launch_sort, ("count_copies", "place_copies")),
             ("grouped_matmul", launch_clearing, ("clear_padding_rows", "clear_empty_experts")),
         )
         for name in names
     },
+    "ops.moe.tensor_parallel_kernels.multiply_and_send": lambda: Launch(*test_tensor_parallel_kernels.launch_sending()),
+    "ops.moe.tensor_parallel_kernels.signal_own_parts": lambda: Launch(
+        tensor_parallel_kernels.signal_own_parts,
+        (make_channel("p2p"), tiles.shard_tiles(2, 4, 1, channels=2)),
+        {"num_warps": 1},
+    ),
     **{
         f"ops.rms_norm.{name}": lambda name=name: launch_norm(name) for name in ("normalize_rows", "differentiate_norm")
     },
     **{f"ops.rotary.{name}": lambda name=name: launch_rotation(name) for name in ("join_heads", "split_heads")},
+    "ops.moe.grouped_kernels.multiply_groups_in_order": lambda: Launch(*test_tile_order.launch_in_order("product")),
     "ops.rotary.turn_heads": launch_turn,
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,

@@ -2,8 +2,8 @@
 """Overlapped operators: computation fused with its collective, as torch.library operators with gradients.
 
 An operator and its kernels are in the file of its name; a kernel's docstring says what it signals and waits for, by
-`stretto.tiles`. GEMMs share `operator` (definition, gradients), `config` and `tuning` (choice of a kernel), `gemm` (the
-tiles' products) and `small_m` (few rows). `attention` shares a sequence; its kernels are torch's.
+`stretto.tiles`. GEMMs share `operator` (definition, gradients), `config`, `choices` and `tuning` (choice of a kernel),
+`gemm` (the tiles' products) and `small_m` (few rows). `attention` shares a sequence; its kernels are torch's.
 """
 
 from stretto.ops import moe
@@ -15,7 +15,8 @@ from stretto.ops.attention import (
     ring_attention,
     ulysses_attention,
 )
-from stretto.ops.config import KernelConfig, counts
+from stretto.ops.choices import counts
+from stretto.ops.config import KernelConfig
 from stretto.ops.embedding import (
     EmbeddingAllToAll,
     TableUpdate,

@@ -20,13 +20,8 @@ from torch.nn import functional
 
 from stretto import tiles
 from stretto.memory.gpus import leave_room_for_copies, limit_waiting
-from stretto.ops.config import (
-    LIBRARY,
-    KernelConfig,
-    encode_implementation,
-    find_config,
-    pin_backward,
-)
+from stretto.ops.choices import find_config
+from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation, pin_backward
 from stretto.ops.gemm import (
     GroupProduct,
     Scales,

@@ -9,12 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.ops import small_m
-from stretto.ops.config import (
-    LIBRARY,
-    KernelConfig,
-    encode_implementation,
-    find_config,
-)
+from stretto.ops.choices import find_config
+from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.matmul_reduce_scatter import launch_scatter
 from stretto.ops.operator import (

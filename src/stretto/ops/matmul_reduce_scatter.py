@@ -21,13 +21,8 @@ from stretto import tiles
 from stretto.execution import TWO_SLOTS_BYTES
 from stretto.memory.gpus import limit_waiting
 from stretto.ops import small_m
-from stretto.ops.config import (
-    LIBRARY,
-    KernelConfig,
-    encode_implementation,
-    find_config,
-    pin_backward,
-)
+from stretto.ops.choices import find_config
+from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation, pin_backward
 from stretto.ops.gemm import (
     Blocks,
     Gemm,

@@ -13,12 +13,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from stretto.ops.all_gather_matmul import launch_gather
-from stretto.ops.config import (
-    LIBRARY,
-    KernelConfig,
-    encode_implementation,
-    find_config,
-)
+from stretto.ops.choices import find_config
+from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.matmul_all_reduce import launch_all_reduce
 from stretto.ops.matmul_reduce_scatter import divide_first_dim, launch_scatter, require_rows
@@ -62,7 +58,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         )
     largest = torch.finfo(FP8).max
     most = x.abs().amax(dim=-1).float() if x.shape[-1] else x.new_zeros(x.shape[:-1], dtype=torch.float32)
-    scale = (most / largest).clamp(min=torch.finfo(torch.float32).tiny)  # rows of zeros have one, too
+    # Not divided: a GPU multiplies by a number's reciprocal, and other devices and kernels shall give the same bits.
+    scale = (most * (1 / largest)).clamp(min=torch.finfo(torch.float32).tiny)  # rows of zeros have one, too
     quantized = (x.float() / scale[..., None]).clamp(-largest, largest)
     return quantized.to(FP8, memory_format=torch.contiguous_format), scale
 

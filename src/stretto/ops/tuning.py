@@ -13,6 +13,7 @@ from torch import Tensor
 from stretto.memory import PeerError
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
+from stretto.ops.choices import autotuner, clear_choices, describe_problem, find_machine, group_speeds
 from stretto.ops.config import (
     DIRECTIONS,
     EXCHANGES,
@@ -20,18 +21,13 @@ from stretto.ops.config import (
     GemmProblem,
     KernelConfig,
     Machine,
-    autotuner,
-    clear_choices,
     count_grouped_rows,
     count_usable,
     deepen_for_fp8,
     default_config,
-    describe_problem,
     find_fastest_kernel,
-    find_machine,
     find_width,
     fit_blocks,
-    group_speeds,
 )
 from stretto.ops.gemm import Blocks
 from stretto.ops.matmul_all_reduce import matmul_all_reduce

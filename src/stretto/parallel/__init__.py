@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stretto.parallel.comm.gradient_reducer import no_sync
     from stretto.parallel.comm.kept_outputs import recomputation_contexts, run_once
     from stretto.parallel.comm.weight_gathering import gather_once
+    from stretto.parallel.expert_balance import balance_experts
     from stretto.parallel.forward_passes import register_forward_method
     from stretto.parallel.full_parameters import full_parameters
     from stretto.parallel.grid import Grid
@@ -56,6 +57,7 @@ __all__ = [
     "SegmentSavePlanner",
     "Split",
     "StageOptions",
+    "balance_experts",
     "checkpoint_activations",
     "clip_grad_norm_",
     "clip_scale",
@@ -80,6 +82,7 @@ _HOMES = {
     "Overlap": "stretto.execution",
     "StageOptions": "stretto.execution",
     "parallelize": "stretto.parallel.api",
+    "balance_experts": "stretto.parallel.expert_balance",
     "register_forward_method": "stretto.parallel.forward_passes",
     "validate": "stretto.parallel.api",
     "CapturedStep": "stretto.parallel.capture",

@@ -4,18 +4,26 @@
 import functools
 import re
 import sys
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from stretto.parallel.capture import note_forward
 from stretto.parallel.comm.autograd import in_backward
+from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.graph_functions import current_stream
+from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded
 from stretto.parallel.state import ParallelState, state_of, wrappers_of
 from stretto.suggestions import did_you_mean
+
+_COMPARED = 4096  # numbers of the inputs of a forward pass
 
 
 def begin_forward(model: nn.Module, state: ParallelState) -> None:
@@ -50,6 +58,68 @@ def end_forward(state: ParallelState) -> None:
     """End the gathers of a forward pass, which may have raised."""
     state.weight_gatherer.is_in_forward = False
     state.weight_gatherer.end_forward()
+
+
+class RowsCheck:
+    """Raises ValueError where ranks of x or y are given different rows, whose partial sums a forward pass would add.
+
+    They would be under torch's DistributedSampler, which gives every rank rows of its own. A forward pre-hook of the
+    model: compares the inputs of the first pass with gradients, and of the first without, by two small all-reduces. In
+    a model with roles only integers (tokens, labels, masks): real numbers may be a rank's own features.
+    """
+
+    def __init__(self, grid: Grid, *, has_roles: bool) -> None:
+        self._groups = [grid.group(axis) for axis in ("y", "x") if grid.size(axis) > 1 and grid.size("pipe") == 1]
+        self._device = grid.device
+        self._has_roles = has_roles
+        self._compared: set[bool] = set()  # by whether gradients are on
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Compare the inputs of this pass, if no pass of its kind has been compared."""
+        has_gradients = torch.is_grad_enabled()
+        if not self._groups or has_gradients in self._compared or in_backward():
+            return
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        self._compared.add(has_gradients)
+        given = {f"argument {number}": value for number, value in enumerate(args, 1)} | dict(kwargs)
+        found = {
+            keystr(path).replace("'", "").removeprefix("[").replace("]", "", 1): value
+            for path, value in tree_flatten_with_path(given)[0]
+            if type(value) is Tensor and not value.is_meta and value.layout is torch.strided
+            if not (value.is_complex() or (self._has_roles and value.is_floating_point()))
+        }
+        described = [f"{name} {[*value.shape]}" for name, value in found.items()]
+        # Of one size on all ranks, whatever they are given: a hash of the shapes, and numbers of each tensor.
+        message = torch.zeros(1 + _COMPARED, dtype=torch.float64, device=self._device)
+        message[0] = zlib.crc32(repr(described).encode())
+        places = message[1:].split(max(1, _COMPARED // max(1, len(found))))
+        for value, place in zip(found.values(), places, strict=False):
+            numbers = value.detach().flatten()
+            numbers = numbers[:: max(1, -(-len(numbers) // len(place)))]
+            place[: len(numbers)] = numbers
+        message.nan_to_num_()
+        lowest = message.clone()
+        for group in self._groups:
+            all_reduce(message, group, dist.ReduceOp.MAX)
+            all_reduce(lowest, group, dist.ReduceOp.MIN)
+        shapes, *spreads = (message - lowest).split([1, *map(len, places)])
+        # What each GPU has computed of its rows itself may differ in the last bits.
+        limits = [
+            0.01 * float(place.abs().max()) * value.is_floating_point()
+            for value, place in zip(found.values(), places, strict=False)
+        ]
+        different = (
+            described
+            if shapes.any()
+            else [text for text, spread, limit in zip(described, spreads, limits, strict=False) if spread.max() > limit]
+        )
+        if different:
+            raise ValueError(
+                f"ranks that differ only in x or y were given different rows, but compute parts of the same ones (this "
+                f"rank: {', '.join(different)}): give each rank block grid.coordinate('batch') of grid.size('batch') "
+                "of the batch; DistributedSampler(dataset, grid.size('batch'), grid.coordinate('batch')) does"
+            )
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

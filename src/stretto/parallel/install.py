@@ -19,7 +19,7 @@ from stretto.huggingface.sequence import shard_between_blocks
 from stretto.parallel.blocks import has_forward
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
-from stretto.parallel.forward_passes import begin_forward, end_forward, explain_sizes
+from stretto.parallel.forward_passes import RowsCheck, begin_forward, end_forward, explain_sizes
 from stretto.parallel.fused_modules import fuse_modules
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.context import install_context
@@ -184,6 +184,8 @@ def _follow_passes(model: nn.Module, state: ParallelState, *, by_blocks: bool) -
     """Have gathers and reductions follow the model's passes. The hooks keep its state alive (`state_of`)."""
     begin, end = torch.compiler.disable(begin_forward), torch.compiler.disable(end_forward)
     model.register_forward_pre_hook(lambda model, _: begin(model, state))
+    rows = RowsCheck(state.grid, has_roles=not by_blocks)
+    model.register_forward_pre_hook(torch.compiler.disable(rows), with_kwargs=True)
     random_state = AgreedRandomState(model.modules(), state.grid, always=by_blocks)
     if random_state.is_needed:
         model.register_forward_pre_hook(torch.compiler.disable(random_state))

@@ -100,6 +100,7 @@ def plan(
     candidates.sort(key=lambda candidate: candidate.rank)
     candidates = replay_first(candidates, workload, machine, device, limit)
     notes = (*_notes(workload, space.states), *space.notes, *left_out)
+    notes += _note_imbalance(workload, candidates[0].config, machine, device, limit)
     return [to_plan(workload, each, candidates[0], machine, limit, notes) for each in candidates]
 
 
@@ -202,14 +203,23 @@ def predict(
     config = StepConfig(sizes, size, options, state, clips, schedule)
     device = Device(cluster, dtype) if cost == "full" else None
     limit = max_allocated(cluster.require("gpu.memory"))
-    if schedule is None:
-        only = judge(workload, config, cluster, device, bandwidths(cluster, sizes), limit, size, None)
-    else:
-        only = judge_pipeline(workload, config, cluster, device, limit)
-    assert only is not None
+    only = _judge(workload, config, cluster, device, limit)
     if only.impossible is not None:
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {only.impossible}")
-    return to_plan(workload, only, only, cluster, limit, _notes(workload, [state]))
+    notes = _notes(workload, [state]) + _note_imbalance(workload, config, cluster, device, limit)
+    return to_plan(workload, only, only, cluster, limit, notes)
+
+
+def _judge(
+    workload: StepWorkload, config: StepConfig, cluster: Cluster, device: Device | None, limit: float
+) -> Candidate:
+    """Predict this configuration alone."""
+    if config.schedule is not None:
+        return judge_pipeline(workload, config, cluster, device, limit)
+    rates = bandwidths(cluster, config.grid)
+    only = judge(workload, config, cluster, device, rates, limit, config.micro_batch, None)
+    assert only is not None
+    return only
 
 
 def _choose_schedule(
@@ -263,6 +273,21 @@ def _notes(workload: StepWorkload, states: Sequence[StateOptions]) -> tuple[str,
             "of computation; step_on=auto is predicted as a step on the device"
         )
     return tuple(notes)
+
+
+def _note_imbalance(
+    workload: StepWorkload, config: StepConfig, cluster: Cluster, device: Device | None, limit: float
+) -> tuple[str, ...]:
+    """What a step on this grid takes longer because the busiest rank of experts has more rows than the others."""
+    shape = workload.model.moe
+    if shape is None or device is None or config.grid.expert == 1 or shape.imbalance == 1:
+        return ()
+    even = replace(workload, model=set_imbalance(workload.model, 1.0))
+    found, balanced = (_judge(each, config, cluster, device, limit).cost.step_time for each in (workload, even))
+    return (
+        f"{config.grid}: the busiest rank of experts has {shape.imbalance:g} times the mean's rows (imbalance), which "
+        f"makes a step {found - balanced:.3g} s ({found / balanced - 1:.1%}) longer than even loads would",
+    )
 
 
 def _check_expert(expert: int | None, ranks: int) -> None:

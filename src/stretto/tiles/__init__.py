@@ -47,7 +47,16 @@ from stretto.tiles.mapping import (
     tile_rows,
     whole_tiles,
 )
-from stretto.tiles.packets import pack, push_packets, sum_packets, take_packets, unpack
+from stretto.tiles.packets import (
+    await_numbered,
+    look_for_packets,
+    pack,
+    push_numbered,
+    push_packets,
+    sum_packets,
+    take_packets,
+    unpack,
+)
 from stretto.tiles.signals import (
     consumer_tile_poll,
     consumer_tile_wait,
@@ -67,6 +76,7 @@ __all__ = [
     "Mapping",
     "StaticMapping",
     "arrive_produced",
+    "await_numbered",
     "begin_call",
     "call_number",
     "call_slot",
@@ -81,6 +91,7 @@ __all__ = [
     "finish_polls",
     "join_copies",
     "kind_of",
+    "look_for_packets",
     "look_up_tiles",
     "may_publish",
     "open_side_stream",
@@ -91,6 +102,7 @@ __all__ = [
     "peer_tile_wait",
     "producer_tile_count",
     "producer_tile_notify",
+    "push_numbered",
     "push_packets",
     "rank_await_count",
     "rank_copy_data",

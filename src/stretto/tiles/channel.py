@@ -177,7 +177,7 @@ class BlockChannel:
         pull), "broadcast" (it has this rank's tiles, for all ranks' consumers: push), "p2p" (it has all ranks' tiles,
         each for the consumers of the rank that the tile belongs to).
 
-        counts: None for a static mapping of the producer, which notifies every tile once. Else int32 [2, world,
+        counts: None for a static mapping of the producer that notifies every tile once. Else int32 [2, world,
         channels], which may be filled on the device: [0, r, c] how often rank r will notify channel c here in this
         call, [1, r, c] how often this rank will notify channel c of rank r. with_barrier: wait on the device until all
         ranks have begun, so that the call may overwrite the previous call's buffers; without it the kernels must ensure
@@ -334,8 +334,8 @@ class BlockChannel:
                 raise ValueError(
                     f"a mapping is what shard_tiles, whole_tiles or look_up_tiles makes, not {type(mapping).__name__}"
                 )
-        if isinstance(producer, DynamicMapping) != (counts is not None):
-            raise ValueError("counts are for a producer with a dynamic mapping, which needs them, and for no other")
+        if isinstance(producer, DynamicMapping) and counts is None:
+            raise ValueError("a producer with a dynamic mapping needs counts: give how often ranks notify each other")
         if counts is not None and (
             counts.dtype != torch.int32
             or counts.shape != (2, self.world_size, self.channels)

@@ -2,13 +2,14 @@
 """Patches to Triton's interpreter, so that it runs kernels whose programs and processes wait for each other.
 
 With TRITON_INTERPRET=1, `@triton.jit` makes functions that Triton runs on NumPy arrays, with real atomics on real
-memory, so that processes which share memory run the kernels that GPUs run. Stock Triton (3.6 to 3.9) needs five changes
+memory, so that processes which share memory run the kernels that GPUs run. Stock Triton (3.6 to 3.9) needs six changes
 for that, which `install` makes:
 
 - Stock Triton runs the programs of a launch one after another, so a program that waits for a later one never ends. Here
   a program that polls a word yields to the others (`_InterpretedLaunch`).
 - Stock Triton holds bf16 as 16-bit integers, and computes sums, products and conversions of those integers. Here they
   are computed in fp32 and rounded to the nearest, ties to even, after each operation.
+- Stock Triton makes -64 of -126.57 in fp8 (e4m3), where it should be -128. Here fp32 is converted by torch.
 - Stock Triton patches all of triton.language at every call of a device function. Here it is patched once a launch.
 - `range` over a scalar fails with Triton 3.6 and NumPy 2.4. Here every scalar is an index.
 - Stock Triton gives a comparison's result the dtype of what was compared, so a broadcast makes it int32, which 3.9 no
@@ -30,6 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -325,6 +327,9 @@ def _compute_bf16_in_fp32() -> None:
             if wide.dtype.scalar not in (tl.float16, tl.float32, tl.float64):
                 wide = stock_fp_to_fp(self, wide, tl.float32, rounding)
             return _narrow(wide.data, truncate=rounding == interpreter._ir.ROUNDING_MODE.RTZ)
+        if target.scalar == tl.float8e4nv and wide.dtype.scalar == tl.float32:
+            numbers = torch.from_numpy(wide.data.clip(-448, 448)).to(torch.float8_e4m3fn)
+            return _Handle(numbers.view(torch.uint8).numpy(), target.scalar)
         return wide if target.scalar == wide.dtype.scalar else stock_fp_to_fp(self, wide, target, rounding)
 
     _Builder.create_dot = create_dot

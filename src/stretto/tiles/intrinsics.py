@@ -124,6 +124,16 @@ def opaque_zero(seen, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def read_acquire(pointers):  # type: ignore[no-untyped-def]
+    """Read int32 words, each thread its own, with acquire at system scope."""
+    if _backend() == "hip":
+        return tl.atomic_add(pointers, 0, sem="acquire", scope="sys")
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def poll_before_tma(pointer, target, late, mark, limit):  # type: ignore[no-untyped-def]
     """Spin until `pointer` has reached `target`; returns `opaque_zero` of the value, with the fence for TMA.
 

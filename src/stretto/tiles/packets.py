@@ -13,6 +13,9 @@ Exactly one thread loads each packet. Triton holds a block that has fewer elemen
 times, and loads each copy separately: one copy may see a packet that another does not see yet, so that the check looks
 at one copy and the result is stored from the other. Triton may even load such a block again after the check, in another
 layout. So blocks of packets have at least as many elements as the program has threads (`_require_one_load`).
+
+What several programs read, such as a table of counts, is sent as numbered words: 64 bits, of which the upper half is
+the call's number, so that nobody empties them. A word has its place to itself, in each of the two slots.
 """
 
 import triton
@@ -80,13 +83,14 @@ def _split_pairs(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def take_packets(channel, pointers, mask, part, peer):  # type: ignore[no-untyped-def]
+def take_packets(channel, pointers, mask, part, peer, seen=None):  # type: ignore[no-untyped-def]
     """Wait for packets in this rank's memory, return their data (int32), and empty their places.
 
-    part, peer: for the failure record: which packets, and the rank that sends them.
+    part, peer: for the failure record: which packets, and the rank that sends them. seen: what `look_for_packets` has
+    found there, for a program that did not know the mask yet.
     """
     _require_one_load(pointers)
-    packets = tl.load(pointers, mask=mask, other=_ZERO, volatile=True)
+    packets = tl.load(pointers, mask=mask, other=_ZERO, volatile=True) if seen is None else tl.where(mask, seen, _ZERO)
     began = tl.cast(0, tl.int64)
     looks = 0
     waits = _misses(packets)
@@ -98,6 +102,13 @@ def take_packets(channel, pointers, mask, part, peer):  # type: ignore[no-untype
             began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, peer, 0, call_number(channel))
     tl.store(pointers, tl.zeros(pointers.shape, tl.int32), mask=mask)
     return tl.where(packets == _ZERO, 0, packets)
+
+
+@triton.jit
+def look_for_packets(pointers, mask):  # type: ignore[no-untyped-def]
+    """Return the packets that are there already, for `take_packets`, with 0 where none is; mask: where one may come."""
+    _require_one_load(pointers)
+    return tl.load(pointers, mask=mask, other=0, volatile=True)
 
 
 @triton.jit
@@ -123,44 +134,97 @@ def _greatest(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constexpr, senders=None):  # type: ignore[no-untyped-def]
     """Wait for all ranks' packets, empty their places, and sum their numbers in fp32, in rank order.
 
     Returns (low, high, have_arrived): the sums, and whether all packets arrived before the time limit. If not, the sums
     are wrong and must not be sent on. Rank r's packets are at pointer + r * stride + offsets. dtype: of the numbers; a
     packet holds two of 16 bits, or one of 32 bits, and then low and high are the same. Each read covers all ranks'
-    packets.
+    packets. senders: None, or int32 of a shape that broadcasts to that of offsets: bit r is set where rank r sends a
+    packet.
     """
     _require_one_load(offsets)
     stride = tl.cast(stride, tl.int64)  # all ranks' packets may be 2^31 or more
-    low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype)
+    low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype, senders)
     began = tl.cast(0, tl.int64)
     looks = 0
     waits = late >= 0
     while waits:
-        low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype)
+        low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype, senders)
         waits = late >= 0
         looks += 1
         if waits & (looks % READS_PER_CLOCK == 0):
             began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, late, 0, call_number(channel))
     for rank in tl.static_range(channel.world):
-        tl.store(pointer + rank * stride + offsets, tl.zeros(offsets.shape, tl.int32), mask=mask)
+        is_sent = _select_sender(mask, senders, rank)
+        tl.store(pointer + rank * stride + offsets, tl.zeros(offsets.shape, tl.int32), mask=is_sent)
     return low, high, late < 0
 
 
 @triton.jit
-def _poll_all(channel, pointer, stride, offsets, mask, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def _poll_all(channel, pointer, stride, offsets, mask, dtype: tl.constexpr, senders):  # type: ignore[no-untyped-def]
     """Return (low, high, late): the sums, and the last rank with a missing packet, or -1."""
     low = tl.zeros(offsets.shape, tl.float32)
     high = tl.zeros(offsets.shape, tl.float32)
     late = tl.full(offsets.shape, -1, tl.int32)
     for rank in tl.static_range(channel.world):
-        packets = tl.load(pointer + rank * stride + offsets, mask=mask, other=_ZERO, volatile=True)
+        is_sent = _select_sender(mask, senders, rank)
+        packets = tl.load(pointer + rank * stride + offsets, mask=is_sent, other=_ZERO, volatile=True)
         first, second = unpack(packets, dtype)
         low += first
         high += second
         late = tl.where(packets == 0, rank, late)
     return low, high, _greatest(late)
+
+
+@triton.jit
+def _select_sender(mask, senders, rank: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the mask of the packets that a rank sends."""
+    return mask if senders is None else mask & ((senders >> rank) & 1 != 0)
+
+
+@triton.jit
+def push_numbered(channel, pointer, offsets, data, mask, rank):  # type: ignore[no-untyped-def]
+    """Store 32-bit `data` as numbered words at `pointer` + `offsets` in the memory of `rank`.
+
+    pointer: a scalar into this rank's memory, of int64. mask: with the result of `may_publish`.
+    """
+    words = (call_number(channel).to(tl.int64) << 32) | data.to(tl.uint32, bitcast=True).to(tl.int64)
+    tl.store(peer_pointer(channel, pointer, rank) + offsets, words, mask=mask)
+
+
+@triton.jit
+def await_numbered(channel, pointers, mask, part, peers):  # type: ignore[no-untyped-def]
+    """Wait for this call's numbered words in this rank's memory, and return their data, int32; 0 where mask is False.
+
+    part, peers: for the failure record, which words, and the ranks that send them. After a failed wait words that have
+    not arrived are 0.
+    """
+    _require_one_load(pointers)
+    words, missing = _poll_numbered(channel, pointers, mask, peers)
+    began = tl.cast(0, tl.int64)
+    looks = 0
+    waits = missing >= 0
+    while waits:
+        words, missing = _poll_numbered(channel, pointers, mask, peers)
+        waits = missing >= 0
+        looks += 1
+        if waits & (looks % READS_PER_CLOCK == 0):
+            began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, missing, 0, call_number(channel))
+    return tl.where(mask & _is_current(channel, words), words.to(tl.int32), 0)
+
+
+@triton.jit
+def _poll_numbered(channel, pointers, mask, peers):  # type: ignore[no-untyped-def]
+    """Return (words, a rank with a missing word, or -1)."""
+    words = tl.load(pointers, mask=mask, other=0, volatile=True)
+    return words, _greatest(tl.where(mask & (_is_current(channel, words) == 0), peers, -1))
+
+
+@triton.jit
+def _is_current(channel, words):  # type: ignore[no-untyped-def]
+    """Return which words have this call's number."""
+    return (words >> 32) == call_number(channel).to(tl.int64)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 """Autotuning: measures choices once, keeps their times between runs, and chooses alike on all ranks.
 
 `stretto tune`, `ops.tune`, `ops.tune_embedding` and steps with `tune_matmuls` write times to one file, tuning.json
-(`TuningStore`). Its readers choose by them: `collectives.selection`, `ops.config` (fused GEMMs),
+(`TuningStore`). Its readers choose by them: `collectives.selection`, `ops.choices` (fused GEMMs),
 `ops.embedding.autotune`, and `parallel.layers.gemm_layout` (a model's matrix products, with `tune_matmuls`).
 """
 

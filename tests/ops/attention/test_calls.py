@@ -213,12 +213,13 @@ def differ_between_ranks():
     rank, messages = dist.get_rank(), []
     for length, options in (
         (8 + 2 * rank, {}),
+        (8 + 2 * rank, {"implementation": "ulysses"}),
         (8, {"layout": ["contiguous", "zigzag"][rank]}),
         (8, {"documents": torch.tensor([0, 4 + rank, 16])}),
     ):
         q = torch.zeros(1, 2, length, 8)
         with pytest.raises(ValueError, match="ranks of a group make the same calls") as error:
-            ops.all_gather_attention(q, q, q, **options)
+            ops.context_attention(q, q, q, **options)
         messages.append(str(error.value))
     return messages
 
@@ -226,7 +227,7 @@ def differ_between_ranks():
 def test_refusals(ranks):
     ranks(2).run(refuse)
     for found in ranks(2).run(differ_between_ranks):
-        assert len(found) == 3
+        assert len(found) == 4
 
 
 def list_wrapped():

@@ -75,13 +75,13 @@ def look_up_on_some_of_many_ranks(world):
     for rank in senders:
         placement = EmbeddingPlacement(rank, dims, torch.float32, 2 * world)
         ring = OutputRing(BlockChannel(memories[rank], channels, 1, 30.0), slots, 2)
-        counts, unused = forward._count_signals(placement, torch.device("cpu"))
+        counts = forward._count_signals(placement, torch.device("cpu"))
         mapping = shard_tiles(of_rank := forward.count_channels(placement), world, 1, channels=of_rank, fixed=True)
         permit, first = torch.zeros(1, dtype=torch.int32), placement.first_column(rank)
         pointers = forward.RingPointers(ring.slots.view(torch.float32), ring.destinations, ring.tickets, permit)
         launches[rank] = (
             placement,
-            forward._ForwardLaunch(ring, pointers, counts, unused, mapping, first),
+            forward._ForwardLaunch(ring, pointers, counts, mapping, first),
         )
         ring.destinations[1, :, 1] = placement.announce(needs_grad=False)
         counters[rank][world * channels : world * (channels + 1)] = 1  # all ranks have begun call 1

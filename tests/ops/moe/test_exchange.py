@@ -73,8 +73,10 @@ def find_differences(case, max_rows=None, **options):
     grads = torch.autograd.grad(out, leaves, part(grad, case.tokens, rank))
     got, sizes = [out, *grads], (case.tokens, *sizes)
     wanted = [part(one, size, rank) for one, size in zip(expected, sizes, strict=True)]
-    got.append(same)
-    wanted.append(x * weights.sum(1, keepdim=True))
+    own = part(grad, case.tokens, rank)
+    got += [same, *torch.autograd.grad(same, (x, weights), own)]
+    total = weights.sum(1, keepdim=True)
+    wanted += [x * total, own * total, (own * x).sum(1, keepdim=True).expand_as(weights)]
     for one, other in zip(got, wanted, strict=True):
         assert one.shape == other.shape
     return [(one - other).abs().max().item() for one, other in zip(got, wanted, strict=True) if one.numel()]

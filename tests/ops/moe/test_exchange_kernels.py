@@ -3,6 +3,7 @@
 
 import re
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
 from stretto import ops, tiles
 from stretto.memory import PeerError
 from stretto.ops import moe
-from stretto.ops.moe import exchange_kernel, pairs
+from stretto.ops.moe import exchange_kernel, pairs, sorting
 
 SEED, HIDDEN = 320, 37
 
@@ -30,6 +31,10 @@ def run_layer(case, dtype, **options):
     sent = moe.dispatch(x, ids, case.experts, group, topk_weights=weights, **options)
     out = moe.combine(sent.rows * 2, sent.handle, weights, group)
     found = [sent.rows.detach(), sent.offsets, out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    up = draw(SEED + rank, case.experts // dist.get_world_size(), 8, HIDDEN).to(dtype).requires_grad_()
+    inner, sent = moe.dispatch_grouped_matmul(x, ids, up, group, topk_weights=weights, **options)
+    out = moe.grouped_matmul_combine(inner, up.mT, sent, weights, group)
+    found += [out.detach(), *torch.autograd.grad(out, [*leaves, up], grad)]
     if options.pop("reduce", "rank") == "choice":
         return found
     places = moe.send_tokens(x, ids, weights, case.experts, group, **options)
@@ -101,6 +106,31 @@ def test_kernels_find_the_same_pairs_as_torch(interpret):
     assert interpret(1, compare_all_pairs) == [[[]] * 4]
 
 
+def compare_sorts():
+    """Whether kernels sort copies as torch's operators do: with ids of no expert, and twice in a token."""
+    generator, same = torch.Generator().manual_seed(SEED), []
+    for tokens, k, experts, rows, known in [
+        (90, 3, 4, 200, 71),
+        (5, 1, 1, 9, None),
+        (300, 2, 70, 600, 300),
+        (0, 2, 2, 3, 0),
+    ]:
+        words = torch.randint(-1, experts + 1, (tokens, 2 * k), generator=generator)
+        for ids in (words[:, :k], words.int()[:, k:]):
+            arguments = ids, experts, rows, None if known is None else torch.tensor(known)
+            with mock.patch.object(sorting, "_BLOCKS", 2):  # that have several of _COPIES
+                ours = sorting.sort_on_gpu(*arguments)
+            right = sorting.sort_by_torch(*arguments)
+            same += [
+                one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(ours, right, strict=True)
+            ]
+    return same
+
+
+def test_kernels_sort_copies_as_torch_does(interpret):
+    assert interpret(1, compare_sorts) == [[True] * 32]
+
+
 def miss_a_call():
     """Rank 1 misses a call: rank 0's error of it, and of the next one."""
     group = dist.new_group(timeout=timedelta(seconds=3))
@@ -143,11 +173,11 @@ def test_where_no_kernel_can_run_it_says_so(ranks):
 
 def test_rows_are_stored_before_their_signal_in_wide_pieces():
     rows, longs, words = (torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.int64, torch.int32))
-    mapping = tiles.shard_tiles(32, 4, 1, channels=32, fixed=True)
-    pushed = exchange_kernel.PushedRows(rows, longs, words.float(), words.view(torch.uint8), words, 4096, 8192)
-    staged = exchange_kernel.StagedRows(rows, words, 8192)
-    arguments = make_channel("p2p"), mapping, pushed, staged, words, 0, True, 8, 8, 4, 1024, 4
-    lines = compile_to_ptx(exchange_kernel.push_rows, arguments, num_warps=8, enable_fp_fusion=False)
+    mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
+    pushed = exchange_kernel.PushedRows(rows, longs, 4096, 8192)
+    staged = exchange_kernel.StagedRows(rows, 8192)
+    arguments = make_channel("p2p"), mapping, pushed, staged, words, 0, True, True, 32, 1024, 4
+    lines = compile_to_ptx(exchange_kernel.push_rows, arguments, num_warps=16)
     assert any(re.search(r"st\.global\.(.*\.)?v4\.b32", line) for line in lines)
     releases = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.add", line)]
     assert releases

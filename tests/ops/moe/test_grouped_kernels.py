@@ -165,8 +165,11 @@ def test_routed_experts_by_kernels_are_those_of_the_library(interpret):
     assert max(errors) < 2**-6
 
 
-def launch(kind, by_tokens):
-    """A launch of this kind of product with its configuration of the table: kernel, arguments and options."""
+def launch(kind, by_tokens, arrivals=None):
+    """A launch of this kind of product with its configuration of the table: kernel, arguments and options.
+
+    arrivals: notes the launch itself.
+    """
     launches = []
 
     def note(kernel, programs, *arguments, **options):
@@ -181,15 +184,15 @@ def launch(kind, by_tokens):
     with mock.patch.object(grouped_kernels, "launch_cached", note):
         match kind:
             case "product":
-                multiply(config, make(256, 256), wide, offsets, tokens)
+                multiply(config, make(256, 256), wide, offsets, tokens, arrivals)
             case "gate":
-                multiply_gated(config, make(256, 256), wide, offsets, tokens)
+                multiply_gated(config, make(256, 256), wide, offsets, tokens, arrivals=arrivals)
             case "gate gradient":
                 factors = torch.empty(256) if by_tokens else None
-                differentiate_gate(config, make(256, 512), wide, offsets, make(256, 512), tokens, factors)
+                differentiate_gate(config, make(256, 512), wide, offsets, make(256, 512), tokens, factors, arrivals)
             case _:
                 multiply_transposed(config, make(256, 512), make(256, 256), offsets, None, tokens)
-    return launches[0]
+    return launches[0] if launches else None
 
 
 @pytest.mark.long

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of each expert's rows with its weight, and what is built on them."""
 
+from importlib import import_module
+from unittest import mock
+
 import pytest
 import torch
 from tests.ops.moe.oracle import draw
@@ -10,6 +13,7 @@ from torch.nn.functional import gelu, silu
 from stretto.ops import moe
 from stretto.ops.moe.grouped_matmul import clear_empty, clear_empty_experts, clear_padding, clear_padding_rows
 
+grouped_matmul = import_module("stretto.ops.moe.grouped_matmul")  # the package has a function of that name
 SEED = 80
 OFFSETS = {
     "some rows each": [0, 2, 5, 7],
@@ -103,9 +107,10 @@ def test_torch_finds_nothing_wrong_with_the_operators():
         None,
         None,
         "auto",
+        0,
     )
     torch.library.opcheck(torch.ops.stretto.grouped_matmul.default, inputs)
-    inputs = draw(SEED, 5, 4), draw(SEED, 5, 3), as_offsets([0, 2, 5]), None, "auto"
+    inputs = draw(SEED, 5, 4), draw(SEED, 5, 3), as_offsets([0, 2, 5]), None, "auto", 0
     torch.library.opcheck(torch.ops.stretto.grouped_matmul_weight_gradient.default, inputs)
     projections = draw(SEED, 2, 8, 3).requires_grad_(), draw(SEED, 2, 3, 4).requires_grad_()
     inputs = draw(SEED, 5, 3).requires_grad_(), as_offsets([0, 2, 5]), *projections, None, None, None, True, "auto"
@@ -278,3 +283,22 @@ def test_kernels_that_clear_compile(target):
         (clear_empty_experts, (out, offsets, 64, 32, 1024)),
     ):
         assert "cubin" in compile_kernel(kernel, arguments, {}, target)
+
+
+def test_torchs_grouped_gemm_is_told_of_multiprocessors_that_stay_free_only_while_it_is_launched():
+    seen = []
+
+    def multiply_by_torch(grad, rows, offs):
+        seen.append(torch._C._get_sm_carveout_experimental())
+        return torch.zeros(len(offs), len(grad), rows.shape[1])
+
+    grad, rows = draw(SEED, 7, 5), draw(SEED + 1, 7, 4)
+    replaced = {
+        "_takes_grouped_gemm": lambda *_: True,
+        "clear_empty": lambda *_: None,
+    }
+    with mock.patch.multiple(grouped_matmul, _grouped_mm=multiply_by_torch, **replaced):
+        for room in (22, 0):
+            moe.grouped_weight_gradient(grad, rows, as_offsets([0, 2, 5, 7]), room=room)
+    assert seen == [22, None]
+    assert torch._C._get_sm_carveout_experimental() is None

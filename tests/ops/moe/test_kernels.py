@@ -103,14 +103,21 @@ def sum_weigh_and_multiply(cases):
         for token, slot in product(range(tokens), range(k)):
             expected[positions[token, slot]] = (x[token].to(weights.dtype) * weights[token, slot]).to(dtype)
         assert torch.equal(of_rows, expected)
-        slots = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(SEED))[: tokens * k // 2 + 1]
-        with by_kernels()[0]:
-            mine = permutation.weigh_tokens(x, weights, slots)
-        assert mine.dtype == dtype
-        assert len(mine) == len(slots)
-        for row, slot in enumerate(slots.tolist()):
-            factor = weights[slot // k, slot % k]
-            assert torch.equal(mine[row], (x[slot // k].to(weights.dtype) * factor).to(dtype))
+        number = int(is_valid.sum())
+        named = torch.where(is_valid, is_valid.view(-1).cumsum(0).view(tokens, k) - 1, positions)
+        for factors, limit in product((None, weights), (number + 2, max(number - 1, 1))):
+            call = x, named, factors, is_valid, limit, torch.tensor(number)
+            theirs = permutation.spread_tokens(*call)
+            with by_kernels()[0]:
+                mine = permutation.spread_tokens(*call)
+            expected = torch.zeros(limit, columns, dtype=dtype)
+            for row, (token, slot) in enumerate(is_valid.nonzero().tolist()[:limit]):
+                expected[row] = x[token] if factors is None else (x[token].to(weights.dtype) * weights[token, slot])
+            if limit < number:
+                expected.fill_(torch.nan)
+            for one in (theirs, mine):
+                assert one.dtype == dtype
+                assert torch.equal(one.nan_to_num(7), expected.nan_to_num(7))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +178,7 @@ def test_gated_silu_and_its_gradient_are_rounded_once(interpret):
 
 def exchange_by_kernels(max_rows):
     """`find_differences` of an exchange, and how often each operator was called."""
-    names = ("sum_on_gpu", "weigh_on_gpu", "multiply_on_gpu", "weigh_and_multiply_on_gpu")
+    names = ("sum_on_gpu", "spread_on_gpu", "multiply_on_gpu", "weigh_and_multiply_on_gpu")
     spies = {name: mock.Mock(wraps=getattr(permutation, name)) for name in names}
     case = test_exchange.CASES["as many tokens each"]
     with by_kernels()[0], by_kernels()[1], mock.patch.multiple(permutation, **spies):
@@ -179,7 +186,7 @@ def exchange_by_kernels(max_rows):
     return differences, [spies[name].call_count for name in names]
 
 
-@pytest.mark.parametrize(("max_rows", "calls"), [(None, [7, 1, 1, 0]), (16, [3, 1, 1, 0])])
+@pytest.mark.parametrize(("max_rows", "calls"), [(None, [10, 2, 1, 0]), (16, [4, 2, 1, 0])])
 def test_ranks_exchange_tokens_by_kernels(interpret, max_rows, calls):
     for differences, counts in interpret(2, exchange_by_kernels, max_rows):
         assert max(differences) < test_exchange.EXACT
@@ -202,7 +209,7 @@ def test_kernels_take_cuda_tensors_but_no_gradients_of_gradients():
             assert suits(weights, rows)
             results = [
                 permutation.sum_copies(rows, positions, weights),
-                permutation.weigh_tokens(x, weights, torch.empty(12, dtype=torch.int64, device="cuda")),
+                permutation.spread_tokens(x, positions, weights),
                 permutation.multiply_copies(x, rows, positions),
                 *permutation.weigh_and_multiply(x, rows.half(), positions, weights),
                 moe.gated_activation(rows),
@@ -261,7 +268,7 @@ def compile_layer():
 
 def test_a_layer_of_one_rank_compiles_with_kernels_in_its_graph(interpret):
     assert interpret(1, compile_layer) == [
-        ["experts_mlp", "experts_mlp_gradient", "moe_sum_copies", "moe_weigh_and_multiply"]
+        ["experts_mlp", "experts_mlp_gradient", "moe_spread_tokens", "moe_sum_copies", "moe_weigh_and_multiply"]
     ]
 
 
@@ -269,7 +276,8 @@ def check_operators():
     x, rows, positions, weights, is_valid = make_rows(SEED, 3, 2, 5, torch.float32)
     operators = torch.ops.stretto
     torch.library.opcheck(operators.moe_sum_copies.default, (rows, positions, weights, is_valid))
-    torch.library.opcheck(operators.moe_weigh_tokens.default, (x, weights, torch.arange(6)))
+    torch.library.opcheck(operators.moe_spread_tokens.default, (x, positions, weights, None, 9, None))
+    torch.library.opcheck(operators.moe_sort_copies.default, (torch.tensor([[2, 0], [1, 2]]), 2, 3, torch.tensor(1)))
     torch.library.opcheck(operators.moe_multiply_copies.default, (x, rows, positions, None))
     torch.library.opcheck(operators.moe_weigh_and_multiply.default, (x, rows, positions, weights))
     torch.library.opcheck(operators.gated_silu.default, (draw(SEED, 3, 4).requires_grad_(),))
@@ -302,7 +310,8 @@ def launches(dtype, columns, k=8):
     ):
         permutation._run_sum(rows, positions, wide, is_valid)
         permutation._run_sum(rows, positions, None, None)
-        permutation._run_weigh(rows, wide, positions.view(-1))
+        permutation._run_spread(rows[:8], positions, wide, is_valid, 64, positions)
+        permutation._run_spread(rows[:8], positions, None, None, 64, None)
         permutation._run_multiply(rows, rows, positions, is_valid)
         permutation._run_both(rows, rows, positions, wide)
         activation._run(rows.repeat(1, 2))
@@ -313,7 +322,7 @@ def launches(dtype, columns, k=8):
 @pytest.mark.parametrize(("dtype", "columns"), COMPILED, ids=str)
 def test_kernels_spill_nothing_and_move_16_bytes_at_once(dtype, columns, tmp_path):
     found = launches(dtype, columns)
-    assert len(found) == 7
+    assert len(found) == 8
     for kernel, arguments, options in found:
         named = {name: value for name, value in options.items() if name.isupper()}
         rest = {name: value for name, value in options.items() if not name.isupper()}

@@ -129,6 +129,26 @@ def test_experts_of_one_rank_are_summed_over_x_as_any_mlp(ranks):
         assert calls == {("all_reduce", "x"): 5}  # what the block adds at last is not recomputed
 
 
+def small_messages(sizes: dict[str, int], options: dict[str, Any]) -> int:
+    """How many of all ranks' messages over x in a block's experts are of few bytes."""
+    grid = Grid(**sizes)
+    torch.manual_seed(SEED)
+    config = GPTConfig(
+        layers=1, hidden=32, heads=4, vocab=61, max_seq_len=32, num_experts=8, expert_ffn=16, activation="swiglu",
+        balance="none",
+    )  # fmt: skip
+    model = parallelize(GPT(config).double(), grid, **options)
+    tokens = torch.randint(61, (4, 32), generator=torch.Generator().manual_seed(SEED))
+    with count_collectives(grid) as counts:
+        model(tokens, tokens).backward()
+    return sum(call.axis == "x" and call.bytes_sent <= LARGE for call in counts.calls)
+
+
+def test_experts_of_a_sharded_sequence_send_no_numbers_of_rows(ranks):
+    for count in ranks(2).run(small_messages, {"x": 2}, {"shard_sequence": True}):
+        assert count == 6  # ids and weights, the gradient of these, and what routers and norms send
+
+
 def all_calls(sizes: dict[str, Any], options: dict[str, Any]) -> Counter[tuple[str, str, int]]:
     """All collectives of a step with everything that routers count, but those of weights and their gradients."""
     grid = Grid(**sizes)

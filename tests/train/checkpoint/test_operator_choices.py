@@ -7,7 +7,7 @@ import torch
 from tests.ops import confirmed
 from tests.train import runs
 
-from stretto.ops import config
+from stretto.ops import choices
 from stretto.train import trainer
 from stretto.train.checkpoint.metadata import OperatorChoices, read_metadata
 from stretto.train.checkpoint.operator_choices import gather_choices, restore_choices
@@ -39,12 +39,12 @@ def train_twice(out):
     chosen = {"0,1": {"choices": LIBRARY, "confirmed": {}}}
     with mock.patch.object(trainer, "gather_choices", return_value=chosen):
         trainer.train(runs.configure(out, "train.steps=1"))
-    config.restore_choices({})
+    choices.restore_choices({})
     trainer.train(runs.configure(out, "train.steps=2", "train.resume=latest"))
     try:
-        return read_metadata(out / "checkpoints" / "step-00000001").operators, dict(config._restored)
+        return read_metadata(out / "checkpoints" / "step-00000001").operators, dict(choices._restored)
     finally:
-        config.restore_choices({})
+        choices.restore_choices({})
 
 
 def test_a_run_restores_its_checkpoints_choices(ranks, tmp_path):
@@ -56,4 +56,4 @@ def test_choices_of_another_version_are_made_anew_with_a_warning(caplog):
     stored = {"0": OperatorChoices(choices={"a call": "{}"}, confirmed={})}
     restore_choices(mock.Mock(operators=stored), torch.device("cpu"))
     assert "operators choose anew, and sums may differ in their last bits" in caplog.text
-    assert not config._restored
+    assert not choices._restored

@@ -16,9 +16,9 @@ from torch import Tensor
 from stretto import tiles
 from stretto.memory.copy_engine import has_nvlink
 from stretto.ops.attention.plan import ExchangeStep, Range, count_rows
-from stretto.ops.config import find_group_obstacle
+from stretto.ops.choices import find_group_obstacle
 from stretto.ops.moe.routes import CollectiveWrapper
-from stretto.ops.operator import abandon, count_bytes, find_group, find_known, find_workspace
+from stretto.ops.operator import abandon, count_bytes, find_group, find_known, find_workspace, require_agreement
 
 _ALIGNMENT = 128  # bytes: tensors in a workspace begin at multiples of it
 
@@ -181,6 +181,7 @@ def scatter_sequence(x: Tensor, group: str, degree: int, layout: str, wrap: Coll
 
 def _exchange(parts: Tensor, group: str, degree: int, wrap: CollectiveWrapper) -> Tensor:
     """Send part i of [degree, ...] to the i-th of the `degree` ranks around this one."""
+    require_agreement(f"exchange of heads {list(parts.shape)} {parts.dtype}", False, group, parts.device)
     members = find_group(group)
     first = members.rank() // degree * degree
     counts = [int(first <= peer < first + degree) for peer in range(members.size())]

@@ -41,16 +41,14 @@ from stretto.tiles.launches import launch_kernel
 class _ForwardLaunch(NamedTuple):
     """Launch parameters that all calls of a placement share.
 
-    pointers: of the ring, its slots in the tables' dtype, and the permit (see `find_permit`). counts, unused: how often
-    each channel is signalled in a call, and a mapping for functions that require one, though counts say everything; see
-    `_count_signals`. mapping: from (destination, channel) to the signal. first_column: of this rank's tables in the
-    output.
+    pointers: of the ring, its slots in the tables' dtype, and the permit (see `find_permit`). counts: how often each
+    channel is signalled in a call; see `_count_signals`. mapping: from (destination, channel) to the signal.
+    first_column: of this rank's tables in the output.
     """
 
     ring: OutputRing
     pointers: RingPointers
     counts: Tensor
-    unused: tiles.DynamicMapping
     mapping: tiles.StaticMapping
     first_column: int
 
@@ -64,10 +62,10 @@ class _ForwardLaunch(NamedTuple):
             mapping = tiles.shard_tiles(channels, placement.world_size, 1, channels=channels, fixed=True)
             slots, permit = ring.slots.view(placement.dtype), find_permit(group, device, placement)
             pointers = RingPointers(slots, ring.destinations, ring.tickets, permit)
-            counts, unused = _count_signals(placement, device)
-            for argument in (pointers, *pointers, counts, unused, ring.index_errors.report):
+            counts = _count_signals(placement, device)
+            for argument in (pointers, *pointers, counts, ring.index_errors.report):
                 ring.channel.launch.remember(argument)
-            return cls(ring, pointers, counts, unused, mapping, placement.first_column(placement.rank))
+            return cls(ring, pointers, counts, mapping, placement.first_column(placement.rank))
 
         return find_kept(group, device, ("embedding launch", placement), make)
 
@@ -154,15 +152,15 @@ def _begin(
     ring = launch.ring
     channel = ring.channel.begin(
         "embedding_all_to_all",
-        launch.unused,
-        launch.unused,
+        launch.mapping,
+        launch.mapping,
         "p2p",
         counts=launch.counts,
         with_barrier=False,
         launches=False,
     )
     pointers = launch.pointers
-    words = launch.unused, launch.counts, pointers.destinations, pointers.tickets, pointers.permit, call_permit
+    words = launch.mapping, launch.counts, pointers.destinations, pointers.tickets, pointers.permit, call_permit
     ring.channel.launch(
         begin_pooling,
         (placement, tiles.kind_of(unit), tiles.kind_of(call_permit)),
@@ -199,11 +197,8 @@ def count_channels(placement: EmbeddingPlacement) -> int:
     return min(round_up_to_power(max(len(dims) for dims in placement.dims)), most)
 
 
-def _count_signals(placement: EmbeddingPlacement, device: torch.device) -> tuple[Tensor, tiles.DynamicMapping]:
-    """Return how much each channel's counter grows in a call (`BlockChannel.begin`'s counts), and a dynamic mapping.
-
-    The mapping is empty: its kind alone makes `begin_call` read the counts.
-    """
+def _count_signals(placement: EmbeddingPlacement, device: torch.device) -> Tensor:
+    """Return how much each channel's counter grows in a call (`BlockChannel.begin`'s counts)."""
     rank, world, channels = placement.rank, placement.world_size, count_channels(placement)
     counts = torch.zeros(2, world, world * limit_channels(world, CHANNELS), dtype=torch.int32)
     for peer in range(world):
@@ -211,8 +206,7 @@ def _count_signals(placement: EmbeddingPlacement, device: torch.device) -> tuple
             for source, reader, direction in ((peer, rank, 0), (rank, peer, 1)):
                 for table in range(len(placement.dims[source])):
                     counts[direction, peer, reader * channels + table % channels] += placement.local_batch
-    tables = torch.zeros(1, dtype=torch.int32, device=device)
-    return counts.to(device), tiles.look_up_tiles(*[tables] * 5)
+    return counts.to(device)
 
 
 def look_up_alone(

@@ -55,11 +55,11 @@ class RingPointers(NamedTuple):
 
 @triton.jit
 def begin_pooling(  # type: ignore[no-untyped-def]
-    channel, unused, counts, destinations, tickets, permit, call_permit, report, offset, announced, BLOCK: tl.constexpr
+    channel, mapping, counts, destinations, tickets, permit, call_permit, report, offset, announced, BLOCK: tl.constexpr
 ):
     """Begin a call: send all ranks this rank's output position in its ring, and wait for theirs.
 
-    One program. unused: a mapping, since `counts` say everything. offset: UNITs from the ring's beginning on.
+    One program. counts: of the signals that `mapping` maps to. offset: UNITs from the ring's beginning on.
     announced: this rank's announcement of the call. permit, call_permit: int32 [1] each, or None, which get what the
     call permits its backward pass: of this placement's last call, and of this one.
     Signals: peer tile 0 at all other ranks, after the words in their `destinations`: this rank has begun the call, so
@@ -72,7 +72,7 @@ def begin_pooling(  # type: ignore[no-untyped-def]
     difference, so all of them end the call here: they record an error, and take back the counters' targets, since no
     slice is sent or awaited.
     """
-    tiles.begin_call(channel, unused, counts, None, False, BLOCK)
+    tiles.begin_call(channel, mapping, counts, None, False, BLOCK)
     tl.debug_barrier()
     epoch = tl.load(channel.state + EPOCH)
     word = ((epoch & 1) * channel.world + channel.rank) * 2
@@ -97,7 +97,7 @@ def begin_pooling(  # type: ignore[no-untyped-def]
     permits = tl.where(needing >= 0, _PERMITS_GRADIENTS, _PERMITS)
     if (other >= 0) | (refusing >= 0) | ((needing >= 0) & (reluctant >= 0)):
         permits = 0
-        advance_targets(channel, unused, counts, BLOCK, -1)
+        advance_targets(channel, mapping, counts, BLOCK, -1)
         # A failed wait is reported already, and a refusing rank's host raises the error for which it refuses. An atomic
         # shows all threads the same flag.
         reports = tl.atomic_add(channel.failed, 0, sem="relaxed", scope="gpu") == 0

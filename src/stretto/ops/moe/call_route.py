@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory.copy_engine import has_nvlink
-from stretto.ops.config import find_group_obstacle
-from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors, record_rows
+from stretto.ops.choices import find_group_obstacle
+from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors
 from stretto.ops.moe.kernel_route import find_kernel_route
 from stretto.ops.moe.permutation import require_tokens
 from stretto.ops.moe.routes import CollectiveWrapper, Route, find_route
@@ -33,10 +33,8 @@ class RouteCall(NamedTuple):
         """True if all experts and tokens are here, and nothing is sent."""
         return self.group is None and self.gather_group is None
 
-    def find(
-        self, operator: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, form: str
-    ) -> tuple[Route, Tensor | None]:
-        """(the route of topk_ids, x at its places if it was sent with the route); topk_weights are sent if given.
+    def find(self, operator: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, form: str) -> Route:
+        """The route of topk_ids, with which topk_weights are sent if given.
 
         form: whatever else the ranks' calls have in common. ValueError if ranks make different calls, and for an
         earlier call's rows that exceeded max_rows.
@@ -52,25 +50,14 @@ class RouteCall(NamedTuple):
         fixed = "" if max_rows is None else f", {t} tokens, {topk_ids.dtype}"
         for one in groups:
             require_agreement(same + fixed, False, find_name(one), x.device)
-        arguments = topk_ids, self.num_experts
+        arguments, wrap = (topk_ids, self.num_experts), self.wrap_collective
         with torch.no_grad():
             if self.runs_kernels and self.group is not None:
-                route, tokens, needed = find_kernel_route(
-                    x, *arguments, max_rows, self.group, self.wrap_collective, topk_weights
-                )
-            elif max_rows is None:
-                exact = find_route(*arguments, self.group, self.gather_group, self.wrap_collective, topk_weights)
-                return exact, None
-            else:
-                shards, shard = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
-                fixed_route, needed = find_fixed_route(
-                    *arguments, max_rows, groups, shards, shard, self.wrap_collective
-                )
-                record_rows(groups[0], needed, max_rows)
-                return fixed_route, None
-            if max_rows is not None:
-                record_rows(groups[0], needed, max_rows)
-        return route, tokens
+                return find_kernel_route(*arguments, max_rows, self.group, wrap, topk_weights)
+            if max_rows is None:
+                return find_route(*arguments, self.group, self.gather_group, wrap, topk_weights)
+            shards, shard = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
+            return find_fixed_route(*arguments, max_rows, groups, shards, shard, wrap)
 
 
 def check_call(

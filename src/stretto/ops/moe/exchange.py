@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.moe.call_route import RouteCall, can_send, check_call, find_several
-from stretto.ops.moe.grouped_matmul import grouped_matmul
 from stretto.ops.moe.permutation import (
     copy_tokens,
     multiply_copies,
@@ -22,7 +21,6 @@ from stretto.ops.moe.permutation import (
     sort_by_expert,
     sum_copies,
     unpermute,
-    weigh_tokens,
 )
 from stretto.ops.moe.routes import CollectiveWrapper, Route, call
 
@@ -59,8 +57,9 @@ class DispatchHandle:
 class Dispatched:
     """Rows for this rank's experts, sorted by expert.
 
-    rows: [n, h]. offsets: int32 [local experts + 1], on the device; the rows of this rank's expert e are offsets[e] to
-    offsets[e + 1], and those from offsets[-1] on are padding. handle: for `combine`.
+    rows: [n, h]; [0, h] of a `dispatch_grouped_matmul` that gathers them as it multiplies. offsets: int32 [local
+    experts + 1], on the device; the rows of this rank's expert e are offsets[e] to offsets[e + 1], and those from
+    offsets[-1] on are padding. handle: for `combine`.
     """
 
     rows: Tensor
@@ -90,7 +89,7 @@ def dispatch(
     where the host reads the rows' numbers (for others see `permute`). t may differ between ranks, and may be 0; all
     else is the same on all ranks.
 
-    topk_weights: those that `combine` will be given, [t, k]: they are sent with the tokens, so that it need not send
+    topk_weights: those that `combine` will be given, [t, k]: they are sent with the ids, so that it need not send
     them. They are used only there; without them the results are the same.
 
     max_rows: None for a dynamic number of rows, which the host reads from the device once per call. Otherwise a fixed
@@ -111,7 +110,7 @@ def dispatch(
 
     wrap_collective: called in place of each collective, in the backward pass too, as wrap_collective(kind, make), with
     kind "all_to_all", "all_gather" or "reduce_scatter"; make() issues the collective, and its result is returned. In
-    the forward pass the exchanges of counts and of experts are two of them; the first one's make() returns a tuple of
+    the forward pass the exchanges of counts and of experts are two of them; their make() may return a tuple of
     tensors. If a collective needs the result of another, the calls nest: its make() calls wrap_collective for the
     other.
 
@@ -154,48 +153,21 @@ def combine(
     first. topk_weights may be of another floating dtype than rows; its gradient is of its own. It cannot be
     differentiated twice. ValueError for other shapes, dtypes and groups.
     """
-    require_weighted("combine", rows, topk_weights, handle.shape)
-    if rows.shape[0] != handle.num_rows:
-        raise ValueError(f"combine: dispatch returned {handle.num_rows} rows with this handle, not {rows.shape[0]}")
-    if find_several(group) is not handle.group:
-        raise ValueError("combine takes the group that dispatch was given, and was given another")
+    require_combined("combine", rows, handle, topk_weights, group)
     if handle.positions is not None:
         return unpermute(rows, handle.positions, topk_weights)
     return _combine_from_ranks(rows, handle, topk_weights, wrap_collective)
 
 
-def dispatch_grouped_matmul(
-    x: Tensor, topk_ids: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None, **options: Any
-) -> tuple[Tensor, Dispatched]:
-    """Send each token to the ranks of its experts, and multiply: x [t, h], weight [e, f, h] -> ([n, f], the dispatch).
-
-    weight: those of this rank's experts, as many on each rank; e times the ranks are the experts that topk_ids [t, k]
-    names. options: of `dispatch`. The product's rows are those of the dispatch, in its order, times their expert's
-    weight's transpose; those of padding are zeros. Nothing overlaps: the product begins when all rows have arrived.
-    Errors are those of `dispatch` and `grouped_matmul`.
-    """
-    ranks = 1 if group is None else group.size()
-    sent = dispatch(x, topk_ids, weight.shape[0] * ranks, group, **options)
-    return grouped_matmul(sent.rows, weight, sent.offsets), sent
-
-
-def grouped_matmul_combine(
-    rows: Tensor,
-    weight: Tensor,
-    sent: Dispatched,
-    topk_weights: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    wrap_collective: CollectiveWrapper = call,
-) -> Tensor:
-    """Multiply each expert's rows, and sum each token's at its rank: rows [n, f], weight [e, h, f] -> [t, h].
-
-    rows: in the order of `sent`, which `dispatch` or `dispatch_grouped_matmul` returned. topk_weights, by which
-    products are weighted, group and wrap_collective: of `combine`. Nothing overlaps: rows leave when the product has
-    ended. Errors are those of `grouped_matmul` and `combine`.
-    """
-    product = grouped_matmul(rows, weight, sent.offsets)
-    return combine(product, sent.handle, topk_weights, group, wrap_collective=wrap_collective)
+def require_combined(
+    operator: str, rows: Tensor, handle: DispatchHandle, topk_weights: Tensor, group: dist.ProcessGroup | None
+) -> None:
+    """ValueError unless rows, weights and group are those of the dispatch."""
+    require_weighted(operator, rows, topk_weights, handle.shape)
+    if rows.shape[0] != handle.num_rows:
+        raise ValueError(f"{operator}: dispatch returned {handle.num_rows} rows with this handle, not {rows.shape[0]}")
+    if find_several(group) is not handle.group:
+        raise ValueError(f"{operator} takes the group that dispatch was given, and was given another")
 
 
 def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int | None, reduce: Reduce) -> Dispatched:
@@ -217,14 +189,21 @@ def _dispatch_here(x: Tensor, topk_ids: Tensor, num_experts: int, max_rows: int 
 def _dispatch_to_ranks(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, route_call: RouteCall, reduce: Reduce
 ) -> Dispatched:
+    handle, route = find_handle("dispatch", x, topk_ids, topk_weights, route_call, reduce)
+    rows = _Dispatch.apply(x, route, reduce, route_call.wrap_collective)
+    return Dispatched(rows, route.index.offsets, handle)
+
+
+def find_handle(
+    operator: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, route_call: RouteCall, reduce: Reduce
+) -> tuple[DispatchHandle, Route]:
+    """The handle of a dispatch of several ranks, and its route."""
     # With "choice" the backward pass needs weights at the experts, and sends them.
     given = topk_weights if topk_weights is not None and reduce == "rank" and can_send(topk_weights) else None
-    route, tokens = route_call.find("dispatch", x, topk_ids, given, reduce)
-    rows = _Dispatch.apply(x, tokens, route, reduce, route_call.wrap_collective)
+    route = route_call.find(operator, x, topk_ids, given, reduce)
     version = None if given is None else (given, given._version)
     shape = topk_ids.shape[0], topk_ids.shape[1]
-    handle = DispatchHandle(rows.shape[0], shape, None, route, route_call.group, reduce, version)
-    return Dispatched(rows, route.index.offsets, handle)
+    return DispatchHandle(len(route.index.slots), shape, None, route, route_call.group, reduce, version), route
 
 
 @torch.compiler.disable
@@ -242,12 +221,9 @@ class _Dispatch(torch.autograd.Function):
     """Tokens along a route, and a copy for each row; backward, gradients are summed, and returned as `reduce` says."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, tokens: Tensor | None, route: Route, reduce: Reduce, wrap_collective: CollectiveWrapper
-    ) -> Tensor:
-        """tokens: x at its places, if it was sent with the route."""
+    def forward(ctx: Any, x: Tensor, route: Route, reduce: Reduce, wrap_collective: CollectiveWrapper) -> Tensor:
         ctx.route, ctx.reduce, ctx.wrap_collective = route, reduce, wrap_collective
-        return _spread(route, route.send(lambda: x, wrap_collective) if tokens is None else tokens, None)
+        return route.spread(route.send(lambda: x, wrap_collective, lends=True))
 
     @staticmethod
     @once_differentiable
@@ -257,7 +233,7 @@ class _Dispatch(torch.autograd.Function):
             grad_x = sum_copies(route.give_choices_back(lambda: grad, ctx.wrap_collective), route.choices)
         else:
             grad_x = route.sum_back(lambda: grad, None, ctx.wrap_collective)
-        return grad_x, None, None, None, None
+        return grad_x, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -285,9 +261,9 @@ class _Combine(torch.autograd.Function):
         weights, rows = ctx.saved_tensors
         needs_rows, needs_weights, *_ = ctx.needs_input_grad
         grad_rows = grad_weights = None
-        tokens = route.send(lambda: grad, wrap_collective)
+        tokens = route.send(lambda: grad, wrap_collective, lends=True)
         if needs_rows:
-            grad_rows = _spread(route, tokens, weights)
+            grad_rows = route.spread(tokens, weights)
         if needs_weights:
             grad_weights = route.give_back(
                 lambda: multiply_copies(tokens, rows, index.positions, index.is_here), wrap_collective
@@ -314,17 +290,7 @@ class _CombineChoices(torch.autograd.Function):
         grad_rows = grad_weights = None
         if weights is not None:
             everyones = ctx.route.send(lambda: weights, ctx.wrap_collective)
-            grad_rows = _spread(ctx.route, ctx.route.send(lambda: grad, ctx.wrap_collective), everyones)
+            grad_rows = ctx.route.spread(ctx.route.send(lambda: grad, ctx.wrap_collective, lends=True), everyones)
         if returned is not None:
             grad_weights = multiply_copies(grad, returned, ctx.route.choices).to(ctx.weights_dtype)
         return grad_rows, grad_weights, None, None
-
-
-def _spread(route: Route, tokens: Tensor, weights: Tensor | None) -> Tensor:
-    """A row for each copy of places' tokens [places, h], times weights [places, k] if there are any."""
-    slots = route.index.slots
-    if not len(tokens):
-        return tokens.new_zeros(len(slots), tokens.shape[1])
-    if weights is None:
-        return route.fill_padding(tokens.index_select(0, route.index.places()))
-    return route.fill_padding(weigh_tokens(tokens, weights, slots))

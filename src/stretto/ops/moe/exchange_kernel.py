@@ -2,11 +2,11 @@
 """Kernels of the exchange of tokens: counts to all ranks, and rows straight into the buffers of the ranks they are for.
 
     exchange_counts     1 program: every rank gets how many pairs and choices every other rank has with each rank
-    push_rows           sums of this rank's rows, or copies of them, stored into their ranks' staging buffers, in the
-                        order of the receiver's sources; forward for dispatch, transposed for combine
+    push_rows           this rank's rows, stored into their ranks' staging buffers, in the order of the receiver's
+                        sources; forward for dispatch, transposed for combine
 
-Both read all sizes on the device. What a rank receives of a source is contiguous, and signalled in `CHUNKS` parts, in
-order: a consumer may wait for the parts that it needs, or for the kernel's end, when all of them have arrived.
+All read all sizes on the device. What a rank receives of a source is contiguous, and signalled in parts, in order: a
+consumer may wait for the parts that it needs, or for the kernel's end, when all of them have arrived.
 """
 
 from typing import Any, NamedTuple
@@ -16,44 +16,39 @@ import triton.language as tl
 
 from stretto import tiles
 
-CHUNKS = 32
-"""Parts of the rows from one rank to another that are signalled separately."""
-
 
 class PushedRows(NamedTuple):
     """Kernel argument: the rows that a rank pushes, sorted by receiver.
 
-    Row i is the sum over slots of weights[i, slot] * rows[positions[i, slot]]. rows: [., columns]. positions: int64
-    [known, k]; weights, is_valid: [known, k] or None, for 1 and for True; rows that are not valid are not read. words:
-    int32 [known, words] or None, sent beside the rows. Rows from `known` on are NaN.
+    Row i is rows[positions[i]]. rows: [., columns]. positions: int64 [known], or None for rows in their order. Rows
+    from `known` on are NaN, or zeros of integers.
     """
 
     rows: Any
     positions: Any
-    weights: Any
-    is_valid: Any
-    words: Any
     columns: Any
     known: Any
 
 
 class StagedRows(NamedTuple):
-    """Kernel argument: what a rank receives, sorted by sender: rows [capacity, columns] and words [capacity, words].
+    """Kernel argument: what a rank receives, sorted by sender: rows [capacity, columns], in symmetric memory.
 
-    Both are symmetric memory; rows from `capacity` on are not sent.
+    Rows from `capacity` on are not sent.
     """
 
     rows: Any
-    words: Any
     capacity: Any
 
 
 @triton.jit
 def exchange_counts(  # type: ignore[no-untyped-def]
-    channel, unused, counts, received, table, WORDS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr
-):
-    """table [world, WORDS]: the ranks' counts [WORDS], int32; begins its call by itself.
+    channel, unused, counts, received, table, record, limit, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """table [world + 1, WORDS]: the ranks' counts [WORDS], int32, and their sums; begins its call by itself.
 
+    WORDS: of pairs and of choices with each rank. record: None, or int64 [2, world], where ranks with more than `limit`
+    choices, and than recorded, are written with their choices and the limit.
     One program. unused: a mapping without signals. received: int32 [2, world, WORDS] in symmetric memory.
     Signals: peer tile 0 at all other ranks, after this rank's words in their `received`.
     Waits: for that signal of all other ranks.
@@ -73,88 +68,103 @@ def exchange_counts(  # type: ignore[no-untyped-def]
         tl.store(words + at, own, mask=mask & publishes)
     tiles.peer_tile_notify(channel, 0, mode="broadcast")
     ready = tiles.peer_tile_wait(channel, 0, mode="broadcast")
+    total = tl.zeros([BLOCK], tl.int32)
     for source in tl.static_range(channel.world):
         found = tl.load(received + (parity + source) * WORDS + at + ready, mask=mask, other=0)
         tl.store(table + source * WORDS + at, found, mask=mask)
+        total += found
+    tl.store(table + channel.world * WORDS + at, total, mask=mask)
+    if record is not None:
+        place = record + at // 2
+        exceeds = mask & (at % 2 == 1) & (total > limit)
+        exceeds = exceeds & (total > tl.load(place, mask=exceeds, other=0))
+        tl.store(place, total.to(tl.int64), mask=exceeds)
+        tl.store(place + channel.world, tl.full([BLOCK], 0, tl.int64) + limit, mask=exceeds)
 
 
 @triton.jit
 def push_rows(  # type: ignore[no-untyped-def]
     channel, mapping, pushed, staged, table,
-    WHICH: tl.constexpr, TRANSPOSED: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, WORLD: tl.constexpr,
+    WHICH: tl.constexpr, TRANSPOSED: tl.constexpr, WAITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Push each of `PushedRows`, added in the order of slots and rounded once, into its receiver's `StagedRows`.
+    """Push each of `PushedRows` into its receiver's `StagedRows`.
 
-    table: int32 [source, destination, 2], numbers of pairs and of choices: number WHICH says how many rows go from each
-    rank to each other one; TRANSPOSED: from each destination back to its source. WORLD: a power of two.
+    mapping: by `shard_tiles`, a tile for each part of the rows from each rank to each other one; a channel may have
+    several. table: int32 [source, destination, 2], numbers of pairs and of choices: number WHICH says how many rows go
+    from each rank to each other one; TRANSPOSED: from each destination back to its source. WORLD: a power of two.
     Order: a part of each receiver's rows in turn, the next rank's first and own ones last, so that no two ranks write
-    to one at once, and early parts of all arrive early.
-    Signals: each of the `CHUNKS` parts of a receiver's rows once, also an empty one, after its stores ("p2p").
-    Waits: at the end, each program for its share of (source, part) pairs, so staging is complete when the kernel has
-    ended. Programs claim parts, so none waits before running programs hold all of them; and the launch leaves room for
-    another group's kernels (`limit_waiting`).
+    to one at once, and early parts of all arrive early; without WAITS own ones first, for products that begin with
+    them. A program loads ROWS x BLOCK numbers before it stores them.
+    Signals: each part of a receiver's rows once, also an empty one, after its stores ("p2p").
+    Waits: with WAITS, at the end, each program for its share of (source, channel) pairs, so staging is complete when
+    the kernel has ended. Programs claim parts, so none waits before running programs hold all of them; and the launch
+    leaves room for another group's kernels (`limit_waiting`).
     Reuse: of two slots or one, as `begin` was told: staging is written once all ranks have begun this call, or the one
     after the slot's last, and so have read what it held.
     """
-    dtype = tl.float64 if pushed.rows.dtype.element_ty == tl.float64 else tl.float32
-    chunks: tl.constexpr = mapping.channels
+    parts: tl.constexpr = mapping.rows
+    unknown: tl.constexpr = float("nan") if pushed.rows.dtype.element_ty.is_floating() else 0
     peers = tl.arange(0, WORLD)
-    is_peer = peers < channel.world
+    going = _load_numbers(channel, table, channel.rank, WHICH, not TRANSPOSED, WORLD)
     task = tiles.claim(channel)
-    while task < channel.world * chunks:
+    while task < channel.world * parts:
         following = tiles.claim(channel)
-        peer = (channel.rank + 1 + task % channel.world) % channel.world
-        chunk = task // channel.world
-        if TRANSPOSED:
-            going = tl.load(table + (peers * channel.world + channel.rank) * 2 + WHICH, mask=is_peer, other=0)
-            coming = tl.load(table + (peer * channel.world + peers) * 2 + WHICH, mask=is_peer, other=0)
+        if WAITS:
+            peer = (channel.rank + 1 + task % channel.world) % channel.world
+            part = task // channel.world
         else:
-            going = tl.load(table + (channel.rank * channel.world + peers) * 2 + WHICH, mask=is_peer, other=0)
-            coming = tl.load(table + (peers * channel.world + peer) * 2 + WHICH, mask=is_peer, other=0)
+            others: tl.constexpr = max(channel.world - 1, 1)
+            other = tl.maximum(task - parts, 0)
+            peer = tl.where(task < parts, channel.rank, (channel.rank + 1 + other % others) % channel.world)
+            part = tl.where(task < parts, task, other // others)
+        coming = _load_numbers(channel, table, peer, WHICH, TRANSPOSED, WORLD)
         first = tl.sum(tl.where(peers < peer, going, 0), 0)
         count = tl.sum(tl.where(peers == peer, going, 0), 0)
         base = tl.sum(tl.where(peers < channel.rank, coming, 0), 0)
-        part = tl.cdiv(tl.cdiv(count, chunks), ROWS) * ROWS
+        size = _part_rows(count, parts, ROWS)
         there = tiles.peer_pointer(channel, staged.rows, peer)
         publishes = tiles.may_publish(channel)  # staging may hold another call's rows after a failed wait
-        for start in range(chunk * part, tl.minimum((chunk + 1) * part, count), ROWS):
+        for start in range(part * size, tl.minimum((part + 1) * size, count), ROWS):
             at = start + tl.arange(0, ROWS)
             row, target = (first + at).to(tl.int64), (base + at).to(tl.int64)
             is_known = (at < count) & (row < pushed.known)
             is_stored = (at < count) & (target < staged.capacity) & publishes
+            if pushed.positions is not None:
+                row = tl.load(pushed.positions + row, mask=is_known, other=0)
             for column in range(0, pushed.columns, BLOCK):
                 place = column + tl.arange(0, BLOCK)
                 is_column = (place < pushed.columns)[None, :]
-                total = tl.full([ROWS, BLOCK], -0.0, dtype)  # -0 + x is x, also for -0
-                for slot in tl.static_range(K):
-                    is_read = is_known
-                    if pushed.is_valid is not None:
-                        is_read = is_read & (tl.load(pushed.is_valid + row * K + slot, mask=is_known, other=0) != 0)
-                    position = tl.load(pushed.positions + row * K + slot, mask=is_read, other=0) * pushed.columns
-                    mask = is_read[:, None] & is_column
-                    value = tl.load(pushed.rows + position[:, None] + place[None, :], mask=mask, other=0.0).to(dtype)
-                    if pushed.weights is not None:
-                        value *= tl.load(pushed.weights + row * K + slot, mask=is_read, other=0.0).to(dtype)[:, None]
-                    total += value
-                total = tl.where(is_known[:, None], total, float("nan"))
-                mask = is_stored[:, None] & is_column
+                value = tl.load(
+                    pushed.rows + row[:, None] * pushed.columns + place[None, :],
+                    mask=is_known[:, None] & is_column,
+                    other=unknown,
+                )
                 tl.store(
                     there + target[:, None] * pushed.columns + place[None, :],
-                    total.to(pushed.rows.dtype.element_ty),
-                    mask=mask,
+                    value,
+                    mask=is_stored[:, None] & is_column,
                 )
-            if pushed.words is not None:
-                word = tl.arange(0, triton.next_power_of_2(WORDS))
-                mask = (word < WORDS)[None, :]
-                sent = tl.load(
-                    pushed.words + row[:, None] * WORDS + word[None, :], mask=is_known[:, None] & mask, other=0
-                )
-                words_there = tiles.peer_pointer(channel, staged.words, peer)
-                tl.store(words_there + target[:, None] * WORDS + word[None, :], sent, mask=is_stored[:, None] & mask)
-        tiles.producer_tile_notify(channel, mapping, peer * chunks + chunk, "p2p")
+        tiles.producer_tile_notify(channel, mapping, peer * parts + part, "p2p")
         task = following
-    for index in range(tl.program_id(0), channel.world * chunks, tl.num_programs(0)):
-        source = (channel.rank + 1 + index // chunks) % channel.world
-        tile = channel.rank * chunks + index % chunks
-        tiles.consumer_tile_wait(channel, mapping, tile, source=source)
+    if WAITS:
+        for index in range(tl.program_id(0), channel.world * mapping.channels, tl.num_programs(0)):
+            source = (channel.rank + 1 + index // mapping.channels) % channel.world
+            tile = channel.rank * parts + index % mapping.channels * mapping.channel_rows
+            tiles.consumer_tile_wait(channel, mapping, tile, source=source)
+
+
+@triton.jit
+def _load_numbers(  # type: ignore[no-untyped-def]
+    channel, table, rank, WHICH: tl.constexpr, TRANSPOSED: tl.constexpr, WORLD: tl.constexpr
+):
+    """[WORLD]: the rows from each rank to `rank` of the table, or TRANSPOSED, from `rank` to each."""
+    peers = tl.arange(0, WORLD)
+    at = rank * channel.world + peers if TRANSPOSED else peers * channel.world + rank
+    return tl.load(table + at * 2 + WHICH, mask=peers < channel.world, other=0)
+
+
+@triton.jit
+def _part_rows(count, parts: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rows of each part of `count`."""
+    return tl.cdiv(tl.cdiv(count, parts), ROWS) * ROWS

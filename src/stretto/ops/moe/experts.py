@@ -37,7 +37,8 @@ from stretto.ops.moe.permutation import (
     sum_dtype,
     unpermute,
 )
-from stretto.ops.operator import Autograd, define_operator, needs_gradients
+from stretto.ops.moe.tile_order import Arrivals
+from stretto.ops.operator import Autograd, define_operator, is_traced, needs_gradients, without_autocast
 
 
 def experts_mlp(
@@ -127,7 +128,13 @@ def _run(
 
 
 def _gate(
-    rows: Tensor, gate_up: Tensor, offsets: Tensor, tokens: Tensor | None, keeps_inner: bool, implementation: str
+    rows: Tensor,
+    gate_up: Tensor,
+    offsets: Tensor,
+    tokens: Tensor | None,
+    keeps_inner: bool,
+    implementation: str,
+    arrivals: Arrivals | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(silu(gate) * up [n, F], gate and up [n, 2 * F] if kept) of rows, or rows[tokens]."""
     n = (rows if tokens is None else tokens).shape[0]
@@ -137,8 +144,10 @@ def _gate(
         config = choose_config(implementation, "gate", n, experts, (rows, gate_up), by_tokens=by_tokens)
         if config is not None:
             with torch.cuda.device_of(rows):
-                return grouped_kernels.multiply_gated(config, rows, gate_up, offsets, tokens, keeps_inner=keeps_inner)
-    inner = compute_product(rows, gate_up, offsets, tokens, implementation)
+                return grouped_kernels.multiply_gated(
+                    config, rows, gate_up, offsets, tokens, keeps_inner=keeps_inner, arrivals=arrivals
+                )
+    inner = compute_product(rows, gate_up, offsets, tokens, implementation, arrivals)
     return gated_activation(inner), inner if keeps_inner else inner.new_empty(0, inner.shape[1])
 
 
@@ -184,6 +193,7 @@ def _differentiate_gate(
     tokens: Tensor | None,
     factors: Tensor | None,
     implementation: str,
+    arrivals: Arrivals | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(the gradient of inner, silu(gate) * up times factors, the gradient of factors)."""
     n, by_tokens = inner.shape[0], tokens is not None
@@ -193,9 +203,11 @@ def _differentiate_gate(
         config = choose_config(implementation, "gate gradient", n, down.shape[0], operands, by_tokens=by_tokens)
         if config is not None:
             with torch.cuda.device_of(grad):
-                found = grouped_kernels.differentiate_gate(config, grad, down, offsets, inner, tokens, factors)
+                found = grouped_kernels.differentiate_gate(
+                    config, grad, down, offsets, inner, tokens, factors, arrivals
+                )
             return found.inner, found.activated, None if found.products is None else found.products.sum(0)
-    of_gated = compute_product(grad, down.transpose(1, 2), offsets, tokens, implementation)
+    of_gated = compute_product(grad, down.transpose(1, 2), offsets, tokens, implementation, arrivals)
     gated = gated_activation(inner)
     products = None
     if factors is not None:
@@ -347,13 +359,55 @@ def _count_gate_flops(
     return 2 * of_rows[0] * prod(weight[1:])
 
 
-gate_tokens = define_operator(
+_gate_tokens = define_operator(
     "experts_gate", _run_gate, fake=_fake_gate, count_flops=_count_gate_flops, tensors=slice(4)
 )
-differentiate_gate = define_operator(
+_differentiate_tokens = define_operator(
     "experts_gate_gradient",
     _run_gate_gradient,
     fake=_fake_gate_gradient,
     count_flops=_count_gate_flops,
     tensors=slice(6),
 )
+
+
+def gate_tokens(
+    rows: Tensor, gate_up: Tensor, offsets: Tensor, tokens: Tensor, keeps_inner: bool, arrivals: Arrivals | None = None
+) -> tuple[Tensor, Tensor]:
+    """(silu(gate) * up [n, F], gate and up [n, 2 * F], or none if not kept) of rows[tokens] and gate_up [e, 2 * F, h].
+
+    arrivals: of rows that are on their way, and are multiplied as they arrive. It has no gradient.
+    """
+    if arrivals is None or _must_wait(arrivals, rows, gate_up):
+        return _gate_tokens(rows, gate_up, offsets, tokens, keeps_inner)
+    return without_autocast(_gate)(rows, gate_up, offsets, tokens, keeps_inner, "auto", arrivals)
+
+
+def differentiate_gate(
+    grad: Tensor,
+    down: Tensor,
+    offsets: Tensor,
+    inner: Tensor,
+    tokens: Tensor,
+    factors: Tensor,
+    arrivals: Arrivals | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the gradient of inner [n, 2 * F], silu(gate) * up times factors, the gradient of factors [n]) of grad [t, h].
+
+    inner: gate and up of `gate_tokens`, whose activations times factors, times down [e, h, F], give results of which
+    row i has the gradient grad[tokens[i]]. arrivals: of grad, as of rows there. It has no gradient.
+    """
+    if arrivals is None or _must_wait(arrivals, grad, down):
+        return _differentiate_tokens(grad, down, offsets, inner, tokens, factors)
+    run = without_autocast(_differentiate_gate)
+    of_inner, gated, products = run(grad, down, offsets, inner, tokens, factors, "auto", arrivals)
+    assert products is not None
+    return of_inner, gated, products
+
+
+def _must_wait(arrivals: Arrivals, *operands: Tensor) -> bool:
+    """True, after a wait for all rows, where torch must see the product, whose schema has no arrivals."""
+    if not is_traced(*operands):
+        return False
+    arrivals.wait()
+    return True

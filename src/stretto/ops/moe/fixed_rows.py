@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stretto.ops.moe.permutation import sort_by_expert
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, gather_rows, scatter_sum
+from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.operator import find_group, find_known, find_name, is_kept, require_no_capture
 
 _KEY = "moe rows"
@@ -28,16 +29,17 @@ class FixedRoute(Route):
     """The selection of this rank's rows among all ranks' tokens, in the order of gather_group's, then group's ranks.
 
     groups: over which tokens are gathered, in this order; a place is one of all their tokens. index: of max_rows rows.
-    is_row: bool [max_rows], False for padding; fill: a scalar, what padding has: 0, or NaN after too many rows.
+    needed: rows that this rank needs; fill: a scalar, what padding has: 0, or NaN after too many rows. Both are None
+    where a rank has all experts, and max_rows is the number of all rows.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
     index: PlaceIndex
-    is_row: Tensor
-    fill: Tensor
+    needed: Tensor | None
+    fill: Tensor | None
     weights: None = None
 
-    def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
+    def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper, *, lends: bool = False) -> Tensor:
         """All tokens' values, [t, .] -> [all tokens, .]."""
         tokens = make()
         for group in self.groups:
@@ -51,13 +53,9 @@ class FixedRoute(Route):
             sums = _scatter(sums, group, wrap_collective)
         return sums
 
-    def fill_padding(self, rows: Tensor) -> Tensor:
-        """The rows, where padding has `fill`."""
-        return torch.where(self.is_row[:, None], rows, self.fill.to(rows.dtype))
-
     def mark_excess(self, tokens: Tensor) -> Tensor:
         """The tokens, all of NaN after too many rows."""
-        return tokens + self.fill.to(tokens.dtype)
+        return tokens if self.fill is None else tokens + self.fill.to(tokens.dtype)
 
 
 def find_fixed_route(
@@ -68,29 +66,30 @@ def find_fixed_route(
     shards: int,
     shard: int,
     wrap_collective: CollectiveWrapper,
-) -> tuple[FixedRoute, Tensor]:
-    """(route, rows that each rank needs [shards]).
+) -> FixedRoute:
+    """The route of this call, which records the rows that each rank needs, unless all are known to fit.
 
     shards: the number of ranks that share the experts, of which this is number `shard`.
     """
     for group in groups:
         topk_ids = _gather(topk_ids, group, wrap_collective)
+    if shards == 1 and max_rows == topk_ids.numel():
+        return FixedRoute(groups, PlaceIndex(*sort_copies(topk_ids, num_experts)), None, None)
     order = sort_by_expert(topk_ids, num_experts)
     local = num_experts // shards
     ends = order.offsets[::local]
     needed = (ends[1:] - ends[:-1]).to(torch.int64)
     begin = ends[shard]
-    is_over = needed[shard] > max_rows
-    count = needed[shard].clamp(max=max_rows)
     offsets = (order.offsets[shard * local : (shard + 1) * local + 1] - begin).clamp(max=max_rows)
     numbers = torch.arange(max_rows, device=topk_ids.device)
     copies = topk_ids.numel()
     slots = order.slots.index_select(0, (numbers + begin).clamp(max=copies - 1)) if copies else numbers * 0
     positions = order.positions - begin
     is_here = (positions >= 0) & (positions < needed[shard])  # also copies beyond max_rows, which so become NaN
-    fill = torch.where(is_over, torch.nan, 0.0)
+    fill = torch.where(needed[shard] > max_rows, torch.nan, 0.0)
     index = PlaceIndex(slots, positions.clamp(0, max_rows - 1), is_here, offsets)
-    return FixedRoute(groups, index, (numbers < count) & ~is_over, fill), needed
+    record_rows(groups[0], needed, max_rows)
+    return FixedRoute(groups, index, needed[shard], fill)
 
 
 def _gather(tokens: Tensor, group: dist.ProcessGroup, wrap_collective: CollectiveWrapper) -> Tensor:
@@ -104,18 +103,26 @@ def _scatter(sums: Tensor, group: dist.ProcessGroup, wrap_collective: Collective
 
 
 class _Record:
-    """For each rank of a group, the most rows that it needed in a call whose limit was lower, and that limit."""
+    """For each rank of a group, the most rows that it needed in a call whose limit was lower, and that limit.
+
+    state: int64 [2, ranks], on the device. A kernel may update it, before `publish`.
+    """
 
     def __init__(self, ranks: int, device: torch.device) -> None:
-        self._state = torch.zeros(2, ranks, dtype=torch.int64, device=device)
+        self.state = torch.zeros(2, ranks, dtype=torch.int64, device=device)
         self._seen = torch.zeros(2, ranks, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def update(self, needed: Tensor, max_rows: int) -> None:
-        """Record a call's needs, int64 [ranks]."""
-        exceeds = (needed > max_rows) & (needed > self._state[0])
-        now = torch.stack((needed, torch.full_like(needed, max_rows)))
-        torch.where(exceeds, now, self._state, out=self._state)
-        self._seen.copy_(self._state, non_blocking=True)
+        """Record a call's needs, [ranks]."""
+        most, limits = self.state
+        exceeds = needed > most.clamp(min=max_rows)
+        torch.maximum(most, torch.where(exceeds, needed, 0), out=most)
+        limits.masked_fill_(exceeds, max_rows)
+        self.publish()
+
+    def publish(self) -> None:
+        """Let the host see the state when the device has come here."""
+        self._seen.copy_(self.state, non_blocking=True)
 
     def check(self, group: dist.ProcessGroup) -> None:
         """ValueError for the first rank whose record the host can see, once."""
@@ -123,15 +130,15 @@ class _Record:
         ranks = needed.nonzero()[0]
         if not len(ranks):
             return
-        if self._state.is_cuda:
-            torch.cuda.synchronize(self._state.device)  # no copy of an earlier call may come after the reset
+        if self.state.is_cuda:
+            torch.cuda.synchronize(self.state.device)  # no copy of an earlier call may come after the reset
         rank, most = int(ranks[0]), int(needed.max())
         message = (
             f"dispatch: rank {rank} of the group (rank {dist.get_global_rank(group, rank)} of all) needs {needed[rank]}"
             f" rows, more than max_rows={limits[rank]}: give max_rows={most} or more, or None. The output of that call "
             "is NaN"
         )
-        self._state.zero_()
+        self.state.zero_()
         self._seen.zero_()
         raise ValueError(message)
 
@@ -151,7 +158,7 @@ def check_rows(group: dist.ProcessGroup) -> None:
 
 
 def record_rows(group: dist.ProcessGroup, needed: Tensor, max_rows: int) -> None:
-    """Record, on the device, that a call on the group needs so many rows on each of its ranks: int64 [ranks]."""
+    """Record, on the device, that a call on the group needs so many rows on each of its ranks: [ranks]."""
     find_record(group, needed.device).update(needed, max_rows)
 
 

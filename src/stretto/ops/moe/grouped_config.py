@@ -57,7 +57,7 @@ _PRODUCT_OF_MANY_ROWS = GroupedConfig(Blocks(128, 256, 64, 8, 8, 4, 1))
 
 
 def find_config(work: GroupedWork, processors: int) -> GroupedConfig:
-    """The tiles of a product on a GPU with so many multiprocessors; 0: it is interpreted."""
+    """The tiles of a product on so many multiprocessors of a GPU; 0: it is interpreted."""
     has_many = work.kind == "product" and work.rows_of_expert >= _MANY_ROWS and not work.by_tokens
     config = _PRODUCT_OF_MANY_ROWS if has_many else TABLE[work.kind]
     if processors == 0:
@@ -84,10 +84,11 @@ def choose_config(
     operands: tuple[Tensor, ...],
     *,
     by_tokens: bool,
+    room: int = 0,
 ) -> GroupedConfig | None:
     """The configuration of a call, or None for the library. ValueError where "kernel" is asked for in vain.
 
-    n: rows of all experts. operands: all tensors that TMA loads or stores.
+    n: rows of all experts. operands: all tensors that TMA loads or stores. room: multiprocessors that it leaves free.
     """
     if implementation == "library":
         return None
@@ -98,7 +99,7 @@ def choose_config(
             raise ValueError(f'implementation="kernel": {obstacle}; "auto" takes the library')
         return None
     work = GroupedWork(kind, n / max(experts, 1), by_tokens)
-    processors = count_processors(first.device.index) if first.is_cuda else 0
+    processors = max(count_processors(first.device.index) - room, 1) if first.is_cuda else 0
     # The library takes fp16 expert by expert, and the host waits for the offsets.
     is_taken = first.is_cuda and (first.dtype == torch.float16 or is_faster(work))
     return find_config(work, processors) if implementation == "kernel" or is_taken else None

@@ -4,7 +4,8 @@
 `multiply_groups` computes rows' products, also with gate and up in one pass, and the gradient of that; it gathers rows
 by index where it is given tokens. `sum_outer_products` computes the weights' gradient. Both are persistent: a program
 takes every P-th tile. Programs find the tiles of experts from the offsets, which the host need not know, so CUDA graphs
-hold them. Tiles of one expert follow each other, so that its weight stays in the L2 cache.
+hold them. Tiles of one expert follow each other, so that its weight stays in the L2 cache. `multiply_groups_in_order`
+is `multiply_groups` on tiles in a `TileOrder`, for rows that arrive meanwhile.
 
 An expert's rows begin and end anywhere. Loads of a product may read rows of the next expert, whose results are not
 stored. TMA that stores rows, or loads what is summed over rows, has to end at the expert's end: `describe_ragged`.
@@ -18,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto import tiles
 from stretto.ops.gemm import describe_matrix, halve, order_tiles
 from stretto.ops.moe.grouped_config import GroupedConfig
+from stretto.ops.moe.tile_order import Arrivals, await_channels
 from stretto.tiles.launches import launch_cached
 
 _MOST_ROWS = 1 << 30
@@ -29,6 +32,7 @@ _MANY_EXPERTS = 128  # up to so many, one compiled kernel is for any number
 
 MOST_ROWS = tl.constexpr(_MOST_ROWS)
 CLEARED = tl.constexpr(1024)  # columns of padding at once
+CLEARED_ROWS = tl.constexpr(16)  # of padding, that a program claims at once
 
 
 class GateGradient(NamedTuple):
@@ -40,12 +44,20 @@ class GateGradient(NamedTuple):
 
 
 def multiply(
-    config: GroupedConfig, rows: Tensor, weight: Tensor, offsets: Tensor, tokens: Tensor | None = None
+    config: GroupedConfig,
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    tokens: Tensor | None = None,
+    arrivals: Arrivals | None = None,
 ) -> Tensor:
-    """Each expert's rows, or rows[tokens], times its weight's transpose: [n, a], [e, b, a], [e + 1] -> [n, b]."""
+    """Each expert's rows, or rows[tokens], times its weight's transpose: [n, a], [e, b, a], [e + 1] -> [n, b].
+
+    arrivals: of rows that are on their way, here and below; the result has the same bits.
+    """
     n = rows.shape[0] if tokens is None else tokens.shape[0]
     out = rows.new_empty(n, weight.shape[1])
-    _launch_product(config, rows, weight, offsets, tokens, out, "none")
+    _launch_product(config, rows, weight, offsets, tokens, out, "none", arrivals=arrivals)
     return out
 
 
@@ -57,6 +69,7 @@ def multiply_gated(
     tokens: Tensor | None = None,
     *,
     keeps_inner: bool = True,
+    arrivals: Arrivals | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(silu(gate) * up [n, F], gate and up [n, 2 * F]) of rows, or rows[tokens], and gate_up [e, 2 * F, a].
 
@@ -64,7 +77,8 @@ def multiply_gated(
     """
     n, columns = rows.shape[0] if tokens is None else tokens.shape[0], gate_up.shape[1] // 2
     out, inner = rows.new_empty(n, columns), rows.new_empty(n if keeps_inner else 0, 2 * columns)
-    _launch_product(config, rows, gate_up, offsets, tokens, out, "gate", inner=inner if keeps_inner else None)
+    kept = inner if keeps_inner else None
+    _launch_product(config, rows, gate_up, offsets, tokens, out, "gate", inner=kept, arrivals=arrivals)
     return out, inner
 
 
@@ -76,6 +90,7 @@ def differentiate_gate(
     inner: Tensor,
     tokens: Tensor | None = None,
     factors: Tensor | None = None,
+    arrivals: Arrivals | None = None,
 ) -> GateGradient:
     """Gradients of silu(gate) * up @ down.T, of inner [n, 2 * F] = gate and up: grad [n, b], down [e, b, F].
 
@@ -90,7 +105,7 @@ def differentiate_gate(
         products = torch.empty(tiles, inner.shape[0], dtype=torch.float32, device=inner.device)
     _launch_product(
         config, grad, down.transpose(1, 2), offsets, tokens, out, "differentiate",
-        inner=inner, activated=activated, factors=factors, products=products,
+        inner=inner, activated=activated, factors=factors, products=products, arrivals=arrivals,
     )  # fmt: skip
     return GateGradient(out, activated, products)
 
@@ -131,11 +146,12 @@ def _launch_product(
     activated: Tensor | None = None,
     factors: Tensor | None = None,
     products: Tensor | None = None,
+    arrivals: Arrivals | None = None,
 ) -> None:
     (m, n, k, group_rows, num_warps, num_stages, programs), halves, flattens, stores_by_tma = config
     experts, depth, offsets = weight.shape[0], weight.shape[2], offsets.contiguous()
     tokens = None if tokens is None else tokens.contiguous()
-    is_transposed = not weight.is_contiguous()
+    is_transposed = not weight[0].is_contiguous()
     stored = weight.transpose(1, 2) if is_transposed else weight
     given = None
     source: Any = rows
@@ -145,11 +161,20 @@ def _launch_product(
         half_rows = _describe(rows, m // 2, k) if halves else None
     if stores_by_tma and epilogue != "differentiate":
         given = describe_ragged(out, (m, n // 2))
+    described = _describe(stored, 1, *((k, n) if is_transposed else (n, k)))
+    results = out, given, inner, activated, factors, products
+    sizes = out.shape[0], weight.shape[1] // (2 if epilogue == "gate" else 1), depth, experts, group_rows
+    if arrivals is not None and tokens is not None:
+        order = arrivals.order(tokens, offsets, m)
+        operands = order.experts, order.ends, offsets.new_zeros(1), source, tokens, described, offsets, *results
+        constants = m, n, k, is_transposed, epilogue, *arrivals.constants
+        arguments = arrivals.channel, order.mapping, *operands, *sizes, *constants
+        key = *map(tiles.kind_of, (*operands, *sizes)), *constants, num_warps, num_stages
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        arrivals.run(multiply_groups_in_order, key, programs, arguments, options)
+        return
     launch_cached(
-        multiply_groups, programs, source, half_rows, tokens,
-        _describe(stored, 1, *((k, n) if is_transposed else (n, k))), offsets, out, given,
-        inner, activated, factors, products,
-        out.shape[0], weight.shape[1] // (2 if epilogue == "gate" else 1), depth, experts, group_rows,
+        multiply_groups, programs, source, half_rows, tokens, described, offsets, *results, *sizes,
         EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
         TRANSPOSED=is_transposed, EPILOGUE=epilogue, HALVES=halves, FLATTEN=flattens,
         num_warps=num_warps, num_stages=num_stages,
@@ -157,9 +182,12 @@ def _launch_product(
 
 
 def _describe(tensor: Tensor, *block: int) -> Any:
-    """A TMA descriptor of a contiguous tensor; its dims of size 1 may have any stride, of which TMA takes few."""
+    """A TMA descriptor of a tensor, or of some of each expert's rows.
+
+    Dims of size 1 of a contiguous tensor may have any stride, of which TMA takes few.
+    """
     strides = tuple(prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
-    return describe_matrix(tensor, block, strides=strides)
+    return describe_matrix(tensor, block, strides=strides if tensor.is_contiguous() else tensor.stride())
 
 
 def describe_ragged(matrix: Tensor, block: tuple[int, int]) -> Any:
@@ -233,6 +261,53 @@ def multiply_groups(  # type: ignore[no-untyped-def]
         for start in range(0, width, CLEARED):
             places = start + tl.arange(0, CLEARED)
             tl.store(out + tl.cast(padding, tl.int64) * width + places, 0.0, mask=places < width)
+
+
+@triton.jit(do_not_specialize=["n", "experts", "group_rows"])
+def multiply_groups_in_order(  # type: ignore[no-untyped-def]
+    channel, mapping, tile_experts, ends, claims, rows, tokens, weight, offsets, out, out_tiles, inner, activated,
+    factors, products, n, columns, k, experts, group_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr, CHANNELS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """As `multiply_groups`, on the tiles of a `TileOrder`, each as soon as its rows have arrived; persistent.
+
+    mapping, tile_experts, ends: of the order, of tiles of BLOCK_M rows. rows: a tensor, gathered by tokens. claims:
+    int32 [1], 0 before the first of the launches that divide the work. CHANNELS, LANES: of `await_channels`.
+    Order: the nearest rank's tiles first, in groups of `group_rows` (`order_tiles`). Programs claim them, so that those
+    which start later, on multiprocessors that the exchange has left, do fewer.
+    Waits: for the channels that signal a tile's rows, before its loads, until all rows of all sources have arrived. The
+    exchange that sends them needs no place that a waiting program has: see `Arrivals.run`.
+    """
+    column_tiles = tl.cdiv(columns, BLOCK_N)
+    row_tiles = tl.load(ends + channel.world - 1)
+    results = out, out_tiles, inner, activated, factors, products
+    sizes = n, columns, k
+    ready = row_tiles * 0
+    has_all = ready != 0
+    unit = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
+    while unit < row_tiles * column_tiles:
+        following = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
+        tile, column_tile = order_tiles(unit, row_tiles, column_tiles, group_rows)
+        row, end = tiles.tile_rows(mapping, tile)
+        expert = tl.load(tile_experts + tile)
+        if has_all == 0:
+            low, high = tiles.tile_channels(mapping, tile)
+            zero, has_all = await_channels(channel, low, high, CHANNELS, LANES)
+            ready += zero
+        place = expert, row, end, column_tile * BLOCK_N
+        arrived = rows + ready * 16  # a multiple of 16, so that loads stay wide
+        _make_tile(arrived, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
+        unit = following
+    width = columns * 2 if EPILOGUE == "differentiate" else columns
+    padding = tl.load(offsets + experts) + (unit - row_tiles * column_tiles) * CLEARED_ROWS
+    while padding < n:
+        for row in range(padding, tl.minimum(padding + CLEARED_ROWS, n)):
+            for start in range(0, width, CLEARED):
+                places = start + tl.arange(0, CLEARED)
+                tl.store(out + tl.cast(row, tl.int64) * width + places, 0.0, mask=places < width)
+        unit = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
+        padding = tl.load(offsets + experts) + (unit - row_tiles * column_tiles) * CLEARED_ROWS
 
 
 @triton.jit

@@ -9,6 +9,9 @@ rows. Kernels write zeros there. Only the device knows where that is; programs w
 immediately.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -21,7 +24,8 @@ from torch import Tensor
 from stretto.ops.moe import grouped_kernels
 from stretto.ops.moe.grouped_config import choose_config, require_implementation
 from stretto.ops.moe.permutation import DTYPES, sum_copies
-from stretto.ops.operator import Autograd, define_operator, needs_gradients
+from stretto.ops.moe.tile_order import Arrivals
+from stretto.ops.operator import Autograd, define_operator, is_traced, needs_gradients, without_autocast
 from stretto.tiles.launches import launch_cached
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -40,6 +44,7 @@ def grouped_matmul(
     tokens: Tensor | None = None,
     positions: Tensor | None = None,
     implementation: str = "auto",
+    room: int = 0,
 ) -> Tensor:
     """Each expert's rows times its weight's transpose: rows [n, a], weight [e, b, a], offsets [e + 1] -> [n, b].
 
@@ -54,7 +59,8 @@ def grouped_matmul(
     implementation: "kernel" is Triton, for bf16 and fp16 with a and b multiples of 8 on GPUs of compute capability 9.0;
     "library" is torch's grouped GEMM, for bf16 on GPUs of compute capability 9 or 10 with a and b multiples of 8, and
     otherwise a loop, for which the host reads the offsets. "auto" takes the kernel where it is estimated to be faster,
-    and for fp16. ValueError for other shapes and dtypes, and for "kernel" where it cannot run.
+    and for fp16. room: multiprocessors that it leaves free, for kernels beside it. ValueError for other shapes and
+    dtypes, and for "kernel" where it cannot run.
     """
     require_operands("grouped_matmul", rows, weight, offsets)
     require_implementation(implementation)
@@ -63,16 +69,22 @@ def grouped_matmul(
         raise ValueError(
             "grouped_matmul: the gradient of rows by tokens needs positions [t, k], as `permute` gives them"
         )
-    return _multiply(rows, weight, offsets, tokens, positions, implementation)
+    return _multiply(rows, weight, offsets, tokens, positions, implementation, room)
 
 
 def grouped_weight_gradient(
-    grad: Tensor, rows: Tensor, offsets: Tensor, *, tokens: Tensor | None = None, implementation: str = "auto"
+    grad: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    *,
+    tokens: Tensor | None = None,
+    implementation: str = "auto",
+    room: int = 0,
 ) -> Tensor:
     """The weight's gradient of `grouped_matmul`: grad [n, b], rows [n, a], offsets [e + 1] -> [e, b, a].
 
     For layers that have a backward pass of their own. Expert i's is its rows' grad.T @ rows, and zeros without rows;
-    padding is left out. Dtypes, tokens (of rows, which are [t, a] then) and implementations are those of
+    padding is left out. Dtypes, tokens (of rows, which are [t, a] then), implementations and room are those of
     `grouped_matmul`. It has no gradient. ValueError for other shapes and dtypes.
     """
     if grad.dim() != 2 or rows.dim() != 2 or (tokens is None and grad.shape[0] != rows.shape[0]):
@@ -84,7 +96,7 @@ def grouped_weight_gradient(
         raise ValueError(f"grouped_weight_gradient: offsets is [experts + 1], not {list(offsets.shape)}")
     require_implementation(implementation)
     _require_tokens("grouped_weight_gradient", tokens, rows)
-    return _weight_gradient(grad, rows, offsets, tokens, implementation)
+    return _weight_gradient(grad, rows, offsets, tokens, implementation, room)
 
 
 def _run(
@@ -94,29 +106,39 @@ def _run(
     tokens: Tensor | None,
     positions: Tensor | None,
     implementation: str,
+    room: int,
 ) -> Tensor:
-    return compute_product(rows, weight, offsets, tokens, implementation)
+    return compute_product(rows, weight, offsets, tokens, implementation, room=room)
 
 
 def compute_product(
-    rows: Tensor, weight: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    tokens: Tensor | None,
+    implementation: str,
+    arrivals: Arrivals | None = None,
+    room: int = 0,
 ) -> Tensor:
-    """Compute `grouped_matmul`, without checks and autograd."""
+    """Compute `grouped_matmul`, without checks and autograd. arrivals: of `rows` that are on their way."""
     n = rows.shape[0] if tokens is None else tokens.shape[0]
     if n == 0 or rows.numel() == 0 or weight.numel() == 0:
         return rows.new_zeros(n, weight.shape[1])
     if implementation != "library":
         rows = rows.contiguous()
-        if not (weight.is_contiguous() or weight.mT.is_contiguous()):
+        if not (weight[0].is_contiguous() or weight[0].t().is_contiguous()):
             weight = weight.contiguous()
         experts, by_tokens = weight.shape[0], tokens is not None
-        config = choose_config(implementation, "product", n, experts, (rows, weight), by_tokens=by_tokens)
+        config = choose_config(implementation, "product", n, experts, (rows, weight), by_tokens=by_tokens, room=room)
         if config is not None:
             with torch.cuda.device_of(rows):
-                return grouped_kernels.multiply(config, rows, weight, offsets, tokens)
+                return grouped_kernels.multiply(config, rows, weight, offsets, tokens, arrivals)
+    if arrivals is not None:
+        arrivals.wait()
     rows = take_rows(rows, tokens)
     if _takes_grouped_gemm(rows, weight):
-        out: Tensor = _grouped_mm(rows, weight.transpose(1, 2), offs=offsets[1:])
+        with _leave_room(room):
+            out: Tensor = _grouped_mm(rows, weight.transpose(1, 2), offs=offsets[1:])
         clear_padding(out, offsets)
         return out
     out = rows.new_zeros(rows.shape[0], weight.shape[1])
@@ -126,10 +148,24 @@ def compute_product(
     return out
 
 
-def _run_weight_gradient(
-    grad: Tensor, rows: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str
+def multiply_arriving(
+    rows: Tensor, weight: Tensor, offsets: Tensor, tokens: Tensor, arrivals: Arrivals | None
 ) -> Tensor:
-    return compute_weight_gradient(grad, rows, offsets, None, tokens, implementation)
+    """`grouped_matmul` of rows that may be on their way, of which each expert's are multiplied as they arrive.
+
+    It has no gradient. Where torch must see the product, whose schema has no arrivals, it begins when all are there.
+    """
+    if arrivals is not None and not is_traced(rows, weight):
+        return without_autocast(compute_product)(rows, weight, offsets, tokens, "auto", arrivals)
+    if arrivals is not None:
+        arrivals.wait()
+    return grouped_matmul(rows, weight, offsets, tokens=tokens)
+
+
+def _run_weight_gradient(
+    grad: Tensor, rows: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str, room: int
+) -> Tensor:
+    return compute_weight_gradient(grad, rows, offsets, None, tokens, implementation, room)
 
 
 def compute_weight_gradient(
@@ -139,6 +175,7 @@ def compute_weight_gradient(
     grad_tokens: Tensor | None,
     row_tokens: Tensor | None,
     implementation: str,
+    room: int = 0,
 ) -> Tensor:
     """Compute `grouped_weight_gradient`, without checks; grad_tokens: of grad, as row_tokens of rows."""
     experts = offsets.shape[0] - 1
@@ -151,13 +188,15 @@ def compute_weight_gradient(
         grad, rows = grad.contiguous(), rows.contiguous()
         n = (grad if grad_tokens is None else grad_tokens).shape[0]
         by_tokens = not grad_tokens is row_tokens is None
-        config = choose_config(implementation, "weight gradient", n, experts, (grad, rows), by_tokens=by_tokens)
+        operands = grad, rows
+        config = choose_config(implementation, "weight gradient", n, experts, operands, by_tokens=by_tokens, room=room)
         if config is not None:
             with torch.cuda.device_of(rows):
                 return grouped_kernels.multiply_transposed(config, grad, rows, offsets, grad_tokens, row_tokens)
     grad, rows = take_rows(grad, grad_tokens), take_rows(rows, row_tokens)
     if _takes_grouped_gemm(grad, rows):
-        out: Tensor = _grouped_mm(grad.t(), rows, offs=offsets[1:])
+        with _leave_room(room):
+            out: Tensor = _grouped_mm(grad.t(), rows, offs=offsets[1:])
         clear_empty(out, offsets)
         return out
     out = rows.new_zeros(experts, grad.shape[1], rows.shape[1])
@@ -165,6 +204,25 @@ def compute_weight_gradient(
         if end > begin:
             torch.mm(grad[begin:end].t(), rows[begin:end], out=out[expert])
     return out
+
+
+@contextmanager
+def _leave_room(room: int) -> Iterator[None]:
+    """Have torch's grouped GEMM leave so many multiprocessors free, where torch can be told.
+
+    Its programs divide the tiles before they run: one that would have to wait for another kernel's end delays all.
+    """
+    if not room or not hasattr(torch._C, "_set_sm_carveout_experimental"):
+        yield
+        return
+    before = torch._C._get_sm_carveout_experimental()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Setting the SM carveout")
+        torch._C._set_sm_carveout_experimental(room)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(before)
 
 
 def take_rows(rows: Tensor, tokens: Tensor | None) -> Tensor:
@@ -199,12 +257,13 @@ def _fake(
     tokens: Tensor | None,
     positions: Tensor | None,
     implementation: str,
+    room: int,
 ) -> Tensor:
     return rows.new_empty(rows.shape[0] if tokens is None else tokens.shape[0], weight.shape[1])
 
 
 def _fake_weight_gradient(
-    grad: Tensor, rows: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str
+    grad: Tensor, rows: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str, room: int
 ) -> Tensor:
     return rows.new_empty(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
 
@@ -220,7 +279,7 @@ def _count_gradient_flops(grad: torch.Size, rows: torch.Size, *_: object, **__: 
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rows, weight, offsets, tokens, positions, ctx.implementation = inputs
+    rows, weight, offsets, tokens, positions, ctx.implementation, _ = inputs
     needs_rows, needs_weight, *_ = ctx.needs_input_grad
     of_rows = weight, positions
     ctx.save_for_backward(rows if needs_weight else None, *(of_rows if needs_rows else (None, None)), offsets, tokens)
@@ -232,11 +291,11 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad = grad.contiguous()
     grad_rows = grad_weight = None
     if weight is not None:
-        grad_rows = _multiply(grad, weight.transpose(1, 2), offsets, None, None, ctx.implementation)
+        grad_rows = _multiply(grad, weight.transpose(1, 2), offsets, None, None, ctx.implementation, 0)
         grad_rows = grad_rows if tokens is None else sum_copies(grad_rows, positions)
     if rows is not None:
-        grad_weight = _weight_gradient(grad, rows, offsets, tokens, ctx.implementation)
-    return grad_rows, grad_weight, None, None, None, None
+        grad_weight = _weight_gradient(grad, rows, offsets, tokens, ctx.implementation, 0)
+    return grad_rows, grad_weight, None, None, None, None, None
 
 
 _multiply = define_operator(

@@ -27,7 +27,7 @@ class Pairs:
     ids: topk_ids [t, k]; each rank has `local` of the experts. numbers: int64 [t, ranks], the pair of each token and
     rank; is_pair: bool [t, ranks], whether there is one. tokens: int64 [t * min(k, ranks)], the token of each pair, and
     words: int32 [., k or 2 k], its experts as its rank numbers them (`local` for those that it does not have), then its
-    weights as bits of fp32, if they are sent; both arbitrary but in range beyond the last pair. counts: int32 [ranks,
+    weights as bits of fp32, if they are sent; both arbitrary beyond the last pair. counts: int32 [ranks,
     2], pairs with each rank, and choices.
     """
 
@@ -52,11 +52,12 @@ def find_pairs(topk_ids: Tensor, topk_weights: Tensor | None, num_experts: int, 
 
 
 def unpack_words(words: Tensor, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The experts, and the weights if there are any, of `Pairs.words` that were found with such weights."""
+    """The experts, a view, and the weights if there are any, of `Pairs.words` that were found with such weights."""
     if topk_weights is None:
         return words, None
     experts, weights = words.chunk(2, 1)
-    return experts, weights.contiguous().view(torch.float32).to(topk_weights.dtype)
+    weights = weights.clone(memory_format=torch.contiguous_format)  # `contiguous` may be a view of staging
+    return experts, weights.view(torch.float32).to(topk_weights.dtype)
 
 
 def _find_owners(ids: Tensor, local: int, ranks: int) -> Tensor:
@@ -91,9 +92,9 @@ def _find_by_kernels(ids: Tensor, weights: Tensor | None, local: int, ranks: int
     capacity = t * min(k, ranks)
     numbers = torch.empty(t, ranks, dtype=torch.int64, device=device)
     is_pair = torch.empty(t, ranks, dtype=torch.bool, device=device)
-    tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
+    tokens = torch.empty(capacity, dtype=torch.int64, device=device)
     words = torch.empty(capacity, k if weights is None else 2 * k, dtype=torch.int32, device=device)
-    counts = torch.zeros(ranks, 2, dtype=torch.int32, device=device)
+    counts = (torch.empty if t else torch.zeros)(ranks, 2, dtype=torch.int32, device=device)
     if t:
         of_blocks = torch.empty(blocks, ranks, 2, dtype=torch.int32, device=device)
         bits = None if weights is None else weights.float().contiguous().view(torch.int32)

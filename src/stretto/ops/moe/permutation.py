@@ -7,8 +7,8 @@ bits are the same in every run.
 
 On GPUs copies are summed, weighed and multiplied by kernels, each in one pass over memory. The same by torch's
 operators is a loop over a token's k experts, which reads and writes a [t, h] intermediate in fp32 several times for
-each of them. `sum_rows` and `weigh_rows` give the bits that torch's operators give: they add in the same order, and are
-compiled without fused multiply-adds, so that products are rounded as well. `multiply_rows` adds a scalar product's
+each of them. `sum_rows` and `spread_rows` give the bits that torch's operators give: they add in the same order, and
+are compiled without fused multiply-adds, so that products are rounded as well. `multiply_rows` adds a scalar product's
 terms in another order than torch's sum, and in the same order in every run. No kernel here has atomics.
 """
 
@@ -19,12 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.operator import define_operator, is_traced, needs_gradients
 from stretto.tiles.launches import launch_cached
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _UNROLLED = 8  # copies whose loads are in flight at once
 _SLOTS = 8  # of a token, in one program of `multiply_rows`
+_ROWS = tl.constexpr(4)  # whose loads are in flight at once, of a program of `spread_rows`
 _TILE = 4096  # elements of the tile of `multiply_rows`
 _LANE = 8  # elements a thread: 16 bytes in 16 bits
 _WARP = 32
@@ -84,10 +86,8 @@ def unpermute(rows: Tensor, positions: Tensor, topk_weights: Tensor) -> Tensor:
 
 def sort_by_expert(topk_ids: Tensor, num_experts: int) -> CopyOrder:
     """The order of the copies, on the ids' device, which nothing waits for."""
-    in_order, slots = torch.sort(topk_ids.reshape(-1), stable=True)
-    experts = torch.arange(num_experts + 1, device=topk_ids.device, dtype=topk_ids.dtype)
-    offsets = torch.searchsorted(in_order, experts, out_int32=True)
-    return CopyOrder(slots, invert(slots).view_as(topk_ids), offsets)
+    slots, positions, _, offsets = sort_copies(topk_ids, num_experts)
+    return CopyOrder(slots, positions, offsets)
 
 
 def invert(permutation: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def invert(permutation: Tensor) -> Tensor:
 
 def copy_tokens(x: Tensor, order: CopyOrder) -> Tensor:
     """The copies of x's tokens in this order, with a gradient."""
-    result: Tensor = _Permute.apply(x, order.slots, order.positions)
+    result: Tensor = _Permute.apply(x, order.positions)
     return result
 
 
@@ -124,14 +124,41 @@ def sum_copies(
     return total.to(rows.dtype)
 
 
-def weigh_tokens(tokens: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-    """Each copy's token times its weight: tokens [t, h], weights [t, k], slots [n] -> [n, h] of tokens' dtype."""
+def spread_tokens(
+    tokens: Tensor,
+    positions: Tensor | None = None,
+    weights: Tensor | None = None,
+    is_valid: Tensor | None = None,
+    rows: int | None = None,
+    needed: Tensor | None = None,
+) -> Tensor:
+    """Copy each token, times `weights` [t, k], to each of its positions [t, k]: tokens [t, h] -> [rows, h].
+
+    positions: None for a copy of the tokens as they are. rows: t * k by default; no two valid copies have one position.
+    is_valid: bool [t, k], False for positions that name no row. Rows that no position names are zeros; with is_valid
+    each has a name, except those from `needed` on, one integer on the device, which are zeros. Where it is more than
+    `rows`, all are NaN.
+    """
+    if rows is None:
+        rows = len(tokens) if positions is None else positions.numel()
     if suits_kernels(tokens, weights):
-        return weigh_on_gpu(tokens, weights, slots)
+        return spread_on_gpu(tokens, positions, weights, is_valid, rows, needed)
+    if positions is None:
+        return tokens.clone()
     dtype = sum_dtype(tokens.dtype)
-    factors = weights.reshape(-1).index_select(0, slots).to(dtype)
-    copies = tokens.index_select(0, slots // weights.shape[1])
-    return (copies.to(dtype) * factors[:, None]).to(tokens.dtype)
+    spread = tokens.new_zeros(rows + 1, tokens.shape[1])  # the last one is for positions that name no row
+    for slot in range(positions.shape[1]):
+        named, copies = positions[:, slot], tokens
+        if is_valid is not None:
+            named = torch.where(is_valid[:, slot], named, rows)
+        if weights is not None:
+            copies = (tokens.to(dtype) * weights[:, slot, None].to(dtype)).to(tokens.dtype)
+        spread.index_copy_(0, named, copies)
+    spread = spread[:rows]
+    if needed is None:
+        return spread
+    is_row = torch.arange(rows, device=needed.device) < torch.where(needed > rows, 0, needed)
+    return torch.where(is_row[:, None], spread, torch.where(needed > rows, torch.nan, 0.0).to(spread.dtype))
 
 
 def multiply_copies(tokens: Tensor, rows: Tensor, positions: Tensor, is_valid: Tensor | None = None) -> Tensor:
@@ -156,37 +183,22 @@ def weigh_and_multiply(tokens: Tensor, rows: Tensor, positions: Tensor, weights:
     """
     if suits_kernels(tokens, rows, weights):
         return weigh_and_multiply_on_gpu(tokens, rows, positions, weights)
-    return weigh_named(tokens, weights, positions, rows.shape[0]), multiply_copies(tokens, rows, positions)
-
-
-def weigh_named(tokens: Tensor, weights: Tensor, positions: Tensor, num_rows: int) -> Tensor:
-    """As `weigh_tokens`, by the position of each copy, of which no two are one: [num_rows, h], zeros elsewhere."""
-    copies = positions.numel()
-    if copies == 0:
-        return tokens.new_zeros(num_rows, tokens.shape[1])
-    numbers = torch.arange(copies, device=positions.device)
-    slots = torch.zeros(num_rows, dtype=torch.int64, device=positions.device)
-    slots = slots.scatter_(0, positions.reshape(-1), numbers)
-    weighed = weigh_tokens(tokens, weights, slots)
-    if num_rows == copies:
-        return weighed
-    is_named = torch.zeros(num_rows, dtype=torch.bool, device=positions.device)
-    is_named = is_named.scatter_(0, positions.reshape(-1), True)
-    return weighed.masked_fill(~is_named[:, None], 0)
+    of_rows = spread_tokens(tokens, positions, weights, rows=rows.shape[0])
+    return of_rows, multiply_copies(tokens, rows, positions)
 
 
 class _Permute(torch.autograd.Function):
     """rows[i] = x[token of copy i]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, positions: Tensor) -> Tensor:
         ctx.save_for_backward(positions)
-        return x.index_select(0, slots // positions.shape[1])
+        return spread_tokens(x, positions)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (positions,) = ctx.saved_tensors
-        return sum_copies(grad, positions), None, None
+        return sum_copies(grad, positions), None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -210,7 +222,7 @@ class _Unpermute(torch.autograd.Function):
         if needs_rows and needs_weights:
             grad_rows, grad_weights = weigh_and_multiply(grad, rows, positions, weights)
         elif needs_rows:
-            grad_rows = weigh_named(grad, weights, positions, ctx.rows)
+            grad_rows = spread_tokens(grad, positions, weights, rows=ctx.rows)
         elif needs_weights:
             grad_weights = multiply_copies(grad, rows, positions)
         if grad_weights is not None:
@@ -320,20 +332,50 @@ def sum_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def weigh_rows(  # type: ignore[no-untyped-def]
-    tokens, weights, slots, out, columns, K: tl.constexpr, BLOCK: tl.constexpr
+def spread_rows(  # type: ignore[no-untyped-def]
+    tokens, positions, weights, is_valid, needed, out, count, rows, columns, K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[n] = tokens[slots[n] // K] * weights[slots[n]], rounded once; weights is flat.
+    """out[positions[t, slot]] = tokens[t] * weights[t, slot], rounded once; weights may be None (for 1).
 
-    A program has BLOCK columns of one row. Bytes: n rows are written, and n read, of which caches may hold those that
-    were read for another copy: t at least. Synchronization: none: programs own their part of out.
+    A program has BLOCK columns of _ROWS of the `count` tokens or, after those, of as many of the `rows` rows of out,
+    which it writes where they are padding: from needed[0] on with zeros, and all with NaN if that is more than rows.
+    Bytes: the tokens are read once, and the rows written once. Synchronization: none: no two copies have one position.
     """
     dtype = tl.float64 if tokens.dtype.element_ty == tl.float64 else tl.float32
-    row, at, mask = find_block(columns, BLOCK)
-    copy = tl.load(slots + row)
-    token = tl.load(tokens + copy // K * columns + at, mask=mask, other=0.0).to(dtype)
-    weighed = token * tl.load(weights + copy).to(dtype)
-    tl.store(out + row * columns + at, weighed.to(out.dtype.element_ty), mask=mask)
+    parts = tl.cdiv(columns, BLOCK)
+    block = tl.program_id(0) // parts
+    at = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)[None, :]
+    blocks = tl.cdiv(count, _ROWS)
+    number = rows
+    if needed is not None:
+        number = tl.load(needed).to(tl.int32)
+    if block < blocks:
+        token = block.to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
+        is_token = (token < count) & (number <= rows)
+        mask = is_token[:, None] & (at < columns)
+        value = tl.load(tokens + token[:, None] * columns + at, mask=mask, other=0.0)
+        for slot in tl.static_range(K):
+            copy = token * K + slot
+            row = token
+            if positions is not None:
+                row = tl.load(positions + copy, mask=is_token, other=0)
+            stored = mask
+            if is_valid is not None:
+                stored = mask & (tl.load(is_valid + copy, mask=is_token, other=0) != 0)[:, None]
+            scaled = value
+            if weights is not None:
+                scaled = value.to(dtype) * tl.load(weights + copy, mask=is_token, other=0.0).to(dtype)[:, None]
+            tl.store(out + row[:, None] * columns + at, scaled.to(out.dtype.element_ty), mask=stored)
+    else:
+        row = (block - blocks).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
+        is_padding = (row < rows) & ((row >= number) | (number > rows))
+        fill = tl.where(number > rows, float("nan"), 0.0)
+        padding = tl.full([_ROWS, BLOCK], 0.0, tl.float32) + fill
+        tl.store(
+            out + row[:, None] * columns + at,
+            padding.to(out.dtype.element_ty),
+            mask=is_padding[:, None] & (at < columns),
+        )
 
 
 @triton.jit
@@ -385,14 +427,25 @@ def _run_sum(rows: Tensor, positions: Tensor, weights: Tensor | None, is_valid: 
     return out
 
 
-def _run_weigh(tokens: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-    n, h = slots.shape[0], tokens.shape[1]
-    out = tokens.new_empty(n, h)
+def _run_spread(
+    tokens: Tensor,
+    positions: Tensor | None,
+    weights: Tensor | None,
+    is_valid: Tensor | None,
+    rows: int,
+    needed: Tensor | None,
+) -> Tensor:
+    (t, h), k = tokens.shape, 1 if positions is None else positions.shape[1]
+    has_gaps = needed is None and is_valid is None and rows > t * k
+    out = tokens.new_zeros(rows, h) if has_gaps else tokens.new_empty(rows, h)
     if out.numel():
         block, warps = choose_block(h)
-        arguments = _contiguous(tokens), _contiguous(weights), _contiguous(slots), out, h
-        programs = n * triton.cdiv(h, block)
-        _launch(weigh_rows, programs, *arguments, K=weights.shape[1], BLOCK=block, num_warps=warps)
+        blocks = triton.cdiv(t, _ROWS.value) + (0 if needed is None else triton.cdiv(rows, _ROWS.value))
+        arguments = (
+            _contiguous(tokens), _contiguous(positions), _contiguous(weights), _as_bytes(is_valid), needed, out, t,
+            rows, h,
+        )  # fmt: skip
+        _launch(spread_rows, blocks * triton.cdiv(h, block), *arguments, K=k, BLOCK=block, num_warps=warps)
     return out
 
 
@@ -450,8 +503,15 @@ def _fake_sum(rows: Tensor, positions: Tensor, weights: Tensor | None, is_valid:
     return rows.new_empty(positions.shape[0], rows.shape[1])
 
 
-def _fake_weigh(tokens: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-    return tokens.new_empty(slots.shape[0], tokens.shape[1])
+def _fake_spread(
+    tokens: Tensor,
+    positions: Tensor | None,
+    weights: Tensor | None,
+    is_valid: Tensor | None,
+    rows: int,
+    needed: Tensor | None,
+) -> Tensor:
+    return tokens.new_empty(rows, tokens.shape[1])
 
 
 def _fake_multiply(tokens: Tensor, rows: Tensor, positions: Tensor, is_valid: Tensor | None) -> Tensor:
@@ -463,6 +523,6 @@ def _fake_both(tokens: Tensor, rows: Tensor, positions: Tensor, weights: Tensor)
 
 
 sum_on_gpu = define_operator("moe_sum_copies", _run_sum, fake=_fake_sum, tensors=slice(4))
-weigh_on_gpu = define_operator("moe_weigh_tokens", _run_weigh, fake=_fake_weigh)
+spread_on_gpu = define_operator("moe_spread_tokens", _run_spread, fake=_fake_spread, tensors=slice(4))
 multiply_on_gpu = define_operator("moe_multiply_copies", _run_multiply, fake=_fake_multiply, tensors=slice(4))
 weigh_and_multiply_on_gpu = define_operator("moe_weigh_and_multiply", _run_both, fake=_fake_both, tensors=slice(4))

@@ -6,17 +6,32 @@ token's rows here. Their gradients are each other's transposes: the gradient of 
 of the tokens returns as sums do.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto.ops.moe.call_route import can_send, check_call
-from stretto.ops.moe.permutation import sort_by_expert
+from stretto.memory.copy_engine import SideStream
+from stretto.memory.gpus import count_processors
+from stretto.ops.moe.call_route import RouteCall, can_send, check_call
+from stretto.ops.moe.grouped_config import DTYPES
+from stretto.ops.moe.kernel_route import KernelRoute
+from stretto.ops.moe.permutation import sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call
+from stretto.ops.moe.sorting import sort_copies
+from stretto.ops.moe.tile_order import Arrivals
+from stretto.ops.operator import find_known, find_name
+
+_PART_OF_GPU = 6  # of which one is left to what returns under a product
+_LEAST_COLUMNS = 256  # that are multiplied at once: a tile's
+_LEAST_NUMBERS = 1 << 24  # that a rank receives at once, for which products are divided
+_MOST_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -52,18 +67,137 @@ def send_tokens(
     The arguments are those of `dispatch`, and so are errors. A rank that needs more than max_rows has NaN in each of
     its tokens. The gradients of x and topk_weights add those of all places in fp32, in the order of ranks.
     """
+    places = find_places(
+        x, topk_ids, topk_weights, num_experts, group, max_rows=max_rows, gather_group=gather_group,
+        wrap_collective=wrap_collective, implementation=implementation,
+    )  # fmt: skip
+    if places.route is None:
+        return SentTokens(x, topk_weights, places.index, None, wrap_collective)
+    return _send(x, topk_weights, places)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of tokens at their experts' ranks, for a layer whose own backward pass sends gradients.
+
+    index, route, wrap_collective: those of `SentTokens`. Nothing here has gradients.
+    """
+
+    index: PlaceIndex
+    route: Route | None
+    wrap_collective: CollectiveWrapper
+
+    def send_weights(self, weights: Tensor) -> Tensor:
+        """The weights of places' choices; with the fixed number of rows exceeded, NaN."""
+        route = self.route
+        if route is None:
+            return weights
+        found = route.weights if route.weights is not None else route.send(lambda: weights, self.wrap_collective)
+        if route.needed is None:
+            return found
+        return found + torch.where(route.needed > len(self.index.slots), torch.nan, 0.0).to(found.dtype)
+
+    def start(self, tokens: Tensor, *, keeps: bool = True) -> tuple[Tensor, Arrivals | None]:
+        """Send tokens to their places: (rows of places, what is on its way, None if they are there).
+
+        Of rows on their way products take `Arrivals.rows`, and when they have, `Arrivals.keep` fills what this has
+        returned (keeps: if anybody will read it). It is so for the kernels' exchange of what grouped kernels multiply.
+        """
+        route, found = self.route, list[Arrivals]()
+        if route is None:
+            return tokens, None
+        if not isinstance(route, KernelRoute) or tokens.dtype not in DTYPES:
+            return route.mark_excess(route.send(lambda: tokens, self.wrap_collective)), None
+
+        def push() -> Tensor:
+            found.append(route.start(tokens))
+            if not keeps:
+                return found[0].rows
+            return tokens.new_empty(len(self.index.positions), tokens.shape[1])
+
+        rows: Tensor = self.wrap_collective("all_to_all", push)
+        return rows, found[0] if found else None
+
+    def give_back(self, rows: Tensor) -> Tensor:
+        """Sum what the ranks have for each token's places, at its rank, as `return_sums` does."""
+        return rows if self.route is None else self.route.give_back(lambda: rows, self.wrap_collective)
+
+    @property
+    def room(self) -> int:
+        """Multiprocessors that what returns under a product is pushed by, and that the product leaves free."""
+        positions = self.index.positions
+        if not isinstance(self.route, KernelRoute) or not positions.is_cuda:
+            return 0
+        return count_processors(positions.device.index) // _PART_OF_GPU
+
+    def start_back(self, rows: Tensor) -> Callable[[], Tensor]:
+        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before."""
+        room = self.room
+        if not room or not isinstance(self.route, KernelRoute):
+            returned = self.give_back(rows)
+            return lambda: returned
+        return self.route.start_back(rows, self.wrap_collective, room)
+
+    def multiply_and_give_back(self, multiply: Callable[[slice, int], Tensor], weights: Tensor, columns: int) -> Tensor:
+        """Sum experts' rows, times places' weights [places, k], at their tokens' ranks: [t, columns].
+
+        multiply(part, room): these columns of the rows [n, .], by a product that leaves so many multiprocessors free. A
+        token's sum needs rows of several experts, so of a large product columns are divided: sums of some are formed
+        and return while the next ones are multiplied, as in COMET (Zhang et al., arXiv
+        2502.19811).
+        """
+        parts, index, room = self._divide(columns), self.index, self.room
+        is_here = None if self.route is None else index.is_here
+
+        def give_back(rows: Tensor) -> Tensor:
+            return self.give_back(sum_copies(rows, index.positions, weights, is_here))
+
+        if len(parts) == 1:
+            return give_back(multiply(parts[0], 0))
+        assert isinstance(self.route, KernelRoute)
+        device = index.positions.device
+        side: SideStream = find_known(find_name(self.route.group), device, "moe returns", lambda: SideStream(device))
+        rows = [multiply(parts[0], 0)]  # all are kept until the side stream has read them
+        out = rows[0].new_empty(self.route.pairs.numbers.shape[0], columns)
+        for part, following in zip_longest(parts, parts[1:]):
+            side.open()
+            with side:
+                out[:, part] = give_back(rows[-1])
+            if following is not None:
+                rows.append(multiply(following, room))
+        side.join()
+        return out
+
+    def _divide(self, columns: int) -> list[slice]:
+        """The columns that are multiplied at once, the same on all ranks."""
+        numbers = self.route.places * columns if isinstance(self.route, KernelRoute) and self.room else 0
+        count = min(columns // _LEAST_COLUMNS, _MOST_PARTS) if numbers >= _LEAST_NUMBERS else 1
+        width = triton.cdiv(triton.cdiv(columns, max(count, 1)), _LEAST_COLUMNS) * _LEAST_COLUMNS
+        return [slice(begin, min(begin + width, columns)) for begin in range(0, columns, width)]
+
+
+def find_places(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    max_rows: int | None = None,
+    gather_group: dist.ProcessGroup | None = None,
+    wrap_collective: CollectiveWrapper = call,
+    implementation: str = "auto",
+) -> Places:
+    """The places of tokens, with the arguments and errors of `send_tokens`; topk_weights are sent, tokens are not."""
     route_call = check_call(
         "send_tokens", x, topk_ids, topk_weights, num_experts, group, gather_group, max_rows, wrap_collective,
         implementation,
     )  # fmt: skip
     if route_call.is_alone and max_rows is None:
-        order = sort_by_expert(topk_ids, num_experts)
-        is_here = torch.ones_like(topk_ids, dtype=torch.bool)
-        index = PlaceIndex(order.slots, order.positions, is_here, order.offsets)
-        return SentTokens(x, topk_weights, index, None, wrap_collective)
+        return Places(PlaceIndex(*sort_copies(topk_ids, num_experts)), None, wrap_collective)
     if route_call.is_alone:
         raise ValueError("send_tokens: one rank with all experts has as many rows as choices: give max_rows=None")
-    return _send(x, topk_ids, topk_weights, route_call)
+    return _find(x, topk_ids, topk_weights, route_call)
 
 
 def return_sums(sums: Tensor, sent: SentTokens) -> Tensor:
@@ -78,11 +212,17 @@ def return_sums(sums: Tensor, sent: SentTokens) -> Tensor:
 
 
 @torch.compiler.disable  # a graph break, as in `dispatch`
-def _send(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, route_call: Any) -> SentTokens:
+def _find(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, route_call: RouteCall) -> Places:
     given = topk_weights if can_send(topk_weights) else None
-    route, tokens = route_call.find("send_tokens", x, topk_ids, given, "rank")
-    tokens, weights = _Send.apply(x, topk_weights, tokens, route, route_call.wrap_collective)
-    return SentTokens(tokens, weights, route.index, route, route_call.wrap_collective)
+    route = route_call.find("send_tokens", x, topk_ids, given, "rank")
+    return Places(route.index, route, route_call.wrap_collective)
+
+
+@torch.compiler.disable
+def _send(x: Tensor, topk_weights: Tensor, places: Places) -> SentTokens:
+    route, wrap_collective = places.route, places.wrap_collective
+    tokens, weights = _Send.apply(x, topk_weights, route, wrap_collective)
+    return SentTokens(tokens, weights, places.index, route, wrap_collective)
 
 
 @torch.compiler.disable
@@ -96,17 +236,10 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weights: Tensor,
-        tokens: Tensor | None,
-        route: Route,
-        wrap_collective: CollectiveWrapper,
+        ctx: Any, x: Tensor, weights: Tensor, route: Route, wrap_collective: CollectiveWrapper
     ) -> tuple[Tensor, Tensor]:
-        """tokens: x at its places, if it was sent with the route, as weights may have been."""
         ctx.route, ctx.wrap_collective = route, wrap_collective
-        if tokens is None:
-            tokens = route.send(lambda: x, wrap_collective)
+        tokens = route.send(lambda: x, wrap_collective)
         everyones = route.weights
         if everyones is None:
             everyones = route.send(lambda: weights, wrap_collective)
@@ -120,7 +253,7 @@ class _Send(torch.autograd.Function):
             ctx.route.give_back(lambda one=one: one, ctx.wrap_collective) if needs else None
             for one, needs in zip((grad, grad_weights), ctx.needs_input_grad, strict=False)
         ]
-        return *returned, None, None, None
+        return *returned, None, None
 
 
 class _Return(torch.autograd.Function):

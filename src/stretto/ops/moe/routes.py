@@ -20,7 +20,8 @@ from torch import Tensor
 
 from stretto.ops import operator
 from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
-from stretto.ops.moe.permutation import invert, sort_by_expert, sum_copies
+from stretto.ops.moe.permutation import invert, spread_tokens, sum_copies
+from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.operator import find_name
 
 T = TypeVar("T")
@@ -56,15 +57,25 @@ class PlaceIndex:
 class Route(ABC):
     """The way of a call's tokens to their experts' ranks, and back.
 
-    index: of this rank's rows. weights: those of the places' choices, [places, k], if they were sent with the route.
+    index: of this rank's rows. needed: of a fixed number of rows, how many this rank needs, one integer on the device;
+    else None. weights: those of the places' choices, [places, k], if they were sent with the route.
     """
 
     index: PlaceIndex
+    needed: Tensor | None
     weights: Tensor | None
 
     @abstractmethod
-    def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
-        """Send what `make` returns for this rank's tokens, [t, .], to their experts' ranks: [places, .] of all."""
+    def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper, *, lends: bool = False) -> Tensor:
+        """Send what `make` returns for this rank's tokens, [t, .], to their experts' ranks: [places, .] of all.
+
+        After too many rows each may be NaN. lends: it may be overwritten by the group's next call.
+        """
+
+    def spread(self, tokens: Tensor, weights: Tensor | None = None) -> Tensor:
+        """A row for each copy of places' tokens [places, h], times weights [places, k]; padding after them."""
+        index = self.index
+        return spread_tokens(tokens, index.positions, weights, index.is_here, len(index.slots), self.needed)
 
     @abstractmethod
     def give_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
@@ -86,22 +97,9 @@ class Route(ABC):
         """The position of each of this rank's choices in what `give_choices_back` returns: int64 [t, k]."""
         raise NotImplementedError
 
-    def fill_padding(self, rows: Tensor) -> Tensor:
-        """The rows [n, .], with what rows of padding have, if there are any."""
-        return rows
-
     def mark_excess(self, tokens: Tensor) -> Tensor:
         """The tokens of places [places, h] as `send` returned them, with NaN in each after too many rows."""
         return tokens
-
-
-def index_places(experts: Tensor, local: int, rows: int) -> PlaceIndex:
-    """Sort the copies of places by expert: experts int32 [places, k], of which `local` stands for none.
-
-    rows: the number of copies with an expert.
-    """
-    order = sort_by_expert(experts, local)
-    return PlaceIndex(order.slots[:rows], order.positions.clamp(max=max(rows - 1, 0)), experts < local, order.offsets)
 
 
 @dataclass(frozen=True)
@@ -181,8 +179,9 @@ class ExactRoute(Route):
     of_choices: RowExchange
     choice_totals: list[int]
     weights: Tensor | None
+    needed: None = None
 
-    def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
+    def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper, *, lends: bool = False) -> Tensor:
         """Send a row of each pair: see `Route`."""
         tokens = self.pairs.tokens[: sum(self.of_pairs.sends)]
         return self.of_pairs.send(lambda: make().index_select(0, tokens), wrap_collective)
@@ -257,7 +256,7 @@ def find_route(
     local = num_experts // world
     words = of_pairs.send(lambda: pairs.words[: sum(sends)], wrap_collective, padding=local)
     experts, weights = unpack_words(words, topk_weights)
-    index = index_places(experts, local, sum(choice_totals))
+    index = PlaceIndex(*sort_copies(experts, local, sum(choice_totals)))
     return ExactRoute(pairs, index, of_pairs, of_choices, choice_totals, weights)
 
 

@@ -11,7 +11,8 @@ comparing with that sends nothing. What is not as before is compared through the
     a rank that goes on as     looks into the store once it has waited for a collective of gloo for a second, finds the
     before meanwhile           other's event, and raises; so does the other
     a first pass               is recorded, and compared at the end of the first backward pass, or where the next one
-                               begins; where a rank waits for a second before, too
+                               begins; where a rank waits for a second before, too. By gloo, each event is compared
+                               before it is sent: a message of another size than expected would abort the process
 
 NCCL's collectives do not let the host wait: there the rank that does something else raises after the group's limit.
 """
@@ -32,7 +33,7 @@ from torch import nn
 
 from stretto import counters
 from stretto.memory import group_timeout
-from stretto.parallel.comm.collectives import slow_waits
+from stretto.parallel.comm.collectives import collective, slow_waits
 
 Event = tuple[Any, ...]
 
@@ -42,6 +43,7 @@ RULE = (
     "has no input for a module, call it on zeros and add 0 times its output to the loss; or put the modules that ranks "
     "choose from into one block, parallelize(blocks=[...]), whose parameters are gathered together"
 )
+_CPU = torch.device("cpu")
 _MAX_SEQUENCES = 64
 _MAX_DONE = 1024
 
@@ -111,6 +113,8 @@ class RankOrder:
             self._group = group
             self._ranks = dist.get_process_group_ranks(group)
             self._own = self._ranks[group.rank()]
+            on_hosts = [*group._device_types] == [_CPU] or dist.get_backend(group) == "gloo"
+            self._host_backend = group._get_backend(_CPU) if on_hosts else None
             store = self._job = dist.distributed_c10d._get_default_store()
             topic = f"{group.group_name}/{self._ranks[0]}"
             made = _made.setdefault(store, Counter())
@@ -155,6 +159,7 @@ class RankOrder:
             passes.learn(event)
         if not passes.is_compared:
             self._first.append(event)
+            self._compare_one(event)
         passes.position += 1
         self._events += 1
         self._done.append(event)
@@ -171,6 +176,19 @@ class RankOrder:
             if compares and self._first:
                 self._compare_first()
         self._passes = None
+
+    def _compare_one(self, event: Event) -> None:
+        """Compare an event of a first pass with the other ranks', by gloo itself."""
+        if self._host_backend is None:
+            return
+        mine = torch.tensor([zlib.crc32(repr(event).encode())], device=_CPU)
+        found = mine.new_empty(len(self._ranks))
+        with collective("all_gather", self._group) as issued:  # of the backend: nobody counts it as the model's
+            started = issued.watch(self._host_backend._allgather_base(found, mine), mine)
+        if started is not None:
+            started.wait()
+        if (found != mine).any():
+            self._compare_first()
 
     def _compare_first(self) -> None:
         self._agree(self._first)

@@ -17,7 +17,7 @@ The gradient of the hidden features and of the experts' weights is complete, and
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,24 +30,24 @@ from stretto.axes import EXPERT
 from stretto.execution import ExpertReduce
 from stretto.huggingface.experts import ExpertsKind
 from stretto.ops.moe import (
+    Placement,
     combine,
     dispatch,
     gated_activation,
     grouped_matmul,
     grouped_weight_gradient,
-    return_sums,
-    send_tokens,
 )
 from stretto.ops.moe.activation import is_silu
 from stretto.ops.moe.experts import differentiate_gate, gate_tokens
 from stretto.ops.moe.grouped_matmul import take_rows
 from stretto.ops.moe.permutation import sum_copies, sum_dtype
-from stretto.ops.moe.places import SentTokens
+from stretto.ops.moe.places import Places, find_places
 from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient
 from stretto.parallel.comm.collectives import Pending, all_reduce, collective, own, start_all_reduce
 from stretto.parallel.comm.graph_functions import GraphCode
-from stretto.parallel.comm.kept_outputs import is_given_back, keep_output
+from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, keep_output
 from stretto.parallel.grid import Grid
+from stretto.parallel.layers.expert_replicas import ExpertReplicas
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layers.token_shards import cut_tokens, gather_tokens, own_tokens
 from stretto.parallel.layers.weight_shard import WeightShard
@@ -75,6 +75,17 @@ class ExpertProduct:
     hides_all_reduce: bool
     feeds: str | None = None
     is_transposed: bool = False
+    replicas: ExpertReplicas | None = None
+
+    def gather(self, parameter: Tensor, placement: Placement | None, *, is_recorded: bool = False) -> Tensor:
+        """The parameter of the experts here, and of the replicas that a placement has."""
+        rows = self.shard.gather(parameter, is_recorded=is_recorded).rows
+        return rows if placement is None or self.replicas is None else self.replicas.hold(rows, placement)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Of replicas, in this step."""
+        return None if self.replicas is None else self.replicas.placement
 
     def orient(self, parameter: Tensor) -> Tensor:
         """The weight [experts here, out, in], of a parameter or a gathered one."""
@@ -94,21 +105,38 @@ class ExpertProduct:
         return keep_output("product" if group is None else "summed product", make)
 
     def make_weight_gradient(
-        self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, offsets: Tensor, tokens: Tensor | None = None
+        self,
+        parameter: nn.Parameter,
+        rows: Tensor,
+        gradient: Tensor,
+        offsets: Tensor,
+        placement: Placement | None,
+        tokens: Tensor | None = None,
+        room: int = 0,
     ) -> None:
-        """Compute the weight gradient now, or defer it if requested. tokens: of rows, as in `grouped_matmul`."""
-        make = partial(self._reduce_weight_gradient, parameter, rows, gradient, offsets, tokens)
+        """Compute the weight gradient now, or defer it if requested. tokens (of rows), room: as in `grouped_matmul`."""
+        make = partial(self._reduce_weight_gradient, parameter, rows, gradient, offsets, placement, tokens)
         deferred = self.shard.gradients.deferred
         if deferred is None:
-            make()
+            make(room)
         else:
-            deferred.append(make)
+            deferred.append(partial(make, 0))
 
     def _reduce_weight_gradient(
-        self, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, offsets: Tensor, tokens: Tensor | None
+        self,
+        parameter: nn.Parameter,
+        rows: Tensor,
+        gradient: Tensor,
+        offsets: Tensor,
+        placement: Placement | None,
+        tokens: Tensor | None,
+        room: int,
     ) -> None:
         operands = (rows, gradient) if self.is_transposed else (gradient, rows)
-        self.shard.start_reduction(parameter, grouped_weight_gradient(*operands, offsets, tokens=tokens))
+        found = grouped_weight_gradient(*operands, offsets, tokens=tokens, room=room)
+        if placement is not None and self.replicas is not None:
+            found = self.replicas.return_home(found, placement)
+        self.shard.start_reduction(parameter, found)
 
 
 class _Multiply(torch.autograd.Function):
@@ -116,8 +144,9 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, parameter: Tensor, offsets: Tensor, plan: ExpertProduct) -> Tensor:
-        weight = plan.orient(plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions)).rows)
-        ctx.plan, ctx.parameter = plan, parameter
+        placement = plan.placement
+        weight = plan.orient(plan.gather(parameter, placement, is_recorded=bool(ctx.next_functions)))
+        ctx.plan, ctx.parameter, ctx.placement = plan, parameter, placement
         ctx.save_for_backward(rows, offsets, weight if plan.keeps_weights else None)
         return plan.multiply(rows, weight, offsets)
 
@@ -128,77 +157,98 @@ class _Multiply(torch.autograd.Function):
         rows, offsets, weight = ctx.saved_tensors
         gradient, pending = gradient.contiguous(), None
         if ctx.needs_input_grad[0]:
-            weight = plan.orient(plan.shard.gather(ctx.parameter).rows) if weight is None else weight
+            weight = plan.orient(plan.gather(ctx.parameter, ctx.placement)) if weight is None else weight
             grad_rows = grouped_matmul(gradient, weight.transpose(1, 2), offsets)
             group = plan.input_grad_reduce_group
             pending = Pending(grad_rows) if group is None else start_all_reduce(grad_rows, group)
             if not plan.hides_all_reduce:
                 pending.wait()
         if is_asked_for(ctx, 1):
-            plan.make_weight_gradient(ctx.parameter, rows, gradient, offsets)
+            plan.make_weight_gradient(ctx.parameter, rows, gradient, offsets, ctx.placement)
         return None if pending is None else pending.wait(), None, None, None
 
 
 class _MultiplyTokens(torch.autograd.Function):
-    """The weighted sum of each place's experts here, SiLU-gated MLPs: [places, h]. Saves tokens, and gate and up.
+    """The weighted sum of each token's experts, SiLU-gated MLPs: x [t, h]. Saves places' tokens, and gate and up.
 
-    Takes the DTensor parameters themselves, as `_Multiply` does, and gathers them in its order.
+    Products begin on tokens, and on gradients of sums, that have arrived; the tokens' gradients return under the
+    gradient of the first product's weight. Takes the DTensor parameters themselves, as `_Multiply` does, and gathers
+    them in its order.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        tokens: Tensor,
+        x: Tensor,
         weights: Tensor,
         up: Tensor,
         down: Tensor,
-        sent: SentTokens,
+        places: Places,
         products: Sequence[ExpertProduct],
     ) -> Tensor:
-        is_recorded, index = bool(ctx.next_functions), sent.index
-        of_up, of_down = (product.shard for product in products)
-        is_here = None if sent.route is None else index.is_here
+        is_recorded, index = bool(ctx.next_functions), places.index
+        of_up, of_down = products
+        placement = of_up.placement
+        is_here = None if places.route is None else index.is_here
         gated: Tensor | None = None
 
         def gate() -> Tensor:
             nonlocal gated
-            numbers = index.places().to(torch.int32)
-            gated, inner = gate_tokens(tokens, gate_up, index.offsets, numbers, is_recorded)
+            numbers, rows = index.places().to(torch.int32), tokens if arrivals is None else arrivals.rows
+            gated, inner = gate_tokens(rows, gate_up, index.offsets, numbers, is_recorded, arrivals)
             return inner
 
-        def add() -> Tensor:
-            rows = grouped_matmul(gated_activation(inner) if gated is None else gated, whole_down, index.offsets)
-            return sum_copies(rows, index.positions, weights, is_here)
+        def multiply(part: slice, room: int) -> Tensor:
+            activated = gated_activation(inner) if gated is None else gated
+            return grouped_matmul(activated, whole_down[:, part], index.offsets, room=room)
 
-        gate_up = of_up.gather(up, is_recorded=is_recorded).rows
+        def add() -> Tensor:
+            return sum_copies(multiply(slice(None), 0), index.positions, weights, is_here)
+
+        weights = places.send_weights(weights)
+        tokens, arrivals = places.start(x)
+        gate_up = of_up.gather(up, placement, is_recorded=is_recorded)
         inner = keep_output("product", gate)
-        whole_down = of_down.gather(down, is_recorded=is_recorded).rows
-        sums = keep_output("product", add)
-        ctx.products, ctx.up, ctx.down = products, up, down
+        if arrivals is not None:
+            arrivals.keep(tokens)
+        whole_down = of_down.gather(down, placement, is_recorded=is_recorded)
+        ctx.products, ctx.up, ctx.down, ctx.places, ctx.placement = products, up, down, places, placement
         kept = [one if products[0].keeps_weights else None for one in (gate_up, whole_down)]  # both do, or none
         ctx.save_for_backward(tokens, weights, inner, index.slots, index.positions, is_here, index.offsets, *kept)
-        return sums
+        if is_recomputed():
+            return places.give_back(keep_output("product", add))
+        return places.multiply_and_give_back(multiply, weights, whole_down.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_up, of_down = ctx.products
         tokens, weights, inner, slots, positions, is_here, offsets, up, down = ctx.saved_tensors
-        gradient, numbers = gradient.contiguous(), (slots // positions.shape[1]).to(torch.int32)
+        places: Places = ctx.places
+        placement: Placement | None = ctx.placement
+        gradient, arrivals = places.start(gradient.contiguous(), keeps=False)
+        numbers = (slots // positions.shape[1]).to(torch.int32)
         factors = weights.reshape(-1).index_select(0, slots).to(sum_dtype(tokens.dtype))
-        down = of_down.shard.gather(ctx.down).rows if down is None else down
-        of_inner, gated, products = differentiate_gate(gradient, down, offsets, inner, numbers, factors)
+        down = of_down.gather(ctx.down, placement) if down is None else down
+        of_inner, gated, products = differentiate_gate(gradient, down, offsets, inner, numbers, factors, arrivals)
+        if arrivals is not None:
+            arrivals.wait()
         if is_asked_for(ctx, 3):
-            of_down.make_weight_gradient(ctx.down, gated, take_rows(gradient, numbers), offsets)
+            of_down.make_weight_gradient(ctx.down, gated, take_rows(gradient, numbers), offsets, placement)
         of_tokens = of_weights = None
         if ctx.needs_input_grad[0]:
-            up = of_up.shard.gather(ctx.up).rows if up is None else up
+            up = of_up.gather(ctx.up, placement) if up is None else up
             of_tokens = sum_copies(grouped_matmul(of_inner, up.transpose(1, 2), offsets), positions, None, is_here)
+            finish = places.start_back(of_tokens)
         if is_asked_for(ctx, 2):
-            of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, numbers)
+            room = places.room if ctx.needs_input_grad[0] else 0
+            of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, placement, numbers, room)
+        if ctx.needs_input_grad[0]:
+            of_tokens = finish()
         if ctx.needs_input_grad[1]:
             of_weights = products.index_select(0, positions.reshape(-1)).view_as(weights).to(weights.dtype)
             of_weights = of_weights if is_here is None else of_weights.masked_fill(~is_here, 0)
+            of_weights = places.give_back(of_weights)
         return of_tokens, of_weights, None, None, None, None
 
 
@@ -318,10 +368,16 @@ class ParallelExperts(ShardedModule):
         if self._own_gate is None:
             self.act_fn: Callable[[Tensor], Tensor] = module.act_fn  # type: ignore[assignment]
         self.plan = plan
-        self.products = dict(products)
+        self.replicas = None if plan.group is None else ExpertReplicas(plan.group, plan.flow.gather_over)
+        self.products = {name: replace(product, replicas=self.replicas) for name, product in products.items()}
         self.in_graphs: GraphCode = GraphCode(
             self._send_and_compute, *self.weights_in_graphs(), keeps_inputs=lambda: gradients.deferred is not None
         )
+
+    @property
+    def has_biases(self) -> bool:
+        """True if the products have biases."""
+        return bool(self._bias_scales)
 
     def weights_in_graphs(self) -> Sequence[Tensor]:
         return self.get_parameter(self._up), self.get_parameter(self._down)
@@ -362,6 +418,8 @@ class ParallelExperts(ShardedModule):
             ids = ids[own_tokens(tokens, flow.cut_over)]
         if flow.sum_tokens_over is not None:
             x, weights = sum_gradient(x, flow.sum_tokens_over), sum_gradient(weights, flow.sum_tokens_over)
+        if self.replicas is not None:
+            self.replicas.note(ids, self.num_experts)
         multiply = self._multiply_tokens if self._gathers_tokens() else self._multiply_rows
         y = multiply(x, ids, weights, biases)
         if flow.cut_over is not None:
@@ -382,30 +440,48 @@ class ParallelExperts(ShardedModule):
         """The output for tokens that are sent, once to a rank, and gathered there by the products."""
         plan, gather_group = self.plan, self.plan.flow.gather_over
         is_alone = plan.group is None and gather_group is None
-        sent = send_tokens(
+        places = find_places(
             x,
-            ids,
-            weights,
-            self.num_experts,
+            *self._find_slots(ids, weights),
             plan.group,
-            max_rows=None if is_alone else plan.max_rows,
+            max_rows=None if is_alone else self._count_rows(ids),
             gather_group=gather_group,
             wrap_collective=_wrap_collective,
         )
         parameters = map(self.get_parameter, self.products)
-        sums = _MultiplyTokens.apply(sent.tokens, sent.weights, *parameters, sent, tuple(self.products.values()))
-        return return_sums(sums, sent)
+        y: Tensor = _MultiplyTokens.apply(x, weights, *parameters, places, tuple(self.products.values()))
+        return y
+
+    def _find_slots(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, int]:
+        """(choices, their weights, experts that they are among), replicas of experts counted, if there are any."""
+        placement = None if self.replicas is None else self.replicas.placement
+        return (
+            (ids, weights, self.num_experts)
+            if placement is None
+            else (placement.spread(ids), weights, placement.num_slots)
+        )
+
+    def _count_rows(self, ids: Tensor) -> int | None:
+        """The number of rows if it is fixed: as given, or all where a sharded sequence meets all experts here.
+
+        Ranks of x have equal parts of a sequence, so that none need ask for the others' numbers.
+        """
+        plan, gather_group = self.plan, self.plan.flow.gather_over
+        if plan.group is None and gather_group is not None:
+            return max(gather_group.size() * ids.numel(), 1)
+        return plan.max_rows
 
     def _multiply_rows(self, x: Tensor, ids: Tensor, weights: Tensor, biases: Sequence[Tensor]) -> Tensor:
         """The output for tokens that are copied for each of their experts, and sent as the plan says."""
         plan = self.plan
+        slots, _, count = self._find_slots(ids, weights)
         found = dispatch(
             x,
-            ids,
-            self.num_experts,
+            slots,
+            count,
             plan.group,
             topk_weights=weights,
-            max_rows=plan.max_rows,
+            max_rows=plan.max_rows if plan.reduce == "choice" else self._count_rows(ids),
             gather_group=plan.flow.gather_over,
             reduce=plan.reduce,
             wrap_collective=_wrap_collective,

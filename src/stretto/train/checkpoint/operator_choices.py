@@ -16,7 +16,7 @@ from stretto.train.checkpoint.metadata import CheckpointMetadata
 
 logger = logging.getLogger(__name__)
 
-_OPERATORS = "stretto.ops.config"  # imports Triton: only where a model has called operators, or may call them
+_OPERATORS = "stretto.ops.choices"  # imports Triton: only where a model has called operators, or may call them
 
 
 def gather_choices() -> dict[str, dict[str, Any]]:
@@ -36,10 +36,10 @@ def restore_choices(metadata: CheckpointMetadata | None, device: torch.device) -
     """Have operators make a checkpoint's choices; None for a run from the start. All ranks call it."""
     if device.type != "cuda" and _OPERATORS not in sys.modules:
         return
-    from stretto.ops import config
+    from stretto.ops import choices
 
     stored = {} if metadata is None else metadata.operators
     try:
-        config.restore_choices({ranks: config.SavedChoices(**one.model_dump()) for ranks, one in stored.items()})
+        choices.restore_choices({ranks: choices.SavedChoices(**one.model_dump()) for ranks, one in stored.items()})
     except ValueError as error:  # of another version
         logger.warning("operators choose anew, and sums may differ in their last bits: %s", error)

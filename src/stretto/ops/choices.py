@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of each call's configuration, which a group's ranks make alike.
+
+`find_config` finds the configuration of a call: that of an equal earlier call, else the caller's, the fastest measured,
+or a default. All ranks of a group make the same choice: their calls are equal, and everything else on which choices
+depend (measured times, whether GPUs can access each other's memory) is exchanged once, at the group's first call.
+"""
+
+import logging
+import math
+import os
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.memory import failures, is_debugging, shared_gpus
+from stretto.memory.gpus import count_processors, find_capability, find_obstacle
+from stretto.memory.plain_data import all_gather_data
+from stretto.ops import confirmation
+from stretto.ops.config import (
+    IMPLEMENTATIONS,
+    LIBRARY,
+    GemmProblem,
+    KernelConfig,
+    Machine,
+    decode,
+    default_blocks,
+    default_config,
+    find_fastest_kernel,
+    find_refusal,
+)
+from stretto.ops.gemm import takes_tma
+from stretto.ops.operator import find_group, require_agreement, require_no_capture
+from stretto.ops.prediction import (
+    Speeds,
+    find_speeds,
+)
+from stretto.tiles import INTERPRETED
+from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
+
+logger = logging.getLogger("stretto.ops")
+
+CONFIRM_VARIABLE = "STRETTO_CONFIRM"
+"""The environment variable that switches timing of first calls on, where it is 1."""
+
+_NEAR = 1.5  # a measurement counts for up to so many times as many rows, or as few
+_MAX_CHOICES = 4096
+
+
+@dataclass
+class _GroupChoices:
+    """Agreed timings, cached configurations and call counts of a group.
+
+    obstacle: why no kernel can run, or "". times: seconds by problem and encoded configuration. choices: a
+    configuration and the reason for it. recalled: configurations of calls that were checked before. speeds: of the
+    slowest GPU. confirmed: times that were measured in calls.
+    """
+
+    group: "weakref.ref[dist.ProcessGroup]"
+    obstacle: str = ""
+    times: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    choices: dict[tuple[GemmProblem, Machine, str], tuple[KernelConfig, str]] = field(default_factory=dict)
+    recalled: dict[tuple[object, ...], KernelConfig] = field(default_factory=dict)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    speeds: Speeds | None = None
+    confirmed: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+_groups: dict[str, _GroupChoices] = {}
+
+
+def counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:
+    """Count this rank's calls in a group (None: all ranks) by (operator, "kernel" or "library")."""
+    world = dist.group.WORLD if group is None else group
+    known = _groups.get("" if world is None else world.group_name)
+    return dict(known.counts) if known is not None and known.group() is world else {}
+
+
+def find_config(
+    operator: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    implementation: str,
+    *options: object,
+    check: Callable[[], object],
+    run: Callable[[KernelConfig], object],
+    returns_gathered: bool = False,
+) -> KernelConfig:
+    """The configuration of a call: that of an equal earlier one, else the choice for it, after `check`.
+
+    Counts the call. Calls are equal in all that their checks and choices depend on. options: others that all ranks give
+    alike. check: raises a ValueError for arguments that the operator does not take. run: computes the call, to time it.
+    """
+    of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
+    of_x = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+    of_weight = weight.shape, weight.stride(), weight.dtype, weight.device, weight.data_ptr() % 16
+    key = (
+        operator,
+        of_x,
+        of_weight,
+        of_bias,
+        torch.cuda.current_device() if x.is_cuda else None,
+        implementation,
+        options,
+        returns_gathered,
+    )
+    known = _groups.get(group)
+    if known is not None and known.group() is find_group(group) and not is_debugging():
+        config = known.recalled.get(key)
+        if config is not None:
+            known.counts[operator, config.implementation] += 1
+            return config
+    check()
+    m = x.shape[0] * (find_group(group).size() if operator == "all_gather_matmul" else 1)
+    problem = describe_problem(operator, m, x, weight, group, returns_gathered=returns_gathered)
+    config = choose_config(problem, x, weight, group, implementation, *options, has_bias=bias is not None, run=run)
+    recalled = _groups[group].recalled
+    if len(recalled) == _MAX_CHOICES:
+        recalled.clear()
+    recalled[key] = config
+    return config
+
+
+def choose_config(
+    problem: GemmProblem,
+    x: Tensor,
+    weight: Tensor,
+    group: str,
+    implementation: str,
+    *options: object,
+    has_bias: bool = False,
+    run: Callable[[KernelConfig], object] | None = None,
+) -> KernelConfig:
+    """Choose the configuration of a call: the caller's, else the fastest measured, else a default. Counts the call.
+
+    implementation: "auto", "kernel", "library" or an encoded configuration. run: computes the call; given, the default
+    is confirmed by timing it and the library, unless something was measured. Logs each new choice at debug level.
+    ValueError for another implementation, where a kernel was asked for and none can run, and where ranks call different
+    things. Collective at the group's first call, and at the first of its kind.
+    """
+    known = _find(group, x.device)
+    description = f"{problem.name}{' with a bias' if has_bias else ''} {(implementation, *options)}"
+    machine = find_machine(x, weight, known.speeds)
+    can_measure = run is not None and can_time_calls(x.device)
+    agreed = require_agreement(description, machine.by_tma, group, x.device, can_measure=can_measure)
+    machine = machine._replace(by_tma=agreed.by_tma)
+    asked = problem, machine, implementation
+    if asked not in known.choices:
+        if len(known.choices) == _MAX_CHOICES:
+            known.choices.clear()
+        if run is not None and agreed.is_measured and implementation == "auto":
+            _confirm(known, problem, machine, run, x.device)
+        known.choices[asked] = config, why = _choose(known, *asked)
+        logger.debug("group %s: %s runs as %s: %s", group, problem.name, config.encode(), why)
+    config, _ = known.choices[asked]
+    known.counts[problem.operator, config.implementation] += 1
+    return config
+
+
+def can_time_calls(device: torch.device) -> bool:
+    """True if this rank may time calls now: on a GPU of its own, in no CUDA graph's capture, if switched on."""
+    if device.type != "cuda" or os.environ.get(CONFIRM_VARIABLE) != "1" or shared_gpus.is_enabled():
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+def _confirm(
+    known: _GroupChoices,
+    problem: GemmProblem,
+    machine: Machine,
+    run: Callable[[KernelConfig], object],
+    device: torch.device,
+) -> None:
+    """Time the default kernel and the library, unless times or a checkpoint decide, and keep the times. Collective."""
+    is_decided = 0 in (problem.m, problem.n, problem.k) or known.obstacle or find_refusal(problem, machine)
+    if is_decided or _find_restored(known, problem, machine, "auto") or _find_fastest(known, problem):
+        return
+    kernel = find_fastest_kernel(problem, machine)[0] if machine.processors else default_config(problem, machine)[0]
+    group = known.group()
+    assert group is not None
+    runs = [partial(run, config) for config in (kernel, LIBRARY)]
+    seconds = confirmation.measure_choices(runs, group.group_name, device)
+    if seconds is None:
+        logger.warning("%s is not confirmed: some rank could not time it, and runs as predicted", problem.name)
+        return
+    known.confirmed[problem.name] = dict(zip((kernel.encode(), LIBRARY.encode()), seconds, strict=True))
+    if dist.get_rank(group) == 0:
+        autotuner(device).keep(problem.name, dict(zip((kernel, LIBRARY), seconds, strict=True)))
+
+
+def describe_problem(
+    operator: str, m: int, x: Tensor, weight: Tensor, group: str, *, returns_gathered: bool = False
+) -> GemmProblem:
+    """The problem that a call computes; m: rows of the whole."""
+    (n, k), transposed, world = weight.shape, not weight.is_contiguous(), find_group(group).size()
+    return GemmProblem(operator, m, n, k, x.dtype, transposed, world, returns_gathered)
+
+
+def find_machine(x: Tensor, weight: Tensor, speeds: Speeds | None = None) -> Machine:
+    """The machine, as far as the defaults for these operands depend on it. speeds: on which the group has agreed."""
+    by_tma = takes_tma(x) and takes_tma(weight if weight.is_contiguous() else weight.t())
+    device = x.device
+    if device.type == "cpu":
+        return Machine(0, by_tma, False)
+    return Machine(count_processors(device.index), by_tma, find_capability(device.index) == (9, 0), speeds)
+
+
+def group_speeds(group: str, device: torch.device) -> Speeds | None:
+    """The slowest of the group's GPUs; None on CPUs. Collective at the group's first call."""
+    return _find(group, device).speeds
+
+
+def _choose(
+    known: _GroupChoices, problem: GemmProblem, machine: Machine, implementation: str
+) -> tuple[KernelConfig, str]:
+    config = None if implementation in IMPLEMENTATIONS else decode(implementation)
+    if 0 in (problem.m, problem.n, problem.k):
+        return LIBRARY, "there is nothing to multiply"
+    if config is not None:
+        if config.implementation == "kernel":
+            _require_kernel(known, problem)
+        if problem.returns_gathered:  # the host does not know the slot that programs gather into
+            config = config._replace(transfer="copies", direction="push")
+        if config.blocks is None and config != LIBRARY:
+            config = config._replace(blocks=default_blocks(problem, machine, config.transfer))
+        return config, "it was asked for"
+    if implementation == "library":
+        return LIBRARY, "it was asked for"
+    if restored := _find_restored(known, problem, machine, implementation):
+        return restored, "the checkpoint says so"
+    measured = _find_fastest(known, problem, needs_kernel=implementation == "kernel")
+    if implementation == "kernel":
+        _require_kernel(known, problem)
+        if measured is not None:
+            return measured
+        if not machine.processors:
+            return default_config(problem, machine)[0], "a kernel was asked for"
+        return find_fastest_kernel(problem, machine)[0], "a kernel was asked for"
+    if known.obstacle:
+        return LIBRARY, known.obstacle
+    return measured or default_config(problem, machine)
+
+
+def _require_kernel(known: _GroupChoices, problem: GemmProblem) -> None:
+    if known.obstacle:
+        raise ValueError(f'{problem.operator}: no kernel can run: {known.obstacle}; implementation="library" can')
+
+
+def _find_fastest(
+    known: _GroupChoices, problem: GemmProblem, *, needs_kernel: bool = False
+) -> tuple[KernelConfig, str] | None:
+    """The fastest configuration measured at the nearest number of rows, if that is near enough."""
+    rows = _measured_rows(known, problem)
+    if not rows:
+        return None
+    nearest = min(rows, key=lambda m: abs(math.log(m / problem.m)))
+    name = problem._replace(m=nearest).name
+    times = known.confirmed.get(name) or known.times[name]
+    configs = ((decode(text), seconds) for text, seconds in times.items())
+    timed = [(seconds, config) for config, seconds in configs if not (needs_kernel and config == LIBRARY)]
+    if not timed or not 1 / _NEAR <= nearest / problem.m <= _NEAR:
+        return None
+    seconds, config = min(timed, key=lambda pair: pair[0])
+    return config, f"it was the fastest at m={nearest}, {seconds * 1e6:.1f} us"
+
+
+def _measured_rows(known: _GroupChoices, problem: GemmProblem) -> list[int]:
+    """The values of m at which the problem was measured."""
+    before, after = problem._replace(m=0).name.split("m=0")
+    found = []
+    for name in {*known.times, *known.confirmed}:
+        if name.startswith(f"{before}m=") and name.endswith(after):
+            digits = name[len(before) + 2 : len(name) - len(after)]
+            if digits.isdecimal() and int(digits) > 0:
+                found.append(int(digits))
+    return found
+
+
+def find_group_obstacle(name: str, device: torch.device) -> str:
+    """Why the group's ranks can run no kernels together; "" if they can. Collective at the group's first call."""
+    return _find(name, device).obstacle
+
+
+def _find(name: str, device: torch.device) -> _GroupChoices:
+    group = find_group(name)
+    known = _groups.get(name)
+    if known is None or known.group() is not group:
+        require_no_capture(device)
+        failures.check()  # before this rank waits for ranks that may never come
+        for gone in [other for other, old in _groups.items() if old.group() is None]:
+            del _groups[gone]
+        known = _groups[name] = _agree(group, device)
+        if known.obstacle:
+            logger.warning("group %s: operators run by the library, unfused: %s", name, known.obstacle)
+    return known
+
+
+def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
+    """Exchange what choices depend on: rank 0's times, the GPUs' speeds, whether kernels can run. Collective."""
+    read = autotuner(device).read() if dist.get_rank(group) == 0 else {}
+    times = {
+        problem: {config.encode(): second for config, second in seconds.items()} for problem, seconds in read.items()
+    }
+    speeds = find_speeds(device) if device.type == "cuda" else None
+    sent = socket.gethostname(), times, speeds
+    everyone = all_gather_data(sent, group, tuple[str, dict[str, dict[str, float]], Speeds | None])
+    hosts, found = {host for host, *_ in everyone}, [one for *_, one in everyone if one is not None]
+    obstacle = ""
+    if len(hosts) > 1:
+        obstacle = f"its ranks are on {len(hosts)} machines, and kernels reach the memory of one"
+    elif device.type == "cpu" and not INTERPRETED.value:
+        obstacle = "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
+    elif device.type == "cuda":
+        obstacle = find_obstacle(group, device) or ""
+    slowest = Speeds(*map(min, zip(*found, strict=True))) if len(found) == len(everyone) else None
+    restored = _restored.get(_name_ranks(group))
+    confirmed = dict(restored.confirmed) if restored else {}
+    return _GroupChoices(weakref.ref(group), obstacle, everyone[0][1], speeds=slowest, confirmed=confirmed)
+
+
+def autotuner(device: torch.device, store: TuningStore | None = None) -> Autotuner[str, KernelConfig]:
+    """The measured times of configurations on this machine, by the problem's name."""
+    return Autotuner(machine_key(device), TimeKeys(name_time, _parse_time_key), store)
+
+
+def name_time(problem: str, config: KernelConfig) -> str:
+    """The key in the tuning store of the seconds that a configuration takes for a problem of this name."""
+    return f"ops {problem} by {config.encode()}"
+
+
+def _parse_time_key(key: str) -> tuple[str, KernelConfig]:
+    """The problem's name and the configuration; ValueError for a key that this version cannot read."""
+    kind, _, rest = key.partition(" ")
+    if kind != "ops":
+        raise ValueError(f"{key!r} names no times of an operator")
+    problem, _, text = rest.partition(" by ")
+    return problem, decode(text)
+
+
+class SavedChoices(NamedTuple):
+    """A group's choices as plain data, for a checkpoint.
+
+    choices: encoded configurations by call. confirmed: seconds that were measured in calls, by problem and
+    configuration.
+    """
+
+    choices: dict[str, str]
+    confirmed: dict[str, dict[str, float]]
+
+
+_restored: dict[str, SavedChoices] = {}  # by the group's ranks
+
+
+def list_choices() -> dict[str, SavedChoices]:
+    """The choices of the groups whose first rank this is, by the group's ranks: those that nobody asked for."""
+    first = str(dist.get_rank())
+    found = {ranks: one for ranks, one in _restored.items() if ranks.split(",")[0] == first}
+    for known in _groups.values():
+        group = known.group()
+        if group is None or dist.get_rank(group) != 0:
+            continue
+        ranks = _name_ranks(group)
+        earlier = found.get(ranks, SavedChoices({}, {}))
+        choices = {
+            _name_choice(problem, machine, implementation): config.encode()
+            for (problem, machine, implementation), (config, _) in known.choices.items()
+            if implementation in ("auto", "kernel")
+        }
+        if choices:
+            found[ranks] = SavedChoices(earlier.choices | choices, earlier.confirmed | known.confirmed)
+    return found
+
+
+def restore_choices(choices: Mapping[str, SavedChoices]) -> None:
+    """Have later calls make the choices that `list_choices` gave on all ranks. ValueError for other configurations.
+
+    All ranks call it with the same. Groups agree again at their next call.
+    """
+    for one in choices.values():
+        for text in (*one.choices.values(), *(text for times in one.confirmed.values() for text in times)):
+            decode(text)
+    _restored.clear()
+    _restored.update(choices)
+    clear_choices()
+
+
+def _find_restored(
+    known: _GroupChoices, problem: GemmProblem, machine: Machine, implementation: str
+) -> KernelConfig | None:
+    """The checkpoint's choice, where it can run."""
+    if not _restored:
+        return None
+    group = known.group()
+    assert group is not None
+    of_group = _restored.get(_name_ranks(group))
+    text = None if of_group is None else of_group.choices.get(_name_choice(problem, machine, implementation))
+    if text is None or (known.obstacle and decode(text) != LIBRARY):
+        return None
+    return decode(text)
+
+
+def _name_choice(problem: GemmProblem, machine: Machine, implementation: str) -> str:
+    return f"{problem.name}{' by TMA' * machine.by_tma} {implementation}"
+
+
+def _name_ranks(group: dist.ProcessGroup) -> str:
+    return ",".join(map(str, dist.get_process_group_ranks(group)))
+
+
+def clear_choices() -> None:
+    """Make every group agree again at its next call, which is then collective: new times have been measured."""
+    _groups.clear()

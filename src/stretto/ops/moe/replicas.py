@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas of hot experts for a step: other ranks hold their weights too, and take a part of their tokens.
+
+Where replicas are follows from loads that were measured before, in the step before as a rule, so that no rank waits for
+a router. Experts and replicas are numbered as *slots*: rank r has slots r * (local + spare) on, first its own experts,
+then its replicas. `dispatch` takes slots as experts, of which `replicate` makes the weights. Nothing changes in what is
+computed: each choice of a token is multiplied by the same weights once, and their gradients are summed at home.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stretto.ops.moe.permutation import sum_dtype
+from stretto.ops.operator import find_name
+
+SHARES = 64
+"""An expert's tokens are divided among its slots in so many parts, by their number modulo SHARES."""
+
+_LEAST = 0.01  # of the mean load of a rank, for which no weights are sent
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Experts and replicas on ranks: what `place_replicas` returns, the same on all of them.
+
+    replicas: of each rank, the experts of others that it holds too, as many as `spare` or fewer. slots: of each expert,
+    the slot of each of SHARES parts of its tokens.
+    """
+
+    ranks: int
+    local: int
+    spare: int
+    replicas: tuple[tuple[int, ...], ...]
+    slots: tuple[tuple[int, ...], ...]
+    _tables: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def num_slots(self) -> int:
+        """What `dispatch` gets as the number of experts."""
+        return self.ranks * (self.local + self.spare)
+
+    def spread(self, topk_ids: Tensor) -> Tensor:
+        """The slot of each choice: topk_ids [t, k] -> [t, k] of their dtype, on their device."""
+        key = topk_ids.dtype, topk_ids.device
+        if key not in self._tables:
+            self._tables[key] = torch.tensor(self.slots, dtype=topk_ids.dtype, device=topk_ids.device)
+        parts = torch.arange(len(topk_ids), device=topk_ids.device) % SHARES
+        return self._tables[key][topk_ids.long(), parts[:, None]]
+
+    def loads(self, loads: Sequence[float]) -> list[float]:
+        """The choices of each rank, if each expert's are divided evenly among its parts."""
+        found = [0.0] * self.ranks
+        for load, slots in zip(loads, self.slots, strict=True):
+            for slot in slots:
+                found[slot // (self.local + self.spare)] += load / SHARES
+        return found
+
+
+def place_replicas(loads: Sequence[float], ranks: int, spare: int) -> Placement:
+    """Place replicas for these loads, the choices of each expert: ranks hold experts evenly, and `spare` replicas each.
+
+    Greedy: from the busiest rank to the idlest with a free place, the part of an expert that brings one of both nearest
+    to the mean, until that helps no more. All ranks give the same loads, and so get the same placement. ValueError for
+    numbers of experts that the ranks do not divide, negative loads, and fewer than 0 replicas.
+    """
+    experts = len(loads)
+    if ranks < 1 or experts % ranks or not experts:
+        raise ValueError(f"place_replicas: {ranks} ranks do not divide {experts} experts")
+    if spare < 0 or min(loads) < 0:
+        raise ValueError(
+            f"place_replicas takes loads and replicas of a rank of 0 or more, not {min(loads)} and {spare}"
+        )
+    local = experts // ranks
+    width = local + spare
+    home = [expert // local for expert in range(experts)]
+    slots = [[home[expert] * width + expert % local] * SHARES for expert in range(experts)]
+    replicas: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [float(sum(loads[rank * local : (rank + 1) * local])) for rank in range(ranks)]
+    mean = sum(totals) / ranks
+    while True:
+        busiest = max(range(ranks), key=lambda rank: (totals[rank], -rank))
+        free = [rank for rank in range(ranks) if len(replicas[rank]) < spare and rank != busiest]
+        if not free:
+            break
+        idlest = min(free, key=lambda rank: (totals[rank], rank))
+        excess = min(totals[busiest] - mean, mean - totals[idlest])
+        best, moved = 0, 0
+        for expert in range(busiest * local, (busiest + 1) * local):
+            if loads[expert] <= 0 or expert in replicas[idlest]:
+                continue
+            at_home = sum(slot // width == busiest for slot in slots[expert])
+            parts = min(int(excess * SHARES / loads[expert]), at_home)
+            if parts * loads[expert] > moved * loads[best]:
+                best, moved = expert, parts
+        if moved * loads[best] <= _LEAST * mean * SHARES:
+            break
+        slot = idlest * width + local + len(replicas[idlest])
+        replicas[idlest].append(best)
+        parts_at_home = [part for part, one in enumerate(slots[best]) if one // width == busiest]
+        for part in parts_at_home[len(parts_at_home) - moved :]:
+            slots[best][part] = slot
+        totals[busiest] -= moved * loads[best] / SHARES
+        totals[idlest] += moved * loads[best] / SHARES
+    return Placement(ranks, local, spare, tuple(map(tuple, replicas)), tuple(map(tuple, slots)))
+
+
+@torch.compiler.disable  # a graph break, as in `dispatch`: placements differ from step to step
+def replicate(weight: Tensor, placement: Placement, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The weights of this rank's slots: those of its experts, weight [local, ...], and replicas of other ranks'.
+
+    [local + spare, ...]; places without a replica are zeros. One all-to-all sends what other ranks replicate. Its
+    gradient is sent home by another, and added in the order of ranks after the home's own, in fp32 for 16-bit dtypes,
+    and rounded once. ValueError for another number of experts or ranks than the placement's.
+    """
+    result: Tensor = _Replicate.apply(weight, placement, group)
+    return result
+
+
+def hold_replicas(weight: Tensor, placement: Placement, group: dist.ProcessGroup | None = None) -> Tensor:
+    """What `replicate` returns, for layers that have a backward pass of their own."""
+    name, ranks, rank = find_name(group), dist.get_world_size(group), dist.get_rank(group)
+    local = placement.local
+    if weight.shape[:1] != (local,) or ranks != placement.ranks:
+        raise ValueError(
+            f"replicate: the placement is of {local} experts on each of {placement.ranks} ranks, and weight is "
+            f"{list(weight.shape)} on {ranks}"
+        )
+    plan = _Sends.of(placement, rank)
+    arrived = _exchange(_take(weight, plan.experts), plan.sends, plan.receives, name)
+    held = weight.new_zeros(local + placement.spare, *weight.shape[1:])
+    held[:local] = weight
+    for place, found in zip(_order(placement, rank), arrived, strict=True):
+        held[local + place] = found
+    return held
+
+
+def return_gradients(grad: Tensor, placement: Placement, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The gradient of `hold_replicas`' weight, for one of its result: [local + spare, ...] -> [local, ...]."""
+    rank = dist.get_rank(group)
+    plan = _Sends.of(placement, rank)
+    places = [placement.local + place for place in _order(placement, rank)]
+    arrived = _exchange(_take(grad, places), plan.receives, plan.sends, find_name(group))
+    total = grad[: placement.local].to(sum_dtype(grad.dtype), copy=True)
+    for expert, found in zip(plan.experts, arrived, strict=True):
+        total[expert] += found
+    return total.to(grad.dtype)
+
+
+@dataclass(frozen=True)
+class _Sends:
+    """What goes between this rank and others: own experts that they replicate, by rank, and numbers of both."""
+
+    experts: list[int]
+    sends: list[int]
+    receives: list[int]
+
+    @classmethod
+    def of(cls, placement: Placement, rank: int) -> "_Sends":
+        local = placement.local
+        theirs = [[one - rank * local for one in held if one // local == rank] for held in placement.replicas]
+        own = placement.replicas[rank]
+        receives = [sum(one // local == home for one in own) for home in range(placement.ranks)]
+        return cls([one for held in theirs for one in held], [len(held) for held in theirs], receives)
+
+
+class _Replicate(torch.autograd.Function):
+    """Weights of own experts and replicas; backward, the replicas' gradients are added to those of their homes."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, placement: Placement, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.placement, ctx.group = placement, group
+        return hold_replicas(weight, placement, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return return_gradients(grad, ctx.placement, ctx.group), None, None
+
+
+def _order(placement: Placement, rank: int) -> list[int]:
+    """The numbers of this rank's replicas in the order in which they come: by home, then by number."""
+    own = placement.replicas[rank]
+    return sorted(range(len(own)), key=lambda place: own[place] // placement.local)
+
+
+def _take(rows: Tensor, numbers: list[int]) -> Tensor:
+    """rows[numbers], for which the host would wait on a GPU."""
+    return torch.stack([rows[number] for number in numbers]) if numbers else rows[:0]
+
+
+def _exchange(rows: Tensor, sends: list[int], receives: list[int], group: str) -> Tensor:
+    """An all-to-all of whole experts: so many to each rank, and from each."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_to_all_single(rows.contiguous(), receives, sends, group))

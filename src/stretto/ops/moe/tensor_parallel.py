@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor-parallel experts: all-gather + grouped GEMM, and grouped GEMM + weighted top-k sum + reduce-scatter.
+
+Each rank has columns of every expert, and its own rows of a sequence. TileLink (section 5, AllGather + MoE; section
+7.2, the two halves of a MoE layer). Nothing waits for the host: all ranks have equally many tokens, so sizes are known
+before the routing is. Ranks gather the ids, which are small, and each sorts all of them alike.
+
+From top to bottom: the operators; the routing; the two products, which are each other's transposes, with their
+gradients.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.ops.choices import find_group_obstacle
+from stretto.ops.moe.activation import Activation, find_activation, gated_activation
+from stretto.ops.moe.grouped_config import GroupedConfig, choose_config, require_implementation
+from stretto.ops.moe.grouped_matmul import (
+    compute_product,
+    grouped_weight_gradient,
+    require_operands,
+    take_rows,
+)
+from stretto.ops.moe.permutation import (
+    require_tokens,
+    require_weighted,
+    sort_by_expert,
+    spread_tokens,
+    sum_copies,
+    sum_dtype,
+    weigh_and_multiply,
+)
+from stretto.ops.moe.tensor_parallel_kernels import Routed, exchange, multiply_arriving, multiply_leaving
+from stretto.ops.operator import (
+    Autograd,
+    define_operator,
+    find_group,
+    find_name,
+    gather_rows,
+    needs_gradients,
+    reduce_scatter,
+    require_agreement,
+    scatter_sum,
+)
+
+
+@dataclass(frozen=True)
+class GatheredRows:
+    """Rows of all ranks' tokens, sorted by expert, then source rank, then token: what `all_gather_moe` returns.
+
+    rows: [n, f], n = ranks * t * k. offsets: int32 [experts + 1], on the device; expert e's rows are offsets[e] to
+    offsets[e + 1]. handle: for `moe_reduce_scatter`.
+    """
+
+    rows: Tensor
+    handle: Routed
+
+    @property
+    def offsets(self) -> Tensor:
+        return self.handle.offsets
+
+
+def all_gather_moe(
+    x: Tensor,
+    weight: Tensor,
+    topk_ids: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    implementation: str = "auto",
+) -> GatheredRows:
+    """Gather all ranks' tokens, and multiply each by its experts: x [t, h], weight [e, f, h], topk_ids [t, k].
+
+    Row i of the result's rows [ranks * t * k, f] is weight[expert] @ token, in the order of `GatheredRows`. weight:
+    this rank's f columns of every expert. x is bf16, fp16, fp32 or fp64, and weight of its dtype; ids are int64 or
+    int32, 0 to e - 1, checked on CPUs. group: None for all ranks; all give as many tokens, which may be 0. The host
+    waits for nothing.
+
+    x's gradient is the transposed pair, a grouped product and a reduce-scatter, with the sums of `moe_reduce_scatter`;
+    weight's needs the gathered tokens [ranks * t, h], which are kept for it. implementation: "library" gathers by the
+    group's backend, then multiplies as `grouped_matmul`; "kernel" multiplies tokens as they arrive, for what
+    `grouped_matmul`'s kernels take, between ranks of one machine; "auto" is the library. ValueError for other shapes
+    and dtypes, where no kernel can run, and if ranks make different calls. TileLink, section 5.
+    """
+    name = find_name(group)
+    require_implementation(implementation)
+    require_tokens("all_gather_moe", x, topk_ids, weight.shape[0] if weight.dim() == 3 else 1)
+    routed = Routed(*_gather_routing(topk_ids, weight.shape[0], name, implementation))
+    require_operands("all_gather_moe", x, weight, routed.offsets)
+    rows, _ = _gather_multiply(x, weight, *routed, name, implementation, needs_gradients(weight))
+    return GatheredRows(rows, routed)
+
+
+def moe_reduce_scatter(
+    rows: Tensor,
+    weight: Tensor,
+    handle: Routed,
+    topk_weights: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    implementation: str = "auto",
+) -> Tensor:
+    """Multiply each expert's rows, and sum each token's at its rank: rows [n, f], weight [e, h, f] -> [t, h].
+
+    rows: in the order of `all_gather_moe`, whose handle it is. weight: of every expert, what multiplies this rank's f
+    columns. topk_weights [t, k], of x's or another floating dtype, are those of this rank's tokens, and gathered here.
+
+    Sums, in order: a row's product, in fp32, rounded to rows' dtype; a token's k rows, weighted, in fp32 in the order
+    of its ids, rounded; the ranks' sums of a token, which travel in rows' dtype, in fp32 in the order of ranks,
+    rounded. With implementation="library" on GPUs the last one is the group's reduce-scatter, in its own order (fp64
+    stays fp64 throughout). The gradients of rows and weight need one all-gather of the result's, which is multiplied as
+    in `all_gather_moe`. ValueError as there, and for rows that are not the handle's.
+    """
+    name = find_name(group)
+    require_implementation(implementation)
+    require_operands("moe_reduce_scatter", rows, weight, handle.offsets)
+    tokens, k = handle.positions.shape
+    if rows.shape[0] != handle.tokens.shape[0]:
+        raise ValueError(
+            f"moe_reduce_scatter: the handle is of {handle.tokens.shape[0]} rows, and rows is {list(rows.shape)}: give "
+            "what was computed from the rows that came with it"
+        )
+    require_weighted("moe_reduce_scatter", rows, topk_weights, (tokens // dist.get_world_size(group), k))
+    out, _ = _multiply_scatter(rows, weight, topk_weights, *handle, name, implementation)
+    return out
+
+
+def moe_mlp(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    activation: Activation = "silu",
+    implementation: str = "auto",
+) -> Tensor:
+    """The weighted sum of each token's experts, of which each rank has columns: x [t, h], topk_ids [t, k] -> [t, h].
+
+    gate_up: [e, 2 * f, h], this rank's columns of every expert's gate, then those of its up projection; or [e, f, h]
+    without a gate. down: [e, h, f]. It is `all_gather_moe`, the activation, and `moe_reduce_scatter`, whose arguments
+    and errors these are; activation is that of `gated_activation`. ValueError too for weights that do not fit.
+    """
+    inner = down.shape[-1]
+    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] not in (inner, 2 * inner):
+        raise ValueError(
+            "moe_mlp takes gate_up [e, 2 * f, h], or [e, f, h] without a gate, and down [e, h, f], not "
+            f"{list(gate_up.shape)} and {list(down.shape)}"
+        )
+    require_weighted("moe_mlp", x, topk_weights, topk_ids.shape)
+    function = find_activation(activation)
+    found = all_gather_moe(x, gate_up, topk_ids, group, implementation=implementation)
+    is_gated = gate_up.shape[1] != inner
+    rows = gated_activation(found.rows, activation) if is_gated else function(found.rows)
+    return moe_reduce_scatter(rows, down, found.handle, topk_weights, group, implementation=implementation)
+
+
+# The routing.
+
+
+def _run_routing(topk_ids: Tensor, experts: int, group: str, implementation: str) -> tuple[Tensor, Tensor, Tensor]:
+    (t, k), device = topk_ids.shape, topk_ids.device
+    _require_agreement(f"routing of [{t}, {k}] {topk_ids.dtype}, {experts} experts, {implementation}", group, device)
+    if obstacle := _find_obstacle(implementation, group, device):
+        raise ValueError(obstacle)
+    slots, positions, offsets = sort_by_expert(_gather(topk_ids, group, implementation), experts)
+    return (slots // k).to(torch.int32), positions, offsets
+
+
+def _fake_routing(topk_ids: Tensor, experts: int, group: str, implementation: str) -> tuple[Tensor, Tensor, Tensor]:
+    (t, k), ranks = topk_ids.shape, find_group(group).size()
+    return (
+        topk_ids.new_empty(ranks * t * k, dtype=torch.int32),
+        topk_ids.new_empty(ranks * t, k, dtype=torch.int64),
+        topk_ids.new_empty(experts + 1, dtype=torch.int32),
+    )
+
+
+_gather_routing = define_operator("moe_gather_routing", _run_routing, fake=_fake_routing, tensors=slice(1))
+
+
+def _require_agreement(call: str, group: str, device: torch.device, *, is_ready: bool = True) -> bool:
+    """True if the call is_ready on all ranks. ValueError if they make different calls."""
+    if find_group(group).size() == 1:
+        return is_ready
+    return require_agreement(f"tensor-parallel experts: {call}", is_ready, group, device).by_tma
+
+
+def _find_config(
+    call: str, implementation: str, n: int, experts: int, operands: tuple[Tensor, ...], group: str, *, by_tokens: bool
+) -> GroupedConfig | None:
+    """The kernel's configuration of a product, None for the library. ValueError where "kernel" is asked for in vain."""
+    device, config = operands[0].device, None
+    obstacle = _find_obstacle(implementation, group, device) if n else ""
+    if implementation == "kernel" and find_group(group).size() > 1 and n and not obstacle:
+        try:
+            config = choose_config(implementation, "product", n, experts, operands, by_tokens=by_tokens)
+        except ValueError as error:  # which other ranks need not have
+            obstacle = str(error)
+    is_ready = _require_agreement(f"{call}, {implementation}", group, device, is_ready=not obstacle)
+    if obstacle or not is_ready:
+        raise ValueError(obstacle or "no kernel can run, since another rank's operands do not suit any")
+    return config
+
+
+def _find_obstacle(implementation: str, group: str, device: torch.device) -> str:
+    """Why the group's ranks can run no kernels that were asked for, "" if they can."""
+    obstacle = ""
+    if implementation == "kernel" and find_group(group).size() > 1:
+        obstacle = find_group_obstacle(group, device)
+    return obstacle and f'no kernel can run: {obstacle}; implementation="library" will do'
+
+
+def _gather(rows: Tensor, group: str, implementation: str = "library") -> Tensor:
+    """All ranks' rows, in their order, in memory of their own."""
+    ranks = find_group(group).size()
+    if not rows.numel() or ranks == 1:
+        return rows.repeat(ranks, 1)
+    if implementation == "kernel":
+        return exchange(rows.expand(ranks, *rows.shape), group).flatten(0, 1)
+    return gather_rows(rows.contiguous(), group)
+
+
+def _scatter(sums: Tensor, group: str) -> Tensor:
+    """This rank's rows of the sum over ranks: on CPUs in the order of ranks, on GPUs by the group's reduce-scatter."""
+    ranks = find_group(group).size()
+    if not sums.numel() or ranks == 1:
+        return sums[: sums.shape[0] // ranks].clone()
+    return reduce_scatter(sums, group) if sums.is_cuda else scatter_sum(sums, group)
+
+
+# All-gather + grouped product.
+
+
+def _run_gather(
+    x: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
+    group: str,
+    implementation: str,
+    keeps_gathered: bool,
+) -> tuple[Tensor, Tensor]:
+    """(rows [n, f], gathered tokens [ranks * t, h] if they are kept, else none)."""
+    x, weight = x.contiguous(), _orient(weight)
+    config = _find_config(
+        f"all-gather of [{x.shape[0]}, {x.shape[1]}] {x.dtype}", implementation, tokens.shape[0], weight.shape[0],
+        (x, weight), group, by_tokens=True,
+    )  # fmt: skip
+    if config is not None and weight.numel():
+        routed = Routed(tokens, positions, offsets)
+        return multiply_arriving(config, x, weight, routed, group, keeps_gathered=keeps_gathered)
+    gathered = _gather(x, group, implementation)
+    rows = compute_product(gathered, weight, offsets, tokens, "auto")
+    return rows, gathered if keeps_gathered else x.new_empty(0, x.shape[1])
+
+
+def _orient(weight: Tensor) -> Tensor:
+    """The weight, contiguous or the transpose of what is."""
+    return weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous()
+
+
+def _fake_gather(
+    x: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
+    group: str,
+    implementation: str,
+    keeps_gathered: bool,
+) -> tuple[Tensor, Tensor]:
+    kept = positions.shape[0] if keeps_gathered else 0
+    return x.new_empty(tokens.shape[0], weight.shape[1]), x.new_empty(kept, x.shape[1])
+
+
+def _count_gather_flops(x: torch.Size, weight: torch.Size, tokens: torch.Size, *_: object, **__: object) -> int:
+    return 2 * tokens[0] * prod(weight[1:])
+
+
+def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, weight, *routing, ctx.group, ctx.implementation, _keeps_gathered = inputs
+    needs_x, needs_weight, *_ = ctx.needs_input_grad
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(weight if needs_x else None, output[1] if needs_weight else None, *routing)
+
+
+def _differentiate_gather(ctx: Any, grad: Tensor | None, _of_gathered: Tensor | None) -> tuple[Tensor | None, ...]:
+    """C = gather(x)[tokens] @ W.T: dx is the reduce-scatter of each token's rows of dC @ W; dW is dC.T @ those rows."""
+    weight, gathered, tokens, positions, offsets = ctx.saved_tensors
+    of_x = of_weight = None
+    if grad is not None:
+        grad = grad.contiguous()
+        if weight is not None:
+            transposed = weight.transpose(1, 2)
+            of_x, _ = _multiply_scatter(
+                grad, transposed, None, tokens, positions, offsets, ctx.group, ctx.implementation
+            )
+        if gathered is not None:
+            of_weight = grouped_weight_gradient(grad, gathered, offsets, tokens=tokens)
+    return of_x, of_weight, None, None, None, None, None, None
+
+
+# Grouped product + weighted sum + reduce-scatter.
+
+
+def _run_scatter(
+    rows: Tensor,
+    weight: Tensor,
+    topk_weights: Tensor | None,
+    tokens: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
+    group: str,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    """(this rank's tokens [t, h], all ranks' weights [ranks * t, k], of no elements without weights)."""
+    rows, weight = rows.contiguous(), _orient(weight)
+    weighted = "unweighted" if topk_weights is None else topk_weights.dtype
+    config = _find_config(
+        f"reduce-scatter of [{positions.shape[0]}, {weight.shape[1]}] {rows.dtype}, {weighted}", implementation,
+        rows.shape[0], weight.shape[0], (rows, weight), group, by_tokens=False,
+    )  # fmt: skip
+    everyones = None if topk_weights is None else _gather(topk_weights, group, implementation)
+    if config is not None and weight.numel():
+        out = multiply_leaving(config, rows, weight, everyones, Routed(tokens, positions, offsets), group)
+    else:
+        products = compute_product(rows, weight, offsets, None, "auto")
+        out = _scatter(sum_copies(products, positions, everyones), group)
+    return out, rows.new_empty(0) if everyones is None else everyones
+
+
+def _fake_scatter(
+    rows: Tensor,
+    weight: Tensor,
+    topk_weights: Tensor | None,
+    tokens: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
+    group: str,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    everyones = rows.new_empty(0) if topk_weights is None else topk_weights.new_empty(positions.shape)
+    return rows.new_empty(positions.shape[0] // find_group(group).size(), weight.shape[1]), everyones
+
+
+def _count_scatter_flops(rows: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+    return 2 * rows[0] * prod(weight[1:])
+
+
+def _save_scatter(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    rows, weight, topk_weights, *routing, ctx.group, ctx.implementation = inputs
+    _, needs_weight, needs_topk_weights, *_ = ctx.needs_input_grad
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        rows if needs_weight or needs_topk_weights else None,
+        weight,
+        None if topk_weights is None else output[1],
+        *routing,
+    )
+
+
+def _differentiate_scatter(ctx: Any, grad: Tensor | None, _of_weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    """One gather of the gradient, times W for each row; the routers' weights' are products of f numbers, not of h."""
+    rows, weight, everyones, tokens, positions, offsets = ctx.saved_tensors
+    needs_rows, needs_weight, needs_topk_weights, *_ = ctx.needs_input_grad
+    of_weight = of_topk_weights = factors = None
+    if grad is None:
+        return (None,) * 8
+    of_rows, gathered = _gather_multiply(
+        grad.contiguous(), weight.transpose(1, 2), tokens, positions, offsets, ctx.group, ctx.implementation,
+        needs_weight,
+    )  # fmt: skip
+    numbers = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+    if everyones is not None:
+        factors = torch.empty(numbers.shape, dtype=sum_dtype(grad.dtype), device=grad.device)
+        factors.view(-1).scatter_(0, positions.reshape(-1), everyones.reshape(-1).to(factors.dtype))
+        if needs_topk_weights:
+            of_rows, products = weigh_and_multiply(of_rows, rows, numbers, factors)
+            products = products.view(-1).index_select(0, positions.reshape(-1)).view(positions.shape)
+            of_topk_weights = _scatter_products(products, ctx.group, ctx.implementation).to(everyones.dtype)
+        elif needs_rows:
+            of_rows = spread_tokens(of_rows, numbers, factors)
+    if needs_weight:
+        weighed = rows if factors is None else spread_tokens(rows, numbers, factors)
+        of_weight = grouped_weight_gradient(take_rows(gathered, tokens), weighed, offsets)
+    return of_rows if needs_rows else None, of_weight, of_topk_weights, None, None, None, None, None
+
+
+def _run_products(products: Tensor, group: str, implementation: str) -> Tensor:
+    """This rank's [t, k] of the sum over ranks of products [ranks * t, k]."""
+    ranks = find_group(group).size()
+    if implementation != "kernel" or ranks == 1 or not products.numel():
+        return _scatter(products, group)
+    first, *others = exchange(products.view(ranks, -1, products.shape[1]), group)
+    for other in others:
+        first = first + other
+    return first
+
+
+def _fake_products(products: Tensor, group: str, implementation: str) -> Tensor:
+    return products.new_empty(products.shape[0] // find_group(group).size(), products.shape[1])
+
+
+_gather_multiply = define_operator(
+    "all_gather_moe",
+    _run_gather,
+    fake=_fake_gather,
+    count_flops=_count_gather_flops,
+    autograd=Autograd(_save_gather, _differentiate_gather),
+    tensors=slice(5),
+)
+_multiply_scatter = define_operator(
+    "moe_reduce_scatter",
+    _run_scatter,
+    fake=_fake_scatter,
+    count_flops=_count_scatter_flops,
+    autograd=Autograd(_save_scatter, _differentiate_scatter),
+    tensors=slice(6),
+)
+_scatter_products = define_operator("moe_scatter_products", _run_products, fake=_fake_products, tensors=slice(1))
