@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from stretto.axes import NAMES, name_grid
+from stretto.axes import check_sizes, name_grid
 from stretto.bench.training.settings import PADDED_VOCAB
 from stretto.models import GPTConfig
 
@@ -41,10 +41,10 @@ def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
     grids = []
     for part in text.split(","):
         fields = re.split(r"[\s]+", part.strip())
-        pairs = [re.fullmatch(r"(data|x|y|z)=(\d+)", field) for field in fields]
+        pairs = [re.fullmatch(r"(data|context|x|y|z)=(\d+)", field) for field in fields]
         if not all(pairs):
             raise ValueError(f"{part.strip()!r} is not a grid; write grids as 'z=4, x=2 z=2'")
-        sizes = dict.fromkeys(NAMES, 1) | {pair[1]: int(pair[2]) for pair in pairs if pair}
+        sizes = check_sizes({pair[1]: int(pair[2]) for pair in pairs if pair}).sizes()
         if prod(sizes.values()) != ranks:
             raise ValueError(f"the grid {name_grid(sizes)} has {prod(sizes.values())} ranks, but {ranks} are used")
         grids.append(sizes)

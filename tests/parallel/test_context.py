@@ -127,6 +127,7 @@ def test_five_steps_with_experts_equal_those_of_one_rank(ranks, run):
                 ({"pipe": 2, "context": 2, "x": 2}, "interleaved"),
                 ({"pipe": 2, "context": 2, "data": 2}, "message-driven"),
                 ({"pipe": 2, "context": 4}, "zb-v"),
+                ({"pipe": 2, "context": 4}, "message-driven"),
             )
         ),
     ],

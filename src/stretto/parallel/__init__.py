@@ -12,7 +12,7 @@ Modules of `parallelize`, in the order of its passes:
     place, builder, meta   builds parallel modules and shards (`layout`, `sharded_parameter`); the last that may fail
     install                puts them into the model
 
-The model that this makes: `context` (cuts its sequences), `layers` (parallel modules), `comm` (collectives;
+The model that this makes: `layers` (parallel modules; `context` cuts sequences), `comm` (collectives;
 `weight_gathering` before a weight is used, `gradient_reducer` from a gradient to `.grad`), `forward_passes`,
 `model_loss`, `recomputation`, `pipeline` (stages).
 """
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from stretto.parallel.comm.gradient_reducer import no_sync
     from stretto.parallel.comm.kept_outputs import recomputation_contexts, run_once
     from stretto.parallel.comm.weight_gathering import gather_once
-    from stretto.parallel.context import cut_sequences
     from stretto.parallel.expert_balance import balance_experts
     from stretto.parallel.forward_passes import register_forward_method
     from stretto.parallel.full_parameters import full_parameters
     from stretto.parallel.grid import Grid
+    from stretto.parallel.layers.context import cut_sequences
     from stretto.parallel.layers.dropout import micro_batch_of
     from stretto.parallel.layers.loss import mean_over_batch
     from stretto.parallel.layout import Box, ParameterLayout, Split, gather, layout_of
@@ -96,7 +96,7 @@ _HOMES = {
     "no_sync": "stretto.parallel.comm.gradient_reducer",
     "recomputation_contexts": "stretto.parallel.comm.kept_outputs",
     "run_once": "stretto.parallel.comm.kept_outputs",
-    "cut_sequences": "stretto.parallel.context",
+    "cut_sequences": "stretto.parallel.layers.context",
     "full_parameters": "stretto.parallel.full_parameters",
     "Grid": "stretto.parallel.grid",
     "micro_batch_of": "stretto.parallel.layers.dropout",

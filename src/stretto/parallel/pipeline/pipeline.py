@@ -6,8 +6,8 @@ backward pass B, or the two parts of that, I for the input's gradient and W for 
 schedule, or comes about as messages arrive (Singh, section 3.1.3). Each rank takes its actions one after another, and
 waits in each for the message that the action needs.
 
-Collectives within a stage (over x, y and z) run in the order of the actions, so the ranks that share a micro-batch must
-take the same ones. In message-driven order the first of them decides, and notifies the others.
+Collectives within a stage (over x, y, z and context) run in the order of the actions, so the ranks that share a
+micro-batch must take the same ones. In message-driven order the first of them decides, and notifies the others.
 """
 
 import itertools
@@ -119,7 +119,7 @@ class Pipeline:
             # Experts exchange tokens over data, too, and routers sum their choices.
             modules = whole_model(model).modules()  # of all stages: ranks make one group
             over_data = grid.size(EXPERT) > 1 or any(hasattr(module, "sum_over_ranks") for module in modules)
-            over = STAGE_AXES if over_data else WEIGHT_AXES
+            over = STAGE_AXES if over_data else (*WEIGHT_AXES, "context")
             if check_sizes(grid.sizes).over(over) > 1:
                 self._leaders = grid.shared_group(grid.partition(over), "leaders", backend="gloo")
         self._number = next(_numbers.setdefault(grid.group("world"), itertools.count()))
