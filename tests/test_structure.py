@@ -88,9 +88,9 @@ SCHEMA_TYPES = {
 
 
 OF_DESCRIPTORS = {
-    "ops/moe/grouped_kernels.py: multiply_groups",
-    "ops/moe/grouped_kernels.py: multiply_groups_in_order",
-    "ops/moe/grouped_kernels.py: sum_outer_products",
+    "ops/moe/grouped/kernels.py: multiply_groups",
+    "ops/moe/grouped/kernels.py: multiply_groups_in_order",
+    "ops/moe/grouped/kernels.py: sum_outer_products",
 }
 """Kernels of tensor descriptors, which Triton takes one by one, beside the sizes and tiles that belong to them."""
 

@@ -31,9 +31,9 @@ from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.settings import Needs, Option, require_known
 from stretto.cluster import Cluster
 from stretto.ops import moe
-from stretto.ops.moe.grouped_matmul import compute_product
+from stretto.ops.moe.grouped.matmul import compute_product
+from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import sort_by_expert
-from stretto.ops.moe.tile_order import Arrivals
 from stretto.ops.operator import CHANNELS
 from stretto.parallel import Grid
 from stretto.planner.compute import Device

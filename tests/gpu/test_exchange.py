@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stretto.memory import shared_gpus
 from stretto.ops import moe
-from stretto.ops.moe.grouped_matmul import compute_product
+from stretto.ops.moe.grouped.matmul import compute_product
 from stretto.ops.moe.places import find_places
 from stretto.ops.operator import close_workspaces, list_channels
 from tests.gpu.sharing import GpuRanks

@@ -16,7 +16,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.models.moe import Router
 from stretto.ops import moe
 from stretto.ops.moe import places
-from stretto.ops.moe.tile_order import Arrivals
+from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.optim import AdamW
 from stretto.parallel import CapturedStep, Grid, clip_grad_norm_, parallelize
 from stretto.parallel.layers import experts

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from stretto.parallel import Grid, gather, parallelize
@@ -92,6 +93,38 @@ class Quantized(Chain):
         return super().forward(x) * self.scale @ (self.codes & 7).to(x.dtype)
 
 
+class Adds(nn.Module):
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta
+
+
+class Adapted(nn.Module):
+    """A frozen layer whose weight is parametrized within each forward pass, as PEFT does with experts' weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.column, self.row = nn.Parameter(torch.ones(WIDTH, 1)), nn.Parameter(torch.ones(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.base, "weight", Adds(self.column @ self.row))
+        self.base.parametrizations.weight.original.requires_grad_(False)
+        try:
+            return self.base(x)
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+class Adapts(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted() for _ in range(2))
+
+
 class ReadsOtherBlock(Chain):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + F.linear(x, self.layers[1].weight)
@@ -149,6 +182,8 @@ def largest_distance(sizes: dict[str, int], kind: Callable[[], nn.Module], part:
         (Checkpoints, "", {}),
         (ListsTwice, "", {"recompute": "full"}),
         (Quantized, "", {}),
+        (Adapts, "", {}),
+        (Adapts, "", {"recompute": "full"}),
         (ReadsOtherBlock, "", {"blocks": []}),
         (Chain, "first", {}),
         (Chain, "layers.1", {}),

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stretto.axes import BATCH
-from stretto.parallel import Grid, gather, parallelize
+from stretto.parallel import Grid, gather, parallelize, validate
 from tests.conftest import Ranks
-from tests.parallel import hugging_face
+from tests.parallel import hugging_face, moe_families
 from tests.parallel.lora import PeftModel, adapters
 
 MakeRanks = Callable[[int], Ranks]
@@ -72,3 +72,19 @@ def test_adapters_train_as_on_one_rank(sizes: dict[str, int], options: dict[str,
     assert not any("deprecated" in message for message in of_ranks[0][1])
     warned = any("2 times the work" in message for message in of_ranks[0][1])
     assert warned == ("x" in sizes)
+
+
+class ParamWrapper(nn.Module):
+    """What PEFT puts around a module of which it adapts a parameter."""
+
+    def __init__(self, base_layer: nn.Module, parameter_name: str) -> None:
+        super().__init__()
+        self.base_layer, self.parameter_name = base_layer, parameter_name
+
+
+def test_adapters_of_experts_that_ranks_would_divide_are_refused():
+    model = moe_families.build("mixtral")
+    mlp = model.model.layers[0].mlp
+    mlp.experts = ParamWrapper(mlp.experts, "down_proj")
+    with pytest.raises(ValueError, match=r"adapt down_proj of model\.layers\.0\.mlp\.experts\.base_layer, .* expert=1"):
+        validate(model, {"data": 2, "expert": 2})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops import moe
-from stretto.ops.moe.grouped_matmul import compute_product
+from stretto.ops.moe.grouped.matmul import compute_product
 from stretto.ops.moe.permutation import sum_copies
 from stretto.ops.moe.places import find_places
 from stretto.stress.catalogue import Check, Configuration, StressCase
@@ -25,8 +25,8 @@ _EXCHANGE = (
 )
 _ARRIVALS = (
     *_EXCHANGE,
-    "ops.moe.grouped_kernels.multiply_groups_in_order",
-    *(f"ops.moe.tile_order.{name}" for name in ("fill_tile_tables", "await_all_channels")),
+    "ops.moe.grouped.kernels.multiply_groups_in_order",
+    *(f"ops.moe.grouped.tile_order.{name}" for name in ("fill_tile_tables", "await_all_channels")),
 )
 
 

@@ -11,8 +11,8 @@ from stretto.stress.team import Team
 
 ENTRIES = 6
 K = 3
-_CLEARING = tuple(f"ops.moe.grouped_matmul.{name}" for name in ("clear_padding_rows", "clear_empty_experts"))
-_GROUPED = tuple(f"ops.moe.grouped_kernels.{name}" for name in ("multiply_groups", "sum_outer_products"))
+_CLEARING = tuple(f"ops.moe.grouped.matmul.{name}" for name in ("clear_padding_rows", "clear_empty_experts"))
+_GROUPED = tuple(f"ops.moe.grouped.kernels.{name}" for name in ("multiply_groups", "sum_outer_products"))
 _COPIES = tuple(f"ops.moe.permutation.{name}" for name in ("sum_rows", "spread_rows", "multiply_rows"))
 _LOSS = tuple(f"ops.cross_entropy.{name}" for name in ("reduce_rows", "differentiate_rows"))
 _ROTARY = tuple(f"ops.rotary.{name}" for name in ("split_heads", "join_heads", "turn_heads"))
@@ -123,7 +123,7 @@ class ClearingCase(StressCase):
 
     def call(self, entry: int) -> Sequence[Check]:
         """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
-        from stretto.ops.moe.grouped_matmul import clear_empty, clear_padding
+        from stretto.ops.moe.grouped.matmul import clear_empty, clear_padding
 
         offsets, found = self._offsets[entry], self._whole.clone()
         clear_padding(found, offsets)

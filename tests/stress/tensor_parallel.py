@@ -15,8 +15,8 @@ ENTRIES = 6
 EXPERTS = 5
 _KERNELS = (
     *(f"ops.moe.tensor_parallel_kernels.{name}" for name in ("multiply_and_send", "signal_own_parts")),
-    *(f"ops.moe.tile_order.{name}" for name in ("fill_tile_tables",)),
-    "ops.moe.grouped_kernels.multiply_groups_in_order",
+    *(f"ops.moe.grouped.tile_order.{name}" for name in ("fill_tile_tables",)),
+    "ops.moe.grouped.kernels.multiply_groups_in_order",
 )
 
 

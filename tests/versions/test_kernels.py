@@ -25,15 +25,15 @@ from stretto.ops.matmul_reduce_scatter_copies import add_tiles
 from stretto.ops.moe import (
     activation,
     exchange_kernel,
-    grouped_config,
-    grouped_kernels,
     pairs,
     permutation,
     sorting,
     tensor_parallel_kernels,
-    tile_order,
 )
-from stretto.ops.moe.grouped_matmul import clear_empty_experts, clear_padding_rows
+from stretto.ops.moe.grouped import config as grouped_config
+from stretto.ops.moe.grouped import kernels as grouped_kernels
+from stretto.ops.moe.grouped import tile_order
+from stretto.ops.moe.grouped.matmul import clear_empty_experts, clear_padding_rows
 from stretto.optim import adamw_kernel
 from stretto.optim.state import kernels as state_kernels
 from stretto.parallel.comm import copy_engine_scatter
@@ -242,12 +242,12 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         for module, launch, names in (
             ("activation", launch_gates, ("gate_by_silu", "differentiate_silu_gate")),
             ("permutation", launch_copies, ("sum_rows", "spread_rows", "multiply_rows")),
-            ("grouped_kernels", launch_grouped, ("multiply_groups", "sum_outer_products")),
-            ("tile_order", launch_in_order, ("fill_tile_tables", "await_all_channels")),
+            ("grouped.kernels", launch_grouped, ("multiply_groups", "sum_outer_products")),
+            ("grouped.tile_order", launch_in_order, ("fill_tile_tables", "await_all_channels")),
             ("exchange_kernel", launch_exchange, ("exchange_counts", "push_rows")),
             ("pairs", launch_pairs, ("count_pairs", "place_pairs")),
             ("sorting", launch_sort, ("count_copies", "place_copies")),
-            ("grouped_matmul", launch_clearing, ("clear_padding_rows", "clear_empty_experts")),
+            ("grouped.matmul", launch_clearing, ("clear_padding_rows", "clear_empty_experts")),
         )
         for name in names
     },
@@ -261,7 +261,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         f"ops.rms_norm.{name}": lambda name=name: launch_norm(name) for name in ("normalize_rows", "differentiate_norm")
     },
     **{f"ops.rotary.{name}": lambda name=name: launch_rotation(name) for name in ("join_heads", "split_heads")},
-    "ops.moe.grouped_kernels.multiply_groups_in_order": lambda: Launch(*test_tile_order.launch_in_order("product")),
+    "ops.moe.grouped.kernels.multiply_groups_in_order": lambda: Launch(*test_tile_order.launch_in_order("product")),
     "ops.rotary.turn_heads": launch_turn,
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,

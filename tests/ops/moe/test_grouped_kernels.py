@@ -13,9 +13,9 @@ from torch.nn.functional import silu
 
 from stretto.ops import moe
 from stretto.ops.gemm import Blocks
-from stretto.ops.moe import grouped_kernels
-from stretto.ops.moe.grouped_config import TABLE, GroupedConfig
-from stretto.ops.moe.grouped_kernels import (
+from stretto.ops.moe.grouped import kernels
+from stretto.ops.moe.grouped.config import TABLE, GroupedConfig
+from stretto.ops.moe.grouped.kernels import (
     differentiate_gate,
     multiply,
     multiply_gated,
@@ -181,7 +181,7 @@ def launch(kind, by_tokens, arrivals=None):
 
     offsets, tokens = make_offsets([64] * 4), torch.zeros(256, dtype=torch.int32) if by_tokens else None
     config, wide = TABLE[kind], make(4, 512, 256)
-    with mock.patch.object(grouped_kernels, "launch_cached", note):
+    with mock.patch.object(kernels, "launch_cached", note):
         match kind:
             case "product":
                 multiply(config, make(256, 256), wide, offsets, tokens, arrivals)

@@ -11,9 +11,9 @@ from torch.autograd import gradcheck
 from torch.nn.functional import gelu, silu
 
 from stretto.ops import moe
-from stretto.ops.moe.grouped_matmul import clear_empty, clear_empty_experts, clear_padding, clear_padding_rows
+from stretto.ops.moe.grouped.matmul import clear_empty, clear_empty_experts, clear_padding, clear_padding_rows
 
-grouped_matmul = import_module("stretto.ops.moe.grouped_matmul")  # the package has a function of that name
+grouped_matmul = import_module("stretto.ops.moe.grouped.matmul")  # the package has a function of that name
 SEED = 80
 OFFSETS = {
     "some rows each": [0, 2, 5, 7],

@@ -13,8 +13,8 @@ from tests.tiles.machine_code import RELEASE, compile_to_ptx, find_spills, make_
 from stretto import tiles
 from stretto.ops import moe
 from stretto.ops.moe import tensor_parallel_kernels as kernels
-from stretto.ops.moe.grouped_config import GroupedWork, find_config
-from stretto.ops.moe.tile_order import TileOrder
+from stretto.ops.moe.grouped.config import GroupedWork, find_config
+from stretto.ops.moe.grouped.tile_order import TileOrder
 from stretto.tiles.compile_only import count_shared_bytes
 
 SEED = 660

@@ -18,11 +18,11 @@ from tests.tiles.machine_code import ACQUIRE, Ptx, find_spills, make_channel
 from stretto import tiles
 from stretto.ops.moe import kernel_route
 from stretto.ops.moe import places as module_of_places
-from stretto.ops.moe.grouped_config import GroupedConfig
-from stretto.ops.moe.grouped_kernels import differentiate_gate, multiply, multiply_gated
+from stretto.ops.moe.grouped.config import GroupedConfig
+from stretto.ops.moe.grouped.kernels import differentiate_gate, multiply, multiply_gated
+from stretto.ops.moe.grouped.tile_order import Arrivals, TileOrder, find_tile_order
 from stretto.ops.moe.places import Places, find_places
 from stretto.ops.moe.routes import call
-from stretto.ops.moe.tile_order import Arrivals, TileOrder, find_tile_order
 
 SEED = 591
 

@@ -12,7 +12,7 @@ from stretto.ops.moe.exchange_products import dispatch_grouped_matmul, grouped_m
 from stretto.ops.moe.experts import experts_mlp, routed_experts
 from stretto.ops.moe.few_tokens import DispatchedFew, FewHandle, combine_few, dispatch_few
 from stretto.ops.moe.fixed_rows import check_rows
-from stretto.ops.moe.grouped_matmul import grouped_matmul, grouped_weight_gradient
+from stretto.ops.moe.grouped.matmul import grouped_matmul, grouped_weight_gradient
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
 from stretto.ops.moe.places import SentTokens, return_sums, send_tokens
 from stretto.ops.moe.replicas import Placement, place_replicas, replicate

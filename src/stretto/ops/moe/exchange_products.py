@@ -24,7 +24,7 @@ from stretto.ops.moe.exchange import (
     find_handle,
     require_combined,
 )
-from stretto.ops.moe.grouped_matmul import (
+from stretto.ops.moe.grouped.matmul import (
     grouped_matmul,
     grouped_weight_gradient,
     multiply_arriving,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.ops.moe import grouped_kernels
 from stretto.ops.moe.activation import (
     Activation,
     differentiate_silu,
@@ -21,13 +20,15 @@ from stretto.ops.moe.activation import (
     gated_activation,
     is_silu,
 )
-from stretto.ops.moe.grouped_config import choose_config, require_implementation
-from stretto.ops.moe.grouped_matmul import (
+from stretto.ops.moe.grouped import kernels
+from stretto.ops.moe.grouped.config import choose_config, require_implementation
+from stretto.ops.moe.grouped.matmul import (
     compute_product,
     compute_weight_gradient,
     grouped_matmul,
     require_operands,
 )
+from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import (
     permute,
     require_tokens,
@@ -37,7 +38,6 @@ from stretto.ops.moe.permutation import (
     sum_dtype,
     unpermute,
 )
-from stretto.ops.moe.tile_order import Arrivals
 from stretto.ops.operator import Autograd, define_operator, is_traced, needs_gradients, without_autocast
 
 
@@ -144,7 +144,7 @@ def _gate(
         config = choose_config(implementation, "gate", n, experts, (rows, gate_up), by_tokens=by_tokens)
         if config is not None:
             with torch.cuda.device_of(rows):
-                return grouped_kernels.multiply_gated(
+                return kernels.multiply_gated(
                     config, rows, gate_up, offsets, tokens, keeps_inner=keeps_inner, arrivals=arrivals
                 )
     inner = compute_product(rows, gate_up, offsets, tokens, implementation, arrivals)
@@ -203,9 +203,7 @@ def _differentiate_gate(
         config = choose_config(implementation, "gate gradient", n, down.shape[0], operands, by_tokens=by_tokens)
         if config is not None:
             with torch.cuda.device_of(grad):
-                found = grouped_kernels.differentiate_gate(
-                    config, grad, down, offsets, inner, tokens, factors, arrivals
-                )
+                found = kernels.differentiate_gate(config, grad, down, offsets, inner, tokens, factors, arrivals)
             return found.inner, found.activated, None if found.products is None else found.products.sum(0)
     of_gated = compute_product(grad, down.transpose(1, 2), offsets, tokens, implementation, arrivals)
     gated = gated_activation(inner)

@@ -20,11 +20,11 @@ from stretto import tiles
 from stretto.memory.gpus import NCCL_BLOCKS, limit_waiting
 from stretto.ops.moe.exchange_kernel import PushedRows, StagedRows, exchange_counts, push_rows
 from stretto.ops.moe.fixed_rows import find_record
+from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
 from stretto.ops.moe.permutation import choose_block, invert, spread_tokens, sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, require_experts
 from stretto.ops.moe.sorting import sort_copies
-from stretto.ops.moe.tile_order import Arrivals
 from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_kept, find_name, find_workspace
 
 _TILE_BYTES = 65536  # that a program of `push_rows` loads at once: a loop over smaller tiles is bound by latency

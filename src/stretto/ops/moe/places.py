@@ -20,12 +20,12 @@ from torch.autograd.function import once_differentiable
 from stretto.memory.copy_engine import SideStream
 from stretto.memory.gpus import count_processors
 from stretto.ops.moe.call_route import RouteCall, can_send, check_call
-from stretto.ops.moe.grouped_config import DTYPES
+from stretto.ops.moe.grouped.config import DTYPES
+from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.kernel_route import KernelRoute
 from stretto.ops.moe.permutation import sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call
 from stretto.ops.moe.sorting import sort_copies
-from stretto.ops.moe.tile_order import Arrivals
 from stretto.ops.operator import find_known, find_name
 
 _PART_OF_GPU = 6  # of which one is left to what returns under a product

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from stretto.ops.choices import find_group_obstacle
 from stretto.ops.moe.activation import Activation, find_activation, gated_activation
-from stretto.ops.moe.grouped_config import GroupedConfig, choose_config, require_implementation
-from stretto.ops.moe.grouped_matmul import (
+from stretto.ops.moe.grouped.config import GroupedConfig, choose_config, require_implementation
+from stretto.ops.moe.grouped.matmul import (
     compute_product,
     grouped_weight_gradient,
     require_operands,

@@ -18,9 +18,9 @@ from torch import Tensor
 from stretto import tiles
 from stretto.memory.gpus import leave_room_for_copies, limit_waiting
 from stretto.ops.gemm import order_tiles
-from stretto.ops.moe.grouped_config import GroupedConfig
-from stretto.ops.moe.grouped_kernels import _describe, _make_tile, multiply
-from stretto.ops.moe.tile_order import Arrivals, TileOrder, find_tile_order
+from stretto.ops.moe.grouped.config import GroupedConfig
+from stretto.ops.moe.grouped.kernels import _describe, _make_tile, multiply
+from stretto.ops.moe.grouped.tile_order import Arrivals, TileOrder, find_tile_order
 from stretto.ops.operator import OperatorWorkspace, abandon, count_bytes, find_workspace
 from stretto.tiles.intrinsics import opaque_zero
 

@@ -184,7 +184,8 @@ class RankOrder:
         mine = torch.tensor([zlib.crc32(repr(event).encode())], device=_CPU)
         found = mine.new_empty(len(self._ranks))
         with collective("all_gather", self._group) as issued:  # of the backend: nobody counts it as the model's
-            started = issued.watch(self._host_backend._allgather_base(found, mine), mine)
+            work = self._host_backend._allgather_base(found, mine)  # type: ignore[attr-defined]
+            started = issued.watch(work, mine)
         if started is not None:
             started.wait()
         if (found != mine).any():

@@ -39,7 +39,7 @@ from stretto.ops.moe import (
 )
 from stretto.ops.moe.activation import is_silu
 from stretto.ops.moe.experts import differentiate_gate, gate_tokens
-from stretto.ops.moe.grouped_matmul import take_rows
+from stretto.ops.moe.grouped.matmul import take_rows
 from stretto.ops.moe.permutation import sum_copies, sum_dtype
 from stretto.ops.moe.places import Places, find_places
 from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient

@@ -69,7 +69,15 @@ def hold_and_check(
     before = _sums(tensors, watched)
     try:
         with hold(places, tensors):
-            yield
+            try:
+                yield
+            finally:
+                # PEFT parametrizes experts' weights within their forward: torch.nn.utils.parametrize sets each to
+                # itself (no write), and at its end makes a buffer of a tensor that is no parameter.
+                for place in places:
+                    if place.owner._buffers.get(place.key) is tensors[place.number]:
+                        _put(place, tensors[place.number])
+                        versions[place.number] = None
             replaced = [
                 place for place in places if place.owner._parameters.get(place.key) is not tensors[place.number]
             ]
@@ -105,6 +113,7 @@ def _describe_write(name: str, place: ParameterPlace) -> str:
 
 
 def _put(place: ParameterPlace, tensor: Tensor | None) -> None:
+    place.owner._buffers.pop(place.key, None)
     place.owner._parameters[place.key] = tensor  # type: ignore[assignment]
     names = vars(place.owner).get("_flat_weights_names")
     if names is not None:  # recurrent modules read their parameters from a list

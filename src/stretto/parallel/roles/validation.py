@@ -215,6 +215,12 @@ def _check_module(
 def check_experts(model: nn.Module, name: str, sizes: GridSizes) -> ExpertsKind:
     """What experts compute. Raises ValueError for a module without their interface, and for sizes that the grid does
     not divide."""
+    around = model.get_submodule(name.rpartition(".")[0])
+    if (adapted := getattr(around, "parameter_name", None)) in model.get_submodule(name)._parameters:
+        raise ValueError(
+            f"PEFT's target_parameters adapt {adapted} of {name}, which Stretto would divide and replace: leave the "
+            "experts out of target_parameters, or choose expert=1 without roles: z shards them with their adapters"
+        )
     kind = experts_kind(model, name)
     experts, hidden, inner = model.get_parameter(f"{name}.down_proj").shape
     if kind.is_transposed:

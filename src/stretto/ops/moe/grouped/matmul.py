@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products: each expert's rows times its own weight, in one call.
 
-On Hopper the kernels of `grouped_kernels` multiply bf16 and fp16 where they are estimated to be faster than torch's
-grouped GEMM (`grouped_config`), which multiplies bf16 on GPUs, and reads the offsets there. Other dtypes and places
-take a loop over the experts, for which the host reads the offsets: torch's GEMM does the same for them, and supports
-fewer shapes. It leaves what was in memory in rows of padding, and, on some GPUs, in the gradient of an expert without
-rows. Kernels write zeros there. Only the device knows where that is; programs without anything to clear end
+On Hopper, `kernels` multiply bf16 and fp16 where they are estimated to be faster than torch's grouped GEMM (`config`),
+which multiplies bf16 on GPUs, and reads the offsets there. Other dtypes and places take a loop over the experts, for
+which the host reads the offsets: torch's GEMM does the same for them, and supports fewer shapes. It leaves what was in
+memory in rows of padding, and, on some GPUs, in the gradient of an expert without rows. Kernels write zeros there.
+Only the device knows where that is; programs without anything to clear end
 immediately.
 """
 
@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.moe import grouped_kernels
-from stretto.ops.moe.grouped_config import choose_config, require_implementation
+from stretto.ops.moe.grouped import kernels
+from stretto.ops.moe.grouped.config import choose_config, require_implementation
+from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import DTYPES, sum_copies
-from stretto.ops.moe.tile_order import Arrivals
 from stretto.ops.operator import Autograd, define_operator, is_traced, needs_gradients, without_autocast
 from stretto.tiles.launches import launch_cached
 
@@ -132,7 +132,7 @@ def compute_product(
         config = choose_config(implementation, "product", n, experts, (rows, weight), by_tokens=by_tokens, room=room)
         if config is not None:
             with torch.cuda.device_of(rows):
-                return grouped_kernels.multiply(config, rows, weight, offsets, tokens, arrivals)
+                return kernels.multiply(config, rows, weight, offsets, tokens, arrivals)
     if arrivals is not None:
         arrivals.wait()
     rows = take_rows(rows, tokens)
@@ -192,7 +192,7 @@ def compute_weight_gradient(
         config = choose_config(implementation, "weight gradient", n, experts, operands, by_tokens=by_tokens, room=room)
         if config is not None:
             with torch.cuda.device_of(rows):
-                return grouped_kernels.multiply_transposed(config, grad, rows, offsets, grad_tokens, row_tokens)
+                return kernels.multiply_transposed(config, grad, rows, offsets, grad_tokens, row_tokens)
     grad, rows = take_rows(grad, grad_tokens), take_rows(rows, row_tokens)
     if _takes_grouped_gemm(grad, rows):
         with _leave_room(room):

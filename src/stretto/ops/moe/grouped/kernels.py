@@ -21,8 +21,8 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.gemm import describe_matrix, halve, order_tiles
-from stretto.ops.moe.grouped_config import GroupedConfig
-from stretto.ops.moe.tile_order import Arrivals, await_channels
+from stretto.ops.moe.grouped.config import GroupedConfig
+from stretto.ops.moe.grouped.tile_order import Arrivals, await_channels
 from stretto.tiles.launches import launch_cached
 
 _MOST_ROWS = 1 << 30
