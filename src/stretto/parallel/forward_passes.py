@@ -119,7 +119,8 @@ class RowsCheck:
             raise ValueError(
                 "ranks that differ only in x, y or context were given different rows, but compute parts of the same "
                 f"ones (this rank: {', '.join(different)}): give each rank block grid.coordinate('batch') of "
-                "grid.size('batch') of the batch; DistributedSampler(dataset, grid.size('batch'), grid.coordinate('batch')) does"
+                "grid.size('batch') of the batch; DistributedSampler(dataset, grid.size('batch'), "
+                "grid.coordinate('batch')) does"
             )
 
 
