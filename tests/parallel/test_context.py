@@ -289,7 +289,7 @@ def layouts_and_messages() -> dict[str, Any]:
     given, model = torch.arange(2 * 16).view(2, 16), parallelize(GPT(gpt()), grid)
     with count_collectives(grid) as counts, torch.no_grad():
         model(given, given)
-    sent = sum(call.bytes_sent for call in counts.calls if call.axis == "context")
+    sent = sum(call.bytes_sent for call in counts.calls if (call.kind, call.axis) == ("all_to_all", "context"))
     llama = parallelize(hugging_face.llama(False), grid)
     fused = llama(input_ids=given, past_key_values=cache_of_nothing())  # as fused modules have it on GPUs
     assert torch.equal(fused.logits, llama(input_ids=given).logits)
@@ -303,6 +303,7 @@ def layouts_and_messages() -> dict[str, Any]:
         (llama, {"input_ids": given, "logits_to_keep": 1}),
         (llama, {"input_ids": given, "past_key_values": DynamicCache()}),
         (llama, {"input_ids": given, "cu_seq_lens_q": torch.tensor([0, 16])}),
+        (parallelize(GPT(gpt()), grid), {"tokens": given + grid.coordinate("context")}),
     ):
         with pytest.raises(ValueError) as caught:
             own(**arguments)
@@ -323,13 +324,14 @@ def test_the_layout_of_ranks_and_tokens_what_is_sent_and_batches_that_are_refuse
         # Of 2 rows and 2 blocks, keys and values of 32 features in fp32, of 8 tokens: all are needed by the first rank,
         # and of its own the first part alone.
         assert found["sent"] == [2 * 2 * 2 * 32 * 4 * tokens for tokens in (4, 8)][context]
-        length, middle, own, last, cache, documents = found["refusals"]
+        length, middle, own, last, cache, documents, rows = found["refusals"]
         assert "6 tokens are not divisible by 4" in length
         assert "4 and 8 are the nearest that are" in length
         assert "padding between tokens of one row" in middle
         assert "documents by position_ids that begin anew" in own
         assert "leave out logits_to_keep" in last
         assert "takes no past_key_values" in cache
+        assert "ranks that differ only in x, y or context were given different rows" in rows
         assert "cu_seq_lens_q is [0, 16], but must be the first tokens of all documents of 2 rows" in documents
 
 

@@ -61,7 +61,7 @@ def end_forward(state: ParallelState) -> None:
 
 
 class RowsCheck:
-    """Raises ValueError where ranks of x or y are given different rows, whose partial sums a forward pass would add.
+    """Raises ValueError where ranks of x, y or context are given different rows, whose parts a forward pass would join.
 
     They would be under torch's DistributedSampler, which gives every rank rows of its own. A forward pre-hook of the
     model: compares the inputs of the first pass with gradients, and of the first without, by two small all-reduces. In
@@ -69,7 +69,8 @@ class RowsCheck:
     """
 
     def __init__(self, grid: Grid, *, has_roles: bool) -> None:
-        self._groups = [grid.group(axis) for axis in ("y", "x") if grid.size(axis) > 1 and grid.size("pipe") == 1]
+        axes = ("context", "y", "x") if grid.size("pipe") == 1 else ()
+        self._groups = [grid.group(axis) for axis in axes if grid.size(axis) > 1]
         self._device = grid.device
         self._has_roles = has_roles
         self._compared: set[bool] = set()  # by whether gradients are on
@@ -116,9 +117,9 @@ class RowsCheck:
         )
         if different:
             raise ValueError(
-                f"ranks that differ only in x or y were given different rows, but compute parts of the same ones (this "
-                f"rank: {', '.join(different)}): give each rank block grid.coordinate('batch') of grid.size('batch') "
-                "of the batch; DistributedSampler(dataset, grid.size('batch'), grid.coordinate('batch')) does"
+                "ranks that differ only in x, y or context were given different rows, but compute parts of the same "
+                f"ones (this rank: {', '.join(different)}): give each rank block grid.coordinate('batch') of "
+                "grid.size('batch') of the batch; DistributedSampler(dataset, grid.size('batch'), grid.coordinate('batch')) does"
             )
 
 

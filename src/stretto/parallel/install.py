@@ -72,8 +72,6 @@ def install(model: nn.Module, placement: Placement) -> None:
         _install_blocks(model, placement.blocks, builder, frees=frees)
     for owner, attribute, value in placement.values:
         setattr(owner, attribute, value)
-    if request.grid.size("context") > 1:
-        state.sequence_parts = install_context(model, request.grid)
     if isinstance(plan, ShardingPlan):
         install_loss(model, plan, reducer, request.sharded_loss)
     else:
@@ -89,6 +87,8 @@ def install(model: nn.Module, placement: Placement) -> None:
     _refuse_wrapping(model)
     reducer.name(model.named_parameters())
     _follow_passes(model, state, by_blocks=not has_roles)
+    if request.grid.size("context") > 1:  # after the hook that compares ranks' rows
+        state.sequence_parts = install_context(model, request.grid)
     set_state(model, state)
     if isinstance(plan, ShardingPlan) and plan.sharded_blocks and builder.tokens is not None:
         shard_between_blocks(model, plan.sharded_blocks, plan.attentions, builder.tokens)
