@@ -91,6 +91,7 @@ OF_DESCRIPTORS = {
     "ops/moe/grouped/kernels.py: multiply_groups",
     "ops/moe/grouped/kernels.py: multiply_groups_in_order",
     "ops/moe/grouped/kernels.py: sum_outer_products",
+    "ops/moe/tensor_parallel_kernels.py: multiply_and_send",
 }
 """Kernels of tensor descriptors, which Triton takes one by one, beside the sizes and tiles that belong to them."""
 

@@ -13,7 +13,8 @@ import torch
 from tests.ops import test_embedding_machine_code as embedding
 from tests.ops import test_machine_code as operators
 from tests.ops import test_put as put
-from tests.ops.moe import test_tensor_parallel_kernels, test_tile_order
+from tests.ops.attention import test_copies
+from tests.ops.moe import test_few_tokens, test_tensor_parallel_kernels, test_tile_order
 from tests.ops.test_put import kernels, stubs  # noqa: F401  (fixtures)
 from tests.stress.kernels import list_kernels
 from tests.tiles.machine_code import make_channel
@@ -25,6 +26,7 @@ from stretto.ops.matmul_reduce_scatter_copies import add_tiles
 from stretto.ops.moe import (
     activation,
     exchange_kernel,
+    few_kernels,
     pairs,
     permutation,
     sorting,
@@ -250,6 +252,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
             ("grouped.matmul", launch_clearing, ("clear_padding_rows", "clear_empty_experts")),
         )
         for name in names
+    },
+    "ops.attention.merge.merge_rows": lambda: Launch(*test_copies.launch_merge()),
+    **{
+        f"ops.moe.few_kernels.{kernel.__name__}": lambda kernel=kernel: Launch(*test_few_tokens.launch_few(kernel))
+        for kernel in (few_kernels.dispatch_tokens, few_kernels.combine_sums)
     },
     "ops.moe.tensor_parallel_kernels.multiply_and_send": lambda: Launch(*test_tensor_parallel_kernels.launch_sending()),
     "ops.moe.tensor_parallel_kernels.signal_own_parts": lambda: Launch(

@@ -67,14 +67,20 @@ def test_the_merging_kernel_rounds_once(interpret):
     assert max(found[8:]) < 1e-5
 
 
-@pytest.mark.long
-def test_the_merging_kernel_compiles_to_wide_accesses_without_spills(tmp_path):
+def launch_merge():
+    """(the merging kernel, arguments and options) of two parts."""
     parts = [
         merge.MergedRows(torch.zeros(256, dtype=torch.bfloat16), torch.zeros(256), 1 << 20, 128, 4096, 4096, 128, 1)
         for _ in range(3)
     ]
     arguments = (*parts[:2], torch.zeros(256), parts[2], 32, 8192, 128, True, True, 32, 128)
-    lines = compile_to_ptx(merge.merge_rows, arguments, num_warps=4)
+    return merge.merge_rows, arguments, {"num_warps": 4}
+
+
+@pytest.mark.long
+def test_the_merging_kernel_compiles_to_wide_accesses_without_spills(tmp_path):
+    kernel, arguments, options = launch_merge()
+    lines = compile_to_ptx(kernel, arguments, **options)
     assert find_spills(lines, tmp_path) == 0
     assert any("ld.global.v4" in line for line in lines)
 

@@ -197,9 +197,8 @@ def test_a_missed_call_is_an_error_that_names_the_rank(interpret):
         assert "waited in vain for rank 1" in message
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_packets_are_stored_and_polled_in_fours_by_one_thread_each(is_fp8, tmp_path):
+def launch_few(kernel, is_fp8=False):
+    """(the kernel, arguments and options) of a call of 128 tokens on 4 ranks."""
     world, sizes, columns, rows, block, warps = 4, (128, 8, 32, 4096), 2048, 8, 512, 8
     channel = make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
     halves, ints, longs = (torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.int32, torch.int64))
@@ -208,15 +207,21 @@ def test_packets_are_stored_and_polled_in_fours_by_one_thread_each(is_fp8, tmp_p
     operands = {
         few_kernels.dispatch_tokens: (received, halves, longs, ints.float(), 100, is_fp8),
         few_kernels.combine_sums: (halves, halves, 100),
-    }
-    for kernel, arguments in operands.items():
-        words = columns // 4 if is_fp8 and len(arguments) > 3 else columns // 2
-        layout = few_tokens._describe(world, sizes, words, rows, block, 32 * warps)
-        arguments = channel, layout, choices, longs, ints, *arguments
-        lines = compile_to_ptx(kernel, arguments, num_warps=warps, enable_fp_fusion=False)
+    }[kernel]
+    words = columns // 4 if is_fp8 and len(operands) > 3 else columns // 2
+    layout = few_tokens._describe(world, sizes, words, rows, block, 32 * warps)
+    arguments = channel, layout, choices, longs, ints, *operands
+    return kernel, arguments, {"num_warps": warps, "enable_fp_fusion": False}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_packets_are_stored_and_polled_in_fours_by_one_thread_each(is_fp8, tmp_path):
+    for kernel, sources in ((few_kernels.dispatch_tokens, 1), (few_kernels.combine_sums, 4)):
+        _, arguments, options = launch_few(kernel, is_fp8)
+        lines = compile_to_ptx(kernel, arguments, **options)
         polls = [line for line in lines if re.search(r"ld\.volatile\.global\.v4\.b32", line)]
-        each = rows * block // (32 * warps) // 4
-        sources = 1 if kernel is few_kernels.dispatch_tokens else world
+        each = 8 * 512 // (32 * options["num_warps"]) // 4
         assert len(polls) == 2 * each * sources  # before the loop, and in it
         assert any(re.search(r"st\.global\.(.*\.)?v2\.b64", line) for line in lines)
         assert find_spills(lines, tmp_path) < 512

@@ -15,7 +15,7 @@ from stretto.ops.moe.fixed_rows import check_rows
 from stretto.ops.moe.grouped.matmul import grouped_matmul, grouped_weight_gradient
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
 from stretto.ops.moe.places import SentTokens, return_sums, send_tokens
-from stretto.ops.moe.replicas import Placement, place_replicas, replicate
+from stretto.ops.moe.replicas import ReplicaPlacement, place_replicas, replicate
 from stretto.ops.moe.tensor_parallel import GatheredRows, all_gather_moe, moe_mlp, moe_reduce_scatter
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "FewHandle",
     "GatheredRows",
     "Permuted",
-    "Placement",
+    "ReplicaPlacement",
     "SentTokens",
     "all_gather_moe",
     "check_rows",

@@ -26,7 +26,7 @@ _LEAST = 0.01  # of the mean load of a rank, for which no weights are sent
 
 
 @dataclass(frozen=True)
-class Placement:
+class ReplicaPlacement:
     """Experts and replicas on ranks: what `place_replicas` returns, the same on all of them.
 
     replicas: of each rank, the experts of others that it holds too, as many as `spare` or fewer. slots: of each expert,
@@ -62,7 +62,7 @@ class Placement:
         return found
 
 
-def place_replicas(loads: Sequence[float], ranks: int, spare: int) -> Placement:
+def place_replicas(loads: Sequence[float], ranks: int, spare: int) -> ReplicaPlacement:
     """Place replicas for these loads, the choices of each expert: ranks hold experts evenly, and `spare` replicas each.
 
     Greedy: from the busiest rank to the idlest with a free place, the part of an expert that brings one of both nearest
@@ -107,11 +107,11 @@ def place_replicas(loads: Sequence[float], ranks: int, spare: int) -> Placement:
             slots[best][part] = slot
         totals[busiest] -= moved * loads[best] / SHARES
         totals[idlest] += moved * loads[best] / SHARES
-    return Placement(ranks, local, spare, tuple(map(tuple, replicas)), tuple(map(tuple, slots)))
+    return ReplicaPlacement(ranks, local, spare, tuple(map(tuple, replicas)), tuple(map(tuple, slots)))
 
 
 @torch.compiler.disable  # a graph break, as in `dispatch`: placements differ from step to step
-def replicate(weight: Tensor, placement: Placement, group: dist.ProcessGroup | None = None) -> Tensor:
+def replicate(weight: Tensor, placement: ReplicaPlacement, group: dist.ProcessGroup | None = None) -> Tensor:
     """The weights of this rank's slots: those of its experts, weight [local, ...], and replicas of other ranks'.
 
     [local + spare, ...]; places without a replica are zeros. One all-to-all sends what other ranks replicate. Its
@@ -122,7 +122,7 @@ def replicate(weight: Tensor, placement: Placement, group: dist.ProcessGroup | N
     return result
 
 
-def hold_replicas(weight: Tensor, placement: Placement, group: dist.ProcessGroup | None = None) -> Tensor:
+def hold_replicas(weight: Tensor, placement: ReplicaPlacement, group: dist.ProcessGroup | None = None) -> Tensor:
     """What `replicate` returns, for layers that have a backward pass of their own."""
     name, ranks, rank = find_name(group), dist.get_world_size(group), dist.get_rank(group)
     local = placement.local
@@ -140,7 +140,7 @@ def hold_replicas(weight: Tensor, placement: Placement, group: dist.ProcessGroup
     return held
 
 
-def return_gradients(grad: Tensor, placement: Placement, group: dist.ProcessGroup | None = None) -> Tensor:
+def return_gradients(grad: Tensor, placement: ReplicaPlacement, group: dist.ProcessGroup | None = None) -> Tensor:
     """The gradient of `hold_replicas`' weight, for one of its result: [local + spare, ...] -> [local, ...]."""
     rank = dist.get_rank(group)
     plan = _Sends.of(placement, rank)
@@ -161,7 +161,7 @@ class _Sends:
     receives: list[int]
 
     @classmethod
-    def of(cls, placement: Placement, rank: int) -> "_Sends":
+    def of(cls, placement: ReplicaPlacement, rank: int) -> "_Sends":
         local = placement.local
         theirs = [[one - rank * local for one in held if one // local == rank] for held in placement.replicas]
         own = placement.replicas[rank]
@@ -173,7 +173,7 @@ class _Replicate(torch.autograd.Function):
     """Weights of own experts and replicas; backward, the replicas' gradients are added to those of their homes."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, placement: Placement, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, placement: ReplicaPlacement, group: dist.ProcessGroup | None) -> Tensor:
         ctx.placement, ctx.group = placement, group
         return hold_replicas(weight, placement, group)
 
@@ -183,7 +183,7 @@ class _Replicate(torch.autograd.Function):
         return return_gradients(grad, ctx.placement, ctx.group), None, None
 
 
-def _order(placement: Placement, rank: int) -> list[int]:
+def _order(placement: ReplicaPlacement, rank: int) -> list[int]:
     """The numbers of this rank's replicas in the order in which they come: by home, then by number."""
     own = placement.replicas[rank]
     return sorted(range(len(own)), key=lambda place: own[place] // placement.local)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops.moe import Placement
+from stretto.ops.moe import ReplicaPlacement
 from stretto.ops.moe.replicas import hold_replicas, place_replicas, return_gradients
 from stretto.parallel.comm.collectives import all_reduce, collective
 from stretto.parallel.comm.kept_outputs import run_once
@@ -20,7 +20,7 @@ class ExpertReplicas:
 
     def __init__(self, group: dist.ProcessGroup, over_x: dist.ProcessGroup | None) -> None:
         self._group, self._over_x = group, over_x
-        self.placement: Placement | None = None
+        self.placement: ReplicaPlacement | None = None
         self.counts: Tensor | None = None
 
     def note(self, ids: Tensor, experts: int) -> None:
@@ -34,12 +34,12 @@ class ExpertReplicas:
             self.counts = ids.new_zeros(experts)
         self.counts.scatter_add_(0, ids, torch.ones_like(ids))
 
-    def hold(self, weight: Tensor, placement: Placement) -> Tensor:
+    def hold(self, weight: Tensor, placement: ReplicaPlacement) -> Tensor:
         """The weights of this rank's experts and replicas."""
         with collective("all_to_all"):
             return hold_replicas(weight, placement, self._group)
 
-    def return_home(self, gradient: Tensor, placement: Placement) -> Tensor:
+    def return_home(self, gradient: Tensor, placement: ReplicaPlacement) -> Tensor:
         """The gradient of this rank's experts, with those of their replicas."""
         with collective("all_to_all"):
             return return_gradients(gradient, placement, self._group)
@@ -50,7 +50,7 @@ class ExpertReplicas:
         total = all_reduce(self.counts.clone(), self._group)
         return total if self._over_x is None else all_reduce(total, self._over_x)
 
-    def place(self, loads: list[int], spare: int) -> Placement:
+    def place(self, loads: list[int], spare: int) -> ReplicaPlacement:
         """Place replicas for these loads, and begin to count anew."""
         self.placement, self.counts = place_replicas(loads, self._group.size(), spare), torch.empty(0)
         return self.placement

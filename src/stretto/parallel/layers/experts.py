@@ -30,7 +30,7 @@ from stretto.axes import EXPERT
 from stretto.execution import ExpertReduce
 from stretto.huggingface.experts import ExpertsKind
 from stretto.ops.moe import (
-    Placement,
+    ReplicaPlacement,
     combine,
     dispatch,
     gated_activation,
@@ -77,13 +77,13 @@ class ExpertProduct:
     is_transposed: bool = False
     replicas: ExpertReplicas | None = None
 
-    def gather(self, parameter: Tensor, placement: Placement | None, *, is_recorded: bool = False) -> Tensor:
+    def gather(self, parameter: Tensor, placement: ReplicaPlacement | None, *, is_recorded: bool = False) -> Tensor:
         """The parameter of the experts here, and of the replicas that a placement has."""
         rows = self.shard.gather(parameter, is_recorded=is_recorded).rows
         return rows if placement is None or self.replicas is None else self.replicas.hold(rows, placement)
 
     @property
-    def placement(self) -> Placement | None:
+    def placement(self) -> ReplicaPlacement | None:
         """Of replicas, in this step."""
         return None if self.replicas is None else self.replicas.placement
 
@@ -110,7 +110,7 @@ class ExpertProduct:
         rows: Tensor,
         gradient: Tensor,
         offsets: Tensor,
-        placement: Placement | None,
+        placement: ReplicaPlacement | None,
         tokens: Tensor | None = None,
         room: int = 0,
     ) -> None:
@@ -128,7 +128,7 @@ class ExpertProduct:
         rows: Tensor,
         gradient: Tensor,
         offsets: Tensor,
-        placement: Placement | None,
+        placement: ReplicaPlacement | None,
         tokens: Tensor | None,
         room: int,
     ) -> None:
@@ -225,7 +225,7 @@ class _MultiplyTokens(torch.autograd.Function):
         of_up, of_down = ctx.products
         tokens, weights, inner, slots, positions, is_here, offsets, up, down = ctx.saved_tensors
         places: Places = ctx.places
-        placement: Placement | None = ctx.placement
+        placement: ReplicaPlacement | None = ctx.placement
         gradient, arrivals = places.start(gradient.contiguous(), keeps=False)
         numbers = (slots // positions.shape[1]).to(torch.int32)
         factors = weights.reshape(-1).index_select(0, slots).to(sum_dtype(tokens.dtype))
