@@ -118,7 +118,7 @@ def axes_of_groups(grid: Grid) -> dict[str, str]:
     of_experts = EXPERT_AXES if grid.size(EXPERT) > 1 else ()
     found = {
         grid.group(axis).group_name: axis
-        for axis in (*of_experts, STAGE, "world", *reversed(DERIVED_GROUPS), *NAMES)  # of one group the last
+        for axis in (*of_experts, STAGE, "world", *reversed([*DERIVED_GROUPS]), *NAMES)  # of one group the last
         if grid.size(axis) > 1
     }
     return found | grid.other_groups
