@@ -6,6 +6,9 @@ from collections.abc import Mapping
 ROUTINGS = ("uniform", "skewed")
 """Of tokens to experts, in the benches' settings."""
 
+TENSOR_KINDS = ("tensor-gather", "tensor-scatter", "tensor-forward", "tensor-step")
+"""Rows of `lab exchange` of tensor-parallel experts."""
+
 # Hidden and intermediate sizes, experts and top-k.
 MODELS: Mapping[str, tuple[int, int, int, int]] = {
     "mixtral-8x7b": (4096, 14336, 8, 2),

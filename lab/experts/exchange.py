@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from lab.experts import MODELS, ROUTINGS, tensor_parallel
+from lab.experts import MODELS, ROUTINGS, TENSOR_KINDS, tensor_parallel
 from lab.experts.grouped import list_products
 from lab.experts.peers import exchange_experts
 from lab.experts.routing import count_rows_sent, draw_routing, load_of
@@ -39,7 +39,7 @@ from stretto.parallel import Grid, count_collectives
 from stretto.planner.compute import Device
 
 KINDS = ("dispatch", "combine", "forward", "step")
-_ALL_KINDS = (*KINDS, *tensor_parallel.KINDS)
+_ALL_KINDS = (*KINDS, *TENSOR_KINDS)
 STORES = 0.78  # of NVLink's rate, as stores of all multiprocessors of an H200 to three peers reach: 351 of 450 GB/s
 _TINY = (32, 48, 8, 2)
 
@@ -143,7 +143,7 @@ def _predict(model: str, routing: str, kind: str, setting: ExchangeSetting, clus
     ranks = setting.ranks
     assert ranks is not None
     t, hidden, inner, experts, k = sizes = _sizes(model, kind, setting, ranks)
-    if kind in tensor_parallel.KINDS:
+    if kind in TENSOR_KINDS:
         about = {"model": model, "routing": routing, "kind": kind}
         return about | tensor_parallel.predict(sizes, kind, routing, ranks, cluster)
     ids, _ = draw_routing(t, experts, k, routing, torch.device("cpu"))
@@ -182,7 +182,7 @@ def measure_all(setting: ExchangeSetting, keep: Callable[[list[dict[str, Any]]],
         row: dict[str, Any] = {"model": model, "routing": routing, "kind": kind}
         try:
             sizes = _sizes(model, kind, setting, setting.ranks)
-            if kind in tensor_parallel.KINDS:
+            if kind in TENSOR_KINDS:
                 row |= tensor_parallel.TensorParallel(sizes, routing, grid.device).measure(kind, _pass, _time)
             else:
                 case = _Exchange(sizes, routing, grid)

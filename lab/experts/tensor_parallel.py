@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab.experts import TENSOR_KINDS
 from lab.experts.peers import gather_experts, grouped_mm
 from lab.experts.routing import draw_routing, load_of
 from stretto.cluster import Cluster
 from stretto.ops import moe
 from stretto.planner.compute import Device
-
-KINDS = ("tensor-gather", "tensor-scatter", "tensor-forward", "tensor-step")
 
 Sizes = tuple[int, int, int, int, int]  # tokens of a rank, hidden, intermediate, experts, top-k
 
@@ -120,7 +119,7 @@ class TensorParallel:
         hidden = 1 - (row["stretto"] - row["products"]) / row.pop("exchange")
         sent = times * (by_gather + by_scatter) * (self.ranks - 1) * self.x.nbytes
         row |= {"tokens": len(self.x), "load": load_of(self.ids, self.experts), "megabytes": sent / 1e6}
-        return row | {"hidden": hidden} | ({"difference": difference} if kind in KINDS[2:] else {})
+        return row | {"hidden": hidden} | ({"difference": difference} if kind in TENSOR_KINDS[2:] else {})
 
     def _run_layer(self, how: str, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
         return moe.moe_mlp(x, self.ids, weights, gate_up, down, self.group, implementation=how)

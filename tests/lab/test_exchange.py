@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lab.experts import tensor_parallel
+from lab.experts import TENSOR_KINDS
 from lab.experts.exchange import BENCH, KINDS, ExchangeSetting, Row, measure_all
 from lab.experts.peers import ExchangedExperts, torch_experts
 from lab.experts.routing import draw_routing
@@ -34,10 +34,10 @@ def test_passes_compute_the_same_as_by_the_public_way(ranks, tmp_path):
 
 
 def test_tensor_parallel_passes_compute_the_same_as_by_nccl(ranks, tmp_path):
-    setting = ExchangeSetting(only=tensor_parallel.KINDS, routing=("skewed",), ranks=2)
+    setting = ExchangeSetting(only=TENSOR_KINDS, routing=("skewed",), ranks=2)
     ranks(2).run(measure_all, setting, partial(keep_rows, tmp_path, "kept", Row, {}))
     rows = json.loads((tmp_path / "kept.json").read_text())["rows"]
-    assert [row["kind"] for row in rows] == list(tensor_parallel.KINDS)
+    assert [row["kind"] for row in rows] == list(TENSOR_KINDS)
     assert [row.get("failed") for row in rows] == [None] * 4
     assert all(row["difference"] < 2e-2 for row in rows[2:])
     said = BENCH(replace(setting, ranks=4, cluster="dgx-h200", tokens=2048, models=("mixtral-8x7b",)), tmp_path)["rows"]

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from lab.experts import MODELS
 from lab.experts.grouped import BENCH, PARTS, GroupedSetting, Row, measure_all
 from lab.experts.routing import count_rows_sent, draw_routing, load_of
 from lab.harness import keep_rows
@@ -42,6 +43,6 @@ def test_a_skewed_routing_is_the_same_on_all_ranks_and_tokens_are_sent_once_to_a
 
 def test_predictions_need_no_gpu(tmp_path):
     said = BENCH(GroupedSetting(cluster="dgx-h200"), tmp_path)
-    assert len(said["rows"]) == 4 * 2 * 2 * len(PARTS)
+    assert len(said["rows"]) == len(MODELS) * 2 * 2 * len(PARTS)
     assert all(0 < row["predicted"] <= row["dense"] < 989 for row in said["rows"])
     assert said["rows"][5]["formula_megabytes"] == pytest.approx((2 * 4096 * 8192 + 4 * 8192 * 2 * 14336) / 1e6)

@@ -16,6 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from stretto.parallel.capture import note_forward
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.comm.counting import not_counted
 from stretto.parallel.comm.graph_functions import current_stream
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import ShardedModule
@@ -101,9 +102,10 @@ class RowsCheck:
             place[: len(numbers)] = numbers
         message.nan_to_num_()
         lowest = message.clone()
-        for group in self._groups:
-            all_reduce(message, group, dist.ReduceOp.MAX)
-            all_reduce(lowest, group, dist.ReduceOp.MIN)
+        with not_counted():
+            for group in self._groups:
+                all_reduce(message, group, dist.ReduceOp.MAX)
+                all_reduce(lowest, group, dist.ReduceOp.MIN)
         shapes, *spreads = (message - lowest).split([1, *map(len, places)])
         # What each GPU has computed of its rows itself may differ in the last bits.
         limits = [

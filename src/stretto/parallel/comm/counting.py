@@ -91,7 +91,7 @@ class _Counter(SelectiveMode):
         self.axes = axes_of_groups(grid)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional") and not _hidden:
             self._record(func._schema.name.split("::")[1], args)
         return func(*args, **(kwargs or {}))
 
@@ -144,6 +144,17 @@ def _tensors(payload: Any) -> list[Tensor]:
 
 
 _running: list[_Counter] = []  # the innermost last
+_hidden: list[bool] = []  # not empty in `not_counted`
+
+
+@contextmanager
+def not_counted() -> Iterator[None]:
+    """Count nothing inside the context: collectives of a check that a first pass makes, and no later one."""
+    _hidden.append(True)
+    try:
+        yield
+    finally:
+        _hidden.pop()
 
 
 def count_message(tensors: Sequence[Tensor | None]) -> None:
@@ -159,7 +170,8 @@ def count_collectives(
 ) -> Iterator[CollectiveCounts]:
     """Count the collectives that this process issues inside the context, forward and backward passes alike.
 
-    Messages between pipeline stages count as "message", over pipe.
+    Messages between pipeline stages count as "message", over pipe. What the first pass alone sends, to compare ranks'
+    rows and the order of their modules, is not counted.
 
     before: called with each before it is issued. It slows every operation a little: count one step, not a whole run.
     """
