@@ -218,9 +218,9 @@ def _train_while_it_is_written(config: TrainConfig, rank: int, fail: Callable[[]
 
     finish = CheckpointWriter.finish
 
-    def finish_late(writer: CheckpointWriter, *results: Any) -> None:
+    def finish_late(writer: CheckpointWriter, *results: Any, **named: Any) -> None:
         time.sleep(30)
-        finish(writer, *results)
+        finish(writer, *results, **named)
 
     with (
         mock.patch.object(saver_module, "MAX_END", 0.2),
