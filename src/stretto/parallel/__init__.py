@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from stretto.parallel.grid import Grid
     from stretto.parallel.layers.context import cut_sequences
     from stretto.parallel.layers.dropout import micro_batch_of
-    from stretto.parallel.layers.expert_balance import balance_experts
+    from stretto.parallel.layers.expert_replicas import balance_experts
     from stretto.parallel.layers.loss import mean_over_batch
     from stretto.parallel.layout import Box, ParameterLayout, Split, gather, layout_of
     from stretto.parallel.pipeline.pipeline import Pipeline
@@ -82,7 +82,7 @@ _HOMES = {
     "Overlap": "stretto.execution",
     "StageOptions": "stretto.execution",
     "parallelize": "stretto.parallel.api",
-    "balance_experts": "stretto.parallel.layers.expert_balance",
+    "balance_experts": "stretto.parallel.layers.expert_replicas",
     "register_forward_method": "stretto.parallel.forward_passes",
     "validate": "stretto.parallel.api",
     "CapturedStep": "stretto.parallel.capture",

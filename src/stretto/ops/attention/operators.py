@@ -28,7 +28,7 @@ from stretto.ops.operator import (
 
 
 class Settings(NamedTuple):
-    """What the operators take beside tensors. degree: of neighbours that exchange heads."""
+    """Options of the operators, which take them beside tensors. degree: of neighbours that exchange heads."""
 
     group: str
     degree: int

@@ -25,7 +25,7 @@ class Range(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: causal: up to its own; window: of those, the last `window`; documents: of its document.
+    """The keys that a query sees. causal: those up to its own; window: the last so many of them; documents: its own's.
 
     documents: the position of each document's first token, then the sequence's length; None for one document.
     """
@@ -66,7 +66,7 @@ class ExchangeStep(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one rank computes: `own` blocks with its own keys, then those of each step."""
+    """The blocks that one rank computes: `own` ones with its own keys, then those of each step."""
 
     own: tuple[Block, ...]
     steps: tuple[ExchangeStep, ...]

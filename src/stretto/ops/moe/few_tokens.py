@@ -51,7 +51,7 @@ _ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class FewHandle:
-    """What `combine_few` needs of a `dispatch_few`.
+    """The record of a `dispatch_few` that `combine_few` needs.
 
     shape, dtype: of the rows. tokens: of this rank. group: None for one rank. sent: of kernels, with max_tokens and k;
     or of the library.

@@ -227,6 +227,7 @@ def _push(
     parts, channels = (max(CHANNELS, _PARTS // power), CHANNELS) if rows.is_cuda else (4, 2)
     mapping = tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
     block_channel.check()
+    tiles.join_copies(block_channel)  # of an earlier call, which an error kept from it
     try:
         slot = next(workspace.slot_cycle)
         channel = block_channel.begin(

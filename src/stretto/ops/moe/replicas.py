@@ -42,7 +42,7 @@ class ReplicaPlacement:
 
     @property
     def num_slots(self) -> int:
-        """What `dispatch` gets as the number of experts."""
+        """The number of experts that `dispatch` is given."""
         return self.ranks * (self.local + self.spare)
 
     def spread(self, topk_ids: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def replicate(weight: Tensor, placement: ReplicaPlacement, group: dist.ProcessGr
 
 
 def hold_replicas(weight: Tensor, placement: ReplicaPlacement, group: dist.ProcessGroup | None = None) -> Tensor:
-    """What `replicate` returns, for layers that have a backward pass of their own."""
+    """Compute `replicate` without gradients, for layers that have a backward pass of their own."""
     name, ranks, rank = find_name(group), dist.get_world_size(group), dist.get_rank(group)
     local = placement.local
     if weight.shape[:1] != (local,) or ranks != placement.ranks:
@@ -154,7 +154,7 @@ def return_gradients(grad: Tensor, placement: ReplicaPlacement, group: dist.Proc
 
 @dataclass(frozen=True)
 class _Sends:
-    """What goes between this rank and others: own experts that they replicate, by rank, and numbers of both."""
+    """The weights that travel between this rank and others: own experts that others replicate, and numbers of both."""
 
     experts: list[int]
     sends: list[int]

@@ -9,7 +9,7 @@ Between embedding and loss all but attention sees this rank's tokens alone.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,10 @@ def cut_sequences(values: Values, grid: Grid, *, dim: int = 1, layout: Layout = 
 
     dim: the dim of the tokens in each tensor. layout: "zigzag" for causal models, "contiguous" for others.
 
-    Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can.
+    Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can, and for other layouts.
     """
+    if layout not in get_args(Layout):
+        raise ValueError(f'cut_sequences: layout is "zigzag" or "contiguous", not {layout!r}')
     ranks, rank = grid.size("context"), grid.coordinate("context")
     return tree_map(lambda leaf: _cut(leaf, ranks, rank, layout, dim) if isinstance(leaf, Tensor) else leaf, values)
 

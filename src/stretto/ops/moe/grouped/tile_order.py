@@ -210,7 +210,7 @@ def fill_tile_tables(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_before(places, begins, rows, bound, most):  # type: ignore[no-untyped-def]
-    """How many of each expert's rows, `most` or fewer, have places below a bound, by binary search."""
+    """Count each expert's rows, `most` or fewer, whose places are below a bound, by binary search."""
     low = begins + bound * 0
     high = low + rows
     while most > 0:
