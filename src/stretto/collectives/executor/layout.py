@@ -168,15 +168,17 @@ def find_sizes(collective: Collective, input: Tensor, output: Tensor | None) -> 
 def depends_on_chunk_length(collective: Collective, block_chunks: int) -> bool:
     """Check whether outputs depend on where chunks begin, so that chunks cannot be made longer for aligned accesses.
 
-    They do if a chunk goes to another place of a block, or if the collective promises only a part of a block: the rest,
-    which may hold anything, would be another part of it.
+    They do if a chunk goes to another place of a block, or if a block's chunks are not all made of the same ranks'
+    blocks: where some are sums and others are not, say, or where only some are promised, and the rest may hold anything.
     """
     for rank in range(collective.ranks):
-        outputs = [collective.expected(rank, index) for index in range(collective.output_chunks)]
-        for index, terms in enumerate(outputs):
+        made_of: dict[int, list[tuple[int, int]] | None] = {}
+        for index in range(collective.output_chunks):
+            terms = collective.expected(rank, index)
             if any(given % block_chunks != index % block_chunks for _, given in terms or ()):
                 return True
-            if (terms is None) != (outputs[index - index % block_chunks] is None):
+            blocks = None if terms is None else sorted((giver, given // block_chunks) for giver, given in terms)
+            if made_of.setdefault(index // block_chunks, blocks) != blocks:
                 return True
     return False
 

@@ -263,6 +263,29 @@ def test_copy_engines_send_nothing_from_a_place_that_may_be_too_short_for_it(wor
         make("copies", schedule, workspaces[3], in_place=False)
 
 
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("in_place", [True, False])
+def test_chunks_begin_where_they_should_when_only_some_of_them_are_sums(kind, in_place, workspaces):
+    """29 elements are three chunks of 10, 10 and 9. Chunks of 12, begun at 16 bytes, would be sums from elsewhere on."""
+
+    def expected(rank, index):
+        return ((0, index), (1, index)) if index else ((rank, index),)
+
+    collective = replace(Collective("custom", 2, 3, 3, expected), in_place=in_place)
+    with trace(collective) as traced:
+        for index in range(3):
+            held = [chunk(rank, "in", index) for rank in range(2)]
+            if not in_place:
+                held = [one.copy(rank, "out", index) for rank, one in enumerate(held)]
+            if index:
+                held[0].reduce(held[1]).copy(1, "in" if in_place else "out", index)
+    schedule = compile_program(traced.program, name="some are sums")
+    assert verify(schedule).ok
+    rng = random.Random(SEED)
+    print(f"seed {SEED}")
+    check_against_the_host(schedule, make(kind, schedule, workspaces[2], in_place), 29, in_place, rng)
+
+
 def test_copy_engines_push_no_more_into_a_peers_tensor_than_its_place_holds(workspaces):
     with trace(Collective("custom", 2, 2, 2, lambda rank, index: None)) as traced:
         chunk(0, "in", 0).copy(1, "out", 1)
