@@ -101,7 +101,7 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
         return f"the attention of {kind} has a sliding window by its mask alone; sliding_window=None would do"
     if any(_drops(module) for module in attentions):
         return f"{kind} has dropout of attention's weights (attention_dropout, attn_pdrop); 0 would do"
-    if "position_ids" not in parameters:
+    if attentions and "position_ids" not in parameters:
         return f"the forward of {kind} takes no position_ids"
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return f"the forward of {kind} hands attention no further arguments (**kwargs)"

@@ -160,14 +160,15 @@ class SequenceParts:
         is_shifted = self.is_pretrained and given.get("shift_labels") is None and compares_with_next(model)
         if is_shifted and isinstance(labels, Tensor):
             found["labels"] = found["shift_labels"] = self.cut_targets(model, labels)
-        at = next(name for name in _POSITIONS if name in self._signature.parameters)
-        if found.get(at) is None:
+        at = next((name for name in _POSITIONS if name in self._signature.parameters), None)
+        if at is not None and found.get(at) is None:
             here = self.cut(torch.arange(length, device=given[name].device), 0)
             found[at] = here if at == "positions" else here.unsqueeze(0)
         self._gives_documents = documents is not None
         if documents is not None:
             found |= {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents}
         if self._has_states:
+            found["use_cache"] = False  # also where it is one of **kwargs: a cache would keep states of parts
             found.pop("seq_idx", None)
             if begins is not None:
                 found["seq_idx"] = self._cut_documents(model, begins).to(given[name].device)
