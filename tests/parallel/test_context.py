@@ -229,7 +229,10 @@ def test_five_steps_of_linear_attention_equal_those_of_one_rank_in_fp32(ranks, f
         pytest.param("gpt_oss", {"context": 2, "x": 2}, marks=LONG),  # sinks and windows
         *(pytest.param(name, {"context": 2, "x": 2}, marks=LARGE) for name in OF_EXPERTS[:1] + OF_EXPERTS[2:]),
         *(pytest.param(name, {"context": 2, "data": 2, "expert": 2}, marks=LARGE) for name in OF_EXPERTS),
-        *(pytest.param(name, {"context": 2, "z": 2, "expert": 2}, marks=LARGE) for name in ("nemotron_h", "qwen3_next")),
+        *(
+            pytest.param(name, {"context": 2, "z": 2, "expert": 2}, marks=LARGE)
+            for name in ("nemotron_h", "qwen3_next")
+        ),
     ],
     ids=str,
 )
@@ -241,6 +244,15 @@ def test_five_steps_of_a_hugging_face_model_with_experts_equal_those_of_one_rank
     )
     expected = train_plainly(case, inexactly)
     assert ranks(4).run(disagreements, sizes, case, inexactly, expected) == [{}] * 4
+
+
+@pytest.mark.long
+def test_all_stages_of_a_pipeline_cut_sequences_as_one_with_linear_attention_needs(ranks):
+    case = Case(FAMILIES["qwen3_next"], is_hugging_face=True, has_ignored_targets=True, batch=4, max_norm=0.1)
+    run, precision = pipelines.Run({"pipe": 2, "context": 2}), PRECISIONS["fp32-sgd"]  # the second has attention alone
+    expected = pipelines.expect(case, precision)
+    found = ranks(4).run(pipelines.compare, run, case, precision, expected)
+    assert list(pipelines.complaints(found, expected)) == []
 
 
 DOCUMENTS = [[5, 3, 8], [1, 9, 6], [16], [2, 2, 4, 8]]
