@@ -6,12 +6,15 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
+from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.models import GPT, GPTConfig
@@ -31,6 +34,7 @@ from stretto.train.config.gpt import RunConfig
 from stretto.train.optimizer import build_optimizer
 from tests.parallel import hugging_face, moe_families
 from tests.parallel.experts import training as experts
+from tests.parallel.layers import test_linear_attention as linear_attention
 from tests.parallel.pipeline import training as pipelines
 from tests.parallel.test_parity_hugging_face import disagreements_of, exactly
 from tests.parallel.training import PRECISIONS, SEED, Case, build, disagreements, distance, my_rows, train_plainly
@@ -312,6 +316,28 @@ def test_packed_documents_are_trained_on_as_separate_ones(ranks, family, sizes, 
     for found in ranks(4).run(distances_of_packed, family, sizes, form):
         # A key's bias changes no softmax: its gradient is rounding alone.
         assert {name: far for name, far in found.items() if not far < 5e-6 and "key_value.bias" not in name} == {}
+        assert found["loss"] < 1e-6
+
+
+def distances_of_packed_states(family: str, form: str) -> dict[str, float]:
+    """The same of linear attention, with functions that know documents in place of kernels, which take GPUs."""
+    functions = {"qwen3_next": (qwen, "torch_chunk_gated_delta_rule", linear_attention.delta_rule("gated"))}
+    functions["nemotron_h"] = nemotron, "mamba2_chunk_scan", linear_attention.state_space
+    module, name, scan = functions[family]
+    with (
+        mock.patch.object(module, name, scan),
+        mock.patch.object(module, "causal_conv1d_fn", linear_attention.convolve),
+        mock.patch("stretto.parallel.layers.context.packages_for_documents", return_value=[]),
+    ):
+        return distances_of_packed(family, {"context": 4}, form)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "form"), [("qwen3_next", "position_ids"), ("nemotron_h", "cu_seq_lens")])
+def test_states_of_packed_documents_are_those_of_separate_ones(ranks, family, form):
+    print(f"seed {SEED}")
+    for found in ranks(4).run(distances_of_packed_states, family, form):
+        assert {name: far for name, far in found.items() if not far < 2e-5} == {}
         assert found["loss"] < 1e-6
 
 
