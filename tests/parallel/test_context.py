@@ -366,7 +366,7 @@ def losses_of_padded(family: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=LONG) for name in ("qwen3_next", "nemotron_h"))]
+    "family", ["llama", *(pytest.param(name, marks=LONG) for name in ("qwen3_next", "nemotron_h", "mamba2"))]
 )
 def test_padding_and_a_loss_of_ones_own(ranks, family):
     print(f"seed {SEED}")

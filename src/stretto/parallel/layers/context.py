@@ -308,5 +308,5 @@ def install_context(model: nn.Module, parts: SequenceParts) -> None:
         return (), parts.cut_arguments(model, args, kwargs)
 
     model.register_forward_pre_hook(cut, with_kwargs=True)
-    if parts.is_pretrained:
+    if parts.is_pretrained and of_transformers.attentions_of(model):  # a stage may have linear attention alone
         model.register_forward_hook(torch.compiler.disable(lambda model, *_: parts.check_documents(model)))
