@@ -265,9 +265,8 @@ def _compute(
     out = x.new_empty(rows * world, n) if out is None else out
     returned = x.new_empty(rows * world, k) if returns_gathered else None
     if config.schedule:
-        gathered = launch_joint("all_gather_matmul", config, GroupProduct(x, weight, bias, out, group), x.dtype)
-        assert gathered is not None
-        return out, x if returned is None else returned.copy_(gathered)
+        landed = launch_joint("all_gather_matmul", config, GroupProduct(x, weight, bias, out, group), x.dtype)
+        return out, x if returned is None else returned.copy_(landed)
     launch_gather(config, GroupProduct(x, weight, bias, out, group), returned)
     return out, x if returned is None else returned
 

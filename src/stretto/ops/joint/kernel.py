@@ -151,11 +151,11 @@ class _Tables(NamedTuple):
     counts: Tensor
 
 
-def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dtype: torch.dtype) -> Tensor | None:
+def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dtype: torch.dtype) -> Tensor:
     """Launch the call by the configuration's schedule; partial sums travel in `dtype`.
 
-    Returns a gather's rows, in memory that the next call overwrites; else None. ValueError for a schedule that the
-    operator cannot have.
+    Returns what moves have brought, a gather's rows first, in memory that later calls overwrite. ValueError for a
+    schedule that the operator cannot have.
     """
     config = config.with_power_of_two_tiles()
     x, weight, bias, out, group, _ = product
@@ -203,7 +203,7 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     except BaseException:
         abandon(group, block_channel)
         raise
-    return landed[: joint.product_rows] if joint.is_gather else None
+    return landed[: joint.product_rows]
 
 
 @lru_cache(maxsize=256)

@@ -66,7 +66,7 @@ def _find_bad_places(joint: JointSchedule) -> Iterator[str]:
     for rank, plan in enumerate(joint.ranks):
         for number, move in enumerate(plan.moves):
             name = _name(rank, number)
-            everywhere = [one.rows for one in (*move.sources, *move.destinations)]
+            everywhere = [one.rows for one in move.sources] + [one.rows for one in move.destinations]
             if not move.sources or not move.destinations:
                 yield f"{name} has no source or no destination"
             if len({rows.stop - rows.start for rows in everywhere}) > 1:
@@ -80,7 +80,7 @@ def _find_bad_places(joint: JointSchedule) -> Iterator[str]:
                     yield f"{name} cannot write to {_show(one.rows)} of rank {one.rank}"
             if any(one.rows.area == OUTPUT for one in move.sources):
                 yield f"{name} reads the output"
-            for channel in (one.channel for one in (*move.sources, *move.destinations)):
+            for channel in [one.channel for one in move.sources] + [one.channel for one in move.destinations]:
                 if not NOBODY <= channel < joint.channels:
                     yield f"{name}: there is no channel {channel} of {joint.channels}"
         yield from _find_bad_tiles(joint, rank)
@@ -110,12 +110,12 @@ def _find_collisions(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
         if not joint.is_gather:
             signals |= {(rank, rank, tile.channel): f"rank {rank}'s tiles" for tile in plan.tiles}
         for number, move in enumerate(plan.moves):
-            for one in move.destinations:
-                if one.channel == NOBODY:
+            for to in move.destinations:
+                if to.channel == NOBODY:
                     continue
-                before = signals.setdefault((one.rank, rank, one.channel), _name(rank, number))
+                before = signals.setdefault((to.rank, rank, to.channel), _name(rank, number))
                 if before != _name(rank, number):
-                    yield f"{_name(rank, number)} and {before} signal channel {one.channel} of rank {one.rank}"
+                    yield f"{_name(rank, number)} and {before} signal channel {to.channel} of rank {to.rank}"
 
 
 def _find_blind_reads(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
