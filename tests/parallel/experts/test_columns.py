@@ -37,7 +37,7 @@ def train(grid: Grid, *, is_compiled: bool = False, **options: Any) -> tuple[lis
                 places, name, side_effect=lambda *args, f=function: done.append(f.__name__) or f(*args)
             )
             stack.enter_context(call)
-        loss = model(tokens, tokens)
+        loss = model(tokens.to(grid.device), tokens.to(grid.device))
         loss.backward()
     return [loss.detach(), *gradients(model).values()], done
 
