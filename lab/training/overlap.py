@@ -96,14 +96,14 @@ def measure_overlap(workload: TrainingWorkload, ranks: int, grids: str) -> list[
 def plot_overlap(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel a grid: step time of each stage, with its exposed communication (if measured) hatched."""
     from lab.style import drawing, name_bars
-    from lab.training.throughput_plot import _BAR
+    from lab.training.throughput_plot import BAR
     from stretto.report.style import EXPOSED, STRETTO
 
     rows = [row for row in data["rows"] if "step_milliseconds" in row]
     grids = group(rows, "grid")
     most = max(map(len, grids.values()), default=1)
     has_exposed = any(row.get("exposed_milliseconds") for row in rows)
-    with drawing(picture, max(6.0, 4.4 * len(grids)), _BAR * most + 0.9) as drawn:
+    with drawing(picture, max(6.0, 4.4 * len(grids)), BAR * most + 0.9) as drawn:
         for panel, (grid, stages) in zip(drawn.panels(1, len(grids))[0], grids.items(), strict=False):
             stages.reverse()
             exposed = [row.get("exposed_milliseconds") or 0.0 for row in stages]

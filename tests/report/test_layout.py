@@ -14,12 +14,8 @@ from matplotlib.ticker import NullFormatter
 from tests.report.layout import find_faults
 
 import lab  # noqa: F401  (adds its pictures)
-from lab.harness import Measured
 from lab.pictures import PLOTS, describe_origin, draw_result, redraw
 from lab.style import PEER, drawing, group_bars, name_bars, plain_log
-from lab.training.chunks import BENCH, ChunksSetting, Row
-from lab.training.offload import BENCH as OFFLOAD
-from lab.training.offload import BucketRow, OffloadSetting, TileRow
 from stretto.collectives.algorithms import ring_all_reduce
 from stretto.report import Timeline, plot_loss, plot_timeline
 from stretto.report.expert_plot import RoutingHistory, plot_experts
@@ -63,11 +59,6 @@ def runs(count: int) -> list[dict[str, Any]]:
 
 def train(count: int) -> dict[str, Any]:
     return {"workload": {"model": {"layers": 24, "hidden": 4096}, "seq_len": 2048}, "rows": runs(count)}
-
-
-def peers(count: int) -> dict[str, Any]:
-    work = {"model": {"layers": 32}, "batch": 2, "seq_len": 4096}
-    return {"model": "llama-7b", "workload": work, "rows": runs(count)}
 
 
 def overlap(count: int) -> dict[str, Any]:
@@ -164,26 +155,6 @@ def collectives(count: int) -> dict[str, Any]:
         for size in (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 26, 1 << 30)[: 2 * count - 1]
     ]
     return {"rows": rows}
-
-
-def pipelining(count: int) -> dict[str, Any]:
-    tiles = {f"tile {16384 << place}": 50.0 * (place + 1) for place in range(count)}
-    return {"protocol": "LL128", "rows": ablation_rows(tiles | {"whole": 49.8})}
-
-
-def composition(count: int) -> dict[str, Any]:
-    times = {"kernel": 11.2, "composed": 97.0, "interpreted": 50.3, "library": 20.7}
-    return {"protocol": "LL128", "rows": ablation_rows(dict(list(times.items())[:count]))}
-
-
-def ablation_rows(times: dict[str, float]) -> list[dict[str, Any]]:
-    return [
-        {"algorithm": algorithm, "mode": mode, "bytes": size}
-        | {name: time * size / (1 << 20) for name, time in times.items()}
-        for algorithm in ("ring-all-reduce", "hierarchical-all-reduce")
-        for mode in ("graph", "eager")
-        for size in (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
-    ]
 
 
 def compile_(count: int) -> dict[str, Any]:
@@ -307,26 +278,6 @@ def simulated_dlrm(count: int) -> dict[str, Any]:
     return {"rows": rows, "scale": scale, "published": 0.1}
 
 
-def offload_buckets(count: int) -> dict[str, Any]:
-    tried = [("split", size, 3) for size in (1, 2, 4, 16, 64)[:count]]
-    tried += [("whole", 16, 3)] + [("split", 16, sets) for sets in (1, 2, 4, 8)[: count - 1]]
-    rows = [
-        {"step_on": "device", "weights": weights, "bucket": size, "buffers": sets, "ratio": 0.9 + place / 50}
-        for place, (weights, size, sets) in enumerate(tried)
-    ]
-    rows.append(rows[0] | {"step_on": "host", "ratio": 50.4})
-    return {"rows": [row | {"seconds": 0.12 * row["ratio"], "limit_seconds": 0.12} for row in rows]}
-
-
-def chunks(count: int) -> dict[str, Any]:
-    rows = [
-        {"latency": latency, "coarsening": k, "chunks": 64 // k, "seconds": 0.4 + k / 1e3, "predicted_seconds": 0.41}
-        for latency in (0.4, 0.02, 0.001)[:count]
-        for k in (64, 32, 16, 8, 1)[:count][::-1]
-    ]
-    return {"setting": {"buckets": 64, "ranks": 2}, "rows": rows}
-
-
 def pipeline(count: int) -> dict[str, Any]:
     names = ("gpipe", "1f1b", "interleaved, 2 stages a rank", "message-driven as planned: limit 14, backward")
     rows = [
@@ -441,23 +392,6 @@ def simulated_msccl(count: int) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def simulator_speed(count: int) -> dict[str, Any]:
-    rows = [
-        {
-            "case": case,
-            "ranks": 32 << place,
-            "preparation_seconds": 0.01 * 3**place,
-            "execution_seconds": 0.02 * 2**place,
-            "events_per_second": 7e5 - 1e5 * place,
-        }
-        for case in ("two levels, recursive", "two levels, ring", "one ring, symmetry", "random messages", "more")[
-            :count
-        ]
-        for place in range(7)
-    ]
-    return {"megabytes": 256, "cluster": "perlmutter", "rows": rows}
-
-
 def faults(count: int) -> dict[str, Any]:
     kinds = ("SIGKILL", "SIGSTOP", "endless loop", "exception", "full disk", "dropped connection")
     found = [
@@ -483,7 +417,6 @@ def curves(count: int) -> dict[str, Any]:
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "faults.json": faults,
     "train.json": train,
-    "peers-llama-7b-2.json": peers,
     "overlap.json": overlap,
     "dlrm.json": dlrm,
     "plan.json": plan,
@@ -492,8 +425,6 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "simulated-pipelines.json": simulated_pipelines,
     "collectives.json": collectives,
     "compile.json": compile_,
-    "pipelining.json": pipelining,
-    "composition.json": composition,
     "operators.json": operators,
     "operators-fp8.json": operators,
     "embedding.json": embedding,
@@ -505,14 +436,11 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "simulated-scaling.json": simulated_scaling,
     "moe-demo.json": moe_demo,
     "experts.json": experts,
-    "offload-buckets.json": offload_buckets,
-    "chunks.json": chunks,
     "messages.json": messages,
     "pipeline.json": pipeline,
     "schedules.json": schedules,
     "simulated-collectives.json": simulated_collectives,
     "simulated-msccl.json": simulated_msccl,
-    "simulator-speed.json": simulator_speed,
     "curves.json": curves,
 }
 
@@ -704,21 +632,6 @@ def test_a_folder_is_drawn_again_with_its_runs(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no result of a bench that has a picture"):
         redraw(tmp_path / "empty")
-
-
-@pytest.mark.long
-def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # chunks sets it
-    monkeypatch.setattr(
-        "lab.training.chunks.run_ranks",
-        lambda *_: Measured([Row(**row, to_none=1.0) for row in chunks(3)["rows"]], {"choices": []}),
-    )
-    BENCH(ChunksSetting(), tmp_path)
-    found = {"buckets": (BucketRow, offload_buckets(5)["rows"]), "tiles": (TileRow, [])}
-    monkeypatch.setattr("lab.training.offload.run_ranks", lambda *_: found)
-    OFFLOAD(OffloadSetting(), tmp_path)
-    OFFLOAD(OffloadSetting(cpu=True), tmp_path / "cpu")  # no picture: buckets are smaller than their rows say
-    assert sorted(path.stem for path in tmp_path.rglob("*.png")) == ["chunks", "offload-buckets"]
 
 
 @pytest.mark.sampled(quick=0)
