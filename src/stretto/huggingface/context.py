@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.huggingface.known_modules import cache_of_nothing
-from stretto.huggingface.linear_attention import linear_attentions_of, packages_for_documents
+from stretto.huggingface.linear_attention import linear_attentions_of
 from stretto.huggingface.loss import calls_loss_function, computes_masked_loss
 
 NAME = "stretto_context"

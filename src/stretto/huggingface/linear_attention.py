@@ -67,7 +67,9 @@ def _functions_of(module: nn.Module) -> dict[str, Any]:
 
 def packages_for_documents(model: nn.Module) -> list[str]:
     """The packages that are missing for a model's linear attention to keep documents of one row apart."""
-    needed = {_PACKAGES[name] for each in linear_attentions_of(model) for name in _functions_of(each).keys() & _PACKAGES}
+    needed = {
+        _PACKAGES[name] for each in linear_attentions_of(model) for name in _functions_of(each).keys() & _PACKAGES
+    }
     return sorted(package for package in needed if importlib.util.find_spec(package) is None)
 
 

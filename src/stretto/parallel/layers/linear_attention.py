@@ -218,5 +218,3 @@ class LinearAttentionParts:
             starts = torch.cat((starts, starts.new_tensor([seq_idx.numel()])))
             self._numbered = weakref.ref(seq_idx), _Documents(starts, first, goes_on)
         return self._numbered[1]
-
-
