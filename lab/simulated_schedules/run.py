@@ -32,44 +32,7 @@ MEASURED = (
 CLUSTER = "dgx-h200"
 CLOSE = 1.05  # contests whose best two differ by less have no winner
 _EXECUTOR_FIGURES = ("launch", "host_seconds")
-START = MachineCosts(
-    "dgx-h200, 2 or 4 of its GPUs",
-    "",
-    {
-        # A kernel for the whole schedule, whose CUDA blocks each process a part of all chunks; mailboxes, so no slots.
-        "fused": ExecutorCosts(
-            2e-6,
-            {"LL": ProtocolCosts(1e-6, 0.33, is_streaming=True), "LL128": ProtocolCosts(1e-6, 0.67, is_streaming=True)},
-            tile_bytes=None,
-            instances=16,
-            slots=1024,
-            host_seconds=17e-6,
-        ),
-        "copy-engine": ExecutorCosts(
-            20e-6, {"Copy": ProtocolCosts(3e-6, 0.83)}, tile_bytes=None, instances=16, slots=1024, host_seconds=17e-6
-        ),
-        "interpreter": ExecutorCosts(
-            6e-6,
-            {"LL128": ProtocolCosts(1e-6, 0.67, 4.5e9, 5e-6, is_streaming=True)},
-            tile_bytes=64 << 10,
-            host_seconds=17e-6,
-            max_blocks=132,
-        ),
-        "nccl": ExecutorCosts(
-            8e-6,
-            {
-                "LL": ProtocolCosts(0.5e-6, 0.25, is_streaming=True),
-                "LL128": ProtocolCosts(1.5e-6, 0.6, is_streaming=True),
-                "Simple": ProtocolCosts(3e-6, 0.8),
-            },
-            tile_bytes=256 << 10,
-            instances=16,
-            host_seconds=45e-6,
-        ),
-    },
-    link_latency=0.5e-6,
-    network_latency=2e-6,
-)
+START = MachineCosts.find(str(Path(__file__).with_name("start.json")))
 """The initial values of the fit; figures not listed in `FITTED` are fixed."""
 FITTED: dict[str, tuple[str, ...]] = {
     "fused": ("latency", "bandwidth_factor"),
