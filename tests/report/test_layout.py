@@ -157,22 +157,6 @@ def collectives(count: int) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def compile_(count: int) -> dict[str, Any]:
-    names = (
-        "ring-all-reduce",
-        "hierarchical-all-reduce",
-        "two-shot-all-reduce",
-        "recursive-halving-all-reduce",
-        "tree",
-    )
-    rows = [
-        {"algorithm": name, "steps": steps, "compile_seconds": steps / 1e4 * (place + 1), "verify_seconds": 0.01}
-        for place, name in enumerate(names[:count])
-        for steps in (120, 2000, 32_000)
-    ]
-    return {"rows": rows}
-
-
 def operators(count: int) -> dict[str, Any]:
     rows = [
         {
@@ -266,18 +250,6 @@ def simulated_scaling(count: int) -> dict[str, Any]:
     return {"rows": rows, "strong": strong}
 
 
-def simulated_dlrm(count: int) -> dict[str, Any]:
-    times = {"none_ms": 40.0, "forward_ms": 31.0, "both_ms": 24.0, "forward_less": 0.22, "both_less": 0.4}
-    rows = [
-        {"kernels": kernels, "collective": collective, "fidelity": fidelity} | times
-        for kernels in ("MI210", "H200")[:count]
-        for collective in ("direct", "by-dimension")[:count]
-        for fidelity in ("closed-form", "event-driven")
-    ]
-    scale = [{"ranks": ranks, "fidelity": "event-driven"} | times for ranks in (128, 256, 512, 1024)[:count]]
-    return {"rows": rows, "scale": scale, "published": 0.1}
-
-
 def pipeline(count: int) -> dict[str, Any]:
     names = ("gpipe", "1f1b", "interleaved, 2 stages a rank", "message-driven as planned: limit 14, backward")
     rows = [
@@ -287,20 +259,6 @@ def pipeline(count: int) -> dict[str, Any]:
         for place, name in enumerate(names[: count + 1])
     ]
     return {"setting": {"unit": 0.02}, "rows": rows}
-
-
-def messages(count: int) -> dict[str, Any]:
-    names = {
-        "message": ("torch's send and recv", "gloo", "shared memory", "symmetric memory", "nccl")[:count],
-        "all-reduce": ("nccl", "Stretto's kernels", "gloo by way of the host")[:count],
-    }
-    rows = [
-        {"part": part, "by": name, "megabytes": size, "milliseconds": size * (place + 1) / 7}
-        for part, of in names.items()
-        for size in (1, 2, 5, 10, 20, 50)[: count + 1]
-        for place, name in enumerate(of)
-    ]
-    return {"ranks": 4, "rows": rows}
 
 
 def schedules(count: int) -> dict[str, Any]:
@@ -424,7 +382,6 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "simulated-steps.json": simulated_steps,
     "simulated-pipelines.json": simulated_pipelines,
     "collectives.json": collectives,
-    "compile.json": compile_,
     "operators.json": operators,
     "operators-fp8.json": operators,
     "embedding.json": embedding,
@@ -432,11 +389,9 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "simulated-two-level.json": simulated,
     "simulated-curves.json": simulated,
     "simulated-zero3.json": simulated_zero3,
-    "simulated-dlrm.json": simulated_dlrm,
     "simulated-scaling.json": simulated_scaling,
     "moe-demo.json": moe_demo,
     "experts.json": experts,
-    "messages.json": messages,
     "pipeline.json": pipeline,
     "schedules.json": schedules,
     "simulated-collectives.json": simulated_collectives,
@@ -623,10 +578,10 @@ def test_the_bars_of_the_embedding_bench_are_centred_whatever_their_number(tmp_p
 
 def test_a_folder_is_drawn_again_with_its_runs(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "compile.json").write_text(json.dumps(ABOUT | compile_(2)))
+    (tmp_path / "a" / "overlap.json").write_text(json.dumps(ABOUT | overlap(2)))
     (tmp_path / "a" / "mutations.json").write_text("[]")  # has no picture
-    assert redraw(tmp_path) == [tmp_path / "a" / "compile.png"]
-    assert (tmp_path / "a" / "compile.png").read_bytes().startswith(b"\x89PNG")
+    assert redraw(tmp_path) == [tmp_path / "a" / "overlap.png"]
+    assert (tmp_path / "a" / "overlap.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="has no picture"):
         draw_result(tmp_path / "a" / "mutations.json")
     (tmp_path / "empty").mkdir()
