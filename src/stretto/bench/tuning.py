@@ -74,7 +74,7 @@ def measure_collectives(communicator: Any, setting: CollectivesTuning, device: t
     for collective in setting.collectives:
         for dtype in setting.dtypes:
             name = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
-            choices = find_choices(collective, has_nvlink=has_nvlink)
+            choices = find_choices(collective, has_nvlink=has_nvlink, ranks=communicator.world_size)
             kernels = {
                 choice: communicator.kernel(choice, name, in_place=False) for choice in choices if choice != LIBRARY
             }

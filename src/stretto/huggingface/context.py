@@ -80,8 +80,8 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
     attends = {getattr(module, "is_causal", True) for module in attentions}
     if others:
         return (
-            f"{kind} has layers of the kind {', '.join(others)}, and context cuts sequences of attention, and of linear "
-            "attention by a gated delta rule, Kimi's delta rule or Mamba-2 as transformers 5.23 calls them"
+            f"{kind} has layers of the kind {', '.join(others)}, and context cuts sequences of attention and linear "
+            "attention (a gated or Kimi's delta rule, Mamba-2) in the form that transformers 5.23 gives it"
         )
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
         return f"{kind} has several inputs (an encoder's, or pictures), of which context cuts none yet"

@@ -65,6 +65,12 @@ def _functions_of(module: nn.Module) -> dict[str, Any]:
     return {name: called[name] for name in called.keys() - _OTHERS} if is_known else {}
 
 
+def positions_before(model: nn.Module) -> int:
+    """The number of positions before each that the convolutions of a model's linear attention read, at most."""
+    layers = [part for each in linear_attentions_of(model) for part in each.modules() if isinstance(part, nn.Conv1d)]
+    return max((layer.kernel_size[0] - 1 for layer in layers), default=0)
+
+
 def packages_for_documents(model: nn.Module) -> list[str]:
     """The packages that are missing for a model's linear attention to keep documents of one row apart."""
     needed = {

@@ -38,6 +38,7 @@ from stretto.ops.config import (
     find_refusal,
 )
 from stretto.ops.gemm import takes_tma
+from stretto.ops.joint.registry import is_runnable
 from stretto.ops.operator import find_group, require_agreement, require_no_capture
 from stretto.ops.prediction import (
     Speeds,
@@ -269,7 +270,12 @@ def _find_fastest(
     name = problem._replace(m=nearest).name
     times = known.confirmed.get(name) or known.times[name]
     configs = ((decode(text), seconds) for text, seconds in times.items())
-    timed = [(seconds, config) for config, seconds in configs if not (needs_kernel and config == LIBRARY)]
+    timed = [
+        (seconds, config)
+        for config, seconds in configs
+        if not (needs_kernel and config == LIBRARY)
+        and (not config.schedule or is_runnable(problem.operator, config.schedule, problem.world))
+    ]
     if not timed or not 1 / _NEAR <= nearest / problem.m <= _NEAR:
         return None
     seconds, config = min(timed, key=lambda pair: pair[0])

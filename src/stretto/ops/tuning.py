@@ -31,6 +31,7 @@ from stretto.ops.config import (
     fit_blocks,
 )
 from stretto.ops.gemm import Blocks
+from stretto.ops.joint.registry import CANDIDATES, list_candidates
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.moe.tensor_parallel import describe_product, gather_multiply, gather_routing, multiply_scatter
@@ -290,6 +291,10 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
                 others += [tiles._replace(transfer="programs")]
                 others += [tiles._replace(transfer="copies", piece_bytes=size << 20) for size in (3, 6, 12)]
     yield from (other for other in others if other != config)
+    if problem.operator in CANDIDATES and problem.m > FEW_ROWS and problem.dtype != FP8:
+        for schedule in list_candidates(problem.operator, problem.world):
+            for count in (16, 32) if machine.processors else (1,):
+                yield config._replace(exchange="tiles", movers=count, schedule=schedule)
 
 
 def vary_order(problem: GemmProblem, config: KernelConfig) -> Iterator[KernelConfig]:

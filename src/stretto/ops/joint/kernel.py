@@ -28,7 +28,7 @@ from stretto.ops.gemm import (
 from stretto.ops.joint.registry import find_schedule
 from stretto.ops.joint.schedule import INPUT, NOBODY, OUTPUT, JointSchedule, join
 from stretto.ops.joint.verifier import verify_joint
-from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_known, find_workspace
+from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_known, find_workspace
 from stretto.tiles import kind_of
 
 _MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 8192)  # elements that a program adds and stores
@@ -161,7 +161,7 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     x, weight, bias, out, group, _ = product
     blocks = config.blocks
     assert blocks is not None
-    joint = find_joint(operator, config.schedule, x.shape[0], blocks.m)
+    joint = find_joint(operator, config.schedule, find_group(group).size(), x.shape[0], blocks.m)
     width = x.shape[1] if joint.is_gather else weight.shape[0]
     workspace = find_workspace(
         group, x.device, max(count_bytes(joint.landed_rows, width, dtype=dtype), 1), "copy_engine"
@@ -207,12 +207,12 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
 
 
 @lru_cache(maxsize=256)
-def find_joint(operator: str, schedule: str, rows: int, block_rows: int) -> JointSchedule:
+def find_joint(operator: str, schedule: str, ranks: int, rows: int, block_rows: int) -> JointSchedule:
     """The operator's verified joint schedule for x of so many rows. ValueError for one that is refused."""
-    joint = join(operator, find_schedule(schedule), rows, block_rows)
+    joint = join(operator, find_schedule(operator, schedule, ranks), rows, block_rows)
     if errors := verify_joint(joint):
         raise ValueError(f"{operator}: {joint.name} is refused for {rows} rows: {errors[0]}")
-    most = CHANNELS * len(joint.ranks)
+    most = CHANNELS * ranks
     if joint.channels > most:
         raise ValueError(
             f"{operator}: {joint.name} has {joint.channels} chunks and messages on a rank, and there are {most} "

@@ -18,7 +18,12 @@ from torch.utils._pytree import tree_map
 
 from stretto.execution import IGNORED_TARGET
 from stretto.huggingface import context as of_transformers
-from stretto.huggingface.linear_attention import linear_attentions_of, packages_for_documents, replace_scans
+from stretto.huggingface.linear_attention import (
+    linear_attentions_of,
+    packages_for_documents,
+    positions_before,
+    replace_scans,
+)
 from stretto.huggingface.loss import compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.ops.attention import context_attention, list_chunks
@@ -42,8 +47,8 @@ def cut_sequences(values: Values, grid: Grid, *, dim: int = 1, layout: Layout | 
     compares with the logits that it returns, [batch, seq / context, vocab]: targets, say. Shift them before, so that
     the target of a part's last token is not lost.
 
-    dim: the dim of the tokens in each tensor. layout: None for that of the models on the grid, "zigzag" for causal ones,
-    "contiguous" for others and for those with layers of linear attention; without any model it is "zigzag".
+    dim: the dim of the tokens in each tensor. layout: "zigzag" for causal models, "contiguous" for others and for those
+    with layers of linear attention; by default that of the models on the grid, and "zigzag" before there are any.
 
     Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can, for other layouts, and
     for one that no model on the grid has.
@@ -99,6 +104,7 @@ class SequenceParts:
         self.layout: Layout = "zigzag" if self.is_causal and not has_states else "contiguous"
         grid.context_layouts.add(self.layout)
         self._has_states = has_states
+        self._least_length = self.group.size() * positions_before(model) if has_states else 1
         self._missing_packages = packages_for_documents(model) if has_states else []
         self._signature = inspect.signature(model.forward)
         self._gives_documents = False  # to the forward pass that runs
@@ -144,6 +150,11 @@ class SequenceParts:
             raise ValueError(f"with context, the model's forward takes one of {', '.join(_IDS)}, [batch, seq, ...]")
         rows, length = given[name].shape[:2]
         check_length(length, self.group.size(), self.layout)
+        if length < self._least_length:
+            raise ValueError(
+                f"sequences of {length} tokens are too short for context={self.group.size()}: the convolutions of "
+                f"linear attention read of the rank before alone; {self._least_length} would do"
+            )
         limit = getattr(getattr(model, "config", None), "max_seq_len", length)  # a GPT's, which sees a part alone
         if length > limit:
             raise ValueError(f"{length} tokens are more than max_seq_len, {limit}")

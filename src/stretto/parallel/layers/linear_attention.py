@@ -38,28 +38,33 @@ from stretto.parallel.comm.collectives import all_to_all
 from stretto.parallel.comm.kept_outputs import keep_output
 
 
-class _Pass(torch.autograd.Function):
-    """Returns `x` as it is, and what other ranks send here; `sent` goes to the ranks after this one.
+@torch.compiler.disable
+def _pass(x: Tensor, sent: Tensor, reach: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Send a tensor to as many of the next ranks as `reach`. Returns x as it is, and what ranks before this one have
+    sent, [ranks, ...], the first rank's first.
 
-    x is there so that all ranks take part in the backward pass, those too that send or receive nothing: what follows
-    depends on it. reach: to how many of the next ranks all of `sent` goes.
+    x is what the layer goes on with: all ranks take part in the backward pass so, also one that receives nothing.
     """
+    found: tuple[Tensor, Tensor] = _Pass.apply(x, sent, reach, group)
+    return found
 
+
+class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Tensor, reach: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        rank, size = group.rank(), sent.numel()
-        ctx.group, ctx.shape = group, sent.shape
-        ctx.sends = [size if rank < peer <= rank + reach else 0 for peer in range(group.size())]
-        ctx.receives = [size if peer < rank <= peer + reach else 0 for peer in range(group.size())]
-        copies = sent.expand(sum(map(bool, ctx.sends)), *sent.shape).flatten()
+        rank, peers, size = group.rank(), range(group.size()), sent.numel()
+        after, before = peers[rank + 1 : rank + 1 + reach], peers[max(rank - reach, 0) : rank]
+        ctx.group, ctx.shape = group, (len(after), *sent.shape)
+        ctx.sends, ctx.receives = [[size * (peer in each) for peer in peers] for each in (after, before)]
+        copies = sent.expand(ctx.shape).flatten()
         received = keep_output("passed states", lambda: _exchange(copies, ctx.receives, ctx.sends, group))
-        return x.view_as(x), received.view(-1, *sent.shape)
+        return x.view_as(x), received.view(len(before), *sent.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_x: Tensor, of_received: Tensor) -> tuple[Tensor, Tensor, None, None]:
         returned = _exchange(of_received.flatten(), ctx.sends, ctx.receives, ctx.group)
-        return of_x, returned.view(-1, *ctx.shape).sum(0), None, None
+        return of_x, returned.view(ctx.shape).sum(0), None, None
 
 
 def _exchange(sent: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -95,18 +100,10 @@ class LinearAttentionParts:
         seq_idx: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Convolve x [batch, channels, length] along the sequence by weight [channels, size], causally.
-
-        Raises ValueError for parts that are shorter than what the convolution reads of the rank before.
-        """
+        """Convolve x [batch, channels, length] along the sequence by weight [channels, size], causally."""
         before, length = weight.shape[-1] - 1, x.shape[-1]
-        if length < before:
-            raise ValueError(
-                f"a convolution reads {before} positions before each, and a rank of context has {length}: sequences "
-                f"of {self.group.size() * before} tokens or more would do"
-            )
         rows = x.transpose(1, 2)  # as kernels want them in memory
-        rows, received = _Pass.apply(rows, rows[:, length - before :].contiguous(), 1, self.group)
+        rows, received = _pass(rows, rows[:, length - before :], 1, self.group)
         halo = received[0] if len(received) else rows.new_zeros(len(rows), before, rows.shape[2])
         if seq_idx is not None:
             places = self._begins(length) + torch.arange(-before, 0, device=x.device)
@@ -149,7 +146,7 @@ class LinearAttentionParts:
         if documents is not None:
             ends = torch.cat((documents.first[1:], documents.first.new_tensor([len(last)]))) - 1
             outputs, last = outputs.view(batch, length, *outputs.shape[2:]), last[ends]
-        outputs, received = _Pass.apply(outputs, last, self.group.size(), self.group)
+        outputs, received = _pass(outputs, last, self.group.size(), self.group)
         outputs, response = outputs.split((value_size, key_size), -1)
         if not len(received):
             return outputs, None
@@ -191,7 +188,7 @@ class LinearAttentionParts:
             decays = decays * (seq_idx < self._begins(x.shape[1]))[..., None]
         size = last.shape[2] * last.shape[3]
         sent = torch.cat((last.flatten(2), decays[:, -1, :, None].to(last.dtype)), 2)
-        outputs, received = _Pass.apply(outputs, sent, self.group.size(), self.group)
+        outputs, received = _pass(outputs, sent, self.group.size(), self.group)
         if not len(received):
             return outputs
         state = received[0, ..., :size]
@@ -206,6 +203,7 @@ class LinearAttentionParts:
         """The place in the sequence at which this rank's part of it begins."""
         return self.group.rank() * length
 
+    @torch.compiler.disable
     def _find_documents(self, seq_idx: Tensor) -> _Documents:
         """The documents, found once for all layers: the host waits for their number."""
         if self._numbered is None or self._numbered[0]() is not seq_idx:
