@@ -8,6 +8,7 @@ of the tokens returns as sums do.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -26,7 +27,6 @@ from stretto.ops.moe.kernel_route import KernelRoute
 from stretto.ops.moe.permutation import sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call
 from stretto.ops.moe.sorting import sort_copies
-from stretto.ops.operator import find_known, find_name
 
 _PART_OF_GPU = 6  # of which one is left to what returns under a product
 _LEAST_COLUMNS = 256  # that are multiplied at once: a tile's
@@ -106,7 +106,7 @@ class Places:
         route, found = self.route, list[Arrivals]()
         if route is None:
             return tokens, None
-        if not isinstance(route, KernelRoute) or tokens.dtype not in DTYPES:
+        if not isinstance(route, KernelRoute) or not self._overlaps(tokens):
             return route.mark_excess(route.send(lambda: tokens, self.wrap_collective)), None
 
         def push() -> Tensor:
@@ -117,6 +117,24 @@ class Places:
 
         rows: Tensor = self.wrap_collective("all_to_all", push)
         return rows, found[0] if found else None
+
+    def begin(self, tokens: Tensor, *, is_ahead: bool) -> tuple[Callable[[], Tensor], Arrivals | None]:
+        """As `start`, with a function that returns the rows; nothing may overwrite the tokens before it is called.
+
+        is_ahead: the caller does something else before, so that it pays to use a side stream for any exchange.
+        """
+        if not is_ahead or self.route is None or not tokens.is_cuda or self._overlaps(tokens):
+            rows, arrivals = self.start(tokens)
+            return lambda: rows, arrivals
+        side = _find_side_stream(tokens.device)
+        side.open()
+        with side:
+            rows, arrivals = self.start(tokens)
+        return partial(_join, side, rows, tokens), arrivals
+
+    def _overlaps(self, tokens: Tensor) -> bool:
+        """True if the kernels' exchange sends rows while grouped kernels multiply them."""
+        return isinstance(self.route, KernelRoute) and tokens.dtype in DTYPES
 
     def give_back(self, rows: Tensor) -> Tensor:
         """Sum what the ranks have for each token's places, at its rank, as `return_sums` does."""
@@ -130,13 +148,22 @@ class Places:
             return 0
         return count_processors(positions.device.index) // _PART_OF_GPU
 
-    def start_back(self, rows: Tensor) -> Callable[[], Tensor]:
-        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before."""
+    def start_back(self, rows: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
+        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before.
+
+        is_ahead: the caller does more than a product before, so that it pays to use a side stream for any exchange.
+        """
         room = self.room
-        if not room or not isinstance(self.route, KernelRoute):
+        if room and isinstance(self.route, KernelRoute):
+            return self.route.start_back(rows, self.wrap_collective, room)
+        if not is_ahead or self.route is None or not rows.is_cuda:
             returned = self.give_back(rows)
             return lambda: returned
-        return self.route.start_back(rows, self.wrap_collective, room)
+        side = _find_side_stream(rows.device)
+        side.open()
+        with side:
+            returned = self.give_back(rows)
+        return partial(_join, side, returned, rows)
 
     def multiply_and_give_back(self, multiply: Callable[[slice, int], Tensor], weights: Tensor, columns: int) -> Tensor:
         """Sum experts' rows, times places' weights [places, k], at their tokens' ranks: [t, columns].
@@ -155,8 +182,7 @@ class Places:
         if len(parts) == 1:
             return give_back(multiply(parts[0], 0))
         assert isinstance(self.route, KernelRoute)
-        device = index.positions.device
-        side: SideStream = find_known(find_name(self.route.group), device, "moe returns", lambda: SideStream(device))
+        side = _find_side_stream(index.positions.device)
         rows = [multiply(parts[0], 0)]  # all are kept until the side stream has read them
         out = rows[0].new_empty(self.route.pairs.numbers.shape[0], columns)
         for part, following in zip_longest(parts, parts[1:]):
@@ -174,6 +200,17 @@ class Places:
         count = min(columns // _LEAST_COLUMNS, _MOST_PARTS) if numbers >= _LEAST_NUMBERS else 1
         width = triton.cdiv(triton.cdiv(columns, max(count, 1)), _LEAST_COLUMNS) * _LEAST_COLUMNS
         return [slice(begin, min(begin + width, columns)) for begin in range(0, columns, width)]
+
+
+@cache
+def _find_side_stream(device: torch.device) -> SideStream:
+    return SideStream(device)
+
+
+def _join(side: SideStream, made: Tensor, _read: Tensor) -> Tensor:
+    """What a side stream has made, after what it has read, which is not freed before."""
+    side.join()
+    return made
 
 
 def find_places(
