@@ -72,7 +72,7 @@ def compare(tokens: list[int], columns: int, max_rows: int | None, reduce: str) 
 
 
 @pytest.mark.parametrize("columns", [264, 1537])
-@pytest.mark.parametrize(("is_fixed", "reduce"), [(False, "rank"), (False, "choice"), (True, "rank")])
+@pytest.mark.parametrize(("is_fixed", "reduce"), [(False, "rank"), (False, "choice"), (True, "rank"), (True, "choice")])
 def test_a_layer_is_that_of_every_expert_on_every_token(
     gpu_pool: GpuRanks, world: int, columns: int, is_fixed: bool, reduce: str
 ) -> None:
@@ -134,7 +134,7 @@ def test_products_wait_for_the_rows_that_they_need(gpu_pool: GpuRanks, world: in
         assert all(same), same
 
 
-def capture() -> list[bool]:
+def capture(reduce: str) -> list[bool]:
     """Whether replays of a captured layer have the bits of eager calls, on other tokens and routings each time.
 
     No call waits for the host.
@@ -153,7 +153,8 @@ def capture() -> list[bool]:
             x.copy_(draw(turn + rank, tokens, HIDDEN))
 
     def run() -> list[Tensor]:
-        sent = moe.dispatch(x, ids, experts, group, max_rows=tokens * k * world, implementation="kernel")
+        options = {"max_rows": tokens * k * world, "reduce": reduce, "implementation": "kernel"}
+        sent = moe.dispatch(x, ids, experts, group, **options)
         out = moe.combine(sent.rows * (rank + 1), sent.handle, weights, group)
         return [out, *torch.autograd.grad(out.float().square().sum(), (x, weights))]
 
@@ -179,8 +180,9 @@ def capture() -> list[bool]:
     return same
 
 
-def test_a_captured_layer_waits_for_no_host_and_replays(gpu_pool: GpuRanks, world: int) -> None:
-    assert gpu_pool.run(world, capture) == [[True] * 5] * world
+@pytest.mark.parametrize("reduce", ["rank", "choice"])
+def test_a_captured_layer_waits_for_no_host_and_replays(gpu_pool: GpuRanks, world: int, reduce: str) -> None:
+    assert gpu_pool.run(world, capture, reduce) == [[True] * 5] * world
 
 
 def exceed_by_kernels() -> str:

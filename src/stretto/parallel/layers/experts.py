@@ -577,7 +577,7 @@ class ParallelExperts(ShardedModule):
             count,
             plan.group,
             topk_weights=weights,
-            max_rows=plan.max_rows if plan.reduce == "choice" else self._count_rows(ids),
+            max_rows=self._count_rows(ids),
             gather_group=plan.flow.gather_over,
             reduce=plan.reduce,
             wrap_collective=_wrap_collective,
