@@ -227,7 +227,6 @@ def _push(
     parts, channels = (max(CHANNELS, _PARTS // power), CHANNELS) if rows.is_cuda else (4, 2)
     mapping = tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
     block_channel.check()
-    tiles.join_copies(block_channel)  # of an earlier call, which an error kept from it
     try:
         slot = next(workspace.slot_cycle)
         channel = block_channel.begin(
@@ -247,6 +246,7 @@ def _push(
         key = *map(tiles.kind_of, (*pushed, *staged, table)), *constants
         with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):
             block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
+        block_channel.is_open = not waits
     except BaseException:
         abandon(name, block_channel)
         raise
