@@ -65,11 +65,12 @@ def count_wrong(operator: str, schedules: tuple[str, ...], seed: int | None = No
             world = dist.get_world_size()
             chosen = [random_schedule(rng, operator, world, rng.choice([1, 2, 3])) for _ in range(2)]  # type: ignore[misc]
         for schedule in chosen:
-            for turn in range(4):  # of two slots each is used twice
-                if turn == 2:
+            for turn in range(8):  # of two slots each is used in both ways
+                if turn == 4:
                     poison()
                 torch.cuda._sleep(int(torch.randint(0, 2_000_000, (), generator=generator)))
-                out = getattr(ops, operator)(x, weight, schedule=schedule)
+                how = ops.KernelConfig(transfer="programs" if turn % 2 else "copies")  # of gathered rows
+                out = getattr(ops, operator)(x, weight, schedule=schedule, implementation=how)
                 wrong += not torch.equal(out, wanted)
     return wrong
 

@@ -200,7 +200,7 @@ def test_broken_ones_are_refused_by_name(break_it):
         if not joint.ranks[rank].moves:
             continue
         changed = break_it(rng, joint, rank, rng.randrange(len(joint.ranks[rank].moves)))
-        if changed is None or changed == joint:
+        if changed is None or changed.ranks == joint.ranks:
             continue
         errors = verify_joint(changed)
         assert errors, (joint, changed)

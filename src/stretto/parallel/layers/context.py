@@ -18,6 +18,12 @@ from torch.utils._pytree import tree_map
 
 from stretto.execution import IGNORED_TARGET
 from stretto.huggingface import context as of_transformers
+from stretto.huggingface.linear_attention import (
+    linear_attentions_of,
+    packages_for_documents,
+    positions_before,
+    replace_scans,
+)
 from stretto.huggingface.loss import compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.ops.attention import context_attention, list_chunks
@@ -26,6 +32,7 @@ from stretto.ops.moe.routes import call
 from stretto.parallel.comm.collectives import collective, gather_rows
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import ParallelDropout
+from stretto.parallel.layers.linear_attention import LinearAttentionParts
 
 T = TypeVar("T")
 Values = TypeVar("Values")
@@ -33,19 +40,30 @@ _IDS = ("input_ids", "tokens", "inputs_embeds")
 _POSITIONS = ("position_ids", "positions")
 
 
-def cut_sequences(values: Values, grid: Grid, *, dim: int = 1, layout: Layout = "zigzag") -> Values:
+def cut_sequences(values: Values, grid: Grid, *, dim: int = 1, layout: Layout | None = None) -> Values:
     """Cut this rank's part of sequences: of a tensor, or of all tensors in dicts, lists and tuples.
 
     A model that `parallelize` has put on a grid with context cuts its arguments itself. This is for what its caller
     compares with the logits that it returns, [batch, seq / context, vocab]: targets, say. Shift them before, so that
     the target of a part's last token is not lost.
 
-    dim: the dim of the tokens in each tensor. layout: "zigzag" for causal models, "contiguous" for others.
+    dim: the dim of the tokens in each tensor. layout: "zigzag" for causal models, "contiguous" for others and for those
+    with layers of linear attention; by default that of the models on the grid, and "zigzag" before there are any.
 
-    Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can, and for other layouts.
+    Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can, for other layouts, and
+    for one that no model on the grid has.
     """
+    used = sorted(grid.context_layouts)
+    if layout is None and len(used) > 1:
+        raise ValueError(f"cut_sequences: models on this grid have both layouts, {' and '.join(used)}: choose one")
+    layout = layout or (used[0] if used else "zigzag")
     if layout not in get_args(Layout):
         raise ValueError(f'cut_sequences: layout is "zigzag" or "contiguous", not {layout!r}')
+    if layout == "zigzag" and used == ["contiguous"]:
+        raise ValueError(
+            'cut_sequences: layout is "zigzag", but the models on this grid have contiguous parts, as linear attention '
+            'and attention in both directions need: layout="contiguous" would do'
+        )
     ranks, rank = grid.size("context"), grid.coordinate("context")
     return tree_map(lambda leaf: _cut(leaf, ranks, rank, layout, dim) if isinstance(leaf, Tensor) else leaf, values)
 
@@ -73,7 +91,8 @@ def _cut(whole: Tensor, ranks: int, rank: int, layout: Layout, dim: int) -> Tens
 class SequenceParts:
     """Cuts a model's sequences among the ranks of context, and computes its attention over all of them.
 
-    The layout is zig-zag for a causal model, and contiguous for any other.
+    The layout is zig-zag for a causal model, and contiguous for any other, and for one with layers of linear attention,
+    which pass states in the order of the sequence.
     """
 
     def __init__(self, model: nn.Module, grid: Grid) -> None:
@@ -81,7 +100,12 @@ class SequenceParts:
         self.grid = grid
         self.is_pretrained = is_pretrained_model(model)
         self.is_causal = not self.is_pretrained or of_transformers.is_causal(model)
-        self.layout: Layout = "zigzag" if self.is_causal else "contiguous"
+        has_states = self.is_pretrained and bool(linear_attentions_of(model))
+        self.layout: Layout = "zigzag" if self.is_causal and not has_states else "contiguous"
+        grid.context_layouts.add(self.layout)
+        self._has_states = has_states
+        self._least_length = self.group.size() * positions_before(model) if has_states else 1
+        self._missing_packages = packages_for_documents(model) if has_states else []
         self._signature = inspect.signature(model.forward)
         self._gives_documents = False  # to the forward pass that runs
         self._reads_documents = False  # attention was given some by the model's code
@@ -126,13 +150,18 @@ class SequenceParts:
             raise ValueError(f"with context, the model's forward takes one of {', '.join(_IDS)}, [batch, seq, ...]")
         rows, length = given[name].shape[:2]
         check_length(length, self.group.size(), self.layout)
+        if length < self._least_length:
+            raise ValueError(
+                f"sequences of {length} tokens are too short for context={self.group.size()}: the convolutions of "
+                f"linear attention read of the rank before alone; {self._least_length} would do"
+            )
         limit = getattr(getattr(model, "config", None), "max_seq_len", length)  # a GPT's, which sees a part alone
         if length > limit:
             raise ValueError(f"{length} tokens are more than max_seq_len, {limit}")
-        documents = None
+        documents = begins = None
         if self.is_pretrained:
             of_transformers.refuse_arguments(model, given, length)
-            documents = of_transformers.find_documents(given, rows, length)
+            documents, begins = of_transformers.find_documents(given, rows, length)
         labels = given.get("labels")
         shapes = ((rows, length), (1, length))
         found = {
@@ -142,16 +171,31 @@ class SequenceParts:
         is_shifted = self.is_pretrained and given.get("shift_labels") is None and compares_with_next(model)
         if is_shifted and isinstance(labels, Tensor):
             found["labels"] = found["shift_labels"] = self.cut_targets(model, labels)
-        at = next(name for name in _POSITIONS if name in self._signature.parameters)
-        if found.get(at) is None:
+        at = next((name for name in _POSITIONS if name in self._signature.parameters), None)
+        if at is not None and found.get(at) is None:
             here = self.cut(torch.arange(length, device=given[name].device), 0)
             found[at] = here if at == "positions" else here.unsqueeze(0)
         self._gives_documents = documents is not None
         if documents is not None:
             found |= {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents}
+        if self._has_states:
+            found["use_cache"] = False  # also where it is one of **kwargs: a cache would keep states of parts
+            found.pop("seq_idx", None)
+            if begins is not None:
+                found["seq_idx"] = self._cut_documents(model, begins).to(given[name].device)
         if "use_cache" in self._signature.parameters:  # of keys and values that nothing would read
             found.setdefault("use_cache", False)
         return found
+
+    def _cut_documents(self, model: nn.Module, begins: Tensor) -> Tensor:
+        """For linear attention, where the documents of this rank's tokens begin."""
+        if self._missing_packages:
+            raise ValueError(
+                f"{type(model).__name__} is given rows of several documents, which its linear attention keeps apart by "
+                f"kernels of packages that are not installed: {', '.join(self._missing_packages)}. Give each row one "
+                "document, or install them"
+            )
+        return self.cut(begins)
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind(*args, **kwargs)
@@ -243,9 +287,16 @@ def require_context(model: nn.Module, grid_sizes: Mapping[str, int]) -> None:
         raise ValueError(f"context is {context}, but {refusal}; choose context=1")
 
 
-def install_context(model: nn.Module, grid: Grid) -> SequenceParts:
-    """Have a model's forward cut the sequences that it is given, and its attention run over the ranks of context."""
+def prepare_context(model: nn.Module, grid: Grid) -> SequenceParts:
+    """Have linear attention run over the ranks of context. Before anything wraps the forward of these layers."""
     parts = SequenceParts(model, grid)
+    if parts.is_pretrained:
+        replace_scans(model, LinearAttentionParts(parts.group))
+    return parts
+
+
+def install_context(model: nn.Module, parts: SequenceParts) -> None:
+    """Have a model's forward cut the sequences that it is given, and its attention run over the ranks of context."""
     if parts.is_pretrained:
         of_transformers.replace_attention(model, parts.attend)
     for module in model.modules():
@@ -261,4 +312,3 @@ def install_context(model: nn.Module, grid: Grid) -> SequenceParts:
     model.register_forward_pre_hook(cut, with_kwargs=True)
     if parts.is_pretrained:
         model.register_forward_hook(torch.compiler.disable(lambda model, *_: parts.check_documents(model)))
-    return parts

@@ -41,7 +41,7 @@ from stretto.ops.moe.activation import is_silu
 from stretto.ops.moe.experts import differentiate_gate, gate_tokens
 from stretto.ops.moe.grouped.matmul import take_rows
 from stretto.ops.moe.grouped.tile_order import Arrivals
-from stretto.ops.moe.permutation import sum_copies, sum_dtype
+from stretto.ops.moe.permutation import sum_dtype
 from stretto.ops.moe.places import Places, find_places
 from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient
 from stretto.parallel.comm.collectives import (
@@ -64,7 +64,12 @@ from stretto.parallel.layout import local
 T = TypeVar("T")
 
 # What recomputation keeps of each kind of collective of `dispatch` and `combine`, by its name in KEPT_IN.
-_KEPT_AS = {"all_to_all": "exchanged rows", "all_gather": "gathered tokens", "reduce_scatter": "scattered sums"}
+_KEPT_AS = {
+    "all_to_all": "exchanged rows",
+    "all_gather": "gathered tokens",
+    "reduce_scatter": "scattered sums",
+    "moe_reduce_scatter": "summed product",
+}
 
 
 @dataclass(frozen=True)
@@ -214,13 +219,20 @@ class _SendTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, places: Places, is_ahead: bool, note: Callable[[_Sent], None]
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        places: Places,
+        columns: int,
+        is_ahead: bool,
+        note: Callable[[_Sent], None],
     ) -> Tensor:
-        """is_ahead: something else is called before the products. note: takes what they need."""
+        """columns: of `Places.start`. is_ahead: something else is called before the products. note: takes what they
+        need."""
         needs_x, needs_weights, *_ = ctx.needs_input_grad
         ctx.places, ctx.returning = places, _Returning(needs_x, needs_weights, is_ahead)
         weights = places.send_weights(weights)
-        note(_Sent(places, weights, *places.begin(x, is_ahead=is_ahead), ctx.returning))
+        note(_Sent(places, weights, *places.begin(x, columns, is_ahead=is_ahead), ctx.returning))
         return x.new_empty(1)
 
     @staticmethod
@@ -230,7 +242,7 @@ class _SendTokens(torch.autograd.Function):
         of_x = None if returning.finish is None else returning.finish()
         of_weights = None if returning.of_weights is None else ctx.places.give_back(returning.of_weights)
         returning.finish = returning.of_weights = None
-        return of_x, of_weights, None, None, None
+        return of_x, of_weights, None, None, None, None
 
 
 class _MultiplyTokens(torch.autograd.Function):
@@ -259,12 +271,8 @@ class _MultiplyTokens(torch.autograd.Function):
             gated, inner = gate_tokens(rows, gate_up, index.offsets, numbers, is_recorded, arrivals)
             return inner
 
-        def multiply(part: slice, room: int) -> Tensor:
-            activated = gated_activation(inner) if gated is None else gated
-            return grouped_matmul(activated, whole_down[:, part], index.offsets, room=room)
-
-        def add() -> Tensor:
-            return sum_copies(multiply(slice(None), 0), index.positions, weights, is_here)
+        def activate() -> Tensor:
+            return gated_activation(inner) if gated is None else gated
 
         gate_up = of_up.gather(up, placement, is_recorded=is_recorded)
         inner = keep_output("product", gate)
@@ -275,9 +283,7 @@ class _MultiplyTokens(torch.autograd.Function):
         ctx.returning = sent.returning
         kept = [one if products[0].keeps_weights else None for one in (gate_up, whole_down)]  # both do, or none
         ctx.save_for_backward(tokens, weights, inner, index.slots, index.positions, is_here, index.offsets, *kept)
-        if is_recomputed():
-            return places.give_back(keep_output("product", add))
-        return places.multiply_and_give_back(multiply, weights, whole_down.shape[1])
+        return places.multiply_and_give_back(activate, whole_down, weights, keep_output if is_recomputed() else None)
 
     @staticmethod
     @once_differentiable
@@ -287,7 +293,7 @@ class _MultiplyTokens(torch.autograd.Function):
         places: Places = ctx.places
         returning: _Returning = ctx.returning
         placement: ReplicaPlacement | None = ctx.placement
-        gradient, arrivals = places.start(gradient.contiguous(), keeps=False)
+        gradient, arrivals = places.start(gradient.contiguous(), ctx.down.shape[2], keeps=False)
         numbers = (slots // positions.shape[1]).to(torch.int32)
         factors = weights.reshape(-1).index_select(0, slots).to(sum_dtype(tokens.dtype))
         down = of_down.gather(ctx.down, placement) if down is None else down
@@ -299,8 +305,8 @@ class _MultiplyTokens(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[0] and returning.needs_x
         if needs_x:
             up = of_up.gather(ctx.up, placement) if up is None else up
-            of_tokens = sum_copies(grouped_matmul(of_inner, up.transpose(1, 2), offsets), positions, None, is_here)
-            returning.finish = places.start_back(of_tokens, is_ahead=returning.is_ahead)
+            transposed = up.transpose(1, 2)
+            returning.finish = places.start_product_back(of_inner, transposed, is_ahead=returning.is_ahead)
         if is_asked_for(ctx, 1):
             room = places.room if needs_x else 0
             of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, placement, numbers, room)
@@ -431,8 +437,11 @@ class ParallelExperts(ShardedModule):
         self.starts_early = False  # something runs between `start` and the products
         self._sent: list[_Sent] = []  # by `_start`, until `_finish`
         make = partial(GraphCode, keeps_inputs=lambda: gradients.deferred is not None)
-        self._gathers_tokens = self._find_gathers_tokens()
-        code = self._finish if self._gathers_tokens else self._multiply_rows
+        gathers_tokens = self._gathers_tokens()
+        # On the group of expert nothing else is called, whatever is called between `start` and the products.
+        self.can_start = gathers_tokens and plan.group is not None
+        code: Callable[..., Tensor] = self._multiply_tokens if gathers_tokens else self._multiply_rows
+        code = self._finish if self.can_start else code
         self.in_graphs: GraphCode = make(code, *self.weights_in_graphs())
         self._start_in_graphs = make(self._start)
 
@@ -467,20 +476,15 @@ class ParallelExperts(ShardedModule):
             check_features(hidden, "y", self.plan.name)
         x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
         inputs: tuple[Tensor, ...] = x, top_k_weights, top_k_index
-        if self._gathers_tokens:
+        if self.can_start:
             started = _run(self._start_in_graphs, (1,), *inputs) if started is None else started
             # A compiler keeps the tokens' memory until this has read it. Their gradients go by `started`.
             inputs = started, x.detach()
         y = _run(self.in_graphs, x.shape, *inputs, *self._biases())
         return note_features(y.view(hidden.shape), "y")
 
-    @property
-    def can_start(self) -> bool:
-        """True if tokens travel, and `start` begins it."""
-        return self._gathers_tokens and not (self.plan.group is None and self.plan.flow.gather_over is None)
-
     def start(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Begin to send tokens; the next call of the module takes the same arguments, and what this returns.
+        """Begin to send tokens, where `can_start`. The next call takes the same arguments, and what this returns.
 
         What is called between the two runs while tokens travel, and backward while their gradients do.
         """
@@ -516,7 +520,7 @@ class ParallelExperts(ShardedModule):
             y = _SumTokens.apply(y, flow.sum_tokens_over)
         return y
 
-    def _find_gathers_tokens(self) -> bool:
+    def _gathers_tokens(self) -> bool:
         """True if the products gather tokens by index: nothing is done between them but SiLU gates."""
         plan, is_plain = self.plan, self._own_gate is None and not self._bias_scales
         is_summed = plan.over_y is not None or plan.flow.sum_rows_over is not None
@@ -524,11 +528,16 @@ class ParallelExperts(ShardedModule):
         is_gated = is_plain and self._up == "gate_up_proj" and is_silu(self.act_fn)
         return is_gated and not is_transposed and not is_summed and plan.reduce == "rank"
 
+    def _multiply_tokens(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The output for tokens that are sent once to a rank, and gathered there by the products."""
+        return self._finish(self._start(x, weights, ids), x)
+
     def _start(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Begin to send tokens, once to a rank, to be gathered there by the products."""
         plan, gather_group = self.plan, self.plan.flow.gather_over
         x, weights, ids = self._take_part(x, weights, ids)
         is_alone = plan.group is None and gather_group is None
+        overlaps = self.products[self._up].hides_all_reduce
         places = find_places(
             x,
             *self._find_slots(ids, weights),
@@ -536,8 +545,10 @@ class ParallelExperts(ShardedModule):
             max_rows=None if is_alone else self._count_rows(ids),
             gather_group=gather_group,
             wrap_collective=_wrap_collective,
+            implementation="auto" if plan.group is not None or overlaps else "library",
         )
-        handle: Tensor = _SendTokens.apply(x, weights, places, self.starts_early, self._sent.append)
+        columns = self.get_parameter(self._up).shape[1]
+        handle: Tensor = _SendTokens.apply(x, weights, places, columns, self.starts_early, self._sent.append)
         return handle
 
     def _finish(self, handle: Tensor, x: Tensor) -> Tensor:
