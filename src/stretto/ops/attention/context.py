@@ -85,7 +85,8 @@ def context_attention(
 
     causal: a position sees those up to its own. scale: of scores (None: 1 / sqrt(d)). layout: a rank's part of the
     sequence: "contiguous", its r-th; "zigzag", chunks r and 2 * ranks - 1 - r of 2 * ranks equal ones, which makes
-    causal attention equal work. window: a causal position sees the last so many, its own among them. documents: int32
+    causal attention equal work; "balanced", as `list_chunks` cuts these documents, which makes causal attention to them
+    nearly equal work. window: a causal position sees the last so many, its own among them. documents: int32
     or int64 [documents + 1], where in the global sequence each begins, then the sequence's length: a position sees its
     own document. Keep it on the CPU: one on a GPU is read at each call, which waits for the GPU. sinks: [heads], a
     logit for each head that its softmax has in the denominator alone; its gradient is of this rank's positions, to be
@@ -127,11 +128,11 @@ def _run_in_graph(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, settings: Settings,
     wrap: CollectiveWrapper,
 ) -> Tensor:  # fmt: skip
-    group, degree, layout = settings.group, settings.degree, settings.layout
-    if degree > 1:
-        q, k, v = (exchange_heads(each, group, degree, layout, True, wrap) for each in (q, k, v))
+    place = documents if settings.layout == "balanced" else None, settings.group, settings.degree, settings.layout
+    if settings.degree > 1:
+        q, k, v = (exchange_heads(each, *place, True, wrap) for each in (q, k, v))
     out = attend_to_context(q, k, v, sinks, documents, settings, wrap)
-    return out if degree == 1 else exchange_heads(out, group, degree, layout, False, wrap)
+    return out if settings.degree == 1 else exchange_heads(out, *place, False, wrap)
 
 
 _run_apart = torch.compiler.disable(_run_in_graph)  # a function, as wrap_collective is, is no operator's argument
@@ -178,6 +179,10 @@ def _require_mask(
     causal: bool, window: int | None, documents: Tensor | None, layout: str, length: int, ranks: int
 ) -> None:
     require_layout(layout, length)
+    if layout == "balanced" and not causal:
+        raise ValueError(
+            'context attention: layout="balanced" is of causal attention: give causal=True, or layout="contiguous"'
+        )
     if window is not None and (not causal or window < 1):
         raise ValueError(
             f"context attention: a window is 1 or more positions and needs causal=True, not {window} with "
