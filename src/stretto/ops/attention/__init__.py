@@ -3,6 +3,7 @@
 
 context        the functions, their torch.library operators, what a rank does forward and backward
 plan           which blocks of scores a rank computes, and whose keys it needs: integers on the host
+balance        packed documents cut among ranks by work
 exchange       keys, values, their gradients and heads between ranks
 kernels        attention of a block, with its log-sum-exp: cuDNN's, flash, torch's on CPUs, a plain one
 merge          results and gradients of blocks, merged and added
