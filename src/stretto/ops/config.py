@@ -78,8 +78,9 @@ class KernelConfig(NamedTuple):
     transferred: by copy engines, or by the program that has computed them. piece_bytes: bytes transferred per signal.
     exchange: partial sums are sent as "tiles", or, for few rows, as "packets". shots: of an all-reduce: 1, all ranks
     send to all ranks; 2, an owner reduces and broadcasts. is_shifted: each rank begins with another rank's tiles (Flux,
-    section 4.1); if not, all begin with rank 0's. Tuning files contain these names: renaming a field makes earlier
-    measurements unreadable.
+    section 4.1); if not, all begin with rank 0's. schedule: the name of a collective's schedule that moves rows
+    (`stretto.ops.joint`), "" for the operator's own way. Tuning files contain these names: renaming a field makes
+    earlier measurements unreadable.
     """
 
     implementation: str = "kernel"
@@ -91,6 +92,7 @@ class KernelConfig(NamedTuple):
     exchange: str = "tiles"
     shots: int = 1
     is_shifted: bool = True
+    schedule: str = ""
 
     def with_power_of_two_tiles(self) -> "KernelConfig":
         """The configuration for kernels whose tiles have a power of two of columns: rounded down to one."""
@@ -158,6 +160,8 @@ def require_config(config: KernelConfig) -> None:
             raise ValueError(f"a configuration's {what} is one of {', '.join(map(str, known))}, not {given!r}")
     if config.transfer == "copies" and config.direction == "pull":
         raise ValueError('copy engines push: "pull" goes with transfer="programs"')
+    if not isinstance(config.schedule, str):
+        raise ValueError(f"a configuration's schedule is its name, not {config.schedule!r}")
     for what, number in (("movers", config.movers), ("piece_bytes", config.piece_bytes)):
         if not isinstance(number, int) or not 1 <= number <= 1 << 30:
             raise ValueError(f"a configuration's {what} is a whole number, 1 or more, not {number!r}")
