@@ -86,10 +86,11 @@ def context_attention(
     causal: a position sees those up to its own. scale: of scores (None: 1 / sqrt(d)). layout: a rank's part of the
     sequence: "contiguous", its r-th; "zigzag", chunks r and 2 * ranks - 1 - r of 2 * ranks equal ones, which makes
     causal attention equal work; "balanced", as `list_chunks` cuts these documents, so that causal attention to them is
-    nearly equal work. window: a causal position sees the last so many, its own among them. documents: int32 or int64 [documents + 1], where in the global sequence each begins, then the sequence's length: a position sees its
-    own document. Keep it on the CPU: one on a GPU is read at each call, which waits for the GPU. sinks: [heads], a
-    logit for each head that its softmax has in the denominator alone; its gradient is of this rank's positions, to be
-    summed over the ranks as a replicated parameter's. Of flex_attention's BlockMask, `read_block_mask` makes options.
+    nearly equal work. window: a causal position sees the last so many, its own among them. documents: int32 or int64
+    [documents + 1], where in the global sequence each begins, then the sequence's length: a position sees its own
+    document. Keep it on the CPU: one on a GPU is read at each call, which waits for the GPU. sinks: [heads], a logit
+    for each head that its softmax has in the denominator alone; its gradient is of this rank's positions, to be summed
+    over the ranks as a replicated parameter's. Of flex_attention's BlockMask, `read_block_mask` makes options.
 
     A rank is sent only the keys that its positions see. wrap_collective: called in place of each collective, backward
     too, as wrap_collective("all_to_all", make); it returns what make() returns, which issues it, and keeps nothing.
