@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from stretto.parallel.layers import experts
 from stretto.parallel.layout import local
 from tests.gpu.test_exchange import poison_buffers
 from tests.parallel import moe_families
+from tests.parallel.experts import test_columns
 from tests.parallel.experts.training import Run, case_of, disagreements, expected_of
 from tests.parallel.training import my_rows
 
@@ -296,3 +298,15 @@ def train_in_stages() -> dict[str, float]:
 
 def test_training_in_stages_is_plain_training(world: int, run_ranks: RunRanks) -> None:
     assert run_ranks(world, train_in_stages) == [{}] * world
+
+
+def test_tensor_parallel_experts_train_by_kernels_that_were_timed_to_be_faster(
+    world: int, run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    others = [{"recompute": "communication"}, {"is_compiled": True}]
+    for distance, by_library, done, again in run_ranks(
+        world, test_columns.compare, str(tmp_path), {"x": 2, "z": 2}, others
+    ):
+        assert distance < 0.05  # bf16, in another order
+        assert (by_library, done) == ([], test_columns.STEP)
+        assert again == [(True, test_columns.STEP)] * 2

@@ -20,7 +20,7 @@ from stretto.bench.embedding.settings import EmbeddingTuning
 from stretto.bench.harness import TORCH_DTYPES, run_ranks
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.bench.operators.run import TORCH_DTYPES as OPERATOR_DTYPES
-from stretto.bench.operators.settings import AttentionTuning, OperatorsTuning
+from stretto.bench.operators.settings import AttentionTuning, ExpertsTuning, OperatorsTuning
 from stretto.bench.training.runs import build_stretto, make_grid
 from stretto.bench.training.settings import ProductsTuning, grids_of
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
@@ -74,7 +74,7 @@ def measure_collectives(communicator: Any, setting: CollectivesTuning, device: t
     for collective in setting.collectives:
         for dtype in setting.dtypes:
             name = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
-            choices = find_choices(collective, has_nvlink=has_nvlink)
+            choices = find_choices(collective, has_nvlink=has_nvlink, ranks=communicator.world_size)
             kernels = {
                 choice: communicator.kernel(choice, name, in_place=False) for choice in choices if choice != LIBRARY
             }
@@ -129,6 +129,19 @@ def _tune_attention(ranks: int, setting: AttentionTuning) -> list[Row]:
     return rows
 
 
+def _tune_experts(ranks: int, setting: ExpertsTuning) -> list[Row]:
+    device = Grid(data=ranks).device
+    rows = []
+    for problem, call in zip(setting.problems(ranks), setting.calls(ranks), strict=True):
+        case, operator, m, n, k, transposed = call
+        times = ops.tune(
+            operator, m, n, k, device=device, transposed=transposed, experts=case.experts, top_k=case.top_k
+        )
+        rows.append(_row(problem, {config.encode(): seconds for config, seconds in times.items()}))
+        torch.cuda.empty_cache()
+    return rows
+
+
 def _tune_embedding(ranks: int, setting: EmbeddingTuning) -> list[Row]:
     device = Grid(data=ranks).device
     rows = []
@@ -167,6 +180,7 @@ _JOBS: dict[type[Any], Callable[[int, Any], list[Row]]] = {
     CollectivesTuning: _tune_collectives,
     OperatorsTuning: _tune_operators,
     AttentionTuning: _tune_attention,
+    ExpertsTuning: _tune_experts,
     EmbeddingTuning: _tune_embedding,
     ProductsTuning: _tune_products,
 }

@@ -38,6 +38,7 @@ from stretto.ops.config import (
     find_refusal,
 )
 from stretto.ops.gemm import takes_tma
+from stretto.ops.joint.registry import is_runnable
 from stretto.ops.operator import find_group, require_agreement, require_no_capture
 from stretto.ops.prediction import (
     Speeds,
@@ -137,7 +138,7 @@ def find_config(
 def choose_config(
     problem: GemmProblem,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     group: str,
     implementation: str,
     *options: object,
@@ -146,10 +147,11 @@ def choose_config(
 ) -> KernelConfig:
     """Choose the configuration of a call: the caller's, else the fastest measured, else a default. Counts the call.
 
-    implementation: "auto", "kernel", "library" or an encoded configuration. run: computes the call; given, the default
-    is confirmed by timing it and the library, unless something was measured. Logs each new choice at debug level.
-    ValueError for another implementation, where a kernel was asked for and none can run, and where ranks call different
-    things. Collective at the group's first call, and at the first of its kind.
+    weight: None if TMA takes all operands of the problem's sizes. implementation: "auto", "kernel", "library" or an
+    encoded configuration. run: computes the call; given, the default is confirmed by timing it and the library, unless
+    something was measured. Logs each new choice at debug level. ValueError for another implementation, where a kernel
+    was asked for and none can run, and where ranks call different things. Collective at the group's first call, and at
+    the first of its kind.
     """
     known = _find(group, x.device)
     description = f"{problem.name}{' with a bias' if has_bias else ''} {(implementation, *options)}"
@@ -201,7 +203,8 @@ def _confirm(
     is_decided = 0 in (problem.m, problem.n, problem.k) or known.obstacle or find_refusal(problem, machine)
     if is_decided or _find_restored(known, problem, machine, "auto") or _find_fastest(known, problem):
         return
-    kernel = find_fastest_kernel(problem, machine)[0] if machine.processors else default_config(problem, machine)[0]
+    has_kernel = machine.processors or problem.experts
+    kernel = find_fastest_kernel(problem, machine)[0] if has_kernel else default_config(problem, machine)[0]
     group = known.group()
     assert group is not None
     runs = [partial(run, config) for config in (kernel, LIBRARY)]
@@ -222,9 +225,9 @@ def describe_problem(
     return GemmProblem(operator, m, n, k, x.dtype, transposed, world, returns_gathered)
 
 
-def find_machine(x: Tensor, weight: Tensor, speeds: Speeds | None = None) -> Machine:
+def find_machine(x: Tensor, weight: Tensor | None, speeds: Speeds | None = None) -> Machine:
     """The machine, as far as the defaults for these operands depend on it. speeds: on which the group has agreed."""
-    by_tma = takes_tma(x) and takes_tma(weight if weight.is_contiguous() else weight.t())
+    by_tma = weight is None or (takes_tma(x) and takes_tma(weight if weight.is_contiguous() else weight.t()))
     device = x.device
     if device.type == "cpu":
         return Machine(0, by_tma, False)
@@ -283,7 +286,12 @@ def _find_fastest(
     name = problem._replace(m=nearest).name
     times = known.confirmed.get(name) or known.times[name]
     configs = ((decode(text), seconds) for text, seconds in times.items())
-    timed = [(seconds, config) for config, seconds in configs if not (needs_kernel and config == LIBRARY)]
+    timed = [
+        (seconds, config)
+        for config, seconds in configs
+        if not (needs_kernel and config == LIBRARY)
+        and (not config.schedule or is_runnable(problem.operator, config.schedule, problem.world))
+    ]
     if not timed or not 1 / _NEAR <= nearest / problem.m <= _NEAR:
         return None
     seconds, config = min(timed, key=lambda pair: pair[0])

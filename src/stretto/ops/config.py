@@ -34,7 +34,8 @@ EXCHANGES = ("tiles", "packets")
 class GemmProblem(NamedTuple):
     """A call as far as a configuration's speed depends on it. m: rows of all ranks; n, k: of a rank's weight.
 
-    returns_gathered: an all-gather's gathered rows are returned, too, for which copy engines must bring them.
+    returns_gathered: an all-gather's gathered rows are returned, too, for which copy engines must bring them. experts,
+    top_k: of a grouped product, whose m are tokens, of which each has top_k rows.
     """
 
     operator: str
@@ -45,6 +46,8 @@ class GemmProblem(NamedTuple):
     transposed: bool
     world: int
     returns_gathered: bool = False
+    experts: int = 0
+    top_k: int = 0
 
     @property
     def name(self) -> str:
@@ -52,7 +55,8 @@ class GemmProblem(NamedTuple):
         order = " transposed" if self.transposed else ""
         dtype = str(self.dtype).removeprefix("torch.")
         gathered = "_gathered" if self.returns_gathered else ""
-        return f"{self.operator}{gathered} m={self.m} n={self.n} k={self.k}{order} {dtype} {self.world} ranks"
+        experts = f" top-{self.top_k} of {self.experts} experts" if self.experts else ""
+        return f"{self.operator}{gathered} m={self.m} n={self.n} k={self.k}{order} {dtype} {self.world} ranks{experts}"
 
 
 class Machine(NamedTuple):
@@ -215,7 +219,10 @@ def default_config(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig
 
     Kernels on Hopper for types of up to 16 bits that TMA takes: there Triton's GEMM is as fast as the library's; and
     where the machine's speeds say that a kernel is not slower. Interpreted, always kernels.
+    Experts' products take the library: the model has no constants of their kernels.
     """
+    if problem.experts:
+        return LIBRARY, find_refusal(problem, machine) or "nothing was measured"
     if not machine.processors:
         few, blocks = problem.m <= 16, default_blocks(problem, machine)
         transfer = "programs" if few and not problem.returns_gathered else "copies"
@@ -234,6 +241,8 @@ def default_config(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig
 
 def find_refusal(problem: GemmProblem, machine: Machine) -> str:
     """Why no kernel is a default, whatever the machine's speeds are; "" where one may be."""
+    if problem.experts and (problem.dtype.itemsize != 2 or problem.n % 8 or problem.k % 8):
+        return "kernels of experts are for 16 bits, and weights whose sizes are multiples of 8"
     if not machine.processors:
         return ""
     if not machine.is_hopper or problem.dtype.itemsize > 2 or not machine.by_tma:
@@ -246,8 +255,10 @@ def find_refusal(problem: GemmProblem, machine: Machine) -> str:
 def find_fastest_kernel(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig, float]:
     """The default kernel that should be the fastest, by the machine's speeds, and its predicted seconds.
 
-    Where the speeds are not known, it is the first one, and the seconds are 0.
+    Where the speeds are not known, and for experts' products, it is the first one, and the seconds are 0.
     """
+    if problem.experts:
+        return KernelConfig(), 0.0
     kernels = default_kernels(problem, machine)
     if machine.speeds is None:
         return next(iter(kernels.values())), 0.0

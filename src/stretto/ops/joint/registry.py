@@ -9,11 +9,18 @@ from functools import lru_cache
 
 import torch
 
-from stretto.collectives.algorithms import find
+from stretto.collectives.algorithms import ALGORITHMS, find
+from stretto.collectives.joint.schedule import require_collective
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify
 from stretto.ops.config import KernelConfig, decode
-from stretto.ops.joint.schedule import require_collective
+
+CANDIDATES = {
+    "all_gather_matmul": ("direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"),
+    "matmul_reduce_scatter": ("direct-reduce-scatter", "ring-reduce-scatter", "recursive-halving-reduce-scatter"),
+    "matmul_all_reduce": ("two-shot-all-reduce", "ring-all-reduce", "recursive-halving-all-reduce"),
+}
+"""The algorithms that a tuner measures inside an operator, of those that take nothing but a number of ranks."""
 
 _schedules: dict[str, Schedule] = {}
 _names: dict[int, tuple[Schedule, str]] = {}  # by the schedule's id, which lives as long as it is here
@@ -63,8 +70,25 @@ def _register(schedule: Schedule) -> str:
     return name
 
 
-def find_schedule(name: str) -> Schedule:
-    """The schedule that this process has given an operator under that name. ValueError for any other."""
+def find_schedule(operator: str, name: str, ranks: int) -> Schedule:
+    """The schedule that an operator was given under that name, or a known algorithm's. ValueError for any other."""
     if name not in _schedules:
-        raise ValueError(f"no schedule {name!r} was given to an operator in this process: give schedule= again")
+        algorithm = name.rpartition(" ")[0]
+        if algorithm not in ALGORITHMS or _register(_compile(operator, algorithm, ranks)) != name:
+            raise ValueError(f"no schedule {name!r} was given to an operator in this process: give schedule= again")
     return _schedules[name]
+
+
+def is_runnable(operator: str, name: str, ranks: int) -> bool:
+    """True if `find_schedule` finds it: a stored time's may be of another version, or of another program."""
+    try:
+        find_schedule(operator, name, ranks)
+    except ValueError:
+        return False
+    return True
+
+
+def list_candidates(operator: str, ranks: int) -> list[str]:
+    """The names of schedules that a tuner measures inside an operator."""
+    names = CANDIDATES[operator] if ranks > 1 else ()
+    return [_register(_compile(operator, name, ranks)) for name in names]

@@ -267,7 +267,8 @@ class GradientReducer:
         scale, gradient = self._scale_first(parameter, gradient)
         pending = start(gradient, scale)
         if pending.work is None:  # z has one rank
-            self._settle(current, [(parameter, pending)])
+            mine = pending.result if pending.factor == 1 else pending.result.mul_(pending.factor)
+            self._settle_one(current, parameter, mine)
             return
         self._add_scatter(current, [(parameter, pending)])
 

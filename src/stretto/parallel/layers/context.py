@@ -9,7 +9,7 @@ Between embedding and loss all but attention sees this rank's tokens alone.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,12 @@ from torch.utils._pytree import tree_map
 
 from stretto.execution import IGNORED_TARGET
 from stretto.huggingface import context as of_transformers
+from stretto.huggingface.linear_attention import (
+    linear_attentions_of,
+    packages_for_documents,
+    positions_before,
+    replace_scans,
+)
 from stretto.huggingface.loss import compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.ops.attention import context_attention, list_chunks
@@ -26,6 +32,7 @@ from stretto.ops.moe.routes import call
 from stretto.parallel.comm.collectives import collective, gather_rows
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import ParallelDropout
+from stretto.parallel.layers.linear_attention import LinearAttentionParts
 
 T = TypeVar("T")
 Values = TypeVar("Values")
@@ -34,7 +41,7 @@ _POSITIONS = ("position_ids", "positions")
 
 
 def cut_sequences(
-    values: Values, grid: Grid, *, dim: int = 1, layout: Layout = "zigzag", documents: Tensor | None = None
+    values: Values, grid: Grid, *, dim: int = 1, layout: Layout | None = None, documents: Tensor | None = None
 ) -> Values:
     """Cut this rank's part of sequences: of a tensor, or of all tensors in dicts, lists and tuples.
 
@@ -42,16 +49,27 @@ def cut_sequences(
     compares with the logits that it returns, [batch, seq / context, vocab]: targets, say. Shift them before, so that
     the target of a part's last token is not lost.
 
-    dim: the dim of the tokens in each tensor. layout: "zigzag" for causal models, "contiguous" for others; "balanced"
-    for tensors [batch, seq, ...] of packed rows with which a model is given labels, too. documents: of these rows, as
-    cu_seq_lens_q: where each begins, of all rows one after another, and the end of the last.
+    dim: the dim of the tokens in each tensor. layout: "zigzag" for causal models, "contiguous" for others and for those
+    with layers of linear attention; by default that of the models on the grid, and "zigzag" before there are any.
+    "balanced", of tensors [batch, seq, ...], for packed rows that a causal model is given with labels. documents: of
+    these rows, as cu_seq_lens_q: where each begins, of all rows one after another, and the end of the last.
 
-    Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can, and for other layouts.
+    Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can, for other layouts, and
+    for one that no model on the grid has.
     """
+    used = sorted(grid.context_layouts)
+    if layout is None and len(used) > 1:
+        raise ValueError(f"cut_sequences: models on this grid have both layouts, {' and '.join(used)}: choose one")
+    layout = layout or (used[0] if used else "zigzag")
     if layout not in get_args(Layout) or (layout == "balanced") != (documents is not None):
         raise ValueError(
             f'cut_sequences: layout is "zigzag" or "contiguous", or "balanced" with documents, not {layout!r} '
             f"with{'out' if documents is None else ''} documents"
+        )
+    if layout != "contiguous" and used == ["contiguous"]:
+        raise ValueError(
+            f'cut_sequences: layout is "{layout}", but the models on this grid have contiguous parts, as linear '
+            'attention and attention in both directions need: layout="contiguous" would do'
         )
     ranks, rank = grid.size("context"), grid.coordinate("context")
 
@@ -105,10 +123,20 @@ def _take(whole: Tensor, places: Tensor) -> Tensor:
     return whole.expand(len(rows), *whole.shape[1:])[rows[:, None], places.to(whole.device)]
 
 
+class _Batch(NamedTuple):
+    """A batch's layout and documents. name: of the argument that has the tokens."""
+
+    name: str
+    layout: Layout
+    documents: Tensor | None
+    begins: Tensor | None
+
+
 class SequenceParts:
     """Cuts a model's sequences among the ranks of context, and computes its attention over all of them.
 
-    The layout is zig-zag for a causal model, and contiguous for any other; `_choose_layout` balances packed rows.
+    The layout is zig-zag for a causal model, and contiguous for any other, and for one with layers of linear attention,
+    which pass states in the order of the sequence; `_choose_layout` balances packed rows.
     """
 
     def __init__(self, model: nn.Module, grid: Grid) -> None:
@@ -116,9 +144,14 @@ class SequenceParts:
         self.grid = grid
         self.is_pretrained = is_pretrained_model(model)
         self.is_causal = not self.is_pretrained or of_transformers.is_causal(model)
-        self.layout: Layout = "zigzag" if self.is_causal else "contiguous"
+        has_states = self.is_pretrained and bool(linear_attentions_of(model))
+        self.layout: Layout = "zigzag" if self.is_causal and not has_states else "contiguous"
+        grid.context_layouts.add(self.layout)
+        self._has_states = has_states
+        self._least_length = self.group.size() * positions_before(model) if has_states else 1
+        self._missing_packages = packages_for_documents(model) if has_states else []
         self._signature = inspect.signature(model.forward)
-        self._drops = any(isinstance(module, ParallelDropout) and module.p > 0 for module in model.modules())
+        self.has_dropout = False
         # Of rows that are balanced, in the last pass: their documents, and the places of this rank's tokens.
         self._packed: list[tuple[int, ...]] | None = None
         self._places: Tensor | None = None
@@ -130,7 +163,7 @@ class SequenceParts:
         that are cut with them. A caller who compares logits cuts zig-zag (`cut_sequences`), and so do dropout's masks.
         """
         has_labels = given.get("labels") is not None or given.get("shift_labels") is not None
-        balances = self.layout == "zigzag" and documents is not None and has_labels and not self._drops
+        balances = self.layout == "zigzag" and documents is not None and has_labels and not self.has_dropout
         return "balanced" if balances else self.layout
 
     def cut(self, whole: Tensor) -> Tensor:
@@ -182,7 +215,7 @@ class SequenceParts:
         Raises ValueError for arguments that cannot be cut.
         """
         given = self._bind(args, kwargs)
-        name, layout, documents = self._arrange(model, given)
+        name, layout, documents, begins = self._arrange(model, given)
         rows, length = given[name].shape[:2]
         labels = given.get("labels")
         shapes = ((rows, length), (1, length))
@@ -193,8 +226,8 @@ class SequenceParts:
         is_shifted = self.is_pretrained and given.get("shift_labels") is None and compares_with_next(model)
         if is_shifted and isinstance(labels, Tensor):
             found["labels"] = found["shift_labels"] = self.cut_targets(model, labels)
-        at = next(name for name in _POSITIONS if name in self._signature.parameters)
-        if found.get(at) is None:
+        at = next((name for name in _POSITIONS if name in self._signature.parameters), None)
+        if at is not None and found.get(at) is None:
             here = self.cut(torch.arange(length, device=given[name].device)[None])
             found[at] = here[0] if at == "positions" else here
         self._gives_documents = documents is not None
@@ -202,30 +235,50 @@ class SequenceParts:
             found |= {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents}
         if layout != self.layout:
             found["context_layout"] = layout  # for attention, which may be recomputed after another batch
+        if self._has_states:
+            found["use_cache"] = False  # also where it is one of **kwargs: a cache would keep states of parts
+            found.pop("seq_idx", None)
+            if begins is not None:
+                found["seq_idx"] = self._cut_documents(model, begins).to(given[name].device)
         if "use_cache" in self._signature.parameters:  # of keys and values that nothing would read
             found.setdefault("use_cache", False)
         return found
 
-    def _arrange(self, model: nn.Module, given: Mapping[str, Any]) -> tuple[str, Layout, Tensor | None]:
-        """(the argument that has the tokens, the layout, the documents) of a batch, which then is what `cut` cuts."""
+    def _arrange(self, model: nn.Module, given: Mapping[str, Any]) -> _Batch:
+        """Read a batch, which then is what `cut` cuts."""
         name = next((name for name in _IDS if isinstance(given.get(name), Tensor)), None)
         if name is None or given[name].dim() < 2:
             raise ValueError(f"with context, the model's forward takes one of {', '.join(_IDS)}, [batch, seq, ...]")
         rows, length = given[name].shape[:2]
         check_length(length, self.group.size(), self.layout)
+        if length < self._least_length:
+            raise ValueError(
+                f"sequences of {length} tokens are too short for context={self.group.size()}: the convolutions of "
+                f"linear attention read of the rank before alone; {self._least_length} would do"
+            )
         limit = getattr(getattr(model, "config", None), "max_seq_len", length)  # a GPT's, which sees a part alone
         if length > limit:
             raise ValueError(f"{length} tokens are more than max_seq_len, {limit}")
-        documents = None
+        documents = begins = None
         if self.is_pretrained:
             of_transformers.refuse_arguments(model, given, length)
-            documents = of_transformers.find_documents(given, rows, length)
+            documents, begins = of_transformers.find_documents(given, rows, length)
         layout = self._choose_layout(given, documents)
         self._packed = self._places = None
         if layout == "balanced" and documents is not None:
             self._packed = _list_documents(documents, rows, length)
             self._places = _find_places(self._packed, self.group.rank(), self.group.size()).to(given[name].device)
-        return name, layout, documents
+        return _Batch(name, layout, documents, begins)
+
+    def _cut_documents(self, model: nn.Module, begins: Tensor) -> Tensor:
+        """For linear attention, where the documents of this rank's tokens begin."""
+        if self._missing_packages:
+            raise ValueError(
+                f"{type(model).__name__} is given rows of several documents, which its linear attention keeps apart by "
+                f"kernels of packages that are not installed: {', '.join(self._missing_packages)}. Give each row one "
+                "document, or install them"
+            )
+        return self.cut(begins)
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind(*args, **kwargs)
@@ -318,14 +371,22 @@ def require_context(model: nn.Module, grid_sizes: Mapping[str, int]) -> None:
         raise ValueError(f"context is {context}, but {refusal}; choose context=1")
 
 
-def install_context(model: nn.Module, grid: Grid) -> SequenceParts:
-    """Have a model's forward cut the sequences that it is given, and its attention run over the ranks of context."""
+def prepare_context(model: nn.Module, grid: Grid) -> SequenceParts:
+    """Have linear attention run over the ranks of context. Before anything wraps the forward of these layers."""
     parts = SequenceParts(model, grid)
+    if parts.is_pretrained:
+        replace_scans(model, LinearAttentionParts(parts.group))
+    return parts
+
+
+def install_context(model: nn.Module, parts: SequenceParts) -> None:
+    """Have a model's forward cut the sequences that it is given, and its attention run over the ranks of context."""
     if parts.is_pretrained:
         of_transformers.replace_attention(model, parts.attend)
     for module in model.modules():
         if isinstance(module, ParallelDropout):
             module.place_tokens = parts.places_of
+            parts.has_dropout |= module.p > 0
         elif not parts.is_pretrained and hasattr(module, "attend"):
             module.attend = parts.attend  # type: ignore[assignment]
 
@@ -336,4 +397,3 @@ def install_context(model: nn.Module, grid: Grid) -> SequenceParts:
     model.register_forward_pre_hook(cut, with_kwargs=True)
     if parts.is_pretrained:
         model.register_forward_hook(torch.compiler.disable(lambda model, *_: parts.check_documents(model)))
-    return parts

@@ -40,7 +40,7 @@ from stretto.ops.moe import (
 from stretto.ops.moe.activation import is_silu
 from stretto.ops.moe.experts import differentiate_gate, gate_tokens
 from stretto.ops.moe.grouped.matmul import take_rows
-from stretto.ops.moe.permutation import sum_copies, sum_dtype
+from stretto.ops.moe.permutation import sum_dtype
 from stretto.ops.moe.places import Places, find_places
 from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient
 from stretto.parallel.comm.collectives import Pending, all_reduce, collective, own, start_all_reduce
@@ -56,7 +56,12 @@ from stretto.parallel.layout import local
 T = TypeVar("T")
 
 # What recomputation keeps of each kind of collective of `dispatch` and `combine`, by its name in KEPT_IN.
-_KEPT_AS = {"all_to_all": "exchanged rows", "all_gather": "gathered tokens", "reduce_scatter": "scattered sums"}
+_KEPT_AS = {
+    "all_to_all": "exchanged rows",
+    "all_gather": "gathered tokens",
+    "reduce_scatter": "scattered sums",
+    "moe_reduce_scatter": "summed product",
+}
 
 
 @dataclass(frozen=True)
@@ -198,15 +203,11 @@ class _MultiplyTokens(torch.autograd.Function):
             gated, inner = gate_tokens(rows, gate_up, index.offsets, numbers, is_recorded, arrivals)
             return inner
 
-        def multiply(part: slice, room: int) -> Tensor:
-            activated = gated_activation(inner) if gated is None else gated
-            return grouped_matmul(activated, whole_down[:, part], index.offsets, room=room)
-
-        def add() -> Tensor:
-            return sum_copies(multiply(slice(None), 0), index.positions, weights, is_here)
+        def activate() -> Tensor:
+            return gated_activation(inner) if gated is None else gated
 
         weights = places.send_weights(weights)
-        tokens, arrivals = places.start(x)
+        tokens, arrivals = places.start(x, up.shape[1])
         gate_up = of_up.gather(up, placement, is_recorded=is_recorded)
         inner = keep_output("product", gate)
         if arrivals is not None:
@@ -215,9 +216,7 @@ class _MultiplyTokens(torch.autograd.Function):
         ctx.products, ctx.up, ctx.down, ctx.places, ctx.placement = products, up, down, places, placement
         kept = [one if products[0].keeps_weights else None for one in (gate_up, whole_down)]  # both do, or none
         ctx.save_for_backward(tokens, weights, inner, index.slots, index.positions, is_here, index.offsets, *kept)
-        if is_recomputed():
-            return places.give_back(keep_output("product", add))
-        return places.multiply_and_give_back(multiply, weights, whole_down.shape[1])
+        return places.multiply_and_give_back(activate, whole_down, weights, keep_output if is_recomputed() else None)
 
     @staticmethod
     @once_differentiable
@@ -226,7 +225,7 @@ class _MultiplyTokens(torch.autograd.Function):
         tokens, weights, inner, slots, positions, is_here, offsets, up, down = ctx.saved_tensors
         places: Places = ctx.places
         placement: ReplicaPlacement | None = ctx.placement
-        gradient, arrivals = places.start(gradient.contiguous(), keeps=False)
+        gradient, arrivals = places.start(gradient.contiguous(), ctx.down.shape[2], keeps=False)
         numbers = (slots // positions.shape[1]).to(torch.int32)
         factors = weights.reshape(-1).index_select(0, slots).to(sum_dtype(tokens.dtype))
         down = of_down.gather(ctx.down, placement) if down is None else down
@@ -238,8 +237,7 @@ class _MultiplyTokens(torch.autograd.Function):
         of_tokens = of_weights = None
         if ctx.needs_input_grad[0]:
             up = of_up.gather(ctx.up, placement) if up is None else up
-            of_tokens = sum_copies(grouped_matmul(of_inner, up.transpose(1, 2), offsets), positions, None, is_here)
-            finish = places.start_back(of_tokens)
+            finish = places.start_product_back(of_inner, up.transpose(1, 2))
         if is_asked_for(ctx, 2):
             room = places.room if ctx.needs_input_grad[0] else 0
             of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, placement, numbers, room)
@@ -440,6 +438,7 @@ class ParallelExperts(ShardedModule):
         """The output for tokens that are sent, once to a rank, and gathered there by the products."""
         plan, gather_group = self.plan, self.plan.flow.gather_over
         is_alone = plan.group is None and gather_group is None
+        overlaps = self.products[self._up].hides_all_reduce
         places = find_places(
             x,
             *self._find_slots(ids, weights),
@@ -447,6 +446,7 @@ class ParallelExperts(ShardedModule):
             max_rows=None if is_alone else self._count_rows(ids),
             gather_group=gather_group,
             wrap_collective=_wrap_collective,
+            implementation="auto" if plan.group is not None or overlaps else "library",
         )
         parameters = map(self.get_parameter, self.products)
         y: Tensor = _MultiplyTokens.apply(x, weights, *parameters, places, tuple(self.products.values()))

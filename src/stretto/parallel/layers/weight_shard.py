@@ -55,7 +55,8 @@ class WeightShard:
                 return GatheredWeight(cast(parameter, self.precision.compute))
             return GatheredWeight(self.precision.cast(local(parameter)))
 
-        if isinstance(self.gatherer, StepGatherer):  # one low-precision copy for all micro-batches in flight
+        # One low-precision copy for all micro-batches in flight.
+        if isinstance(self.gatherer, StepGatherer) and self.gatherer.is_keeping:
             return self.gatherer.keep(self, version_of(parameter), make)
         return make()
 

@@ -100,7 +100,7 @@ class RankPlan(NamedTuple):
     tiles: tuple[RowTile, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class JointSchedule:
     """A schedule joined with a product of `rows` rows (of this rank's for an all-gather, else of all ranks').
 
