@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stretto import ops
 from stretto.ops.operator import list_channels
+from tests.collectives.joint.random_algorithms import random_schedule
 from tests.gpu.sharing import GpuRanks
-from tests.ops.joint.random_algorithms import random_schedule
 
 SEED = random.randrange(2**31)
 pytestmark = pytest.mark.ranks(2, 4, own=(2, 4), among=(2, 3, 4, 8))

@@ -75,7 +75,8 @@ def install(model: nn.Module, placement: Placement) -> None:
     for part, parameters in placement.parts:
         _install_part(model, placement, part, parameters, frees=frees)
     if placement.blocks is not None:
-        _install_blocks(model, placement.blocks, builder, frees=frees)
+        # Transformers' layers checkpoint within their forward, and so within what gathers them: that frees nothing.
+        _install_blocks(model, placement.blocks, builder, frees=frees or options.recomputation.is_on)
     for owner, attribute, value in placement.values:
         setattr(owner, attribute, value)
     if isinstance(plan, ShardingPlan):

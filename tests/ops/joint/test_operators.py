@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ops.joint.random_algorithms import random_schedule
+from tests.collectives.joint.random_algorithms import random_schedule
 from tests.ops.operands import BLOCKS, lie, random_operands, relative_error
 
 from stretto import ops

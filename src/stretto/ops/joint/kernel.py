@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
+from stretto.collectives.joint.schedule import INPUT, NOBODY, OUTPUT, Destination, JointSchedule, Move, join
+from stretto.collectives.joint.verifier import verify_joint
 from stretto.memory.gpus import limit_waiting
 from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
@@ -26,8 +28,6 @@ from stretto.ops.gemm import (
     store_tile,
 )
 from stretto.ops.joint.registry import find_schedule
-from stretto.ops.joint.schedule import INPUT, NOBODY, OUTPUT, Destination, JointSchedule, Move, join
-from stretto.ops.joint.verifier import verify_joint
 from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_known, find_workspace
 from stretto.tiles import kind_of
 

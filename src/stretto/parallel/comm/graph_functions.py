@@ -20,6 +20,7 @@ import inspect
 import itertools
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -184,7 +185,7 @@ class _FunctionCall(_GraphCall):
         self.needs_input_grad = (needs[0], False, *needs[1:])
         self._inputs = inputs[0], inputs[1] if len(inputs) > 1 else None
         try:
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 of_x, _, of_other, *_ = self.function.backward(self, gradient)
         finally:
             self._inputs = (None, None)
