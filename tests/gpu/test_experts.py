@@ -199,13 +199,13 @@ def test_when_most_tokens_go_to_one_expert_none_is_lost(
         assert sum(found["found"]) == pytest.approx(sum(found["plain"]), rel=0.02)
 
 
-def train_captured(implementation: str) -> tuple[list[float], list[float]]:
+def train_captured(implementation: str, reduce: str) -> tuple[list[float], list[float]]:
     """Losses of seven steps in bf16, of which the last are a graph's replays, and of seven that are not captured."""
     with mock.patch.object(experts, "find_places", find_by(implementation)):
-        return train_captured_and_not()
+        return train_captured_and_not(reduce)
 
 
-def train_captured_and_not() -> tuple[list[float], list[float]]:
+def train_captured_and_not(reduce: str) -> tuple[list[float], list[float]]:
     """The losses of `train_captured`."""
     world = dist.get_world_size()
     grid = Grid(data=world, expert=world, device="cuda")
@@ -214,7 +214,7 @@ def train_captured_and_not() -> tuple[list[float], list[float]]:
     def run(captures: bool) -> list[float]:
         # A balance loss's all-reduce goes by way of the host where ranks share a GPU, and no graph can hold that.
         model = new_model(2, balance="none", shared_ffn=32)
-        model = parallelize(model, grid, dtype=torch.bfloat16, expert_rows=ROWS)
+        model = parallelize(model, grid, dtype=torch.bfloat16, expert_rows=ROWS, expert_reduce=reduce)
         assert all(one.starts_early for one in model.modules() if isinstance(one, experts.ParallelExperts))
         optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=grid.device))
 
@@ -238,9 +238,12 @@ OWN = pytest.mark.own_gpus("the library's exchange goes by way of the host where
 
 
 @pytest.mark.ranks(2, own=(2,), among=(2,))
+@pytest.mark.parametrize("reduce", ["rank", "choice"])
 @pytest.mark.parametrize("implementation", [pytest.param("library", marks=OWN), "kernel"])
-def test_a_captured_step_in_bf16_is_an_eager_one(world: int, run_ranks: RunRanks, implementation: str) -> None:
-    for captured, eager in run_ranks(world, train_captured, implementation):
+def test_a_captured_step_in_bf16_is_an_eager_one(
+    world: int, run_ranks: RunRanks, implementation: str, reduce: str
+) -> None:
+    for captured, eager in run_ranks(world, train_captured, implementation, reduce):
         assert captured == pytest.approx(eager, rel=1e-3)
         assert captured[-1] < captured[0]
 
