@@ -229,7 +229,10 @@ def test_five_steps_of_linear_attention_equal_those_of_one_rank_in_fp32(ranks, f
         pytest.param("gpt_oss", {"context": 2, "x": 2}, marks=LONG),  # sinks and windows
         *(pytest.param(name, {"context": 2, "x": 2}, marks=LARGE) for name in OF_EXPERTS[:1] + OF_EXPERTS[2:]),
         *(pytest.param(name, {"context": 2, "data": 2, "expert": 2}, marks=LARGE) for name in OF_EXPERTS),
-        *(pytest.param(name, {"context": 2, "z": 2, "expert": 2}, marks=LARGE) for name in ("nemotron_h", "qwen3_next")),
+        *(
+            pytest.param(name, {"context": 2, "z": 2, "expert": 2}, marks=LARGE)
+            for name in ("nemotron_h", "qwen3_next")
+        ),
     ],
     ids=str,
 )

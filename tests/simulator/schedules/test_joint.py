@@ -30,7 +30,9 @@ def test_a_gathers_last_rows_come_before_its_product_needs_them():
 def test_the_last_chunk_of_a_sum_travels_behind_its_product():
     found = simulate("matmul_reduce_scatter", "ring-reduce-scatter", 2, 100, 20e6)
     arrival = 50 * 2e-6 + 50 * 80 / 20e6  # the peer's chunk is multiplied first, and then sent
-    assert found.exposed == pytest.approx(arrival - 200e-6, abs=1.01 * PACKET_BYTES / 20e6)  # a switch passes packets on
+    assert found.exposed == pytest.approx(
+        arrival - 200e-6, abs=1.01 * PACKET_BYTES / 20e6
+    )  # a switch passes packets on
 
 
 def test_movers_take_their_part_of_the_product():

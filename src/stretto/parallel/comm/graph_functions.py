@@ -69,7 +69,8 @@ class GraphFunction:
     def follow(self, *weights: Tensor | None) -> None:
         """Take these weights from now on: a conversion has replaced them, they were frozen or unfrozen, or the stream
         has changed: what autograd accumulates in a weight, it does on the stream on which its node was made."""
-        self.key, self.edges = torch.empty(0), ()  # frees the weights' nodes, which this may be all that keeps
+        self.key = torch.empty(0)  # frees the weights' nodes, which this may be all that keeps
+        self.edges: tuple[tuple[Any, int], ...] = ()
         self.weights = tuple(weight for weight in weights if weight is not None)
         self._needs = [weight.requires_grad for weight in self.weights]
         self._stream = current_stream(self.weights[0].device) if self.weights else None
