@@ -83,7 +83,7 @@ def compare_with_library(case, dtype, payload, calls):
 @pytest.mark.parametrize(
     ("case", "dtype", "payload", "calls"),
     [
-        (Case((2, 6, 0), 2, 6), torch.bfloat16, None, 2),
+        pytest.param(Case((2, 6, 0), 2, 6), torch.bfloat16, None, 2, marks=pytest.mark.long),
         (Case((5, 3), 3, 4), torch.float32, FP8, 2),
         pytest.param(Case((1, 4), 1, 4, range(2, 4)), torch.float32, None, 1, marks=pytest.mark.long),
     ],
@@ -134,6 +134,7 @@ def test_one_rank_needs_no_group():
             {"x": torch.ones(129, 16), "topk_ids": torch.zeros(129, 2, dtype=int), "topk_weights": torch.ones(129, 2)},
             "this rank has 129 tokens, more than max_tokens=128: take dispatch, which has no limit",
         ),
+        ({"implementation": "kernel"}, "no kernel can run: one rank has all 4 experts, so that nothing is sent"),
         ({"payload": torch.float16}, "payload is None, for x's dtype, or torch.float8_e4m3fn, not torch.float16"),
         ({"x": torch.ones(3, 16, requires_grad=True)}, "dispatch_few has no gradients: call it under torch.no_grad()"),
         ({"topk_weights": torch.ones(3, 1)}, r"topk_weights has topk_ids' shape, \[3, 2\], not \[3, 1\]"),
