@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stretto import ops
 from stretto.ops.operator import list_channels
+from tests.collectives.joint.random_algorithms import random_schedule
 from tests.gpu.sharing import GpuRanks
-from tests.ops.joint.random_algorithms import random_schedule
 
 SEED = random.randrange(2**31)
 pytestmark = pytest.mark.ranks(2, 4, own=(2, 4), among=(2, 3, 4, 8))
@@ -65,11 +65,12 @@ def count_wrong(operator: str, schedules: tuple[str, ...], seed: int | None = No
             world = dist.get_world_size()
             chosen = [random_schedule(rng, operator, world, rng.choice([1, 2, 3])) for _ in range(2)]  # type: ignore[misc]
         for schedule in chosen:
-            for turn in range(4):  # of two slots each is used twice
-                if turn == 2:
+            for turn in range(8):  # of two slots each is used in both ways
+                if turn == 4:
                     poison()
                 torch.cuda._sleep(int(torch.randint(0, 2_000_000, (), generator=generator)))
-                out = getattr(ops, operator)(x, weight, schedule=schedule)
+                how = ops.KernelConfig(transfer="programs" if turn % 2 else "copies")  # of gathered rows
+                out = getattr(ops, operator)(x, weight, schedule=schedule, implementation=how)
                 wrong += not torch.equal(out, wanted)
     return wrong
 

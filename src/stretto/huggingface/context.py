@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.huggingface.linear_attention import linear_attentions_of
 from stretto.huggingface.loss import calls_loss_function, computes_masked_loss
+from stretto.ops.attention.plan import Layout
 
 NAME = "stretto_context"
 """The `attn_implementation` of models whose sequences are cut."""
@@ -41,6 +42,7 @@ class Attend(Protocol):
         window: int | None = None,
         documents: Tensor | None = None,
         sinks: Tensor | None = None,
+        layout: Layout | None = None,
     ) -> Tensor: ...
 
 
@@ -218,6 +220,7 @@ def _attend(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    context_layout: Layout | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     attend: Attend | None = getattr(module, "attend_over_context", None)
@@ -231,5 +234,8 @@ def _attend(
         raise ValueError(_OWN_MASK)
     if dropout or others.get("position_bias") is not None or others.get("softcap") is not None:
         raise ValueError("attention over context takes no dropout of its weights, position_bias or softcap")
-    out = attend(query, key, value, scale=scaling, window=sliding_window, documents=cu_seq_lens_q, sinks=s_aux)
+    out = attend(
+        query, key, value, scale=scaling, window=sliding_window, documents=cu_seq_lens_q, sinks=s_aux,
+        layout=context_layout,
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None

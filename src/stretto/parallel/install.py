@@ -33,6 +33,7 @@ from stretto.parallel.layers.plain_parts import (
 )
 from stretto.parallel.layers.router import route_whole_features
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copy
+from stretto.parallel.layers.shared_experts import compute_under_exchange
 from stretto.parallel.layout import has_layout
 from stretto.parallel.model_loss import install_loss, install_loss_of_rows
 from stretto.parallel.pipeline.cutting import wrap_forwards
@@ -66,12 +67,16 @@ def install(model: nn.Module, placement: Placement) -> None:
             choose_scaled_inputs(model.get_submodule(name.rpartition(".")[0]))
     if builder.is_fused:
         fuse_modules(model, builder.attention)
+    for name in placement.modules.keys() & plan.experts.keys():
+        parent, _, child = name.rpartition(".")
+        compute_under_exchange(model.get_submodule(parent), child, is_on=options.overlap.hides_any)
     for owner, key, parameter in placement.shared:
         place_shared(owner, key, parameter)
     for part, parameters in placement.parts:
         _install_part(model, placement, part, parameters, frees=frees)
     if placement.blocks is not None:
-        _install_blocks(model, placement.blocks, builder, frees=frees)
+        # Transformers' layers checkpoint within their forward, and so within what gathers them: that frees nothing.
+        _install_blocks(model, placement.blocks, builder, frees=frees or options.recomputation.is_on)
     for owner, attribute, value in placement.values:
         setattr(owner, attribute, value)
     if isinstance(plan, ShardingPlan):

@@ -329,6 +329,10 @@ _GATHERS: dict[str, tuple[str, OperatorVariant]] = {
     ),
     "default": ('implementation="kernel": the default plan', OperatorVariant("", 64, 192, 128, None)),
     "ring": ("a ring's schedule", OperatorVariant("", 64, 192, 128, PUSH, schedule="ring-all-gather")),
+    "ring-copies": (
+        "the same by copy engines",
+        OperatorVariant("", 50, 192, 128, COPIES, has_bias=True, schedule="ring-all-gather"),
+    ),
     "doubling": (
         "recursive doubling's schedule, ragged",
         OperatorVariant("", 50, 131, 77, PUSH, FP16, has_bias=True, schedule="recursive-doubling-all-gather"),
@@ -506,7 +510,8 @@ def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
     if call.plan is None:
         return DEFAULT
     if call.schedule is not None:
-        return (BEGIN, JOINT)
+        waits = ("tiles.signals.wait_for_channel",) * (call.is_gather and call.plan.transfer == "copies")
+        return (BEGIN, *waits, JOINT)
     if call.is_gather:
         if call.operator == "all_gather_matmul_gathered":
             return (BEGIN, "tiles.signals.wait_for_channel", GATHER_BY_COPIES)

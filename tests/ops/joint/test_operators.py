@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ops.joint.random_algorithms import random_schedule
+from tests.collectives.joint.random_algorithms import random_schedule
 from tests.ops.operands import BLOCKS, lie, random_operands, relative_error
 
 from stretto import ops
@@ -39,7 +39,8 @@ def multiply(operator, schedule, shape, dtype, by_columns, has_bias):
     inputs, weights, bias = random_operands(rows, n, k, dtype, has_bias)
     if operator == "matmul_all_reduce" and has_bias:  # of which all ranks have the same
         dist.broadcast(bias, 0)
-    how = ops.KernelConfig(blocks=BLOCKS._replace(m=16), movers=1 + world % 2)
+    transfer = "copies" if dtype == torch.float32 else "programs"  # of gathered rows
+    how = ops.KernelConfig(blocks=BLOCKS._replace(m=16), transfer=transfer, movers=1 + world % 2)
     run, before = getattr(ops, operator), ops.counts().get((operator, "kernel"), 0)
     weight = lie(weights[rank], by_columns)
     out, again = (run(inputs[rank], weight, bias=bias, implementation=how, schedule=schedule) for _ in range(2))

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
+from stretto.collectives.joint.schedule import INPUT, NOBODY, OUTPUT, Destination, JointSchedule, Move, join
+from stretto.collectives.joint.verifier import verify_joint
 from stretto.memory.gpus import limit_waiting
 from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
@@ -26,8 +28,6 @@ from stretto.ops.gemm import (
     store_tile,
 )
 from stretto.ops.joint.registry import find_schedule
-from stretto.ops.joint.schedule import INPUT, NOBODY, OUTPUT, JointSchedule, join
-from stretto.ops.joint.verifier import verify_joint
 from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_known, find_workspace
 from stretto.tiles import kind_of
 
@@ -139,6 +139,7 @@ def run_move(channel, sources, destinations, tables, inputs, landed, out, move):
         low, high = tiles.tile_channels(destinations, to)
         if high > low:
             tiles.producer_tile_notify(channel, destinations, to, "p2p")
+    tl.debug_barrier()  # a later move of this program may read, by other threads, what this one has stored here
 
 
 class _Tables(NamedTuple):
@@ -168,11 +169,12 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     )
     block_channel, rank = workspace.channel, workspace.channel.rank
     programs = max(2, limit_waiting(blocks.programs, x.device))
-    movers = min(config.movers, programs // 2)
+    by_copies = joint.is_gather and config.transfer == "copies"
+    movers = 0 if by_copies else min(config.movers, programs // 2)
     tables: _Tables = find_known(
         group, x.device, ("joint", joint, weight.shape[0], blocks.n, movers, block_channel.channels),
         lambda: _make_tables(
-            joint, block_channel.channels, rank, divide_up(weight.shape[0], blocks.n), movers, x.device
+            joint, block_channel.channels, rank, divide_up(weight.shape[0], blocks.n), max(movers, 1), x.device
         ),
     )  # fmt: skip
     slot = next(workspace.slot_cycle)
@@ -190,6 +192,8 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
         channel = block_channel.begin(
             operator, tables.destinations, tables.row_tiles, "p2p", counts=tables.counts, slot=turn
         )
+        if by_copies:
+            _move_by_copies(block_channel, plan.moves, x, landed, slot * workspace.slot_bytes)
         block_channel.launch(
             joint_gemm,
             (*map(kind_of, moves[4:-1]), joint.is_gather, dtype,
@@ -200,10 +204,45 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )  # fmt: skip
+        tiles.join_copies(block_channel)
     except BaseException:
         abandon(group, block_channel)
         raise
     return landed[: joint.product_rows]
+
+
+def _move_by_copies(
+    block_channel: tiles.BlockChannel, moves: tuple[Move, ...], x: Tensor, landed: Tensor, offset: int
+) -> None:
+    """Have copy engines make a gather's moves: own rows on this stream, before the kernel, all else on a side stream.
+
+    A copy waits there for what it passes on, after those before it. All ranks' moves are in one order, so no wait is
+    for a copy that comes after it.
+    """
+    rank = block_channel.rank
+
+    def copy(move: Move, to: Destination) -> None:
+        (source,) = move.sources
+        there = landed if to.rank == rank else block_channel.tensor(landed.shape, x.dtype, offset=offset, rank=to.rank)
+        rows = slice(source.rows.start, source.rows.stop)
+        tiles.rank_copy_data(there, x if source.rows.area == INPUT else landed, rows=rows, to=to.rows.start)
+        if to.channel != NOBODY:
+            tiles.rank_notify(block_channel, to.channel, to.rank)
+
+    def is_own(move: Move, to: Destination) -> bool:
+        return to.rank == rank and move.sources[0].sender == NOBODY
+
+    for move in moves:
+        for to in move.destinations:
+            if is_own(move, to):
+                copy(move, to)
+    with tiles.copy_engine(block_channel):
+        for move in moves:
+            if move.sources[0].sender != NOBODY:
+                tiles.rank_wait(block_channel, move.sources[0].channel, move.sources[0].sender)
+            for to in move.destinations:
+                if not is_own(move, to):
+                    copy(move, to)
 
 
 @lru_cache(maxsize=256)
@@ -232,9 +271,9 @@ def _find_bias_rows(joint: JointSchedule, rank: int) -> tuple[int, int]:
 
 
 def _make_tables(
-    joint: JointSchedule, capacity: int, rank: int, column_tiles: int, movers: int, device: torch.device
+    joint: JointSchedule, capacity: int, rank: int, column_tiles: int, signals: int, device: torch.device
 ) -> _Tables:
-    """Write a rank's part of a joint schedule into tables on its device."""
+    """Write a rank's part of a joint schedule into tables on its device. signals: that a move gives a destination."""
     world, plan = len(joint.ranks), joint.ranks[rank]
     sources = [one for move in plan.moves for one in move.sources]
     destinations = [one for move in plan.moves for one in move.destinations]
@@ -253,9 +292,9 @@ def _make_tables(
     for sender, of_sender in enumerate(joint.ranks):
         for one in (one for move in of_sender.moves for one in move.destinations if one.channel != NOBODY):
             if one.rank == rank:
-                counts[0, sender, one.channel] += movers
+                counts[0, sender, one.channel] += signals
             if sender == rank:
-                counts[1, one.rank, one.channel] += movers
+                counts[1, one.rank, one.channel] += signals
     if not joint.is_gather:
         for tile in plan.tiles:
             counts[:, rank, tile.channel] += column_tiles

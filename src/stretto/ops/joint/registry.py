@@ -10,10 +10,10 @@ from functools import lru_cache
 import torch
 
 from stretto.collectives.algorithms import ALGORITHMS, find
+from stretto.collectives.joint.schedule import require_collective
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify
 from stretto.ops.config import KernelConfig, decode
-from stretto.ops.joint.schedule import require_collective
 
 CANDIDATES = {
     "all_gather_matmul": ("direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"),

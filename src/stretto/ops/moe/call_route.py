@@ -85,6 +85,11 @@ def check_call(
     group, gather_group = find_several(group), find_several(gather_group)
     _require_divisible(operator, num_experts, 1 if group is None else group.size())
     is_alone = group is None and gather_group is None
+    if is_alone and implementation == "kernel":
+        raise ValueError(
+            f"{operator}: no kernel can run: one rank has all {num_experts} experts, so that nothing is sent; "
+            'implementation="library" will do'
+        )
     runs_kernels = not is_alone and _runs_kernels(operator, implementation, group, gather_group, x.device)
     return RouteCall(num_experts, group, gather_group, max_rows, runs_kernels, wrap_collective)
 

@@ -171,6 +171,7 @@ class BlockShard:
         self._again: list[Tensor] | None = None
         self.not_held: frozenset[int] = frozenset()
         self._held: ExitStack | None = None
+        self._awaited = 0  # gradients of casts, whose last one frees a block that is not sharded
         self._held_in = -1  # the backward pass
         self._holds_all = True
         self._holds_next = False  # what is gathered next, to compute the block again
@@ -308,7 +309,10 @@ class BlockShard:
                 yield wholes
         finally:  # also where torch's checkpoint ends a recomputation that has saved all, by an exception
             self._is_running = False
-            if self._holds_next and in_backward():
+            # A later block of its segment may have had it computed again before the backward pass comes to it.
+            if (self._holds_next or self.frees) and in_backward():
+                if not self._holds_next:
+                    at_end_of_backward(self._free, also_if_it_raises=True)
                 self._hold(self.places, wholes)
 
     def _hold(self, places: Sequence[ParameterPlace], wholes: Sequence[Tensor]) -> None:
@@ -326,6 +330,8 @@ class BlockShard:
         kept = None if self.frees or is_recomputed else wholes
 
         def begin(_: Tensor) -> None:
+            nonlocal kept
+            self._awaited = awaited
             if self._held is not None or self._holds_next:
                 return
             at_end_of_backward(self._free, also_if_it_raises=True)
@@ -335,19 +341,30 @@ class BlockShard:
                 return
             if kept is not None:
                 self._hold([place for place in self.places if place.number not in self.not_held], kept)
+                kept = None  # the hook outlives this pass; another one through this graph gathers them
                 return
             with torch.no_grad():
                 self._again = self.gather()
             with torch.enable_grad():
                 self._hold(self.places, self._make_whole())
 
+        def arrived(_: Tensor) -> None:
+            self._awaited -= 1
+            if not self._awaited:
+                self._free()
+
         def watch(value: Any) -> Any:
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 value.register_hook(begin)
             return value
 
+        awaited = 0
         if torch.is_grad_enabled():
             _map_leaves(watch, found)
+            for whole in () if self._sharded else wholes:  # which is freed when its gradients are reduced
+                if whole.grad_fn is not None:
+                    whole.register_hook(arrived)
+                    awaited += 1
 
     def _freeing(self, wholes: Sequence[Tensor]) -> saved_tensors_hooks:
         """Have autograd save which parameter it needs, and not the whole tensor.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from stretto.ops.joint.schedule import INPUT, LANDED, NOBODY, OUTPUT, JointSchedule, Move, Rows, Source
+from stretto.collectives.joint.schedule import INPUT, LANDED, NOBODY, OUTPUT, JointSchedule, Move, Rows, Source
 
 _Signal = tuple[int, int, int]
 """A signal: its receiver, its sender and its channel there."""
