@@ -77,7 +77,7 @@ class Table:
 
     def columns(self) -> tuple["Column", ...]:
         """The columns in which a row has a value, and that of errors if a row has one."""
-        from stretto.bench.harness import Column
+        from stretto.bench.harness import Column, used_columns
 
         if not self.rows:
             return ()
@@ -87,7 +87,7 @@ class Table:
         columns = columns_of(row)
         if not any(each.key == "error" for each in columns):
             columns += (Column("error", "error"),)
-        return tuple(each for each in columns if any(row.get(each.key) is not None for row in rows))
+        return used_columns(columns, rows)
 
 
 def keep_rows(out: Path, name: str, row: "Columns", about: Mapping[str, Any], rows: Sequence[Any]) -> None:

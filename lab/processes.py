@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a bench as processes of their own, which take commands: a line of JSON on stdin, answered by one on stdout.
+"""Ranks of a bench as processes of their own, which answer by lines of JSON on stdout.
 
 They are for ranks that `stretto.bench.harness.run_ranks` cannot start: in a network namespace.
 """
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
@@ -40,23 +40,11 @@ class Processes:
         self._answers.append(queue.Queue())
         threading.Thread(target=_forward_lines, args=(process, self._answers[-1]), daemon=True).start()
 
-    def ask(self, command: Mapping[str, Any], limit: float) -> list[dict[str, Any]]:
-        """Send a command to all ranks and return their answers in rank order.
+    def receive(self, what: str, limit: float) -> list[dict[str, Any]]:
+        """Wait for each rank's next answer, and return them in rank order. what: they are, for messages.
 
         limit: seconds. Raises ValueError if a rank dies or times out; these processes cannot be used any further then.
         """
-        line = (json.dumps(command) + "\n").encode()
-        for rank, process in enumerate(self._processes):
-            assert process.stdin is not None
-            try:
-                process.stdin.write(line)
-                process.stdin.flush()
-            except OSError as error:
-                raise ValueError(f"rank {rank} of the bench has ended") from error
-        return self.receive(command["do"], limit)
-
-    def receive(self, what: str, limit: float) -> list[dict[str, Any]]:
-        """Wait for each rank's next answer, as `ask` does. what: of what they are, for messages."""
         end = time.monotonic() + limit
         answered: dict[int, dict[str, Any]] = {}
         while missing := [rank for rank in range(len(self._processes)) if rank not in answered]:

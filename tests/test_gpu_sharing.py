@@ -205,6 +205,7 @@ def test_a_run_that_was_cut_off_goes_on_with_what_has_not_passed(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("forks_processes")
 def test_shards_are_all_of_it_and_keep_a_files_ranks_together(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name in ("test_one.py", "test_two.py"):

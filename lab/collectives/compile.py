@@ -5,13 +5,10 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import cycle
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, column
-from lab.pictures import describe_origin, group, points
 from stretto.bench.settings import Option
 from stretto.collectives import verify
 from stretto.collectives.algorithms import find
@@ -82,27 +79,6 @@ def measure(name: str, sizes: dict[str, Any]) -> Row:
     )
 
 
-def plot_compile(data: dict[str, Any], picture: Path) -> None:
-    """Draw the seconds to compile and verify over the schedule's steps, a line an algorithm."""
-    from lab.style import FOURTH_PEER, drawing, plain_log
-    from stretto.report.style import GREY, SERIES, STRETTO
-
-    rows = [row | {"seconds": row["compile_seconds"] + row["verify_seconds"]} for row in data["rows"]]
-    with drawing(picture, 7, 3.8) as drawn:
-        panel = drawn.panels(1, 1)[0, 0]
-        looks = (STRETTO, *SERIES[1:3], FOURTH_PEER, *SERIES[4:])
-        for (name, mine), look in zip(group(rows, "algorithm").items(), cycle(looks), strict=False):
-            panel.plot(*points(mine, "steps", "seconds"), label=name, **look.line)
-        steps, slope = sorted(row["steps"] for row in rows), min(row["seconds"] / row["steps"] for row in rows)
-        label = f"{slope * 1e6:.0f} µs for each step"
-        panel.plot(steps, [slope * each for each in steps], color=GREY, linewidth=1, label=label)
-        plain_log(panel.xaxis)
-        plain_log(panel.yaxis)
-        panel.set(xlabel="steps of the schedule", ylabel="seconds to compile and verify")
-        drawn.title = "Compiling and verifying a collective, in one process"
-        drawn.subtitle = describe_origin(data)
-
-
 BENCH = Bench(
     "compile",
     "Seconds and memory to compile and verify collectives of up to 512 ranks (needs no GPU).",
@@ -110,5 +86,4 @@ BENCH = Bench(
     measure_cases,
     Row,
     title="Compile and verify, one process",
-    plot=plot_compile,
 )

@@ -27,12 +27,11 @@ import torch.distributed as dist
 from lab.harness import ANY_CPU, Bench, Measured, Table, column
 from lab.papers import read_paper
 from lab.pictures import describe_origin
-from lab.training.steps import cluster_of_a_byte_a_second, whole_gpt
 from stretto.bench.harness import print_table, run_ranks
 from stretto.bench.settings import Option, Repeats, Rounds, SeqLen, WarmUp
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, local_batch, measure
-from stretto.cluster import Cluster
-from stretto.models.gpt_config import GPTConfig
+from stretto.cluster import GPU, Cluster, FlopRates, NodeLink
+from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, parallelize
 from stretto.parallel.comm.collectives import running_collective
 from stretto.parallel.comm.counting import CollectiveCall
@@ -163,7 +162,7 @@ def compare_runs(setting: ExpertsSetting) -> Measured:
 
 def predict_bytes(setting: ExpertsSetting, bar: ComparedRun) -> dict[str, float]:
     """Bytes that a rank sends in a step, by part, where every expert has as many tokens."""
-    sent = _predict(setting, bar, cluster_of_a_byte_a_second(setting.ranks)).communication
+    sent = _predict(setting, bar, _cluster_of_a_byte_a_second(setting.ranks)).communication
     return {ALL_TO_ALL: sent["all_to_all"], OVER_X: sent["all_reduce_x"], GRADIENTS: sent["all_reduce_data"]}
 
 
@@ -180,6 +179,23 @@ def _predict(setting: ExpertsSetting, bar: ComparedRun, cluster: Cluster) -> Gri
         imbalance=1.0,
         **bar.options,
     )
+
+
+def _cluster_of_a_byte_a_second(ranks: int) -> Cluster:
+    """A node of CPU ranks with links of 1 byte/s: predicted seconds equal the bytes that a rank sends."""
+    return Cluster(
+        name="CPU ranks",
+        gpus_per_node=ranks,
+        gpu=GPU(name="CPU", memory=1e12, memory_bandwidth=1e10, peak_flops=FlopRates(fp32=1e11, bf16=1e11)),
+        in_node=NodeLink(bandwidth=1.0, latency=1e-30),
+    )
+
+
+def _make_gpt(config: GPTConfig, device: torch.device) -> GPT:
+    """The whole model, with the same fp32 weights on every rank."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return GPT(config)
 
 
 def predict_milliseconds(setting: ExpertsSetting, bar: ComparedRun, sent: Mapping[str, float]) -> dict[str, float]:
@@ -214,7 +230,7 @@ class _TrainStep:
         self._grid = grid
         self._rates = (setting.node_link * 1e6, setting.link * 1e6) if is_slow else None
         self._batch = local_batch(setting, grid.coordinate("batch"), grid.size("batch"), grid.device)
-        model = whole_gpt(setting.model, grid.device)
+        model = _make_gpt(setting.model, grid.device)
         dtype = torch.bfloat16 if setting.on_gpus else None
         self._model = parallelize(model, grid, dtype=dtype, overlap=setting.on_gpus, **bar.options)
         self._counts_once = setting.on_gpus  # counting slows the host
@@ -283,7 +299,7 @@ def count_calls(grid: Grid, bar: ComparedRun) -> dict[str, int]:
             if call.axis in ("x", "expert") and call.bytes_sent > least:
                 found[_part_of(call)] += 1
 
-        model = parallelize(whole_gpt(config, grid.device), grid, overlap=False, **bar.options)
+        model = parallelize(_make_gpt(config, grid.device), grid, overlap=False, **bar.options)
         generator = torch.Generator().manual_seed(grid.coordinate("batch"))
         batch = torch.randint(64, (1, tokens), generator=generator).to(grid.device)
         with count_collectives(grid, before=count):

@@ -12,8 +12,7 @@ and `tensor-step` are those of tensor-parallel experts (`lab/experts/tensor_para
 command.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,15 +21,14 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from lab.cases import Case, largest_difference, measure_cases, predict_cases, run_pass, time_milliseconds
 from lab.experts import MODELS, ROUTINGS, TENSOR_KINDS, tensor_parallel
 from lab.experts.grouped import list_products
 from lab.experts.peers import exchange_experts
 from lab.experts.routing import count_rows_sent, draw_routing, load_of
-from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
-from stretto.bench.harness import FAILURES, in_one_line, run_ranks
-from stretto.bench.interleaved import TimingEffort, time_interleaved
+from lab.experts.tensor_parallel import Sizes
+from lab.harness import Bench, Measured, column
 from stretto.bench.operators.peers import world_name
 from stretto.bench.settings import Needs, Option, Ranks, require_known
 from stretto.cluster import Cluster
@@ -61,13 +59,6 @@ class ExchangeSetting:
         require_known("row", self.only, _ALL_KINDS)
         require_known("model", self.models, MODELS)
         require_known("routing", self.routing, ROUTINGS)
-
-    def cases(self) -> Iterator[tuple[str, str, str]]:
-        """(model, routing, kind) of each row."""
-        for model in self.models:
-            for routing in self.routing:
-                for kind in self.only:
-                    yield model, routing, kind
 
 
 @dataclass(frozen=True)
@@ -101,63 +92,54 @@ class Row:
 def run_exchange(setting: ExchangeSetting, out: Path) -> Measured:
     """Predict all rows, or measure them, those of all_to_all_vdev_2d last."""
     assert setting.ranks is not None
-    name = f"exchange-{setting.ranks}"
-    about: dict[str, Any] = {"ranks": setting.ranks}
+    cases, name, about = list_cases(setting), f"exchange-{setting.ranks}", {"ranks": setting.ranks}
     if setting.cluster is not None:
-        cluster = Cluster.find(setting.cluster)
-        rows = [_predict(*case, setting, cluster) for case in setting.cases()]
-        return Measured(rows, about | {"machine": ANY_CPU, "cluster": cluster.name}, name=f"predictions-{name}")
-    keep = partial(keep_rows, out, name, Row, about)
-    rows = run_ranks(setting.ranks, measure_all, setting, keep, trains=False)
-    if setting.with_vdev and torch.cuda.is_available():
-        try:
-            found = run_ranks(setting.ranks, measure_vdev, setting, trains=False)
-        except ChildFailedError as error:
-            found = {}
-            about["vdev"] = in_one_line(error)
-        for row in rows:
-            row |= found.get((row["model"], row["routing"], row["kind"]), {})
-    predictions = out / f"predictions-{name}.json"
-    if predictions.is_file() and torch.cuda.is_available():
-        known = json.loads(predictions.read_text())["rows"]
-        predicted = {(row["model"], row["routing"], row["kind"], row["tokens"]): row["predicted"] for row in known}
-        for row in rows:
-            row["predicted"] = predicted.get((row["model"], row["routing"], row["kind"], row.get("tokens")))
-    return Measured(rows, about, name=name)
+        return predict_cases(name, about, cases, setting.cluster, partial(_predict, setting.ranks))
+    vdev = measure_vdev if setting.with_vdev else None
+    return measure_cases(name, about, cases, setting.ranks, measure, row=Row, out=out, with_nvshmem=vdev)
 
 
-def _sizes(model: str, kind: str, setting: ExchangeSetting, ranks: int) -> tuple[int, int, int, int, int]:
-    """Tokens of a rank, hidden, intermediate, experts, top-k: the same tokens with each routing."""
-    hidden, inner, experts, k = MODELS[model]
-    if setting.cluster is None and not torch.cuda.is_available():
-        return 64, *_TINY
-    if kind not in KINDS[:2]:
-        return setting.tokens, hidden, inner, experts, k
+def list_cases(setting: ExchangeSetting) -> list[Case]:
+    """Each row's model, routing, kind and tokens of a rank, which are the same with each routing."""
+    assert setting.ranks is not None
+    tokens = {
+        (model, kind): _count_tokens(setting, model) if kind in KINDS[:2] else setting.tokens
+        for model in setting.models
+        for kind in setting.only
+    }
+    return [
+        {"model": model, "routing": routing, "kind": kind, "tokens": tokens[model, kind]}
+        for model in setting.models
+        for routing in setting.routing
+        for kind in setting.only
+    ]
+
+
+def _count_tokens(setting: ExchangeSetting, model: str) -> int:
+    """Tokens of which a rank sends so many megabytes, where routing is uniform."""
+    hidden, _, experts, k = MODELS[model]
+    assert setting.ranks is not None
     few = draw_routing(4096, experts, k, "uniform", torch.device("cpu"))[0]
-    rows = count_rows_sent(few, experts, ranks, 0)[1] / 4096
-    return round(setting.megabytes * 2**20 / (2 * hidden * rows)), hidden, inner, experts, k
+    rows = count_rows_sent(few, experts, setting.ranks, 0)[1] / 4096
+    return round(setting.megabytes * 2**20 / (2 * hidden * rows))
 
 
-def _predict(model: str, routing: str, kind: str, setting: ExchangeSetting, cluster: Cluster) -> dict[str, Any]:
+def _predict(ranks: int, cluster: Cluster, model: str, routing: str, kind: str, tokens: int) -> Case:
     """Bytes over NVLink's rate; around products, each exchange under a product of which one part in `ranks` is bare."""
-    ranks = setting.ranks
-    assert ranks is not None
-    t, hidden, inner, experts, k = sizes = _sizes(model, kind, setting, ranks)
+    hidden, inner, experts, k = MODELS[model]
     if kind in TENSOR_KINDS:
-        about = {"model": model, "routing": routing, "kind": kind}
-        return about | tensor_parallel.predict(sizes, kind, routing, ranks, cluster)
-    ids, _ = draw_routing(t, experts, k, routing, torch.device("cpu"))
+        return tensor_parallel.predict((tokens, *MODELS[model]), kind, routing, ranks, cluster)
+    ids, _ = draw_routing(tokens, experts, k, routing, torch.device("cpu"))
     choices, rows = (count * 2 * hidden for count in count_rows_sent(ids, experts, ranks, 0))
     link = cluster.require("in_node.bandwidth")
     busiest = load_of(ids // (experts // ranks), ranks)  # of the ranks, for which all others wait
     by_nccl = busiest * choices / (cluster.measured_in_node_bandwidth(1, ranks) or link)
     by_stores = busiest * rows / (STORES * link)
-    row: dict[str, Any] = {"model": model, "routing": routing, "kind": kind, "tokens": t, "load": load_of(ids, experts)}
-    row |= {"choice_megabytes": choices / 1e6, "megabytes": rows / 1e6}
-    if kind in ("dispatch", "combine"):
+    row: Case = {"load": load_of(ids, experts), "choice_megabytes": choices / 1e6, "megabytes": rows / 1e6}
+    if kind in KINDS[:2]:
         times = {"nccl": by_nccl * 1e3, "predicted": by_stores * 1e3}
         return row | times | {"nccl_rate": choices / by_nccl / 1e9, "rate": rows / by_stores / 1e9}
-    device, n = Device(cluster, "bf16"), round(t * k * busiest)
+    device, n = Device(cluster, "bf16"), round(tokens * k * busiest)
     up, down = (
         device.grouped_matmul(experts / ranks, n * ranks / experts, width, depth)
         for part in ("gate and up", "down")
@@ -173,35 +155,23 @@ def _predict(model: str, routing: str, kind: str, setting: ExchangeSetting, clus
     return row | {name: seconds * 1e3 for name, seconds in times.items()} | {"hidden": hidden_share}
 
 
-def measure_all(setting: ExchangeSetting, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
-    """The job of each rank; rank 0 keeps the rows."""
-    assert setting.ranks is not None
-    grid = Grid(data=setting.ranks)
-    rows: list[dict[str, Any]] = []
-    for model, routing, kind in setting.cases():
-        row: dict[str, Any] = {"model": model, "routing": routing, "kind": kind}
-        try:
-            sizes = _sizes(model, kind, setting, setting.ranks)
-            if kind in TENSOR_KINDS:
-                row |= tensor_parallel.TensorParallel(sizes, routing, grid.device).measure(kind, _pass, _time)
-            else:
-                case = _Exchange(sizes, routing, grid)
-                row |= case.about() | (case.measure_alone(kind) if kind in KINDS[:2] else case.measure_layer(kind))
-        except FAILURES as error:
-            row["failed"] = in_one_line(error)
-        rows.append(row)
-        if dist.get_rank() == 0:
-            print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
-            keep(rows)
-        if grid.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return rows
+def measure(grid: Grid, model: str, routing: str, kind: str, tokens: int) -> Case:
+    """The columns of a row."""
+    sizes = _sizes(grid, model, tokens)
+    if kind in TENSOR_KINDS:
+        return tensor_parallel.TensorParallel(sizes, routing, grid.device).measure(kind)
+    case = _Exchange(sizes, routing, grid)
+    return case.about() | (case.measure_alone(kind) if kind in KINDS[:2] else case.measure_layer(kind))
+
+
+def _sizes(grid: Grid, model: str, tokens: int) -> Sizes:
+    return (tokens, *MODELS[model]) if grid.device.type == "cuda" else (64, *_TINY)
 
 
 class _Exchange:
     """The tokens, weights and routing of this rank, in bf16."""
 
-    def __init__(self, sizes: tuple[int, int, int, int, int], routing: str, grid: Grid) -> None:
+    def __init__(self, sizes: Sizes, routing: str, grid: Grid) -> None:
         t, hidden, inner, self.experts, k = sizes
         self.grid, self.rank, self.ranks = grid, dist.get_rank(), dist.get_world_size()
         assert dist.group.WORLD is not None
@@ -228,13 +198,13 @@ class _Exchange:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         self.max_rows, self.most_bytes = most.tolist()
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Case:
         """Columns of all kinds."""
         load = load_of(self.ids, self.experts)
         sent = {"choice_megabytes": self.choice_bytes / 1e6, "megabytes": self.bytes / 1e6}
         return {"tokens": len(self.x), "load": load, **sent}
 
-    def measure_alone(self, kind: str) -> dict[str, Any]:
+    def measure_alone(self, kind: str) -> Case:
         """Times and rates of one exchange."""
         part = self.x.new_empty(self.ranks, self.most_bytes // self.x.element_size() // max(1, self.ranks - 1))
         other, back = torch.empty_like(part), torch.empty_like(self.sorted)
@@ -258,14 +228,16 @@ class _Exchange:
                 runs[name] = partial(moe.combine, found.rows, found.handle, self.weights, self.group)
         else:
             runs |= {name: partial(self._dispatch, **options) for name, options in hows.items()}
-        row: dict[str, Any] = {"counted_megabytes": counted / 1e6} | _time(runs, ("library", "stretto"))
+        row: Case = {"counted_megabytes": counted / 1e6} | time_milliseconds(
+            runs, never_captured=("library", "stretto")
+        )
         best = min(row["stretto"], row["fixed"])
         return row | {"nccl_rate": self.choice_bytes / row["nccl"] / 1e6, "rate": self.bytes / best / 1e6}
 
     def _dispatch(self, how: str = "auto", max_rows: int | None = None) -> moe.Dispatched:
         return moe.dispatch(self.x, self.ids, self.experts, self.group, max_rows=max_rows, implementation=how)
 
-    def measure_layer(self, kind: str) -> dict[str, Any]:
+    def measure_layer(self, kind: str) -> Case:
         """Times of the experts' forward pass, or of a step, and how much of the communication is hidden."""
         back = torch.empty_like(self.sorted)
 
@@ -284,7 +256,7 @@ class _Exchange:
         def multiply(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
             return moe.experts_mlp(rows, self.offsets, gate_up, down)
 
-        step = partial(_pass, has_gradients=kind == "step")
+        step = partial(run_pass, has_gradients=kind == "step")
         operands = (self.x, self.gate_up, self.down, self.weights)
         runs: dict[str, Callable[[], Any]] = {
             "products": partial(step, multiply, (self.received, self.gate_up, self.down)),
@@ -292,57 +264,29 @@ class _Exchange:
             "nccl": partial(step, by_nccl, operands),
             "stretto": partial(step, by_stretto, operands),
         }
-        pairs = zip(runs["stretto"](), runs["nccl"](), strict=True)
-        difference = max(float((one.float() - other.float()).norm() / other.float().norm()) for one, other in pairs)
-        row: dict[str, Any] = _time(runs, tuple(runs))
+        difference = largest_difference(runs["stretto"](), runs["nccl"]())
+        row: Case = time_milliseconds(runs, never_captured=tuple(runs))
         hidden = 1 - (row["stretto"] - row["products"]) / row.pop("exchange")
         return row | {"hidden": hidden, "difference": difference}
 
 
-def _pass(function: Callable[..., Tensor], operands: Sequence[Tensor], has_gradients: bool) -> list[Tensor]:
-    """The output, or the gradients of all operands."""
-    if not has_gradients:
-        with torch.no_grad():
-            return [function(*operands)]
-    leaves = [each.detach().requires_grad_() for each in operands]
-    y = function(*leaves)
-    return list(torch.autograd.grad(y, leaves, y.detach()))
-
-
-def _time(runs: Mapping[str, Callable[[], Any]], never_captured: Sequence[str]) -> dict[str, float]:
-    effort = TimingEffort(rounds=6, replays=5)
-    found = time_interleaved(runs, 64 << 20, is_graph=True, effort=effort, never_captured=never_captured, rests=False)
-    return {name: timed.seconds * 1e3 for name, timed in found.items()}
-
-
-def measure_vdev(setting: ExchangeSetting) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """The job of each rank, for torch's all_to_all_vdev_2d and its way back; reasons where it does not run."""
+def measure_vdev(grid: Grid, model: str, routing: str, kind: str, tokens: int) -> Case:
+    """Torch's all_to_all_vdev_2d, or its way back."""
     import torch.distributed._symmetric_memory as symmetric
 
-    assert setting.ranks is not None
-    grid, name = Grid(data=setting.ranks), world_name()
-    cases = [case for case in setting.cases() if case[2] in KINDS[:2]]
-    if not symmetric.is_nvshmem_available():
-        return {case: {"failed": "all_to_all_vdev_2d: NVSHMEM is not here"} for case in cases}
-    symmetric.set_backend("NVSHMEM")
-    symmetric.enable_symm_mem_for_group(name)  # type: ignore[arg-type]
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for model, routing, kind in cases:
-        try:
-            case = _Exchange(_sizes(model, kind, setting, setting.ranks), routing, grid)
-            make = partial(symmetric.empty, device=grid.device)
-            rows = make(case.sorted.shape, dtype=torch.bfloat16).copy_(case.sorted)
-            received = make((case.max_rows, rows.shape[1]), dtype=torch.bfloat16)
-            splits, places, returned = (make((n, case.experts), dtype=torch.int64) for n in (1, 2, 2))
-            splits[0].copy_(torch.bincount(case.ids.flatten(), minlength=case.experts))
-            send = partial(torch.ops.symm_mem.all_to_all_vdev_2d, rows, received, splits[0], places, name)
-            send()
-            back = partial(torch.ops.symm_mem.all_to_all_vdev_2d_offset, received, rows, places, returned, name)
-            row: dict[str, Any] = _time({"vdev": send if kind == "dispatch" else back}, ("vdev",))
-            found[model, routing, kind] = row | {"vdev_rate": case.choice_bytes / row["vdev"] / 1e6}
-        except FAILURES as error:
-            found[model, routing, kind] = {"failed": f"all_to_all_vdev_2d: {in_one_line(error)}"}
-    return found
+    if kind not in KINDS[:2]:
+        return {}
+    name, case = world_name(), _Exchange(_sizes(grid, model, tokens), routing, grid)
+    make = partial(symmetric.empty, device=grid.device)
+    rows = make(case.sorted.shape, dtype=torch.bfloat16).copy_(case.sorted)
+    received = make((case.max_rows, rows.shape[1]), dtype=torch.bfloat16)
+    splits, places, returned = (make((n, case.experts), dtype=torch.int64) for n in (1, 2, 2))
+    splits[0].copy_(torch.bincount(case.ids.flatten(), minlength=case.experts))
+    send = partial(torch.ops.symm_mem.all_to_all_vdev_2d, rows, received, splits[0], places, name)
+    send()
+    back = partial(torch.ops.symm_mem.all_to_all_vdev_2d_offset, received, rows, places, returned, name)
+    row = time_milliseconds({"vdev": send if kind == "dispatch" else back}, never_captured=("vdev",))
+    return row | {"vdev_rate": case.choice_bytes / row["vdev"] / 1e6}
 
 
 BENCH = Bench(

@@ -8,8 +8,8 @@ least that there and back can take: a kernel of packets that sends each other ra
 With `--cluster` rows are only predicted. On CPUs the library runs, for a try of the command.
 """
 
-import json
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,12 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from lab.cases import Case, measure_cases, predict_cases
 from lab.experts import MODELS, ROUTINGS
 from lab.experts.routing import count_rows_sent, draw_routing
-from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
+from lab.harness import Bench, Measured, column
 from stretto import tiles
-from stretto.bench.harness import FAILURES, in_one_line, run_ranks
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import world_name
 from stretto.bench.settings import Needs, Option, Ranks, require_known
@@ -60,12 +59,10 @@ class FewTokensSetting:
             if not 1 <= number <= LARGEST:
                 raise ValueError(f"{number} tokens of a rank: 1 to {LARGEST} will do")
 
-    def cases(self) -> Iterator[tuple[str, str, int]]:
-        """(model, routing, tokens) of each row."""
-        for model in self.models:
-            for routing in self.routing:
-                for tokens in self.tokens:
-                    yield model, routing, tokens
+    def cases(self) -> list[dict[str, Any]]:
+        """Model, routing and tokens of each row."""
+        keys = itertools.product(self.models, self.routing, self.tokens)
+        return [{"model": model, "routing": routing, "tokens": tokens} for model, routing, tokens in keys]
 
 
 @dataclass(frozen=True)
@@ -91,31 +88,14 @@ class Row:
 def run_few(setting: FewTokensSetting, out: Path) -> Measured:
     """Predict all rows, or measure them, those of all_to_all_vdev last."""
     assert setting.ranks is not None
-    name = f"few-tokens-{setting.ranks}"
-    about: dict[str, Any] = {"ranks": setting.ranks}
+    cases, name, about = setting.cases(), f"few-tokens-{setting.ranks}", {"ranks": setting.ranks}
     if setting.cluster is not None:
-        cluster = Cluster.find(setting.cluster)
-        rows = [_predict(*case, setting.ranks, cluster) for case in setting.cases()]
-        return Measured(rows, about | {"machine": ANY_CPU, "cluster": cluster.name}, name=f"predictions-{name}")
-    rows = run_ranks(setting.ranks, measure_all, setting, partial(keep_rows, out, name, Row, about), trains=False)
-    if setting.with_vdev and torch.cuda.is_available():
-        try:
-            found = run_ranks(setting.ranks, measure_vdev, setting, trains=False)
-        except ChildFailedError as error:
-            found = {}
-            about["vdev"] = in_one_line(error)
-        for row in rows:
-            row |= found.get((row["model"], row["routing"], row["tokens"]), {})
-    predictions = out / f"predictions-{name}.json"
-    if predictions.is_file() and torch.cuda.is_available():
-        known = json.loads(predictions.read_text())["rows"]
-        predicted = {(row["model"], row["routing"], row["tokens"]): row["predicted"] for row in known}
-        for row in rows:
-            row["predicted"] = predicted.get((row["model"], row["routing"], row["tokens"]))
-    return Measured(rows, about, name=name)
+        return predict_cases(name, about, cases, setting.cluster, partial(_predict, setting.ranks))
+    vdev = measure_vdev if setting.with_vdev else None
+    return measure_cases(name, about, cases, setting.ranks, measure, row=Row, out=out, with_nvshmem=vdev)
 
 
-def _predict(model: str, routing: str, tokens: int, ranks: int, cluster: Cluster) -> dict[str, Any]:
+def _predict(ranks: int, cluster: Cluster, model: str, routing: str, tokens: int) -> Case:
     """A launch and the bytes over NVLink's rate for each message; each operator also looks at what has arrived."""
     hidden, _, experts, k = MODELS[model]
     sent = (
@@ -124,27 +104,13 @@ def _predict(model: str, routing: str, tokens: int, ranks: int, cluster: Cluster
     )
     most = 2 * hidden * max(rows for _, rows in sent)
     message = LAUNCH + most / (STORES * cluster.require("in_node.bandwidth")) * 1e6
-    row = {"model": model, "routing": routing, "tokens": tokens, "kilobytes": most / 1e3}
-    predicted = 2 * (message + LOOKS)
-    return row | {"messages": 2 * message, "predicted": predicted, "to_messages": predicted / (2 * message)}
+    times = {"messages": 2 * message, "predicted": 2 * (message + LOOKS)}
+    return {"kilobytes": most / 1e3, **times, "to_messages": times["predicted"] / times["messages"]}
 
 
-def measure_all(setting: FewTokensSetting, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
-    """The job of each rank; rank 0 keeps the rows."""
-    assert setting.ranks is not None
-    grid = Grid(data=setting.ranks)
-    rows: list[dict[str, Any]] = []
-    for model, routing, tokens in setting.cases():
-        row: dict[str, Any] = {"model": model, "routing": routing, "tokens": tokens}
-        try:
-            row |= _FewTokens(model, routing, tokens, grid).measure()
-        except FAILURES as error:
-            row["failed"] = in_one_line(error)
-        rows.append(row)
-        if dist.get_rank() == 0:
-            print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
-            keep(rows)
-    return rows
+def measure(grid: Grid, model: str, routing: str, tokens: int) -> Case:
+    """The columns of a row but all_to_all_vdev's."""
+    return _FewTokens(model, routing, tokens, grid).measure()
 
 
 class _FewTokens:
@@ -170,7 +136,7 @@ class _FewTokens:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         self.bytes = int(most) * hidden * self.x.element_size()
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> Case:
         """Times of all runs but all_to_all_vdev."""
         received, back = self.x.new_empty(sum(self.receives), self.x.shape[1]), torch.empty_like(self.sorted)
         sent = self.dispatch()
@@ -190,7 +156,7 @@ class _FewTokens:
             "stretto": partial(both, None),
             "fp8": partial(both, torch.float8_e4m3fn),
         }
-        row: dict[str, Any] = {"kilobytes": self.bytes / 1e3}
+        row: Case = {"kilobytes": self.bytes / 1e3}
         if not self.x.is_cuda:
             return row | _time(runs)
         messages = _Messages(self.bytes // (self.ranks - 1), self.group, self.x.device)
@@ -263,40 +229,26 @@ def _time(runs: dict[str, Callable[[], Any]], never_captured: tuple[str, ...] = 
     return {name: timed.seconds * 1e6 for name, timed in found.items()}
 
 
-def measure_vdev(setting: FewTokensSetting) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """The job of each rank, for torch's all_to_all_vdev there and back; reasons where it does not run."""
+def measure_vdev(grid: Grid, model: str, routing: str, tokens: int) -> Case:
+    """Torch's all_to_all_vdev there and back."""
     import torch.distributed._symmetric_memory as symmetric
 
-    assert setting.ranks is not None
-    grid, name = Grid(data=setting.ranks), world_name()
-    if not symmetric.is_nvshmem_available():
-        return {case: {"failed": "all_to_all_vdev: NVSHMEM is not here"} for case in setting.cases()}
-    symmetric.set_backend("NVSHMEM")
-    symmetric.enable_symm_mem_for_group(name)  # type: ignore[arg-type]
-    found: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for model, routing, tokens in setting.cases():
-        try:
-            case = _FewTokens(model, routing, tokens, grid)
-            make = partial(symmetric.empty, device=grid.device)
-            # Symmetric memory has one size on all ranks: that of the most rows that there may be.
-            shape = setting.ranks * tokens, case.x.shape[1]
-            rows, received, back = (make(shape, dtype=torch.bfloat16) for _ in range(3))
-            rows[: len(case.sorted)].copy_(case.sorted)
-            splits, returned = (make((setting.ranks,), dtype=torch.int64) for _ in range(2))
-            places, places_back = (make((2, setting.ranks), dtype=torch.int64) for _ in range(2))
-            splits.copy_(case.splits)
-            returned.copy_(torch.tensor(case.receives))
-            there = partial(torch.ops.symm_mem.all_to_all_vdev, rows, received, splits, places, name)
-            home = partial(torch.ops.symm_mem.all_to_all_vdev, received, back, returned, places_back, name)
+    name, case = world_name(), _FewTokens(model, routing, tokens, grid)
+    make = partial(symmetric.empty, device=grid.device)
+    # Symmetric memory has one size on all ranks: that of the most rows that there may be.
+    shape = case.ranks * tokens, case.x.shape[1]
+    rows, received, back = (make(shape, dtype=torch.bfloat16) for _ in range(3))
+    rows[: len(case.sorted)].copy_(case.sorted)
+    splits, returned = (make((case.ranks,), dtype=torch.int64) for _ in range(2))
+    places, places_back = (make((2, case.ranks), dtype=torch.int64) for _ in range(2))
+    splits.copy_(case.splits)
+    returned.copy_(torch.tensor(case.receives))
 
-            def both(there: Callable[[], Any] = there, home: Callable[[], Any] = home) -> None:
-                there()
-                home()
+    def both() -> None:
+        torch.ops.symm_mem.all_to_all_vdev(rows, received, splits, places, name)
+        torch.ops.symm_mem.all_to_all_vdev(received, back, returned, places_back, name)
 
-            found[model, routing, tokens] = _time({"vdev": both}, ("vdev",))
-        except FAILURES as error:
-            found[model, routing, tokens] = {"failed": f"all_to_all_vdev: {in_one_line(error)}"}
-    return found
+    return _time({"vdev": both}, ("vdev",))
 
 
 BENCH = Bench(

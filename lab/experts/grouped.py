@@ -10,10 +10,10 @@ weights aside, beside SonicMoE's formula, 2 d T + 4 T K n bytes in bf16: inputs 
 arXiv 2512.14080). With `--cluster` rows are only predicted.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab.cases import Case, largest_difference, measure_cases, predict_cases, run_pass
 from lab.experts import MODELS, ROUTINGS
 from lab.experts.peers import grouped_mm, torch_experts
 from lab.experts.routing import draw_routing, load_of
-from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
+from lab.harness import Bench, Measured, column
 from stretto import tiles
-from stretto.bench.harness import FAILURES, in_one_line, run_ranks
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.settings import Needs, Option, require_known
 from stretto.cluster import Cluster
@@ -62,17 +62,13 @@ class GroupedSetting:
         require_known("part", self.only, PARTS)
         require_known("routing", self.routing, ROUTINGS)
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts that are measured."""
-        return self.only or PARTS
-
-    def cases(self) -> Iterator[tuple[str, int, str]]:
-        """(model, tokens, routing) of each group of rows."""
-        for tokens in self.tokens:
-            for model in self.models:
-                for routing in self.routing:
-                    yield model, tokens, routing
+    def cases(self) -> list[dict[str, Any]]:
+        """Model, tokens, routing and part of each row."""
+        keys = itertools.product(self.tokens, self.models, self.routing, self.only or PARTS)
+        return [
+            {"model": model, "tokens": tokens, "routing": routing, "part": part}
+            for tokens, model, routing, part in keys
+        ]
 
 
 @dataclass(frozen=True)
@@ -102,18 +98,14 @@ class Row:
 
 def run_grouped(setting: GroupedSetting, out: Path) -> Measured:
     """Predict all rows, or measure them in one process."""
+    cases = setting.cases()
     if setting.cluster is not None:
-        device = Device(Cluster.find(setting.cluster), "bf16")
-        rows = [row for case in setting.cases() for row in _predict(*case, setting.parts, device)]
-        about = {"machine": ANY_CPU, "cluster": setting.cluster}
-        return Measured(rows, about, name="predictions-grouped")
+        return predict_cases("grouped", {}, cases, setting.cluster, _predict)
     if not setting.on_cpu and not torch.cuda.is_available():
         raise ValueError("this bench takes a GPU, and torch finds none here: --cpu tries the command without one")
-    predictions = out / "predictions-grouped.json"
-    known = json.loads(predictions.read_text())["rows"] if predictions.is_file() and not setting.on_cpu else []
-    predicted = {(row["model"], row["tokens"], row["routing"], row["part"]): row["predicted"] for row in known}
-    keep = partial(keep_rows, out, "grouped", Row, {})
-    return Measured(run_ranks(1, measure_all, setting, predicted, keep, trains=False))
+    device = "cpu" if setting.on_cpu else None
+    of_setting = partial(measure, setting.implementation)
+    return measure_cases("grouped", {}, cases, 1, of_setting, row=Row, out=out, device=device)
 
 
 def list_products(part: str, n: int, hidden: int, inner: int) -> list[tuple[int, int, int, Literal["NT", "NN", "TN"]]]:
@@ -130,56 +122,35 @@ def list_products(part: str, n: int, hidden: int, inner: int) -> list[tuple[int,
     return found["gate and up"] + found["down"] if part == "forward" else found[part]
 
 
-def _predict(model: str, tokens: int, routing: str, parts: Sequence[str], device: Device) -> Iterator[dict[str, Any]]:
+def _predict(cluster: Cluster, model: str, tokens: int, routing: str, part: str) -> Case:
     """The planner's grouped and dense products, with one read and write more of what whole passes touch beside them."""
-    hidden, inner, experts, k = MODELS[model]
+    device, (hidden, inner, experts, k) = Device(cluster, "bf16"), MODELS[model]
     n = tokens * k
-    for part in parts:
-        products = list_products(part, n, hidden, inner)
-        flops = sum(2.0 * a * b * c for a, b, c, _ in products)
-        dense = sum(device.matmul(*product) for product in products)
-        grouped = 0.0
-        for rows, columns, depth, layout in products:
-            sizes = (columns, depth) if layout != "TN" else (rows, columns)  # gradients by weights sum over rows
-            grouped += device.grouped_matmul(experts, n / experts, *sizes)
-        passes = {"forward": 1, "step": 3}.get(part, 0)
-        grouped += passes * device.traffic(2 * n * (hidden + 3 * inner))
-        yield {
-            "model": model,
-            "tokens": tokens,
-            "routing": routing,
-            "part": part,
-            "dense": flops / dense / 1e12,
-            "predicted": flops / grouped / 1e12,
-            "formula_megabytes": _formula(tokens, *MODELS[model]) / 1e6 if part == "step" else None,
-        }
+    products = list_products(part, n, hidden, inner)
+    flops = sum(2.0 * a * b * c for a, b, c, _ in products)
+    dense = sum(device.matmul(*product) for product in products)
+    grouped = {"forward": 1, "step": 3}.get(part, 0) * device.traffic(2 * n * (hidden + 3 * inner))
+    for rows, columns, depth, layout in products:
+        sizes = (columns, depth) if layout != "TN" else (rows, columns)  # gradients by weights sum over rows
+        grouped += device.grouped_matmul(experts, n / experts, *sizes)
+    memory = _formula(tokens, *MODELS[model]) / 1e6 if part == "step" else None
+    return {"dense": flops / dense / 1e12, "predicted": flops / grouped / 1e12, "formula_megabytes": memory}
 
 
 def _formula(tokens: int, hidden: int, inner: int, experts: int, k: int, size: int = 2) -> int:
     return size * (hidden * tokens + 2 * tokens * k * inner)
 
 
-def measure_all(
-    setting: GroupedSetting, predicted: Mapping[Any, float], keep: Callable[[list[dict[str, Any]]], None]
-) -> list[dict[str, Any]]:
-    """The job of the one rank."""
-    device = Grid(data=1, device="cpu" if setting.on_cpu else None).device
-    rows: list[dict[str, Any]] = []
-    for model, tokens, routing in setting.cases():
-        sizes = _TINY if setting.on_cpu else MODELS[model]
-        case = ExpertsCase(16 if setting.on_cpu else tokens, *sizes, routing, device, setting.implementation)
-        for part in setting.parts:
-            row: dict[str, Any] = {"model": model, "tokens": tokens, "routing": routing, "part": part}
-            row |= {"load": case.load, "predicted": predicted.get(tuple(row.values()))}
-            try:
-                row |= case.measure(part)
-            except FAILURES as error:
-                row["failed"] = in_one_line(error)
-            rows.append(row)
-            print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
-            keep(rows)
-        del case
-    return rows
+def measure(how: str, grid: Grid, model: str, tokens: int, routing: str, part: str) -> Case:
+    """The columns of a row. how: the operators' implementation."""
+    case = _make_case(model, tokens, routing, grid.device, how)
+    return {"load": case.load} | case.measure(part)
+
+
+@lru_cache(maxsize=1)
+def _make_case(model: str, tokens: int, routing: str, device: torch.device, how: str) -> "ExpertsCase":
+    sizes = (tokens, *MODELS[model]) if device.type == "cuda" else (16, *_TINY)
+    return ExpertsCase(*sizes, routing, device, how)
 
 
 class ExpertsCase:
@@ -200,23 +171,21 @@ class ExpertsCase:
         self.tokens, self.offsets = (order.slots // k).to(torch.int32), order.offsets
         self.ends = order.offsets[1:].contiguous()
         self.rows = self.x[self.tokens]
+        self._operands = self.x, self.gate_up, self.down
         self.arrivals = arrive_beforehand(self.x) if device.type == "cuda" and how != "library" else None
         self._multiply, self._by_weight, self._routed = (
             partial(operator, implementation=how)
             for operator in (moe.grouped_matmul, moe.grouped_weight_gradient, moe.routed_experts)
         )
 
-    def measure(self, part: str) -> dict[str, Any]:
+    def measure(self, part: str) -> Case:
         """A row: the rates of a part's runs, and how far their results are from torch's."""
         runs = self.runs(part)
-        results = {name: run() for name, run in runs.items()}
-        differences = [
-            float((one.float() - right.float()).norm() / right.float().norm())
-            for name, found in results.items()
-            if name not in ("torch", "dense")
-            for one, right in zip(found, results["torch"], strict=True)
-        ]
-        del results
+        right = runs["torch"]()
+        difference = max(
+            largest_difference(run(), right) for name, run in runs.items() if name not in ("torch", "dense")
+        )
+        del right
         t, h, inner, _, k = self.sizes
         flops = sum(2.0 * a * b * c for a, b, c, _ in list_products(part, t * k, h, inner))
         is_step = part == "step"
@@ -224,8 +193,8 @@ class ExpertsCase:
             runs, 64 << 20 if t > 1024 else 0, is_graph=not is_step, effort=TimingEffort(4, 3), rests=False
         )
         seconds = {name: timed.seconds for name, timed in found.items()}
-        row: dict[str, Any] = {name: flops / time / 1e12 for name, time in seconds.items() if name != "waiting"}
-        row |= {"difference": max(differences), "to_torch": seconds["torch"] / seconds["stretto"]}
+        row: Case = {name: flops / time / 1e12 for name, time in seconds.items() if name != "waiting"}
+        row |= {"difference": difference, "to_torch": seconds["torch"] / seconds["stretto"]}
         if "dense" in seconds:
             row["of_dense"] = seconds["dense"] / seconds["stretto"]
         if "gathered" in seconds:
@@ -282,9 +251,8 @@ class ExpertsCase:
                     "torch": lambda: [by_torch(self.x, gate_up, down)],
                     "stretto": lambda: [by_stretto(self.x, gate_up, down)],
                 }
-        return {
-            name: partial(self._step, each) for name, each in zip(("torch", "stretto"), self._passes(), strict=True)
-        }
+        passes = zip(("torch", "stretto"), self._passes(), strict=True)
+        return {name: partial(run_pass, each, self._operands, True) for name, each in passes}
 
     def _wait_and_multiply(self) -> list[Tensor]:
         """The product of gathered rows by the kernel that waits for them."""
@@ -299,16 +267,9 @@ class ExpertsCase:
 
         return by_torch, by_stretto
 
-    def _leaves(self) -> list[Tensor]:
-        return [each.detach().requires_grad_() for each in (self.x, self.gate_up, self.down)]
-
-    def _step(self, forward: Callable[..., Tensor]) -> Sequence[Tensor]:
-        leaves = self._leaves()
-        return torch.autograd.grad(forward(*leaves), leaves, self.x)
-
     def _count_saved(self, forward: Callable[..., Tensor]) -> int:
         """Bytes that autograd saves for the backward pass, each memory once, without the weights'."""
-        leaves, kept = self._leaves(), {}
+        leaves, kept = [each.detach().requires_grad_() for each in self._operands], {}
 
         def keep(tensor: Tensor) -> Tensor:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor

@@ -10,8 +10,8 @@ alone. With `--cluster` rows are only predicted. Without GPUs rows are small, fo
 try of the command, and without torch's context parallelism, which has no kernel there.
 """
 
-import json
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
+from lab.cases import Case, measure_cases, predict_cases
+from lab.harness import Bench, Measured, column
 from lab.operators.attention_peers import attend_here, by_gathering, by_ulysses, torch_context
 from stretto import ops
-from stretto.bench.harness import FAILURES, in_one_line, run_ranks
+from stretto.bench.harness import FAILURES, in_one_line
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.settings import Needs, Option, Ranks, require_known
 from stretto.cluster import Cluster
@@ -53,11 +54,10 @@ class AttentionSetting:
         require_known("mask", self.masks, ("causal", "full"))
         require_known("pass", self.only, PASSES)
 
-    def cases(self) -> Iterator[tuple[int, bool]]:
-        """(length, whether it is causal)."""
-        for length in self.sequences:
-            for mask in self.masks:
-                yield length, mask == "causal"
+    def cases(self) -> list[dict[str, Any]]:
+        """Length, mask and pass of each row."""
+        keys = itertools.product(self.sequences, self.masks, self.only)
+        return [{"sequence": length, "mask": mask, "kind": kind} for length, mask, kind in keys]
 
 
 @dataclass(frozen=True)
@@ -87,56 +87,29 @@ class Row:
 def run_attention(setting: AttentionSetting, out: Path) -> Measured:
     """Predict all rows, or measure them."""
     assert setting.ranks is not None
-    name = f"attention-{setting.ranks}"
-    about: dict[str, Any] = {"ranks": setting.ranks, "heads": HEADS, "kv_heads": KV_HEADS, "size": SIZE}
+    cases, name = setting.cases(), f"attention-{setting.ranks}"
+    about = {"ranks": setting.ranks, "heads": HEADS, "kv_heads": KV_HEADS, "size": SIZE}
     if setting.cluster is not None:
-        cluster = Cluster.find(setting.cluster)
-        rows = [_predict(*case, kind, setting.ranks, cluster) for case in setting.cases() for kind in setting.only]
-        return Measured(rows, about | {"machine": ANY_CPU, "cluster": cluster.name}, name=f"predictions-{name}")
-    keep = partial(keep_rows, out, name, Row, about)
-    rows = run_ranks(setting.ranks, measure_all, setting, keep, trains=False)
-    predictions = out / f"predictions-{name}.json"
-    if predictions.is_file() and torch.cuda.is_available():
-        known = json.loads(predictions.read_text())["rows"]
-        predicted = {(row["sequence"], row["mask"], row["kind"]): row["predicted"] for row in known}
-        for row in rows:
-            row["predicted"] = predicted.get((row["sequence"], row["mask"], row["kind"]))
-    return Measured(rows, about, name=name)
+        return predict_cases(name, about, cases, setting.cluster, partial(_predict, setting.ranks))
+    return measure_cases(name, about, cases, setting.ranks, measure, row=Row, out=out)
 
 
-def _predict(length: int, causal: bool, kind: str, ranks: int, cluster: Cluster) -> dict[str, Any]:
+def _predict(ranks: int, cluster: Cluster, sequence: int, mask: str, kind: str) -> Case:
     """A rank's share of the products; keys under its own ones, which are one part in `ranks`, and what does not fit."""
-    products = 4 * length * length * HEADS * SIZE / (2 if causal else 1) / ranks
-    alone = Device(cluster, "bf16").attention(products * (1 if kind == "forward" else 2.5), length)
-    sent = 4 * KV_HEADS * SIZE * length / ranks * (ranks - 1) * (0.75 if causal else 1)  # keys and values, in bf16
-    one_way = sent / cluster.require("in_node.bandwidth")
+    products = 4 * sequence * sequence * HEADS * SIZE / (2 if mask == "causal" else 1) / ranks
+    alone = Device(cluster, "bf16").attention(products * (1 if kind == "forward" else 2.5), sequence)
+    sent = 4 * KV_HEADS * SIZE * sequence / ranks * (ranks - 1)  # keys and values, in bf16
+    one_way = sent * (0.75 if mask == "causal" else 1) / cluster.require("in_node.bandwidth")
     hides = alone / ranks / (1 if kind == "forward" else 2)  # backward, keys and their gradients under one half each
     exposed = max(one_way - hides, 0) * (1 if kind == "forward" else 2)
     exchange = one_way * (1 if kind == "forward" else 2)
-    row: dict[str, Any] = {"sequence": length, "mask": "causal" if causal else "full", "kind": kind}
     times = {"alone": alone, "exchange": exchange, "predicted": alone + exposed}
-    return row | {name: each * 1e3 for name, each in times.items()} | {"hidden": 1 - exposed / exchange}
+    return {name: each * 1e3 for name, each in times.items()} | {"hidden": 1 - exposed / exchange}
 
 
-def measure_all(setting: AttentionSetting, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
-    """The job of each rank; rank 0 keeps the rows."""
-    assert setting.ranks is not None
-    grid = Grid(data=setting.ranks)
-    rows: list[dict[str, Any]] = []
-    for length, causal in setting.cases():
-        for kind in setting.only:
-            row: dict[str, Any] = {"sequence": length, "mask": "causal" if causal else "full", "kind": kind}
-            try:
-                row |= _Attention(length, causal, grid).measure(kind == "backward")
-            except FAILURES as error:
-                row["failed"] = in_one_line(error)
-            rows.append(row)
-            if dist.get_rank() == 0:
-                print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
-                keep(rows)
-            if grid.device.type == "cuda":
-                torch.cuda.empty_cache()
-    return rows
+def measure(grid: Grid, sequence: int, mask: str, kind: str) -> Case:
+    """The columns of a row."""
+    return _Attention(sequence, mask == "causal", grid).measure(kind == "backward")
 
 
 class _Attention:
@@ -162,7 +135,7 @@ class _Attention:
     def _cut(self, layout: str) -> list[Tensor]:
         return [each.transpose(1, 2)[:, self.places[layout]].transpose(1, 2) for each in self.whole]
 
-    def measure(self, backward: bool) -> dict[str, Any]:
+    def measure(self, backward: bool) -> Case:
         """Times of all ways, and their largest difference from one GPU's, of a result or of q's gradient."""
         layout = "zigzag" if self.causal else "contiguous"
         ways: dict[str, tuple[Callable[..., Tensor], str]] = {

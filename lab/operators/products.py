@@ -7,9 +7,8 @@ the gathered rows). `mlp` is `ops.mlp` whole, beside the same module by DTensor,
 `--cluster` rows are only predicted. Each row is written at once. Without GPUs rows are small, for a try of the command.
 """
 
-import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
+from lab.cases import Case, measure_cases, predict_cases
+from lab.harness import Bench, Measured, column
 from stretto import ops
-from stretto.bench.harness import FAILURES, in_one_line, run_ranks
+from stretto.bench.harness import FAILURES, in_one_line
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import Runs, peers, world_name
 from stretto.bench.operators.settings import CASES, FLUX_ROWS, OPERATORS, local_shape
@@ -75,13 +75,6 @@ class ProductsSetting:
         require_known("case", self.cases, CASES)
         require_known("dtype", (self.dtype,), ("bf16", "fp8"))
 
-    def shapes(self) -> Iterator[tuple[str, str, int]]:
-        """(operator, case, rows of the whole) of each row."""
-        for kind in self.operators:
-            for case in tuple(MLPS) if kind == "mlp" else self.cases:
-                for m in self.ms or (MLP_ROWS if kind == "mlp" else FLUX_ROWS):
-                    yield kind, case, m
-
 
 @dataclass(frozen=True)
 class Row:
@@ -113,23 +106,22 @@ class Row:
 def run_products(setting: ProductsSetting, out: Path) -> Measured:
     """Predict all rows, or measure them."""
     assert setting.ranks is not None
-    name = f"products-{setting.ranks}" + ("" if setting.dtype == "bf16" else f"-{setting.dtype}")
-    about = {"ranks": setting.ranks, "dtype": setting.dtype}
+    cases, dtype = list_cases(setting), setting.dtype
+    name = f"products-{setting.ranks}" + ("" if dtype == "bf16" else f"-{dtype}")
+    about = {"ranks": setting.ranks, "dtype": dtype}
     if setting.cluster is not None:
-        cluster = Cluster.find(setting.cluster)
-        rows = [_predict(*shape, setting.ranks, setting.dtype, cluster) for shape in setting.shapes()]
-        return Measured(rows, about | {"machine": ANY_CPU, "cluster": cluster.name}, name=f"predictions-{name}")
-    predictions = out / f"predictions-{name}.json"
-    known = json.loads(predictions.read_text())["rows"] if predictions.is_file() else []
-    predicted = {_key(row): row["predicted"] for row in known}
-    rows = run_ranks(
-        setting.ranks, measure_all, setting, partial(keep_rows, out, name, Row, about), predicted, trains=False
-    )
-    return Measured(rows, about, name=name)
+        return predict_cases(name, about, cases, setting.cluster, partial(_predict, setting.ranks, dtype))
+    return measure_cases(name, about, cases, setting.ranks, partial(measure, setting), row=Row, out=out)
 
 
-def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["operator"], row["case"], row["m"]
+def list_cases(setting: ProductsSetting) -> list[Case]:
+    """Each row's operator, case and rows of the whole."""
+    return [
+        {"operator": kind, "case": case, "m": m}
+        for kind in setting.operators
+        for case in (tuple(MLPS) if kind == "mlp" else setting.cases)
+        for m in setting.ms or (MLP_ROWS if kind == "mlp" else FLUX_ROWS)
+    ]
 
 
 def _sizes(kind: str, case: str, m: int, ranks: int) -> tuple[int, int, int]:
@@ -139,50 +131,30 @@ def _sizes(kind: str, case: str, m: int, ranks: int) -> tuple[int, int, int]:
     return m, inner // ranks // 16 * 16, hidden
 
 
-def _predict(kind: str, case: str, m: int, ranks: int, dtype: str, cluster: Cluster) -> dict[str, Any]:
+def _predict(ranks: int, dtype: str, cluster: Cluster, operator: str, case: str, m: int) -> Case:
     """A perfect pipeline's time, of which one part in `ranks` of what is shorter is exposed."""
     device, size = Device(cluster, dtype), 1 if dtype == "fp8" else 2
-    rows, n, k = _sizes(kind, case, m, ranks)
-    products = {"gather": [(n, k)], "scatter": [(n, k)], "reduce": [(n, k)], "mlp": [(n, k), (n, k), (k, n)]}[kind]
+    rows, n, k = _sizes(operator, case, m, ranks)
+    products = [(n, k), (n, k), (k, n)] if operator == "mlp" else [(n, k)]
     rate = cluster.gpu.measured_memory_bandwidth or cluster.gpu.memory_bandwidth or HBM
     gemm = sum(max(device.matmul(rows, n, k, "NT"), n * k * size / rate) for n, k in products)
-    moved = {"gather": m * k * size, "scatter": m * n * 2, "reduce": 2 * m * n * 2, "mlp": 2 * m * k * 2}[kind]
-    bandwidth = cluster.require("in_node.bandwidth")
+    moved = {"gather": m * k * size, "scatter": m * n * 2, "reduce": 2 * m * n * 2, "mlp": 2 * m * k * 2}[operator]
     latency = 0.0 if cluster.in_node is None else cluster.in_node.latency or 0.0
-    sent = moved * (ranks - 1) / ranks / bandwidth + latency
+    sent = moved * (ranks - 1) / ranks / cluster.require("in_node.bandwidth") + latency
     stretto = max(gemm, sent) + min(gemm, sent) / ranks
     times = {"gemm": gemm * 1e3, "nccl": (gemm + sent) * 1e3, "predicted": stretto * 1e3}
-    return {"operator": kind, "case": case, "m": m, **times, "hidden": (gemm + sent - stretto) / sent}
+    return times | {"hidden": (gemm + sent - stretto) / sent}
 
 
-def measure_all(
-    setting: ProductsSetting, keep: Callable[[list[dict[str, Any]]], None], predicted: Mapping[Any, float]
-) -> list[dict[str, Any]]:
-    """The job of each rank; rank 0 keeps the rows."""
-    assert setting.ranks is not None
-    device = Grid(data=setting.ranks).device
-    rows: list[dict[str, Any]] = []
-    for kind, case, m in setting.shapes():
-        row: dict[str, Any] = {"operator": kind, "case": case, "m": m}
-        row["predicted"] = predicted.get(_key(row))
-        sizes = _sizes(kind, case, m, dist.get_world_size())
-        if device.type == "cpu":
-            sizes = (64, 32, 32)
-        try:
-            row |= (_measure_mlp if kind == "mlp" else partial(_measure_product, kind))(*sizes, setting, device)
-        except FAILURES as error:
-            row["failed"] = in_one_line(error)
-        rows.append(row)
-        if dist.get_rank() == 0:
-            print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
-            keep(rows)
-        torch.cuda.empty_cache()
-    return rows
+def measure(setting: ProductsSetting, grid: Grid, operator: str, case: str, m: int) -> Case:
+    """The columns of a row."""
+    sizes = _sizes(operator, case, m, dist.get_world_size())
+    if grid.device.type == "cpu":
+        sizes = (64, 32, 32)
+    return (_measure_mlp if operator == "mlp" else partial(_measure_product, operator))(*sizes, setting, grid.device)
 
 
-def _measure_product(
-    kind: str, m: int, n: int, k: int, setting: ProductsSetting, device: torch.device
-) -> dict[str, Any]:
+def _measure_product(kind: str, m: int, n: int, k: int, setting: ProductsSetting, device: torch.device) -> Case:
     operator, dtype = OPERATORS[kind], FP8 if setting.dtype == "fp8" else torch.bfloat16
     operands = RotatingOperands.make(operator, m, n, k, None, dtype, device)
     runs: Runs = peers(operands, m)
@@ -213,7 +185,7 @@ def _call_gathered(operands: RotatingOperands, how: Any) -> Tensor:
     return ops.all_gather_matmul_gathered(operands.x, operands.next_weight(), implementation=how)[0]
 
 
-def _measure_mlp(m: int, n: int, k: int, setting: ProductsSetting, device: torch.device) -> dict[str, Any]:
+def _measure_mlp(m: int, n: int, k: int, setting: ProductsSetting, device: torch.device) -> Case:
     """`ops.mlp` with a gate, without gradients: x [m / world, k], gate and up [n, k], down [k, n]."""
     ranks, name = dist.get_world_size(), world_name()
     shapes = ((m // ranks, k), (n, k), (n, k), (k, n))
@@ -267,7 +239,7 @@ def _make_dtensor_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Call
     return partial(module, x)
 
 
-def _time(runs: Runs, m: int, restart: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def _time(runs: Runs, m: int, restart: Callable[[], None] = lambda: None) -> Case:
     """Milliseconds of each run that works, the shares that are hidden, ratios, and the largest difference to NCCL's."""
     failed: dict[str, str] = {}
     results: dict[str, Tensor] = {}
@@ -289,7 +261,7 @@ def _time(runs: Runs, m: int, restart: Callable[[], None] = lambda: None) -> dic
     times = {name: timed.seconds * 1e3 for name, timed in found.items()}
     gemm, exposed = times["gemm"], times["nccl"] - times["gemm"]
     shares = {"hidden": "stretto", "hidden_tuned": "tuned", "hidden_gathered": "gathered"}
-    row: dict[str, Any] = dict(times)
+    row: Case = dict(times)
     row |= {share: 1 - (times[name] - gemm) / exposed for share, name in shares.items() if name in times}
     row["to_best"] = min(times["nccl"], times["library"]) / times["stretto"]
     if "async_tp" in times:

@@ -8,7 +8,7 @@ from typing import Annotated
 from lab.harness import ANY_CPU, Bench, Measured
 from lab.papers import Compared
 from lab.papers.collectives import plot_curves, plot_two_level_heat_maps, study_collectives
-from lab.papers.dlrm import plot_simulated_dlrm, study_dlrm
+from lab.papers.dlrm import study_dlrm
 from lab.papers.experts import study_experts
 from lab.papers.msccl import plot_simulated_msccl, study_msccl
 from lab.papers.pipelines import plot_simulated_pipelines, study_pipelines
@@ -57,7 +57,6 @@ BENCH = Bench(
         "simulated-two-level": plot_two_level_heat_maps,
         "simulated-curves": plot_curves,
         "simulated-zero3": plot_zero3,
-        "simulated-dlrm": plot_simulated_dlrm,
         "simulated-msccl": plot_simulated_msccl,
     },
     about=lambda setting: {"machine": ANY_CPU, "parts": list(setting.only)},

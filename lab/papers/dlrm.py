@@ -7,13 +7,12 @@ published: they are estimated from that GPU's datasheet, or measured on an H200.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from lab.harness import ANY_CPU, Measured, Table, column, columns_of
 from lab.papers import Compared, read_paper
-from lab.pictures import describe_origin, select
+from lab.pictures import select
 from stretto.bench.harness import Column
 from stretto.recommendation.simulation import (
     EXCHANGES,
@@ -222,34 +221,3 @@ def _vary_assumptions(rates: KernelRates) -> list[Row]:
     base: dict[str, Any] = {"step": STEP, "rates": rates, "network": network, "collective": "direct"}
     base["fidelity"] = "event-driven"
     return [{"changed": what} | compare_fusions(**(base | dict(change))) for what, change in changes]
-
-
-def plot_simulated_dlrm(data: dict[str, Any], picture: Path) -> None:
-    """Draw section 4.4 of Punniyamurthy et al.: steps by fusion, and what fusing saves by the number of nodes."""
-    from lab.style import drawing, group_bars, name_bars
-    from stretto.report.style import SERIES
-
-    rows = select(data["rows"], fidelity="event-driven")
-    names = (("none_ms", "separate"), ("forward_ms", "forward fused"), ("both_ms", "both passes fused"))
-    with drawing(picture, 9.4, 3.6) as drawn:
-        steps, growth = drawn.panels(1, 2)[0]
-        places, width = group_bars(len(rows), len(names))
-        for series, (key, name) in enumerate(names):
-            steps.barh(places[series], [row[key] for row in rows], width, label=name, **SERIES[series].bar)
-        name_bars(steps, range(len(rows)), [f"{row['kernels']}, {row['collective']}" for row in rows])
-        steps.invert_yaxis()
-        steps.set(xlabel="ms a step", title="128 nodes")
-        scale = select(data["scale"], fidelity="event-driven")
-        ranks = [row["ranks"] for row in scale]
-        for series, (key, name) in enumerate(names[1:], start=1):
-            less = [100 * row[key.replace("_ms", "_less")] for row in scale]
-            growth.plot(ranks, less, label=name, **SERIES[series].line)
-        growth.axhline(100 * data["published"], color=SERIES[3].colour, linestyle="--", label="published, forward")
-        drawn.log_ticks(growth.xaxis, ranks)
-        growth.set(xlabel="nodes", ylabel="% less time a step", title="More nodes, by dimension")
-        drawn.title = "A DLRM's step with look-up and all-to-all separate and fused, simulated"
-        drawn.subtitle = describe_origin(data, simulated="nodes of one GPU")
-        drawn.caption = (
-            "Event-driven on a 2D torus of 200 Gb/s links with 700 ns. Kernels' times: an MI210's datasheet, an H200's "
-            "as measured. The paper does not publish its MI210's times, nor its batch and tables."
-        )

@@ -2,12 +2,15 @@
 """Frontier and Perlmutter, the machines of Singh's chapter 6: the cost of each library's collectives on them.
 
 Every number is from a source that is not the chapter under study: the presets of `stretto.cluster`, the tables by which
-NCCL and RCCL choose their protocols, and one assumption for MPI. Nothing is fitted to the chapter's figures.
+NCCL and RCCL choose their protocols (machines.toml), and one assumption for MPI. Nothing is fitted to the chapter's
+figures.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from lab.papers import read_paper
 from stretto.cluster import Cluster
 from stretto.collectives.two_level import Links, predict
 from stretto.collectives.two_level.model import Algorithm, Collective
@@ -135,57 +138,22 @@ class StudiedMachine:
         return COPY_EFFICIENCY * self.cluster.require("gpu.memory_bandwidth")
 
 
-# RCCL has tables for six kinds of nodes (tuning_model_0 to _5); this is the default. Which one it selects on Frontier
-# is unknown; their hops between nodes differ by a factor of twenty. Seconds of protocol Simple.
-RCCL_START = 17e-6
-RCCL_HOPS = {
-    "0 (default)": (3.6e-6, 15.1e-6),
-    "1 and 2": (4.5e-6, 68.8e-6),
-    "3": (3.6e-6, 19.8e-6),
-    "4": (3.6e-6, 209.2e-6),
-    "5": (2.1e-6, 320e-6),
-}
+_TABLES = read_paper("machines")
+RCCL_HOPS: dict[str, list[float]] = _TABLES["rccl"]["hops"]
+"""Seconds of protocol Simple's hops, in a node and between nodes, by RCCL's tables."""
 
 
 def with_rccl_table(machine: StudiedMachine, table: str) -> StudiedMachine:
     """The machine with the hops of another of RCCL's tables."""
     in_node, between = RCCL_HOPS[table]
-    return replace(machine, protocols=(RingProtocol("Simple", RCCL_START, in_node, between),))
+    return replace(machine, protocols=(RingProtocol("Simple", machine.simple.start, in_node, between),))
 
 
-MACHINES = {
-    "frontier": StudiedMachine(
-        name="frontier",
-        unit="GCDs",
-        library="RCCL",
-        ring_bandwidth=4 * 50e9,
-        protocols=(
-            # LL reaches 4% of the links' bandwidth there, and a tenth of that for 16 MB and more: it is never chosen.
-            RingProtocol("Simple", RCCL_START, *RCCL_HOPS["0 (default)"]),
-        ),
-        sources={
-            "protocols": "RCCL, src/graph/tuning.cc (2023): baseLat, and ring latencies of tuning_model_0, its default",
-            "ring_bandwidth": "RCCL, rome_models.cc: 4 rings in a node of 8 GCDs and one CPU (rome_model_52), each "
-            "with hops of the slowest link, 50 GB/s (OLCF Frontier user guide)",
-        },
-    ),
-    "perlmutter": StudiedMachine(
-        name="perlmutter",
-        unit="GPUs",
-        library="NCCL",
-        ring_bandwidth=300e9,
-        protocols=(
-            RingProtocol("Simple", start=8.4e-6, in_node_latency=3.4e-6, latency=14e-6),
-            # Inside a node, LL's latency counts 1.8 times where there are several nodes (ncclTopoTuneModel).
-            RingProtocol("LL", start=6.6e-6, in_node_latency=1.8 * 0.6e-6, latency=2.7e-6, bandwidth=19e9),
-        ),
-        sources={
-            "protocols": "NCCL, src/graph/tuning.cc (2.18): baseLat, hwLat of rings, llMaxBws of an AMD host; LL128 is "
-            "off where network interfaces hang on the host's bridge",
-            "ring_bandwidth": "preset perlmutter: in_node.bandwidth",
-        },
-    ),
-}
+def _read_machine(name: str, protocols: list[dict[str, Any]], **about: Any) -> StudiedMachine:
+    return StudiedMachine(name, protocols=tuple(RingProtocol(**each) for each in protocols), **about)
+
+
+MACHINES = {name: _read_machine(name, **about) for name, about in _TABLES["machines"].items()}
 
 
 def name_machines(machines: Iterable[str]) -> str:

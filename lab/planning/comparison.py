@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares predictions with measurements: ratios a grid, rank correlation and the planner's choice."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def compare(
         row["time_ratio"] = _ratio(row["predicted_milliseconds"], row.get("measured_milliseconds"))
         row["memory_ratio"] = _ratio(row["predicted_gib"], row.get("measured_gib"))
         rows.append(row)
-    return sorted(rows, key=lambda row: (_time(row) is None, _time(row) or 0.0))
+    return sorted(rows, key=_time)
 
 
 def summarize(workload: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -70,21 +71,29 @@ def summarize(workload: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
     summary: dict[str, Any] = {"workload": workload, "grids": len(both)}
     if not both:
         return summary
-    chosen = min(both, key=lambda row: row["predicted_milliseconds"])
-    fastest = min(both, key=lambda row: row["measured_milliseconds"])
-    loss = chosen["measured_milliseconds"] / fastest["measured_milliseconds"] - 1
+    judged = judge_order(both, "predicted_milliseconds")
     return summary | {
-        "rank_correlation": rank_correlation(
-            [row["predicted_milliseconds"] for row in both], [row["measured_milliseconds"] for row in both]
-        ),
-        "predicted_fastest": chosen["grid"],
-        "measured_fastest": fastest["grid"],
-        "loss_by_choice": loss,
-        "is_within_3_percent": loss <= NEAR,
-        "largest_time_error": max(abs(row["time_ratio"] - 1) for row in both),
+        "rank_correlation": judged["correlation"],
+        "predicted_fastest": judged["choice"],
+        "measured_fastest": min(both, key=_time)["grid"],
+        "loss_by_choice": judged["loss"],
+        "is_within_3_percent": judged["loss"] <= NEAR,
+        "largest_time_error": judged["largest"],
         "largest_memory_error": max(
             (abs(row["memory_ratio"] - 1) for row in both if row["memory_ratio"] is not None), default=None
         ),
+    }
+
+
+def judge_order(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """Compares the times in `key` with the measured ones: rank correlation, choice, its loss, and largest error."""
+    times, measured = [row[key] for row in rows], [row["measured_milliseconds"] for row in rows]
+    chosen = min(rows, key=lambda row: row[key])
+    return {
+        "correlation": rank_correlation(times, measured),
+        "choice": chosen["grid"],
+        "loss": chosen["measured_milliseconds"] / min(measured) - 1,
+        "largest": max(abs(time / true - 1) for time, true in zip(times, measured, strict=True)),
     }
 
 
@@ -109,8 +118,10 @@ def _ratio(predicted: float | None, measured: float | None) -> float | None:
     return predicted / measured if predicted and measured else None
 
 
-def _time(row: Mapping[str, Any]) -> float | None:
-    return row.get("measured_milliseconds")
+def _time(row: Mapping[str, Any]) -> float:
+    """Orders rows: the fastest measured first, those without a measurement last."""
+    time: float | None = row.get("measured_milliseconds")
+    return math.inf if time is None else time
 
 
 def plot_predicted(data: Mapping[str, Any], picture: Path, kind: str, what_they_are: str) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, Table, column
 from lab.pictures import describe_origin, group
-from lab.planning.comparison import rank_correlation
+from lab.planning.comparison import judge_order
 from stretto.axes import check_sizes
 from stretto.bench.settings import Option
 from stretto.cluster import Cluster
@@ -149,19 +149,12 @@ def _compare(
 
 def _summarize(workload: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return how well the order of measured steps was found, and the largest errors."""
-    measured = [row["measured_milliseconds"] for row in rows]
     fastest = min(rows, key=lambda row: row["measured_milliseconds"])
     summary = {"workload": workload, "steps": len(rows), "fastest": fastest["grid"]}
     for name in ("planned", "simulated"):
-        if rows[0][f"{name}_milliseconds"] is None:
-            continue
-        chosen = min(rows, key=lambda row: row[f"{name}_milliseconds"])
-        summary |= {
-            f"{name}_correlation": rank_correlation([row[f"{name}_milliseconds"] for row in rows], measured),
-            f"{name}_choice": chosen["grid"],
-            f"{name}_loss": chosen["measured_milliseconds"] / fastest["measured_milliseconds"] - 1,
-            f"{name}_largest": max(abs(row[f"{name}_error"]) for row in rows),
-        }
+        if rows[0][f"{name}_milliseconds"] is not None:
+            judged = judge_order(rows, f"{name}_milliseconds")
+            summary |= {f"{name}_{key}": value for key, value in judged.items()}
     return summary
 
 

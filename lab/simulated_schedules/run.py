@@ -2,11 +2,10 @@
 """`python -m lab simulated-collectives`: simulated schedules compared with measured ones, costs fitted to half of them.
 
 The measurements are those of lab/results/collectives, lab/results/collectives-2-gpus and lab/results/ablations (2 and 4
-H200), and of 8 processes over shaped links, which this bench measures. One set of costs a machine is fitted to
-every second size; the other sizes are predicted.
+H200), and of 8 processes over shaped links. One set of costs a machine is fitted to every second size; the other sizes
+are predicted.
 """
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,61 +18,21 @@ from lab.pictures import describe_origin, select
 from lab.simulated_schedules.cases import MeasuredSchedule, read_gpu_cases
 from lab.simulated_schedules.choices import Choice, list_choices, summarize_choices
 from lab.simulated_schedules.fit import Parameter, SchedulePredictor, fit
-from lab.simulated_schedules.sockets import (
-    TILE_BYTES,
-    list_two_level,
-    measure_sockets,
-    read_socket_cases,
-    socket_topology,
-)
+from lab.simulated_schedules.sockets import TILE_BYTES, list_two_level, read_socket_cases, socket_topology
 from stretto.atomic_files import write_atomically
-from stretto.bench.harness import Column, write_result
 from stretto.bench.interleaved import name_size
 from stretto.bench.settings import Option
 from stretto.cluster import Cluster
 from stretto.simulator.schedules import ExecutorCosts, MachineCosts, ProtocolCosts
 
+MEASURED = (
+    *("collectives/collectives.json", "collectives-2-gpus/collectives.json", "two-level/two-level.json"),
+    "simulated-collectives/sockets.json",
+)
 CLUSTER = "dgx-h200"
 CLOSE = 1.05  # contests whose best two differ by less have no winner
 _EXECUTOR_FIGURES = ("launch", "host_seconds")
-START = MachineCosts(
-    "dgx-h200, 2 or 4 of its GPUs",
-    "",
-    {
-        # A kernel for the whole schedule, whose CUDA blocks each process a part of all chunks; mailboxes, so no slots.
-        "fused": ExecutorCosts(
-            2e-6,
-            {"LL": ProtocolCosts(1e-6, 0.33, is_streaming=True), "LL128": ProtocolCosts(1e-6, 0.67, is_streaming=True)},
-            tile_bytes=None,
-            instances=16,
-            slots=1024,
-            host_seconds=17e-6,
-        ),
-        "copy-engine": ExecutorCosts(
-            20e-6, {"Copy": ProtocolCosts(3e-6, 0.83)}, tile_bytes=None, instances=16, slots=1024, host_seconds=17e-6
-        ),
-        "interpreter": ExecutorCosts(
-            6e-6,
-            {"LL128": ProtocolCosts(1e-6, 0.67, 4.5e9, 5e-6, is_streaming=True)},
-            tile_bytes=64 << 10,
-            host_seconds=17e-6,
-            max_blocks=132,
-        ),
-        "nccl": ExecutorCosts(
-            8e-6,
-            {
-                "LL": ProtocolCosts(0.5e-6, 0.25, is_streaming=True),
-                "LL128": ProtocolCosts(1.5e-6, 0.6, is_streaming=True),
-                "Simple": ProtocolCosts(3e-6, 0.8),
-            },
-            tile_bytes=256 << 10,
-            instances=16,
-            host_seconds=45e-6,
-        ),
-    },
-    link_latency=0.5e-6,
-    network_latency=2e-6,
-)
+START = MachineCosts.find(str(Path(__file__).with_name("start.json")))
 """The initial values of the fit; figures not listed in `FITTED` are fixed."""
 FITTED: dict[str, tuple[str, ...]] = {
     "fused": ("latency", "bandwidth_factor"),
@@ -94,29 +53,14 @@ _SOCKET_FIGURES = ("latency", "step_seconds", "block_bandwidth")
 
 @dataclass(frozen=True)
 class SimulatedCollectivesSetting:
-    """Where the measurements are, and which sizes 8 processes measure anew: each twice the one before."""
+    """Where the measurements are. Raises ValueError where they are not."""
 
     results: Annotated[Path, Option("Folder of the committed results.")] = Path("lab/results")
-    measures: Annotated[
-        bool,
-        Option(
-            "Measure 8 processes over shaped links (needs root), or take sockets.json of an earlier run.",
-            "--measure/--no-measure",
-        ),
-    ] = True
-    smallest: Annotated[int, Option("Bytes of the smallest buffer of the 8 processes.", least=4096)] = 16 << 10
-    sizes: Annotated[int, Option("How many sizes of the 8 processes.", least=2)] = 7
-    repeats: Annotated[int, Option("Runs of each; their median counts.", least=1)] = 5
 
     def __post_init__(self) -> None:
-        for name in ("collectives/collectives.json", "collectives-2-gpus/collectives.json", "two-level/two-level.json"):
-            if not (self.results / name).is_file():
-                raise ValueError(f"{self.results / name} is not there: name the folder of results with --results")
-
-    @property
-    def all_bytes(self) -> tuple[int, ...]:
-        """The sizes in bytes that the processes measure."""
-        return tuple(self.smallest << step for step in range(self.sizes))
+        for path in MEASURED:
+            if not (self.results / path).is_file():
+                raise ValueError(f"{self.results / path} is not there: name the folder of results with --results")
 
 
 @dataclass(frozen=True)
@@ -159,18 +103,8 @@ class WinnerGroup:
 
 
 def simulate_cases(setting: SimulatedCollectivesSetting, out: Path) -> Measured:
-    """Fit costs, which are written to `out` too, and predict.
-
-    Raises ValueError, before anything is fitted, where results are missing or namespaces cannot be made.
-    """
-    gpu_cases = read_gpu_cases(setting.results)
-    sockets = out / "sockets.json"
-    if setting.measures:
-        measured = measure_sockets(setting.all_bytes, setting.repeats)
-        write_result(out, "sockets", tuple(Column(name, name) for name in measured[0]), measured)
-    elif not sockets.is_file():
-        raise ValueError(f"{sockets} is not there: run this once with --measure, as root")
-    socket_cases = read_socket_cases(json.loads(sockets.read_text())["rows"])
+    """Fit costs, which are written to `out` too, and predict."""
+    gpu_cases, socket_cases = read_gpu_cases(setting.results), read_socket_cases(setting.results)
     cluster, links = Cluster.preset(CLUSTER), socket_topology()
     on_gpus = SchedulePredictor(lambda ranks: START.topology(cluster, ranks))
     on_sockets = SchedulePredictor(lambda ranks: links)
@@ -349,7 +283,7 @@ def _plot_ratios(panel: Any, rows: Sequence[Mapping[str, Any]], executor: str, l
 
 BENCH = Bench(
     "simulated-collectives",
-    "Simulated and measured schedules, on H200 and on 8 processes over shaped links (measuring needs root).",
+    "Simulated and measured schedules, on H200 and on 8 processes over shaped links (needs no GPU).",
     SimulatedCollectivesSetting,
     simulate_cases,
     Row,

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures schedules of 8 processes over links of a given bandwidth, and describes these links as a topology."""
+"""Times of schedules and two-level collectives of 8 processes over links of a given bandwidth, and these links.
+
+The schedules ran over TCP sockets between network namespaces, by a program that the run's commit has.
+"""
 
 import json
-import math
-import statistics
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lab.processes import Processes
 from lab.simulated_schedules.cases import MeasuredSchedule
-from lab.two_level.namespaces import command_in, shaped_network
 from lab.two_level.run import TwoLevelSetting
-from stretto.collectives.algorithms import find
 from stretto.simulator.collectives.times import CollectiveOptions, simulate_collective
 from stretto.simulator.network import EventDrivenNetwork, NetworkTopology
 from stretto.simulator.network.topology import DirectedLink
@@ -43,9 +39,6 @@ SCHEDULES: dict[str, dict[str, int]] = {
 }
 NETWORK = TwoLevelSetting(RANKS_PER_NODE, NODES).network()
 """50 Mbit/s a node and between the halves of the nodes, 200 inside a node."""
-_START_LIMIT, _RUN_LIMIT = 300.0, 120.0  # seconds for eight processes on few cores
-_LEAD = 0.03  # seconds from agreeing on a start to the start
-_PORT = 23450
 _HEADERS = 8934 / 9014  # TCP payload of an Ethernet frame of 9000 bytes
 _IN_MEMORY = 10e9  # bytes/s: only links of the network limit the bandwidth
 
@@ -79,54 +72,16 @@ def socket_topology(in_node: float = 0.0, between: float = 0.0) -> NetworkTopolo
     return NetworkTopology("namespaces", devices, links, vertices=devices + 4 * nodes + network.leaves)
 
 
-def measure_sockets(sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Time all schedules at all sizes (bytes), medians of the slowest rank; the rows of `read_socket_cases`.
-
-    Raises ValueError where this machine or user cannot make network namespaces, or a schedule's output is wrong.
-    """
-    job = {
-        "addresses": [f"10.213.77.{rank // RANKS_PER_NODE + 1}" for rank in range(RANKS)],
-        "ports": [_PORT + rank for rank in range(RANKS)],
-    }
-    commands = [
-        command_in(rank // RANKS_PER_NODE, "lab.simulated_schedules.socket_rank", json.dumps(job), str(rank))
-        for rank in range(RANKS)
-    ]
-    with shaped_network(NETWORK), Processes(commands) as ranks:
-        ranks.receive("start; its own words are above", _START_LIMIT)
-        return [row for name in SCHEDULES for row in _measure(ranks, name, sizes, repeats)]
-
-
-def _measure(ranks: Processes, algorithm: str, sizes: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
-    """The rows of one schedule."""
-    parameters: dict[str, Any] = dict(SCHEDULES[algorithm])
-    collective = find(algorithm).compile(in_place=False, **parameters).collective
-    ranks.ask({"do": "connect", "algorithm": algorithm, "parameters": parameters}, _START_LIMIT)
-    for num_bytes in sizes:
-        elements = math.ceil(num_bytes / 4 / collective.chunks_per_loop)
-        times = []
-        for _ in range(repeats + 1):
-            start = time.monotonic() + _LEAD
-            order = {"do": "run", "elements": elements, "tile_elements": TILE_BYTES // 4, "start": start}
-            answers = ranks.ask(order, _RUN_LIMIT)
-            if not all(answer["is_right"] for answer in answers):
-                raise ValueError(f"{algorithm} over sockets gave a wrong result: {answers}")
-            times.append(max(float(answer["ended"]) for answer in answers) - start)
-        timed = times[1:]
-        found = {"seconds": statistics.median(timed), "least": min(timed), "most": max(timed)}
-        print(f"{algorithm}, {num_bytes} bytes: {found['seconds'] * 1e3:.1f} ms", file=sys.stderr, flush=True)
-        yield {"algorithm": algorithm, "collective": collective.name, "bytes": num_bytes, **found}
-
-
-def read_socket_cases(rows: Sequence[dict[str, Any]]) -> list[MeasuredSchedule]:
-    """The measured rows as cases."""
+def read_socket_cases(results: Path) -> list[MeasuredSchedule]:
+    """The times of `lab/results/simulated-collectives/sockets.json` as cases: each schedule in each size."""
+    path = results / "simulated-collectives" / "sockets.json"
     return [
         MeasuredSchedule(
             f"{row['collective']}, {RANKS} processes, {row['bytes'] >> 10} KB",
             row["algorithm"], "sockets", "Simple", tuple(SCHEDULES[row["algorithm"]].items()), row["bytes"], "sockets",
             "fp32", row["seconds"], TILE_BYTES,
         )
-        for row in rows
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
     ]  # fmt: skip
 
 

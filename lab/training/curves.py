@@ -63,12 +63,7 @@ def train_runs(setting: CurvesSetting) -> Iterator[Measured]:
     curves: dict[str, dict[str, list[float]]] = {}
     for model, name in ((model, name) for model, runs in RUNS.items() for name in runs):
         with tempfile.TemporaryDirectory(prefix="stretto-curves-") as folder:
-            config = preflight(configure(model, name, setting, Path(folder)))
-            assert isinstance(config, TrainConfig)
-            print(f"{model}, {name}: {config.ranks} ranks, {config.grid}", flush=True)
-            (config.out / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
-            run_ranks(config.ranks, train, config)
-            run = read_run(config.out)
+            run = read_run(train_example(configure(model, name, setting, Path(folder)), f"{model}, {name}").out)
         apart = [abs(loss - one) for loss, one in zip(run.losses, curves.get(model, {}).get(ONE, ()), strict=False)]
         largest, early = (max(each, default=None) for each in (apart, apart[: setting.steps // 10]))
         held_out = run.evaluations[-1][1]["evaluation_loss"]
@@ -82,10 +77,26 @@ def configure(model: str, name: str, setting: CurvesSetting, out: Path) -> Train
     example, *options = f"{EXAMPLES[model]} {ALL} {RUNS[model][name]}".split()
     options += [f"out={out}", *(f"train.{each}={setting.steps}" for each in ("steps", "evaluate_every"))]
     options += [f"train.warmup_steps={setting.steps // 8}", "data.evaluation_sequences=128"]
-    with as_file(files("stretto") / "configs" / f"{example}.toml") as file:
+    return load_example(example, options)
+
+
+def load_example(name: str, options: list[str]) -> TrainConfig:
+    """The configuration that `stretto init NAME` writes, with options as `--set` takes them."""
+    with as_file(files("stretto") / "configs" / f"{name}.toml") as file:
         config = load_config(file, options)
     assert isinstance(config, TrainConfig)
     return config
+
+
+def train_example(config: TrainConfig, name: str) -> TrainConfig:
+    """Train as `stretto train` does, on ranks of its own. Returns the configuration as it was completed."""
+    checked = preflight(config)
+    assert isinstance(checked, TrainConfig)
+    print(f"{name}: {checked.ranks} ranks, {checked.grid}", flush=True)
+    checked.out.mkdir(parents=True, exist_ok=True)
+    (checked.out / "config.toml").write_text(config_to_toml(checked), encoding="utf-8")
+    run_ranks(checked.ranks, train, checked)
+    return checked
 
 
 def plot_curves(data: dict[str, Any], picture: Path) -> None:

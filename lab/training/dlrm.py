@@ -6,10 +6,11 @@ is the baseline of Punniyamurthy et al.: nn.functional.embedding_bag a table, al
 Adagrad on the sparse gradients. "kernel" updates the tables in the fused backward pass.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -18,15 +19,9 @@ from torch import Tensor, nn
 
 from lab.harness import Bench, column
 from lab.pictures import describe_origin
-from stretto.bench.harness import (
-    FAILURES,
-    empty_memory,
-    in_one_line,
-    peak_memory_gib,
-    run_ranks,
-    time_steps,
-)
+from stretto.bench.harness import run_ranks, time_steps
 from stretto.bench.settings import Needs, Option, Ranks, Repeats, Rounds, WarmUp
+from stretto.bench.training.runs import Stepped, TrainingRun, measure
 from stretto.parallel import Grid
 from stretto.recommendation import DLRM, DLRMConfig, ShardedTables, distribute_tables
 from stretto.recommendation.data import SyntheticClicks
@@ -50,6 +45,7 @@ class DlrmSetting:
     warm_up: WarmUp = 3
     repeats: Repeats = 10
     rounds: Rounds = 3
+    seq_len: ClassVar[int] = 1  # of a sample
 
     def __post_init__(self) -> None:
         for name in self.implementations:
@@ -101,75 +97,53 @@ def measure_dlrm(setting: DlrmSetting, ranks: int) -> list[dict[str, Any]]:
     """The job of each rank; returns a row an implementation."""
     grid = Grid(data=ranks)
     batches = _make_batches(setting, grid)
-    rows: dict[str, dict[str, Any]] = {name: {"name": name} for name in setting.implementations}
-    for _ in range(setting.rounds):
-        for name in setting.implementations:
-            row = rows[name]
-            if "error" not in row:
-                try:
-                    _measure_once(row, cast(Implementation, name), setting, grid, batches)
-                except FAILURES as error:
-                    rows[name] = {"name": name, "error": in_one_line(error)}
-            _compare(rows)
-            if grid.coordinate("world") == 0:
-                print(_describe(rows[name]), flush=True)
-    return list(rows.values())
+    runs = [TrainingRun(name, partial(_Step, name, setting, grid, batches)) for name in setting.implementations]
+    rows = measure(runs, setting, grid.device, extra=lambda step: cast(_Step, step).time_lookups())
+    library = next((row.get("step_milliseconds") for row in rows if row["name"] == "library"), None)
+    for row in rows:
+        if "step_milliseconds" in row:
+            row["samples_per_second"] = row["tokens_per_second_per_gpu"] * ranks  # a sample is one token here
+            if library is not None and row["name"] != "library":
+                row["less_time"] = 1 - row["step_milliseconds"] / library
+    return rows
 
 
-def _measure_once(
-    row: dict[str, Any], name: Implementation, setting: DlrmSetting, grid: Grid, batches: list[_ClicksBatch]
-) -> None:
-    """Measure one round of one implementation: build the model, time its steps, and drop it."""
-    empty_memory()
-    step, tables = _build(name, setting, grid, batches)
-    losses = [step()]
-    seconds = time_steps(lambda: losses.append(step()), warm_up=setting.warm_up, repeats=setting.repeats)
-    row.setdefault("seconds", []).append(seconds)
-    times = {"warm_up": setting.warm_up, "repeats": setting.repeats}
-    with torch.no_grad():
-        exchange = time_steps(lambda: tables.exchange(batches[0].indices, batches[0].offsets), **times)
-        lookups = tables.exchange(batches[0].indices, batches[0].offsets)
-        forward = time_steps(lambda: tables.pool(lookups), **times)
-    if seconds == min(row["seconds"]):
-        row |= {
-            "step_milliseconds": seconds * 1e3,
-            "samples_per_second": setting.batch / seconds,
-            "forward_milliseconds": forward * 1e3,
-            "indices_milliseconds": exchange * 1e3,
-            "peak_memory_gib": peak_memory_gib(grid.device),
-            "loss": _sum_over_ranks(losses[0]),
-            "last_loss": _sum_over_ranks(losses[-1]),
-        }
+class _Step:
+    """A training step, whose loss is that of the global batch."""
 
+    def __init__(self, name: Any, setting: DlrmSetting, grid: Grid, batches: list[_ClicksBatch]) -> None:
+        config = setting.config()
+        with torch.device("meta"):
+            model = DLRM(config)
+        distribute_tables(model, grid, pooling=config.pooling, implementation=name)
+        assert isinstance(model.tables, ShardedTables)
+        self._model, self._tables, self._setting = model, model.tables, setting
+        self._batches, self._turn = itertools.cycle(batches), batches[0]
+        fused = grid.device.type == "cuda"
+        parameters = nn.ModuleList([model.bottom, model.top]).parameters()
+        self._optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=fused)
+        self._table_optimizer = TableOptimizer(model.tables, "rowwise-adagrad", eps=1e-8, device=grid.device)
+        self._table_optimizer.set_lr(0.02)
 
-def _build(
-    name: Implementation, setting: DlrmSetting, grid: Grid, batches: list[_ClicksBatch]
-) -> tuple[Callable[[], Tensor], ShardedTables]:
-    """Build a training step, which returns this rank's part of the loss, and the model's tables."""
-    config = setting.config()
-    with torch.device("meta"):
-        model = DLRM(config)
-    distribute_tables(model, grid, pooling=config.pooling, implementation=name)
-    assert isinstance(model.tables, ShardedTables)
-    mlps = nn.ModuleList([model.bottom, model.top])
-    fused = grid.device.type == "cuda"
-    optimizer = torch.optim.AdamW(mlps.parameters(), lr=1e-3, fused=fused)
-    table_optimizer = TableOptimizer(model.tables, "rowwise-adagrad", eps=1e-8, device=grid.device)
-    table_optimizer.set_lr(0.02)
-    turn = 0
-
-    def step() -> Tensor:
-        nonlocal turn
-        batch = batches[turn % len(batches)]
-        turn += 1
-        loss = model(batch.dense, batch.indices, batch.offsets, labels=batch.labels, num_samples=setting.batch)
+    def __call__(self) -> Stepped:
+        batch, samples = next(self._batches), self._setting.batch
+        loss = self._model(batch.dense, batch.indices, batch.offsets, labels=batch.labels, num_samples=samples)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        table_optimizer.step()
-        return loss.detach()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._table_optimizer.step()
+        # This rank's part of the loss; the mean over ranks is reported.
+        return Stepped(loss.detach() * dist.get_world_size(), torch.zeros(()))
 
-    return step, model.tables
+    @torch.no_grad()
+    def time_lookups(self) -> dict[str, float]:
+        """Milliseconds of the forward look-up with its exchange, and of the indices' exchange before it."""
+        times = {"warm_up": self._setting.warm_up, "repeats": self._setting.repeats}
+        given = self._turn.indices, self._turn.offsets
+        exchange = time_steps(lambda: self._tables.exchange(*given), **times)
+        lookups = self._tables.exchange(*given)
+        forward = time_steps(lambda: self._tables.pool(lookups), **times)
+        return {"forward_milliseconds": forward * 1e3, "indices_milliseconds": exchange * 1e3}
 
 
 def _make_batches(setting: DlrmSetting, grid: Grid) -> list[_ClicksBatch]:
@@ -192,24 +166,6 @@ def _make_batches(setting: DlrmSetting, grid: Grid) -> list[_ClicksBatch]:
         )
         batches.append(_ClicksBatch(dense, indices, torch.from_numpy(read.offsets), labels))
     return batches
-
-
-def _compare(rows: Mapping[str, dict[str, Any]]) -> None:
-    """Add to each row how much less time than the library its best round took."""
-    library = rows.get("library", {}).get("step_milliseconds")
-    for row in rows.values():
-        if library is not None and "step_milliseconds" in row and row["name"] != "library":
-            row["less_time"] = 1 - row["step_milliseconds"] / library
-
-
-def _describe(row: Mapping[str, Any]) -> str:
-    return f"{row['name']}: " + (row["error"] if "error" in row else f"{row['seconds'][-1] * 1e3:,.2f} ms a step")
-
-
-def _sum_over_ranks(loss: Tensor) -> float:
-    total = loss.double()
-    dist.all_reduce(total)
-    return float(total)
 
 
 def plot_dlrm(data: dict[str, Any], picture: Path) -> None:

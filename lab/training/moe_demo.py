@@ -8,19 +8,16 @@ experts.
 
 import tempfile
 from dataclasses import dataclass
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, column
 from lab.pictures import describe_origin
-from stretto.bench.harness import run_ranks
+from lab.training.curves import load_example, train_example
 from stretto.bench.settings import Option
 from stretto.models.gpt_config import GPTConfig
 from stretto.report.run import read_metrics, read_run
-from stretto.train.config import TrainConfig, config_to_toml, load_config
-from stretto.train.preflight import preflight
-from stretto.train.trainer import train
+from stretto.train.config import TrainConfig
 
 MIXTURE, DENSE = "mixture of experts", "dense"
 # Options that turn moe.toml into the dense model of the same active size.
@@ -59,13 +56,8 @@ def train_both(setting: MoeDemoSetting) -> Measured:
     rows, curves = [], {}
     with tempfile.TemporaryDirectory(prefix="stretto-moe-demo-") as folder:
         for name in (MIXTURE, DENSE):
-            config = preflight(configure(name, setting, Path(folder) / name.replace(" ", "-")))
-            assert isinstance(config, TrainConfig)
-            print(f"{name}: {config.ranks} ranks, {config.grid}", flush=True)
-            config.out.mkdir(parents=True, exist_ok=True)
-            (config.out / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
-            run_ranks(config.ranks, train, config)
-            row, curves[name] = _read(config, name)
+            config = configure(name, setting, Path(folder) / name.replace(" ", "-"))
+            row, curves[name] = _read(train_example(config, name), name)
             rows.append(row)
     return Measured(rows, {"curves": curves})
 
@@ -73,10 +65,7 @@ def train_both(setting: MoeDemoSetting) -> Measured:
 def configure(name: str, setting: MoeDemoSetting, out: Path) -> TrainConfig:
     """The configuration of one of the two runs."""
     options = [f"out={out}", "device=cpu", f"train.steps={setting.steps}", f"train.warmup_steps={setting.steps // 8}"]
-    with as_file(files("stretto") / "configs" / "moe.toml") as file:
-        config = load_config(file, [*options, *(WITHOUT_EXPERTS if name == DENSE else [])])
-    assert isinstance(config, TrainConfig)
-    return config
+    return load_example("moe", [*options, *(WITHOUT_EXPERTS if name == DENSE else [])])
 
 
 def _read(config: TrainConfig, name: str) -> tuple[Row, dict[str, Any]]:

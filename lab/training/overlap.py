@@ -5,21 +5,28 @@ One job measures all stages on one grid, then on the next. The results have the 
 copy engines, the last stage, gradients over more than two ranks of z are added in another order.
 """
 
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
 from lab.harness import Bench, column
 from lab.pictures import describe_origin, group
-from lab.training.exposed import profile_exposed
 from lab.training.models import model_config, parse_grids
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, SeqLen, WarmUp
-from stretto.bench.training.runs import TrainingRun, build_stretto, make_grid, measure
+from stretto.bench.training.runs import Step, TrainingRun, build_stretto, make_grid, measure
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.cluster import name_grid
 from stretto.parallel import Grid, Overlap
+from stretto.train.observe.timeline import Interval, copying_streams, is_by_copy_engine, merge, subtract, total
 
 
 @dataclass(frozen=True)
@@ -93,17 +100,64 @@ def measure_overlap(workload: TrainingWorkload, ranks: int, grids: str) -> list[
     return rows
 
 
+PROFILED_STEPS = 2
+WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def profile_exposed(step: Step) -> dict[str, Any]:
+    """Profile rank 0: exposed_milliseconds and communication_milliseconds a step, None without a GPU. Collective."""
+    if not torch.cuda.is_available():
+        return {"exposed_milliseconds": None, "communication_milliseconds": None}
+    torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() != 0:
+        for _ in range(PROFILED_STEPS):
+            step()
+        torch.cuda.synchronize()
+        return {"exposed_milliseconds": None, "communication_milliseconds": None}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    exposed, communication = exposed_time(events)
+    return {
+        "exposed_milliseconds": exposed / 1e3 / PROFILED_STEPS,
+        "communication_milliseconds": communication / 1e3 / PROFILED_STEPS,
+    }
+
+
+def exposed_time(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
+    """Returns (exposed, all) time of collectives, in the unit of a Chrome trace's events (microseconds).
+
+    Collectives are NCCL's kernels, copies between GPUs, and the kernels around these; other kernels, copies and fills
+    are work that may hide them. Where two collectives run at once, the time counts once.
+    """
+    intervals: dict[bool, list[Interval]] = {True: [], False: []}
+    events = list(events)
+    copying = copying_streams(events)
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in WORK:
+            start, is_nccl = float(event["ts"]), "nccl" in str(event["name"]).lower()
+            intervals[is_nccl or is_by_copy_engine(event, copying)].append((start, start + float(event["dur"])))
+    collectives, work = merge(intervals[True]), merge(intervals[False])
+    return total(subtract(collectives, work)), total(collectives)
+
+
 def plot_overlap(data: dict[str, Any], picture: Path) -> None:
     """Draw a panel a grid: step time of each stage, with its exposed communication (if measured) hatched."""
     from lab.style import drawing, name_bars
-    from lab.training.throughput_plot import _BAR
+    from lab.training.throughput_plot import BAR
     from stretto.report.style import EXPOSED, STRETTO
 
     rows = [row for row in data["rows"] if "step_milliseconds" in row]
     grids = group(rows, "grid")
     most = max(map(len, grids.values()), default=1)
     has_exposed = any(row.get("exposed_milliseconds") for row in rows)
-    with drawing(picture, max(6.0, 4.4 * len(grids)), _BAR * most + 0.9) as drawn:
+    with drawing(picture, max(6.0, 4.4 * len(grids)), BAR * most + 0.9) as drawn:
         for panel, (grid, stages) in zip(drawn.panels(1, len(grids))[0], grids.items(), strict=False):
             stages.reverse()
             exposed = [row.get("exposed_milliseconds") or 0.0 for row in stages]

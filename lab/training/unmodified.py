@@ -24,8 +24,7 @@ from lab.experts import ROUTINGS
 from lab.experts.routing import draw_routing, load_of
 from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
 from lab.training.families import TRANSFORMERS
-from lab.training.steps import captured
-from lab.training.unmodified_steps import Groups, TransformerWorkload, Way, build_step
+from lab.training.unmodified_steps import Groups, TransformerWorkload, Way, build_step, captured
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, WarmUp, require_known
 from stretto.bench.training.runs import TrainingRun, measure

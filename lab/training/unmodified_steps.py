@@ -4,7 +4,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,11 +29,11 @@ from lab.peers import MasterWeights
 from lab.training.families import TRANSFORMERS, make_transformer
 from stretto.axes import OUTER_TO_INNER
 from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_
-from stretto.bench.training.runs import MAX_NORM, Step, Stepped
+from stretto.bench.training.runs import MAX_NORM, Step, Stepped, TrainingRun
 from stretto.huggingface.known_modules import cache_of_nothing, keeps_keys_and_values
 from stretto.ops import free_workspaces
 from stretto.optim import AdamW
-from stretto.parallel import Grid, clip_scale, gradient_norm, parallelize
+from stretto.parallel import CapturedStep, Grid, clip_scale, gradient_norm, parallelize
 
 LEARNING_RATE = 1e-5
 PLACEMENTS: tuple[Placement, Placement] = Shard(1), Replicate()  # of activations between and within layers
@@ -134,6 +134,16 @@ def build_step(workload: TransformerWorkload, way: Way, groups: Groups) -> Step:
     """Build a step of this way. Raises ValueError where it cannot train the model or cut the batch."""
     groups.free_workspaces()
     return (_build_stretto if way.kind == "stretto" else _build_torch)(workload, way, groups)
+
+
+def captured(run: TrainingRun) -> TrainingRun:
+    """The same run with each step as one CUDA graph."""
+
+    def build() -> Step:
+        step = CapturedStep(run.build())
+        return lambda: Stepped(*step())
+
+    return replace(run, name=f"{run.name}, captured", build=build)
 
 
 def _build_stretto(workload: TransformerWorkload, way: Way, groups: Groups) -> Step:

@@ -236,9 +236,8 @@ def test_with_json_an_error_is_json_too(run_file: Path) -> None:
     ("arguments", "words"),
     [
         (("train", "--ranks", "-1"), "--ranks is -1, but must be at least 1"),
-        (("peers", "--ranks", "2", "--batches", "few"), "--batches has 'few', but takes whole numbers, at least 1"),
+        (("grouped", "--tokens", "few"), "--tokens has 'few', but takes whole numbers, at least 1"),
         (("collectives", "--ranks", "99"), "takes 2 GPUs or more, one a rank"),
-        (("ablations", "--step", "1"), "by a factor of 1 (at least 2)"),
         (("ops", "--ranks", "99"), "takes 2 GPUs or more, one a rank"),
         (("embedding", "--dtype", "int8"), "--dtype is float32, float16 or bfloat16, not 'int8'"),
         (("dlrm", "--tables", "0"), "--tables is 0, but must be at least 1"),

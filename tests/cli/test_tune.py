@@ -14,7 +14,7 @@ def test_the_list_has_what_this_machine_can_measure_and_says_what_it_cannot(monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     status, text = stretto_command("tune", "--ranks", 2, "--list")
     assert status == 0
-    for kind in ("collectives", "operators", "embedding"):
+    for kind in ("collectives", "operators", "experts", "embedding"):
         assert f"{kind} left out: this takes 2 GPUs or more" in text
     assert "gpt-5b 4 x 2048 bf16 on x=2" in text
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from stretto.collectives import selection
+from stretto.collectives import selection, verify
 from stretto.collectives.selection import (
     LIBRARY,
     AlgorithmChoice,
@@ -141,7 +141,9 @@ def test_an_algorithm_that_does_not_compile_for_these_ranks_is_refused_when_the_
     def compile_for(**parameters):
         raise ValueError("recursive halving takes a power of 2")
 
-    monkeypatch.setattr(selection, "find", lambda name: type("Never", (), {"compile": staticmethod(compile_for)}))
+    monkeypatch.setattr(
+        selection, "find", lambda name: type("Never", (), {"compile": staticmethod(compile_for), "parameters": ()})
+    )
     file = written(tmp_path, {"a": measured()})
     with pytest.raises(ValueError, match=r"table.json: recursive halving takes a power of 2"):
         Table.load(file, "a", 4, has_nvlink=True)
@@ -164,6 +166,21 @@ def test_an_unrolled_kernel_has_to_gain_on_the_plain_one(seconds, choice, tmp_pa
     store.add("a", {time_key("allreduce", "bfloat16", 4, 1024, one): [t] for one, t in timed})
     table = Table.read("a", 4, has_nvlink=True, store=store)
     assert table.choose("allreduce", "bfloat16", 1024, 4).choice == choice
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+def test_a_tuner_times_every_kind_of_algorithm_that_these_ranks_can_run_and_all_are_safe(ranks):
+    for collective in selection.CHOICES:
+        names = {way.algorithm for way in find_choices(collective, has_nvlink=True, ranks=ranks)} - {None}
+        kinds = {name.partition("-")[0] for name in names}
+        if collective == "alltoall":
+            assert kinds == ({"direct", "two"} if ranks in (4, 6) else {"direct"})
+        else:
+            assert {"ring", "recursive"} <= kinds
+            assert ("hierarchical" in kinds) == (ranks in (4, 6))
+        for name in names:
+            for in_place in (True, False) if collective != "alltoall" else (False,):
+                assert verify(AlgorithmChoice(name).compile(ranks, in_place=in_place)).ok
 
 
 def test_without_nvlink_nothing_runs_by_ll128(tmp_path):

@@ -29,6 +29,7 @@ def list_cases(world: int) -> list[Case]:
         plain,
         replace(plain, has_sinks=True, documents=documents),
         replace(plain, layout="contiguous", documents=documents, causal=False),
+        replace(plain, layout="balanced", documents=documents),
         replace(plain, window=100),
         replace(plain, layout="contiguous", window=300, documents=documents, has_sinks=True),
         replace(plain, sizes=(64, 64), kv_heads=4 * world, scale=0.2),

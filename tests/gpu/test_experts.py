@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 from stretto.models import GPT, GPTConfig
 from stretto.models.moe import Router
@@ -23,6 +26,7 @@ from stretto.parallel.layers import experts
 from stretto.parallel.layout import local
 from tests.gpu.test_exchange import poison_buffers
 from tests.parallel import moe_families
+from tests.parallel.experts import test_columns
 from tests.parallel.experts.training import Run, case_of, disagreements, expected_of
 from tests.parallel.training import my_rows
 
@@ -201,8 +205,9 @@ def train_captured_and_not() -> tuple[list[float], list[float]]:
 
     def run(captures: bool) -> list[float]:
         # A balance loss's all-reduce goes by way of the host where ranks share a GPU, and no graph can hold that.
-        model = parallelize(new_model(2, balance="none"), grid, dtype=torch.bfloat16, expert_rows=ROWS)
-        assert all(one._gathers_tokens() for one in model.modules() if isinstance(one, experts.ParallelExperts))
+        model = new_model(2, balance="none", shared_ffn=32)
+        model = parallelize(model, grid, dtype=torch.bfloat16, expert_rows=ROWS)
+        assert all(one.starts_early for one in model.modules() if isinstance(one, experts.ParallelExperts))
         optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=grid.device))
 
         def step() -> tuple[Tensor, ...]:
@@ -232,7 +237,7 @@ def test_a_captured_step_in_bf16_is_an_eager_one(world: int, run_ranks: RunRanks
         assert captured[-1] < captured[0]
 
 
-def train_while_rows_arrive(expert_rows: int | None) -> tuple[list[bool], int]:
+def train_while_rows_arrive(expert_rows: int | None, shared_ffn: int | None) -> tuple[list[bool], int]:
     """Whether steps in bf16 whose products begin on rows that have arrived have the bits of those that wait for all.
 
     The second has the number of such products. One rank is late in each step, and buffers are poisoned between them.
@@ -247,7 +252,7 @@ def train_while_rows_arrive(expert_rows: int | None) -> tuple[list[bool], int]:
         run(arrivals, *arguments)
 
     def train(implementation: str) -> list[Tensor]:
-        options = {"hidden": 128, "expert_ffn": 128, "max_seq_len": tokens}
+        options = {"hidden": 128, "expert_ffn": 128, "max_seq_len": tokens, "shared_ffn": shared_ffn}
         model = parallelize(new_model(2, **options), grid, dtype=torch.bfloat16, expert_rows=expert_rows)
         found = []
         for step in range(4):  # each of two buffers is used twice
@@ -278,14 +283,40 @@ def train_while_rows_arrive(expert_rows: int | None) -> tuple[list[bool], int]:
 
 
 @pytest.mark.ranks(2, 4, own=(2, 4), among=(2, 4))
-@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize(("is_fixed", "shared_ffn"), [(False, None), (True, None), (False, 128), (True, 128)])
 def test_products_that_begin_on_rows_that_have_arrived_have_the_same_bits(
-    world: int, run_ranks: RunRanks, is_fixed: bool
+    world: int, run_ranks: RunRanks, is_fixed: bool, shared_ffn: int | None
 ) -> None:
     rows = world * ROWS // BATCH * 64 if is_fixed else None
-    for same, products in run_ranks(world, train_while_rows_arrive, rows):
+    for same, products in run_ranks(world, train_while_rows_arrive, rows, shared_ffn):
         assert all(same), same
         assert products == 4 * 2 * 2  # steps, layers, forward and backward
+
+
+def find_overlaps() -> tuple[int, int]:
+    """(pushes of tokens that run while a shared expert begins, passes) of forward passes that the host has queued."""
+    grid = Grid(data=dist.get_world_size(), expert=dist.get_world_size(), device="cuda")
+    model = new_model(1, hidden=2048, expert_ffn=256, shared_ffn=256, max_seq_len=2048, balance="none")
+    model = parallelize(model, grid, dtype=torch.bfloat16, expert_rows=4 * 2048 * K * grid.size("expert"))
+    tokens = torch.randint(VOCAB, (4, 2048), device=grid.device)
+    model.get_submodule("blocks.0.mlp.shared").register_forward_pre_hook(lambda *_: torch.cuda._sleep(1_000_000))
+    with torch.no_grad():
+        model(tokens)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(3):
+                torch.cuda._sleep(100_000_000)
+                model(tokens)
+            torch.cuda.synchronize()
+    kernels = [each for each in profiler.events() if each.device_type == DeviceType.CUDA]
+    pushes, spins = ([one.time_range for one in kernels if name in one.name] for name in ("push_rows", "spin"))
+    return sum(any(push.start < spin.start < push.end for push in pushes) for spin in spins), 3
+
+
+@pytest.mark.own_gpus("it sees what runs at the same time")
+def test_a_shared_expert_begins_while_tokens_are_sent(world: int, run_ranks: RunRanks) -> None:
+    for overlapping, passes in run_ranks(world, find_overlaps):
+        assert overlapping == passes
 
 
 def train_in_stages() -> dict[str, float]:
@@ -296,3 +327,15 @@ def train_in_stages() -> dict[str, float]:
 
 def test_training_in_stages_is_plain_training(world: int, run_ranks: RunRanks) -> None:
     assert run_ranks(world, train_in_stages) == [{}] * world
+
+
+def test_tensor_parallel_experts_train_by_kernels_that_were_timed_to_be_faster(
+    world: int, run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    others = [{"recompute": "communication"}, {"is_compiled": True}]
+    for distance, by_library, done, again in run_ranks(
+        world, test_columns.compare, str(tmp_path), {"x": 2, "z": 2}, others
+    ):
+        assert distance < 0.05  # bf16, in another order
+        assert (by_library, done) == ([], test_columns.STEP)
+        assert again == [(True, test_columns.STEP)] * 2

@@ -81,7 +81,7 @@ def exposed_share(folder: Path, axis: str, *, is_on: bool) -> float:
 
 @pytest.mark.parametrize("axis", [pytest.param("x", marks=pytest.mark.exhaustive), "z"])
 def test_overlap_hides_a_part_of_what_is_sent(request: pytest.FixtureRequest, axis: str, world: int) -> None:
-    """Assert that something is hidden; how much is measured by `python -m lab ablations`."""
+    """Assert that something is hidden; how much is measured by `python -m lab overlap`."""
     folder = request.getfixturevalue(f"over_{axis}")
     hidden, exposed = (exposed_share(folder, axis, is_on=is_on) for is_on in (True, False))
     assert hidden < 0.9 * exposed, f"exposed: {hidden:.0%} with overlap, {exposed:.0%} without"

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab attention`: Stretto and public ways compute the same, and predictions."""
 
-import json
-from functools import partial
-
 import pytest
 
-from lab.harness import keep_rows
-from lab.operators.attention import BENCH, OURS, AttentionSetting, Row, measure_all
+from lab.cases import measure_rows
+from lab.operators.attention import BENCH, OURS, AttentionSetting, measure
 
 
-def test_rows_have_stretto_and_public_ways(ranks, tmp_path):
-    setting = AttentionSetting(sequences=(128,), masks=("causal",), ranks=2)
-    ranks(2).run(measure_all, setting, partial(keep_rows, tmp_path, "kept", Row, {}))
-    rows = json.loads((tmp_path / "kept.json").read_text())["rows"]
+def test_rows_have_stretto_and_public_ways(ranks):
+    cases = AttentionSetting(sequences=(128,), masks=("causal",)).cases()
+    rows = ranks(2).run(measure_rows, 2, None, cases, [None] * 2, measure, len)[0]
     assert [row["kind"] for row in rows] == ["forward", "backward"]
     for row in rows:
         assert row.get("failed") is None

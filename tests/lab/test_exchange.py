@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab exchange`: passes compute the same as by NCCL, and bytes are counted."""
 
-import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -11,17 +9,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from lab.cases import measure_rows
 from lab.experts import TENSOR_KINDS
-from lab.experts.exchange import BENCH, KINDS, ExchangeSetting, Row, measure_all
+from lab.experts.exchange import BENCH, KINDS, ExchangeSetting, list_cases, measure
 from lab.experts.peers import ExchangedExperts, torch_experts
 from lab.experts.routing import draw_routing
-from lab.harness import keep_rows
 
 
-def test_passes_compute_the_same_as_by_the_public_way(ranks, tmp_path):
-    setting = ExchangeSetting(routing=("skewed",), ranks=2)
-    ranks(2).run(measure_all, setting, partial(keep_rows, tmp_path, "kept", Row, {}))
-    rows = json.loads((tmp_path / "kept.json").read_text())["rows"]
+def _measure(ranks, setting):
+    cases = list_cases(setting)
+    return ranks(2).run(measure_rows, 2, None, cases, [None] * len(cases), measure, len)[0]
+
+
+def test_passes_compute_the_same_as_by_the_public_way(ranks):
+    rows = _measure(ranks, ExchangeSetting(routing=("skewed",), ranks=2))
     assert [row["kind"] for row in rows] == list(KINDS)
     for row in rows:
         assert row.get("failed") is None
@@ -35,8 +36,7 @@ def test_passes_compute_the_same_as_by_the_public_way(ranks, tmp_path):
 
 def test_tensor_parallel_passes_compute_the_same_as_by_nccl(ranks, tmp_path):
     setting = ExchangeSetting(only=TENSOR_KINDS, routing=("skewed",), ranks=2)
-    ranks(2).run(measure_all, setting, partial(keep_rows, tmp_path, "kept", Row, {}))
-    rows = json.loads((tmp_path / "kept.json").read_text())["rows"]
+    rows = _measure(ranks, setting)
     assert [row["kind"] for row in rows] == list(TENSOR_KINDS)
     assert [row.get("failed") for row in rows] == [None] * 4
     assert all(row["difference"] < 2e-2 for row in rows[2:])

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab few-tokens`: its runs and predictions, and the kernel of its messages."""
 
-import json
-from functools import partial
-
 import pytest
 import torch
 import triton.language as tl
 from tests.tiles.machine_code import compile_to_ptx, make_channel
 
-from lab.experts.few_tokens import BENCH, FewTokensSetting, Row, measure_all, send_messages
-from lab.harness import keep_rows
+from lab.cases import measure_rows
+from lab.experts.few_tokens import BENCH, FewTokensSetting, measure, send_messages
 
 
-def test_all_runs_but_the_kernels_run_on_cpus(ranks, tmp_path):
-    setting = FewTokensSetting(tokens=(3,), ranks=2)
-    ranks(2).run(measure_all, setting, partial(keep_rows, tmp_path, "kept", Row, {}))
-    (row,) = json.loads((tmp_path / "kept.json").read_text())["rows"]
+def test_all_runs_but_the_kernels_run_on_cpus(ranks):
+    cases = FewTokensSetting(tokens=(3,)).cases()
+    (row,) = ranks(2).run(measure_rows, 2, None, cases, [None], measure, len)[0]
     assert row.get("failed") is None
     assert all(row[name] > 0 for name in ("kilobytes", "nccl", "dispatch", "combine", "stretto", "fp8"))
 

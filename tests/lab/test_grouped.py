@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab grouped`: all ways compute the same, and predictions need no GPU."""
 
-import json
 from functools import partial
 
 import pytest
 import torch
 
+from lab.cases import measure_rows
 from lab.experts import MODELS
-from lab.experts.grouped import BENCH, PARTS, GroupedSetting, Row, measure_all
+from lab.experts.grouped import BENCH, PARTS, GroupedSetting, measure
 from lab.experts.routing import count_rows_sent, draw_routing, load_of
-from lab.harness import keep_rows
 
 
-def test_all_parts_of_a_step_are_computed_as_by_torch(ranks, tmp_path):
-    setting = GroupedSetting(models=("qwen3-30b-a3b",), tokens=(16,), routing=("skewed",), on_cpu=True)
-    ranks(1).run(
-        measure_all,
-        setting,
-        {("qwen3-30b-a3b", 16, "skewed", "step"): 1.0},
-        partial(keep_rows, tmp_path, "kept", Row, {}),
-    )
-    rows = json.loads((tmp_path / "kept.json").read_text())["rows"]
+def test_all_parts_of_a_step_are_computed_as_by_torch(ranks):
+    cases = GroupedSetting(models=("qwen3-30b-a3b",), tokens=(16,), routing=("skewed",)).cases()
+    rows = ranks(1).run(measure_rows, 1, "cpu", cases, [None] * 5 + [1.0], partial(measure, "auto"), len)[0]
     assert [row["part"] for row in rows] == list(PARTS)
     for row in rows:
         assert row.get("failed") is None

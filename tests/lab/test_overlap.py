@@ -7,8 +7,7 @@ import pytest
 from tests.lab.workloads import WORKLOAD, start_on_pool
 
 from lab.training import overlap
-from lab.training.exposed import exposed_time
-from lab.training.overlap import BENCH, STAGES, OverlapSetting
+from lab.training.overlap import BENCH, STAGES, OverlapSetting, exposed_time
 from stretto.parallel import Overlap
 
 

@@ -50,5 +50,6 @@ if __name__ == "__main__":
     else:
         from tests.launch import orphan_entries
 
+        sys.executable = os.environ["PYTHON_EXEC"]  # the ranks', as torchrun has it
         launch(getattr(orphan_entries, entry), config, StopTimeouts(stop=5.0, report=0.3, end=1.0))
     Path(config.out / "ended").touch()

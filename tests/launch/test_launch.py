@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch_entries
-from tests.processes import forks_processes
+from tests.processes import LIMIT, forks_processes
 
 from stretto.launch import RankFailure, allocator_environment, launcher
 from stretto.launch.supervisor import StopTimeouts, Supervisor
@@ -64,7 +64,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def pids(out: Path, ranks: int) -> list[int]:
     """Wait until every rank has written its process id."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         found = [file.read_text() for file in out.glob("pid-*")]
         if len(found) == ranks and all(found):

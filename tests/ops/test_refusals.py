@@ -42,6 +42,13 @@ def refuse_to_tune():
     ):
         with pytest.raises(ValueError, match=words):
             ops.tune(*wrong, dtype=torch.float32, device="cpu")
+    for operator, routing in (
+        ("all_gather_moe", {}),
+        ("all_gather_moe", {"experts": 2, "top_k": 3}),
+        ("matmul_all_reduce", {"experts": 2, "top_k": 1}),
+    ):
+        with pytest.raises(ValueError, match=r"all_gather_moe and moe_reduce_scatter take experts, and top_k of up to"):
+            ops.tune(operator, 8, 8, 8, device="cpu", **routing)
     with pytest.raises(ValueError, match=r"kernels take torch.bfloat16, .*, not torch.int8"):
         ops.tune("all_gather_matmul", 8, 8, 8, dtype=torch.int8, device="cpu")
 

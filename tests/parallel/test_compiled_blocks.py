@@ -24,8 +24,8 @@ from tests.parallel.training import distance
 VOCAB, TOKENS = 61, torch.arange(2 * 17).view(2, 17) * 7 % 61
 
 
-def make_gpt() -> nn.Module:
-    return GPT(gpt(layers=2, positions="rotary", activation="swiglu", norm="rmsnorm"))
+def make_gpt(layers: int = 2) -> nn.Module:
+    return GPT(gpt(layers=layers, positions="rotary", activation="swiglu", norm="rmsnorm"))
 
 
 def make_qwen() -> nn.Module:
@@ -123,7 +123,7 @@ def test_a_sink_takes_every_gradient_of_a_compiled_model(ranks):
 def differences_of_compiled_model() -> list[str]:
     """Return which gradients of a compiled model on two ranks differ from the model's, before and after an edit."""
     grid, found = Grid(z=2), []
-    model = parallelize(make_gpt(), grid)
+    model = parallelize(make_gpt(layers=1), grid)
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         seen = []
@@ -211,7 +211,11 @@ class Messages(logging.Handler):
 
 
 def compile_like_a_user(
-    make_model: Callable[[], nn.Module], sizes: dict[str, int], what: str, options: dict[str, Any]
+    make_model: Callable[[], nn.Module],
+    sizes: dict[str, int],
+    what: str,
+    options: dict[str, Any],
+    backend: str = "eager",
 ) -> tuple[int, int, float, list[str]]:
     """Train a compiled model for some passes, of two batches each: returns graphs, graph breaks, the largest distance
     of a gradient from the plain model's, and messages. what: "layers", "frozen layers" (some weights) or "model"."""
@@ -222,7 +226,7 @@ def compile_like_a_user(
     grid, tokens = Grid(**sizes), TOKENS[:, :16] if "shard_sequence" in options else TOKENS
     model = parallelize(make_model(), grid, **options)
     parts, part = grid.size("data") * grid.size("z"), grid.coordinate("data") * grid.size("z") + grid.coordinate("z")
-    graphs, compiler = [], torch._dynamo.lookup_backend("aot_eager" if "layers" in what else "eager")
+    graphs, compiler = [], torch._dynamo.lookup_backend(backend)
 
     def count(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
@@ -266,26 +270,37 @@ def compile_like_a_user(
 BY_BLOCKS = {"blocks": ["model.layers.*"]}
 
 
+# AOTAutograd, which takes as long as Dynamo, traces each operation's formula of the backward pass once.
 @pytest.mark.parametrize(
-    ("make_model", "sizes", "options"),
+    ("make_model", "sizes", "options", "backend"),
     [
-        pytest.param(make_llama, {"z": 2}, {}, marks=pytest.mark.long),
-        pytest.param(make_llama, {"z": 2}, BY_BLOCKS, marks=pytest.mark.long),
-        (make_qwen, {"z": 2, "expert": 2}, {"expert_rows": 300}),
-        pytest.param(make_deepseek, {"z": 2, "expert": 2}, {}, marks=pytest.mark.long),
-        pytest.param(make_deepseek, {"x": 2}, {}, marks=pytest.mark.long),
-        pytest.param(make_experts, {"z": 2, "expert": 2}, {}, marks=pytest.mark.long),
-        pytest.param(make_qwen, {"x": 2}, {"shard_sequence": True}, marks=pytest.mark.long),
-        pytest.param(make_qwen, {"y": 2}, {}, marks=pytest.mark.long),  # norms and routers exchange over y
-        pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, marks=pytest.mark.exhaustive),
-        pytest.param(make_llama, {"z": 2}, {**BY_BLOCKS, "reshard": "after_forward"}, marks=pytest.mark.long),
-        pytest.param(make_gpt2, {"x": 2}, {}, marks=pytest.mark.long),
-        pytest.param(make_repeating, {"z": 2}, {}, marks=pytest.mark.long),
-        pytest.param(make_gpt2, {"z": 2}, {"dtype": torch.float64}, marks=pytest.mark.exhaustive),
+        pytest.param(make_llama, {"z": 2}, {}, "aot_eager", marks=pytest.mark.exhaustive),  # the repeating one does
+        pytest.param(make_llama, {"z": 2}, BY_BLOCKS, "aot_eager", marks=pytest.mark.long),
+        (make_qwen, {"z": 2, "expert": 2}, {"expert_rows": 300}, "aot_eager"),
+        pytest.param(make_deepseek, {"z": 2, "expert": 2}, {}, "aot_eager", marks=pytest.mark.exhaustive),
+        pytest.param(make_deepseek, {"x": 2}, {}, "eager", marks=pytest.mark.long),
+        pytest.param(make_experts, {"z": 2, "expert": 2}, {}, "eager", marks=pytest.mark.long),
+        pytest.param(make_qwen, {"x": 2}, {"shard_sequence": True}, "aot_eager", marks=pytest.mark.long),
+        pytest.param(make_qwen, {"y": 2}, {}, "aot_eager", marks=pytest.mark.long),  # norms and routers exchange over y
+        pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, "aot_eager", marks=pytest.mark.exhaustive),
+        pytest.param(make_llama, {"z": 2}, {**BY_BLOCKS, "reshard": "after_forward"}, "eager", marks=pytest.mark.long),
+        pytest.param(make_gpt2, {"x": 2}, {}, "aot_eager", marks=pytest.mark.long),
+        pytest.param(make_repeating, {"z": 2}, {}, "eager", marks=pytest.mark.long),
+        pytest.param(make_gpt2, {"z": 2}, {"dtype": torch.float64}, "aot_eager", marks=pytest.mark.exhaustive),
+        *[
+            pytest.param(make_model, sizes, {}, "aot_eager", marks=pytest.mark.exhaustive)
+            for make_model, sizes in [
+                (make_deepseek, {"x": 2}),
+                (make_experts, {"z": 2, "expert": 2}),
+                (make_repeating, {"z": 2}),
+            ]
+        ],
     ],
 )
-def test_layers_of_one_kind_are_one_graph_that_logs_nothing(ranks, make_model, sizes, options):
-    for graphs, breaks, far, messages in ranks(2).run(compile_like_a_user, make_model, sizes, "layers", options):
+def test_layers_of_one_kind_are_one_graph_that_logs_nothing(ranks, make_model, sizes, options, backend):
+    for graphs, breaks, far, messages in ranks(2).run(
+        compile_like_a_user, make_model, sizes, "layers", options, backend
+    ):
         assert (graphs, breaks, messages) == (2, 0, [])  # one that trains, and one that evaluates
         assert far < 1e-5
 

@@ -157,6 +157,30 @@ FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "mistral": partial(hugging_face.causal_lm, "mistral", sliding_window=5),
     "gpt_neox": partial(hugging_face.causal_lm, "gpt_neox", hidden_dropout=0.0),
 }
+_OF_DELTA_RULE = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+_OF_DELTA_RULE |= {"linear_value_head_dim": 6, "layer_types": ["linear_attention", "full_attention"]}
+_OF_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+_OF_KIMI = {"linear_num_heads": 4, "linear_head_dim": 8, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_OF_KIMI |= {"qk_nope_head_dim": 8, "num_key_value_heads": 4, "mlp_layer_types": ["dense", "dense"]}
+_OF_KIMI |= {"layer_types": ["linear_attention", "full_attention"], "linear_lower_bound": None, "q_lora_rank": None}
+LINEAR: dict[str, dict[str, Any]] = {
+    "qwen3_next": _OF_DELTA_RULE | {"num_experts": 0},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2}
+    | {"layers_block_type": ["mamba", "attention"]},
+    "qwen3_5_text": _OF_DELTA_RULE,
+    "olmo_hybrid": _OF_DELTA_RULE | {"linear_num_key_heads": 4},
+    "kimi_linear": _OF_KIMI,
+    "bailing_hybrid": _OF_KIMI | {"head_dim": 8, "num_experts": 4, "n_group": 1, "topk_group": 1},
+    "bamba": _OF_MAMBA | {"attn_layer_indices": [1]},
+    "granitemoehybrid": _OF_MAMBA
+    | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 32},
+    "falcon_h1": _OF_MAMBA | {"mamba_d_ssm": 64},
+    "zamba2": {"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 6, "mamba_ngroups": 2, "num_mem_blocks": 1}
+    | {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2},  # without attention
+    "lfm2": {"layer_types": ["conv", "full_attention"]},  # convolutions alone
+}
+FAMILIES |= {name: partial(hugging_face.causal_lm, name, **options) for name, options in LINEAR.items()}
 OF_EXPERTS = ("qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3")  # of experts' products in fp64 there are none
 
 
@@ -164,8 +188,13 @@ OF_EXPERTS = ("qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3")  # of experts' p
     ("family", "sizes"),
     [
         pytest.param("llama", {"context": 2, "x": 2}, marks=LONG),
+        *(pytest.param(name, {"context": 4}, marks=LONG) for name in ("qwen3_next", "nemotron_h")),
         *(pytest.param(name, {"context": 2, "z": 2}, marks=LARGE) for name in FAMILIES),
-        *(pytest.param(name, {"context": 2, "x": 2}, marks=LARGE) for name in FAMILIES if name != "llama"),
+        *(
+            pytest.param(name, {"context": 2, "x": 2}, marks=LARGE)
+            for name in FAMILIES
+            if name != "llama" and name not in LINEAR
+        ),
     ],
     ids=str,
 )
@@ -178,11 +207,32 @@ def test_five_steps_of_a_hugging_face_model_equal_those_of_one_rank(ranks, famil
 
 
 @pytest.mark.parametrize(
+    ("family", "ranks_of_context"),
+    [
+        ("qwen3_next", 2),
+        *(pytest.param("nemotron_h", count, marks=LONG) for count in (2, 4)),
+        pytest.param("qwen3_next", 4, marks=LARGE),
+    ],
+)
+def test_five_steps_of_linear_attention_equal_those_of_one_rank_in_fp32(ranks, family, ranks_of_context):
+    print(f"seed {SEED}")
+    case = Case(FAMILIES[family], is_hugging_face=True, has_ignored_targets=True, batch=4, max_norm=0.1)
+    precision = PRECISIONS["fp32-sgd"]
+    expected = train_plainly(case, precision)
+    found = ranks(ranks_of_context).run(disagreements, {"context": ranks_of_context}, case, precision, expected)
+    assert found == [{}] * ranks_of_context
+
+
+@pytest.mark.parametrize(
     ("family", "sizes"),
     [
         pytest.param("gpt_oss", {"context": 2, "x": 2}, marks=LONG),  # sinks and windows
         *(pytest.param(name, {"context": 2, "x": 2}, marks=LARGE) for name in OF_EXPERTS[:1] + OF_EXPERTS[2:]),
         *(pytest.param(name, {"context": 2, "data": 2, "expert": 2}, marks=LARGE) for name in OF_EXPERTS),
+        *(
+            pytest.param(name, {"context": 2, "z": 2, "expert": 2}, marks=LARGE)
+            for name in ("nemotron_h", "qwen3_next")
+        ),
     ],
     ids=str,
 )
@@ -225,13 +275,22 @@ def distances_of_packed(family: str, sizes: Sizes, form: str) -> dict[str, float
     grid = Grid(**sizes)
     model, rows = parallelize(models[1], grid), my_rows(grid, 4)
     given = {name: tensor[rows] for name, tensor in batch.items()}
+    own = [length for row in DOCUMENTS[rows] for length in row]
+    documents = torch.tensor([0, *torch.tensor(own).cumsum(0)], dtype=torch.int32)
     if form == "cu_seq_lens":
-        own = [length for row in DOCUMENTS[rows] for length in row]
-        given["cu_seq_lens_q"] = torch.tensor([0, *torch.tensor(own).cumsum(0)], dtype=torch.int32)
+        given["cu_seq_lens_q"] = documents
     own_loss = model(**given).loss
     own_loss.backward()
     pairs = zip(model.named_parameters(), models[0].parameters(), strict=True)
     found = {"loss": distance(own_loss.detach(), loss.detach())}
+    if not sizes.get("x"):
+        model = parallelize(build(Case(make), PRECISIONS["fp32-sgd"]).train(), grid, sharded_loss=False)
+        with torch.no_grad():
+            logits = model(**given).logits
+            whole = require_state(model, "this").sequence_parts.join(logits, 16)
+            found["logits"] = distance(logits, cut_sequences(whole, grid, layout="balanced", documents=documents))
+            del given["labels"]  # then logits are zig-zag, for a loss of the caller's
+            found["zig-zag"] = distance(model(**given).logits, cut_sequences(whole, grid))
     return found | {name: distance(gather(ours.grad, layout_of(ours)), theirs.grad) for (name, ours), theirs in pairs}
 
 
@@ -240,7 +299,11 @@ def distances_of_packed(family: str, sizes: Sizes, form: str) -> dict[str, float
     [
         ("llama", {"context": 2, "z": 2}, "position_ids"),
         pytest.param("llama", {"context": 4}, "cu_seq_lens", marks=LARGE),
-        *(pytest.param(name, {"context": 2, "x": 2}, "position_ids", marks=LARGE) for name in (*FAMILIES, "gpt_oss")),
+        *(
+            pytest.param(name, {"context": 2, "x": 2}, "position_ids", marks=LARGE)
+            for name in (*FAMILIES, "gpt_oss")
+            if name not in LINEAR
+        ),
     ],
     ids=str,
 )
@@ -252,7 +315,7 @@ def test_packed_documents_are_trained_on_as_separate_ones(ranks, family, sizes, 
         assert found["loss"] < 1e-6
 
 
-def losses_of_padded() -> tuple[float, float, float]:
+def losses_of_padded(family: str) -> tuple[float, float, float]:
     """The loss of rows with padding on either side, of plain transformers and on the grid; and of a loss of our own."""
     tokens = torch.randint(3, 61, (2, 16), generator=torch.Generator().manual_seed(SEED))
     mask = torch.ones(2, 16, dtype=torch.int64)
@@ -260,10 +323,10 @@ def losses_of_padded() -> tuple[float, float, float]:
     mask[1, :3] = 0
     labels = tokens.masked_fill(mask == 0, -100)
     labels[1, 3] = -100  # transformers asks the last token of the padding for it
-    plain = hugging_face.llama(False)
+    plain = FAMILIES[family]()
     state = plain.state_dict()
     expected = plain(input_ids=tokens, attention_mask=mask, labels=labels).loss.item()
-    grid, own = Grid(context=2), hugging_face.llama(False)
+    grid, own = Grid(context=2), FAMILIES[family]()
     own.load_state_dict(state)
     model = parallelize(own, grid)
     found = model(input_ids=tokens, attention_mask=mask, labels=labels).loss.item()
@@ -276,9 +339,12 @@ def losses_of_padded() -> tuple[float, float, float]:
     return found - expected, mean_over_batch(total, (targets != -100).sum(), grid).item() - expected, far
 
 
-def test_padding_and_a_loss_of_ones_own(ranks):
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=LONG) for name in ("qwen3_next", "nemotron_h"))]
+)
+def test_padding_and_a_loss_of_ones_own(ranks, family):
     print(f"seed {SEED}")
-    for distances in ranks(2).run(losses_of_padded):
+    for distances in ranks(2).run(losses_of_padded, family):
         assert max(map(abs, distances)) < 2e-6
 
 
@@ -334,9 +400,57 @@ def test_the_layout_of_ranks_and_tokens_what_is_sent_and_batches_that_are_refuse
         assert "documents by position_ids that begin anew" in own
         assert "leave out logits_to_keep" in last
         assert "takes no past_key_values" in cache
-        assert layout == 'cut_sequences: layout is "zigzag" or "contiguous", not \'zig-zag\''
+        assert "with documents, not 'zig-zag' without documents" in layout
         assert "ranks that differ only in x, y or context were given different rows" in rows
         assert "cu_seq_lens_q is [0, 16], but must be the first tokens of all documents of 2 rows" in documents
+
+
+def states_and_refusals(family: str) -> tuple[list[list[int]], list[int], list[str]]:
+    """The bytes over context of one layer of linear attention, forward and backward; a cut; and what is refused."""
+    kind = {"qwen3_next": "layer_types", "nemotron_h": "layers_block_type"}[family]
+    options = {"num_hidden_layers": 1, kind: LINEAR[family][kind][:1]}
+    grid, tokens = Grid(context=2), torch.arange(2 * 16).view(2, 16)
+    model = parallelize(FAMILIES[family](**options).train(), grid, recompute="communication")
+    passes = []
+    with count_collectives(grid) as counts:
+        loss = model(input_ids=tokens, labels=tokens).loss
+    passes.append(counts)
+    with count_collectives(grid) as counts:
+        loss.backward()
+    passes.append(counts)
+    sent = [[each.bytes_sent for each in counts.calls if each.kind == "all_to_all"] for counts in passes]
+    positions = torch.arange(8).repeat(2, 2)
+    refusals = []
+    for call in (
+        partial(model, input_ids=tokens, position_ids=positions),
+        partial(model, input_ids=tokens[:, :4]),
+        partial(cut_sequences, tokens, grid, layout="zigzag"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call()
+        refusals.append(str(caught.value))
+    return sent, cut_sequences(torch.arange(4), grid, dim=0).tolist(), refusals
+
+
+@pytest.mark.parametrize(
+    ("family", "state", "packages"),
+    [
+        ("qwen3_next", 4 * 8 * (6 + 8), "causal_conv1d, fla"),  # heads, key size, and values' and keys' for each
+        pytest.param("nemotron_h", 4 * (8 * 6 + 1), "causal_conv1d, mamba_ssm", marks=LONG),
+    ],
+)
+def test_states_and_ends_of_parts_are_what_linear_attention_sends(ranks, family, state, packages):
+    filtered, rows = 56, 2  # channels of the convolution, of 4 positions
+    ends, states = (4 * rows * numbers for numbers in (3 * filtered, state))
+    for rank, (sent, cut, refusals) in enumerate(ranks(2).run(states_and_refusals, family)):
+        # The first rank sends forward, the second one backward, whose recomputation sends nothing again.
+        assert sent == [[[ends, states], [0, 0]], [[0, 0], [states, ends]]][rank]
+        assert cut == [[0, 1], [2, 3]][rank]
+        documents, short, layout = refusals
+        assert f"packages that are not installed: {packages}. Give each row one document" in documents
+        assert "sequences of 4 tokens are too short for context=2" in short
+        assert "6 would do" in short
+        assert 'layout="contiguous" would do' in layout
 
 
 @pytest.mark.parametrize(
@@ -344,7 +458,7 @@ def test_the_layout_of_ranks_and_tokens_what_is_sent_and_batches_that_are_refuse
     [
         (partial(GPT, gpt(num_experts=4, capacity_factor=1.0)), "capacity_factor=None, or context=1"),
         (partial(GPT, gpt(num_experts=4, balance="sequence")), "balance='switch', or context=1"),
-        (partial(moe_families.build, "qwen3_next"), "layers of the kind linear_attention"),
+        (partial(moe_families.build, "jamba"), "layers of the kind linear_attention, and context cuts"),  # Mamba
         (partial(moe_families.build, "llama4_text"), "layers of the kind chunked_attention"),
         (partial(hugging_face.causal_lm, "bloom"), "does not go through transformers' attention interface"),
         (partial(hugging_face.causal_lm, "gemma2"), "attn_logit_softcapping=None would do"),

@@ -14,12 +14,8 @@ from matplotlib.ticker import NullFormatter
 from tests.report.layout import find_faults
 
 import lab  # noqa: F401  (adds its pictures)
-from lab.harness import Measured
 from lab.pictures import PLOTS, describe_origin, draw_result, redraw
 from lab.style import PEER, drawing, group_bars, name_bars, plain_log
-from lab.training.chunks import BENCH, ChunksSetting, Row
-from lab.training.offload import BENCH as OFFLOAD
-from lab.training.offload import BucketRow, OffloadSetting, TileRow
 from stretto.collectives.algorithms import ring_all_reduce
 from stretto.report import Timeline, plot_loss, plot_timeline
 from stretto.report.expert_plot import RoutingHistory, plot_experts
@@ -63,11 +59,6 @@ def runs(count: int) -> list[dict[str, Any]]:
 
 def train(count: int) -> dict[str, Any]:
     return {"workload": {"model": {"layers": 24, "hidden": 4096}, "seq_len": 2048}, "rows": runs(count)}
-
-
-def peers(count: int) -> dict[str, Any]:
-    work = {"model": {"layers": 32}, "batch": 2, "seq_len": 4096}
-    return {"model": "llama-7b", "workload": work, "rows": runs(count)}
 
 
 def overlap(count: int) -> dict[str, Any]:
@@ -166,42 +157,6 @@ def collectives(count: int) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def pipelining(count: int) -> dict[str, Any]:
-    tiles = {f"tile {16384 << place}": 50.0 * (place + 1) for place in range(count)}
-    return {"protocol": "LL128", "rows": ablation_rows(tiles | {"whole": 49.8})}
-
-
-def composition(count: int) -> dict[str, Any]:
-    times = {"kernel": 11.2, "composed": 97.0, "interpreted": 50.3, "library": 20.7}
-    return {"protocol": "LL128", "rows": ablation_rows(dict(list(times.items())[:count]))}
-
-
-def ablation_rows(times: dict[str, float]) -> list[dict[str, Any]]:
-    return [
-        {"algorithm": algorithm, "mode": mode, "bytes": size}
-        | {name: time * size / (1 << 20) for name, time in times.items()}
-        for algorithm in ("ring-all-reduce", "hierarchical-all-reduce")
-        for mode in ("graph", "eager")
-        for size in (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
-    ]
-
-
-def compile_(count: int) -> dict[str, Any]:
-    names = (
-        "ring-all-reduce",
-        "hierarchical-all-reduce",
-        "two-shot-all-reduce",
-        "recursive-halving-all-reduce",
-        "tree",
-    )
-    rows = [
-        {"algorithm": name, "steps": steps, "compile_seconds": steps / 1e4 * (place + 1), "verify_seconds": 0.01}
-        for place, name in enumerate(names[:count])
-        for steps in (120, 2000, 32_000)
-    ]
-    return {"rows": rows}
-
-
 def operators(count: int) -> dict[str, Any]:
     rows = [
         {
@@ -295,38 +250,6 @@ def simulated_scaling(count: int) -> dict[str, Any]:
     return {"rows": rows, "strong": strong}
 
 
-def simulated_dlrm(count: int) -> dict[str, Any]:
-    times = {"none_ms": 40.0, "forward_ms": 31.0, "both_ms": 24.0, "forward_less": 0.22, "both_less": 0.4}
-    rows = [
-        {"kernels": kernels, "collective": collective, "fidelity": fidelity} | times
-        for kernels in ("MI210", "H200")[:count]
-        for collective in ("direct", "by-dimension")[:count]
-        for fidelity in ("closed-form", "event-driven")
-    ]
-    scale = [{"ranks": ranks, "fidelity": "event-driven"} | times for ranks in (128, 256, 512, 1024)[:count]]
-    return {"rows": rows, "scale": scale, "published": 0.1}
-
-
-def offload_buckets(count: int) -> dict[str, Any]:
-    tried = [("split", size, 3) for size in (1, 2, 4, 16, 64)[:count]]
-    tried += [("whole", 16, 3)] + [("split", 16, sets) for sets in (1, 2, 4, 8)[: count - 1]]
-    rows = [
-        {"step_on": "device", "weights": weights, "bucket": size, "buffers": sets, "ratio": 0.9 + place / 50}
-        for place, (weights, size, sets) in enumerate(tried)
-    ]
-    rows.append(rows[0] | {"step_on": "host", "ratio": 50.4})
-    return {"rows": [row | {"seconds": 0.12 * row["ratio"], "limit_seconds": 0.12} for row in rows]}
-
-
-def chunks(count: int) -> dict[str, Any]:
-    rows = [
-        {"latency": latency, "coarsening": k, "chunks": 64 // k, "seconds": 0.4 + k / 1e3, "predicted_seconds": 0.41}
-        for latency in (0.4, 0.02, 0.001)[:count]
-        for k in (64, 32, 16, 8, 1)[:count][::-1]
-    ]
-    return {"setting": {"buckets": 64, "ranks": 2}, "rows": rows}
-
-
 def pipeline(count: int) -> dict[str, Any]:
     names = ("gpipe", "1f1b", "interleaved, 2 stages a rank", "message-driven as planned: limit 14, backward")
     rows = [
@@ -336,20 +259,6 @@ def pipeline(count: int) -> dict[str, Any]:
         for place, name in enumerate(names[: count + 1])
     ]
     return {"setting": {"unit": 0.02}, "rows": rows}
-
-
-def messages(count: int) -> dict[str, Any]:
-    names = {
-        "message": ("torch's send and recv", "gloo", "shared memory", "symmetric memory", "nccl")[:count],
-        "all-reduce": ("nccl", "Stretto's kernels", "gloo by way of the host")[:count],
-    }
-    rows = [
-        {"part": part, "by": name, "megabytes": size, "milliseconds": size * (place + 1) / 7}
-        for part, of in names.items()
-        for size in (1, 2, 5, 10, 20, 50)[: count + 1]
-        for place, name in enumerate(of)
-    ]
-    return {"ranks": 4, "rows": rows}
 
 
 def schedules(count: int) -> dict[str, Any]:
@@ -441,23 +350,6 @@ def simulated_msccl(count: int) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def simulator_speed(count: int) -> dict[str, Any]:
-    rows = [
-        {
-            "case": case,
-            "ranks": 32 << place,
-            "preparation_seconds": 0.01 * 3**place,
-            "execution_seconds": 0.02 * 2**place,
-            "events_per_second": 7e5 - 1e5 * place,
-        }
-        for case in ("two levels, recursive", "two levels, ring", "one ring, symmetry", "random messages", "more")[
-            :count
-        ]
-        for place in range(7)
-    ]
-    return {"megabytes": 256, "cluster": "perlmutter", "rows": rows}
-
-
 def faults(count: int) -> dict[str, Any]:
     kinds = ("SIGKILL", "SIGSTOP", "endless loop", "exception", "full disk", "dropped connection")
     found = [
@@ -483,7 +375,6 @@ def curves(count: int) -> dict[str, Any]:
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "faults.json": faults,
     "train.json": train,
-    "peers-llama-7b-2.json": peers,
     "overlap.json": overlap,
     "dlrm.json": dlrm,
     "plan.json": plan,
@@ -491,9 +382,6 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "simulated-steps.json": simulated_steps,
     "simulated-pipelines.json": simulated_pipelines,
     "collectives.json": collectives,
-    "compile.json": compile_,
-    "pipelining.json": pipelining,
-    "composition.json": composition,
     "operators.json": operators,
     "operators-fp8.json": operators,
     "embedding.json": embedding,
@@ -501,18 +389,13 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "simulated-two-level.json": simulated,
     "simulated-curves.json": simulated,
     "simulated-zero3.json": simulated_zero3,
-    "simulated-dlrm.json": simulated_dlrm,
     "simulated-scaling.json": simulated_scaling,
     "moe-demo.json": moe_demo,
     "experts.json": experts,
-    "offload-buckets.json": offload_buckets,
-    "chunks.json": chunks,
-    "messages.json": messages,
     "pipeline.json": pipeline,
     "schedules.json": schedules,
     "simulated-collectives.json": simulated_collectives,
     "simulated-msccl.json": simulated_msccl,
-    "simulator-speed.json": simulator_speed,
     "curves.json": curves,
 }
 
@@ -695,30 +578,15 @@ def test_the_bars_of_the_embedding_bench_are_centred_whatever_their_number(tmp_p
 
 def test_a_folder_is_drawn_again_with_its_runs(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "compile.json").write_text(json.dumps(ABOUT | compile_(2)))
+    (tmp_path / "a" / "overlap.json").write_text(json.dumps(ABOUT | overlap(2)))
     (tmp_path / "a" / "mutations.json").write_text("[]")  # has no picture
-    assert redraw(tmp_path) == [tmp_path / "a" / "compile.png"]
-    assert (tmp_path / "a" / "compile.png").read_bytes().startswith(b"\x89PNG")
+    assert redraw(tmp_path) == [tmp_path / "a" / "overlap.png"]
+    assert (tmp_path / "a" / "overlap.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="has no picture"):
         draw_result(tmp_path / "a" / "mutations.json")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no result of a bench that has a picture"):
         redraw(tmp_path / "empty")
-
-
-@pytest.mark.long
-def test_benches_of_state_on_the_host_draw_what_they_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # chunks sets it
-    monkeypatch.setattr(
-        "lab.training.chunks.run_ranks",
-        lambda *_: Measured([Row(**row, to_none=1.0) for row in chunks(3)["rows"]], {"choices": []}),
-    )
-    BENCH(ChunksSetting(), tmp_path)
-    found = {"buckets": (BucketRow, offload_buckets(5)["rows"]), "tiles": (TileRow, [])}
-    monkeypatch.setattr("lab.training.offload.run_ranks", lambda *_: found)
-    OFFLOAD(OffloadSetting(), tmp_path)
-    OFFLOAD(OffloadSetting(cpu=True), tmp_path / "cpu")  # no picture: buckets are smaller than their rows say
-    assert sorted(path.stem for path in tmp_path.rglob("*.png")) == ["chunks", "offload-buckets"]
 
 
 @pytest.mark.sampled(quick=0)

@@ -6,14 +6,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from stretto.collectives.algorithms import find
-from stretto.collectives.schedule import PROTOCOLS
+from stretto.collectives.schedule import PROTOCOLS, Schedule
 from stretto.collectives.verifier import verify
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, read_times
 
@@ -36,6 +36,16 @@ class AlgorithmChoice:
             return "library"
         return f"{self.algorithm} {self.protocol}" + (f" x{self.unroll}" if self.unroll > 1 else "")
 
+    def compile(self, ranks: int, *, in_place: bool) -> Schedule:
+        """Compile its algorithm for so many ranks, one of two levels for two halves. ValueError if it cannot be."""
+        assert self.algorithm is not None
+        algorithm = find(self.algorithm)
+        if "nodes" not in algorithm.parameters:
+            return algorithm.compile(ranks=ranks, in_place=in_place)
+        if ranks < 4 or ranks % 2:
+            raise ValueError(f"{self.algorithm} is for two halves of the ranks, of two or more each, not for {ranks}")
+        return algorithm.compile(nodes=2, gpus=ranks // 2, in_place=in_place)
+
 
 LIBRARY = AlgorithmChoice()
 _VARIANTS = (("LL", 1), ("LL", 2), ("LL128", 1), ("LL128", 2), ("Simple", 1), ("Simple", 4))
@@ -45,6 +55,15 @@ ALGORITHMS_OF: Mapping[str, tuple[str, ...]] = {
     "reducescatter": ("direct-reduce-scatter",),
     "alltoall": ("direct-all-to-all",),
 }
+"""The algorithms of each collective that may be defaults."""
+_TIMED_ALGORITHMS_OF: Mapping[str, tuple[str, ...]] = {
+    "allreduce": ("ring-all-reduce", "recursive-halving-all-reduce", "hierarchical-all-reduce"),
+    "allgather": ("ring-all-gather", "recursive-doubling-all-gather", "hierarchical-all-gather"),
+    "reducescatter": ("ring-reduce-scatter", "recursive-halving-reduce-scatter", "hierarchical-reduce-scatter"),
+    "alltoall": ("two-step-all-to-all",),
+}
+"""Others, which run only where they were measured to be the fastest."""
+_TIMED_VARIANTS = (("LL", 1), ("LL128", 1), ("Simple", 4))
 # Copy engines are for arrays so large that only the bytes sent count: two shots, not one.
 _BY_COPY_ENGINE: Mapping[str, AlgorithmChoice] = {
     collective: AlgorithmChoice(names[-1], "Copy", 4) for collective, names in ALGORITHMS_OF.items()
@@ -53,6 +72,7 @@ CHOICES: Mapping[str, tuple[AlgorithmChoice, ...]] = {
     collective: (
         LIBRARY,
         *(AlgorithmChoice(name, *variant) for name in names for variant in _VARIANTS),
+        *(AlgorithmChoice(name, *variant) for name in _TIMED_ALGORITHMS_OF[collective] for variant in _TIMED_VARIANTS),
         _BY_COPY_ENGINE[collective],
     )
     for collective, names in ALGORITHMS_OF.items()
@@ -80,9 +100,24 @@ class Selection(NamedTuple):
     why: str
 
 
-def find_choices(collective: str, *, has_nvlink: bool) -> tuple[AlgorithmChoice, ...]:
-    """The choices that are safe on these links: LL128 needs stores of 128 bytes that NVLink alone keeps whole."""
-    return tuple(choice for choice in CHOICES[collective] if has_nvlink or choice.protocol != "LL128")
+def find_choices(collective: str, *, has_nvlink: bool, ranks: int | None = None) -> tuple[AlgorithmChoice, ...]:
+    """The choices that are safe on these links: LL128 needs stores of 128 bytes that NVLink alone keeps whole.
+
+    ranks: leaves out those whose algorithm is not for so many; None for all.
+    """
+    return tuple(
+        choice
+        for choice in CHOICES[collective]
+        if (has_nvlink or choice.protocol != "LL128") and (ranks is None or _can_compile(choice.algorithm, ranks))
+    )
+
+
+@lru_cache(maxsize=1024)
+def _can_compile(algorithm: str | None, ranks: int) -> bool:
+    try:
+        return algorithm is None or bool(AlgorithmChoice(algorithm).compile(ranks, in_place=False))
+    except ValueError:
+        return False
 
 
 def default_choice(collective: str, num_bytes: int, world_size: int, *, has_nvlink: bool) -> AlgorithmChoice:
@@ -251,8 +286,9 @@ def _parse_choice(collective: str, name: str, has_nvlink: bool) -> AlgorithmChoi
     if name not in choices:
         algorithm, _, protocol = name.partition(" ")
         protocol = protocol.partition(" ")[0]
-        if algorithm not in ALGORITHMS_OF[collective]:
-            known = ", ".join(ALGORITHMS_OF[collective])
+        names = ALGORITHMS_OF[collective] + _TIMED_ALGORITHMS_OF[collective]
+        if algorithm not in names:
+            known = ", ".join(names)
             raise ValueError(f"{collective} is run by library, {known}: not by {algorithm!r}")
         if protocol not in PROTOCOLS:
             raise ValueError(f"there is no protocol {protocol!r}: there are {', '.join(PROTOCOLS)}")
@@ -266,6 +302,6 @@ def _require_runnable(choice: AlgorithmChoice, world_size: int) -> None:
     """Raise ValueError for an algorithm that does not compile for so many ranks, or fails verification."""
     if choice.algorithm is None:
         return
-    found = verify(find(choice.algorithm).compile(ranks=world_size, in_place=False))
+    found = verify(choice.compile(world_size, in_place=False))
     if not found.ok:
         raise ValueError(f"{choice.algorithm} is not safe to run on {world_size} ranks: {found.errors[0]}")

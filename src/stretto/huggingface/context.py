@@ -4,20 +4,26 @@ transformers' own interface (`attn_implementation`). Nothing of transformers is 
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from stretto.huggingface.known_modules import cache_of_nothing
+from stretto.huggingface.linear_attention import linear_attentions_of
 from stretto.huggingface.loss import calls_loss_function, computes_masked_loss
+from stretto.ops.attention.plan import Layout
 
 NAME = "stretto_context"
 """The `attn_implementation` of models whose sequences are cut."""
 
-_LAYERS = ("full_attention", "sliding_attention", "attention")
-"""The kinds of layers, in `config.layer_types`, that attend by transformers' interface."""
+_LAYERS = ("full_attention", "sliding_attention", "attention", "moe", "mlp")
+"""The kinds of layers, in `config.layer_types`, that attend by transformers' interface, or see each token alone."""
+
+_LINEAR_LAYERS = ("linear_attention", "mamba", "hybrid", "conv")
+"""The kinds of layers that may carry a state along the sequence."""
 
 _DEPENDS_ON_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the longest position, which differs between ranks."""
@@ -36,6 +42,7 @@ class Attend(Protocol):
         window: int | None = None,
         documents: Tensor | None = None,
         sinks: Tensor | None = None,
+        layout: Layout | None = None,
     ) -> Tensor: ...
 
 
@@ -65,18 +72,24 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
     """Say why the sequences of a transformers model cannot be cut; None if they can. parameters: of its forward."""
     config, kind = model.config, type(model).__name__
     attentions = attentions_of(model)
-    layers = {layer for name in ("layer_types", "layers_block_type") for layer in getattr(config, name, None) or ()}
-    others = sorted(layers - set(_LAYERS))
+    linear = linear_attentions_of(model)
+    layers = Counter(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+    known = _LINEAR_LAYERS if linear and sum(layers[kind] for kind in _LINEAR_LAYERS) <= len(linear) else ()
+    others = sorted(layers.keys() - {*_LAYERS, *known})
+    states = {id(part) for layer in linear for part in layer.modules()}
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     ropes = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
     attends = {getattr(module, "is_causal", True) for module in attentions}
     if others:
-        return f"{kind} has layers of the kind {', '.join(others)}, and context cuts sequences of attention alone"
+        return (
+            f"{kind} has layers of the kind {', '.join(others)}, and context cuts sequences of attention and linear "
+            "attention (a gated or Kimi's delta rule, Mamba-2) in the form that transformers 5.23 gives it"
+        )
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
         return f"{kind} has several inputs (an encoder's, or pictures), of which context cuts none yet"
-    if not attentions or not model._can_set_attn_implementation():
+    if not attentions + linear or (attentions and not model._can_set_attn_implementation()):
         return f"the attention of {kind} does not go through transformers' attention interface"
-    if any(isinstance(module, nn.Conv1d | nn.Conv2d) for module in model.modules()):
+    if any(isinstance(module, nn.Conv1d | nn.Conv2d) and id(module) not in states for module in model.modules()):
         return f"{kind} has convolutions over its sequences"
     if len(attends) > 1:
         return f"{kind} has both causal and other attention"
@@ -90,7 +103,7 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
         return f"the attention of {kind} has a sliding window by its mask alone; sliding_window=None would do"
     if any(_drops(module) for module in attentions):
         return f"{kind} has dropout of attention's weights (attention_dropout, attn_pdrop); 0 would do"
-    if "position_ids" not in parameters:
+    if attentions and "position_ids" not in parameters:
         return f"the forward of {kind} takes no position_ids"
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return f"the forward of {kind} hands attention no further arguments (**kwargs)"
@@ -122,11 +135,22 @@ def refuse_arguments(model: nn.Module, given: Mapping[str, Any], length: int) ->
         raise ValueError("on a grid with context each rank has the logits of its own tokens: leave out logits_to_keep")
 
 
-def find_documents(given: Mapping[str, Any], rows: int, length: int) -> Tensor | None:
-    """The first tokens of all documents of the rows, one after another, and the end of the last: int32 [documents + 1].
+class Documents(NamedTuple):
+    """Documents of packed rows, on the CPU. None where each row is one.
 
-    None where each row is one document. On the CPU: for masks and positions on a GPU the host waits. Raises ValueError
-    for padding within a row, and for documents that are not these rows'.
+    ends: the first tokens of all documents of the rows, one after another, and the end of the last, int32
+    [documents + 1]; padding is a document of its own. begins: for each token, the place in its row at which its
+    document begins, int32 [rows, length]; without padding.
+    """
+
+    ends: Tensor | None
+    begins: Tensor | None
+
+
+def find_documents(given: Mapping[str, Any], rows: int, length: int) -> Documents:
+    """The documents of rows that a model is given. For masks and positions on a GPU the host waits.
+
+    Raises ValueError for padding within a row, and for documents that are not these rows'.
     """
     starts, mask, positions = (given.get(name) for name in ("cu_seq_lens_q", "attention_mask", "position_ids"))
     begins = torch.zeros(rows, length, dtype=torch.bool)
@@ -141,6 +165,11 @@ def find_documents(given: Mapping[str, Any], rows: int, length: int) -> Tensor |
         begins.view(-1)[starts[starts < rows * length]] = True
     elif isinstance(positions, Tensor) and mask is None:  # with a mask, transformers looks for no documents
         begins[:, 1:] |= (positions.diff(dim=1) != 1).cpu()
+    if isinstance(numbers := given.get("seq_idx"), Tensor):
+        begins[:, 1:] |= (numbers.diff(dim=1) != 0).cpu()
+    numbered = None
+    if int(begins.sum()) > rows:
+        numbered = (begins * torch.arange(length)).cummax(1).values.int()
     if isinstance(mask, Tensor):
         mask = mask.bool().cpu()
         changes = mask[:, 1:] != mask[:, :-1]
@@ -150,9 +179,9 @@ def find_documents(given: Mapping[str, Any], rows: int, length: int) -> Tensor |
             )
         begins[:, 1:] |= changes
     if int(begins.sum()) == rows:
-        return None
+        return Documents(None, None)
     found = begins.view(-1).nonzero().flatten()
-    return torch.cat((found, found.new_tensor([rows * length]))).int()
+    return Documents(torch.cat((found, found.new_tensor([rows * length]))).int(), numbered)
 
 
 def replace_attention(model: Any, attend: Attend) -> None:
@@ -191,6 +220,7 @@ def _attend(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    context_layout: Layout | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     attend: Attend | None = getattr(module, "attend_over_context", None)
@@ -204,5 +234,8 @@ def _attend(
         raise ValueError(_OWN_MASK)
     if dropout or others.get("position_bias") is not None or others.get("softcap") is not None:
         raise ValueError("attention over context takes no dropout of its weights, position_bias or softcap")
-    out = attend(query, key, value, scale=scaling, window=sliding_window, documents=cu_seq_lens_q, sinks=s_aux)
+    out = attend(
+        query, key, value, scale=scaling, window=sliding_window, documents=cu_seq_lens_q, sinks=s_aux,
+        layout=context_layout,
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stretto import tiles
+from stretto.collectives.schedule import Schedule
 from stretto.memory.gpus import leave_room_for_copies, limit_waiting
 from stretto.ops.choices import find_config
 from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation, pin_backward
@@ -44,6 +45,8 @@ from stretto.ops.gemm import (
     store_tile,
     tile_width,
 )
+from stretto.ops.joint.kernel import launch_joint
+from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.operator import (
     PEER_TILES,
     Autograd,
@@ -80,6 +83,7 @@ def all_gather_matmul(
     saves_gathered: bool = True,
     out: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
+    schedule: str | Schedule | None = None,
 ) -> Tensor: ...
 
 
@@ -93,6 +97,7 @@ def all_gather_matmul(
     saves_gathered: bool = True,
     out: Sequence[Tensor] | None = None,
     implementation: str | KernelConfig = "auto",
+    schedule: str | Schedule | None = None,
 ) -> list[Tensor]: ...
 
 
@@ -105,6 +110,7 @@ def all_gather_matmul(
     saves_gathered: bool = True,
     out: Tensor | Sequence[Tensor] | None = None,
     implementation: str | KernelConfig = "auto",
+    schedule: str | Schedule | None = None,
 ) -> Tensor | list[Tensor]:
     """x, all-gathered over the group along dim 0, times weight's transpose: [m / world, k], [n, k] -> [m, n].
 
@@ -120,10 +126,13 @@ def all_gather_matmul(
     gathered x, which is kept for it, or, with saves_gathered=False (of one weight), gathered again in the backward
     pass. out: where to write the output, without gradients: of its shape and x's dtype, contiguous; a list for a list.
     implementation: "auto" (the fastest measured, or a default), "kernel" (Stretto's, or it raises), "library" (an
-    all-gather, then a GEMM) or a `KernelConfig`. ValueError for other input and for a rank outside of the group;
-    PeerError for a rank that does not call. Flux, sections 3.3 and 4.
+    all-gather, then a GEMM) or a `KernelConfig`. schedule: how rows are gathered: an all-gather's algorithm by name, or
+    any verified `Schedule` of one (docs/tutorial-kernel.md). ValueError for other input and for a rank outside of the
+    group; PeerError for a rank that does not call. Flux, sections 3.3 and 4.
     """
     name, how = find_name(group), encode_implementation(implementation)
+    if schedule is not None:
+        how = encode_schedule("all_gather_matmul", schedule, how, find_group(name).size())
     if not isinstance(weight, Tensor):
         return _multiply_several(x, weight, bias, out, group, saves_gathered, how)
     rows = flatten_rows("all_gather_matmul", x)
@@ -255,6 +264,9 @@ def _compute(
         return copy_to(out, functional.linear(gathered, weight, bias)), gathered
     out = x.new_empty(rows * world, n) if out is None else out
     returned = x.new_empty(rows * world, k) if returns_gathered else None
+    if config.schedule:
+        landed = launch_joint("all_gather_matmul", config, GroupProduct(x, weight, bias, out, group), x.dtype)
+        return out, x if returned is None else returned.copy_(landed)
     launch_gather(config, GroupProduct(x, weight, bias, out, group), returned)
     return out, x if returned is None else returned
 

@@ -12,7 +12,7 @@ import os
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -38,6 +38,7 @@ from stretto.ops.config import (
     find_refusal,
 )
 from stretto.ops.gemm import takes_tma
+from stretto.ops.joint.registry import is_runnable
 from stretto.ops.operator import find_group, require_agreement, require_no_capture
 from stretto.ops.prediction import (
     Speeds,
@@ -53,6 +54,7 @@ CONFIRM_VARIABLE = "STRETTO_CONFIRM"
 
 _NEAR = 1.5  # a measurement counts for up to so many times as many rows, or as few
 _MAX_CHOICES = 4096
+_WAY = "way of "
 
 
 @dataclass
@@ -61,7 +63,8 @@ class _GroupChoices:
 
     obstacle: why no kernel can run, or "". times: seconds by problem and encoded configuration. choices: a
     configuration and the reason for it. recalled: configurations of calls that were checked before. speeds: of the
-    slowest GPU. confirmed: times that were measured in calls.
+    slowest GPU. confirmed: times that were measured in calls. ways: of calls without a
+    configuration, by their names.
     """
 
     group: "weakref.ref[dist.ProcessGroup]"
@@ -72,6 +75,7 @@ class _GroupChoices:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     speeds: Speeds | None = None
     confirmed: dict[str, dict[str, float]] = field(default_factory=dict)
+    ways: dict[str, str] = field(default_factory=dict)
 
 
 _groups: dict[str, _GroupChoices] = {}
@@ -134,7 +138,7 @@ def find_config(
 def choose_config(
     problem: GemmProblem,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     group: str,
     implementation: str,
     *options: object,
@@ -143,10 +147,11 @@ def choose_config(
 ) -> KernelConfig:
     """Choose the configuration of a call: the caller's, else the fastest measured, else a default. Counts the call.
 
-    implementation: "auto", "kernel", "library" or an encoded configuration. run: computes the call; given, the default
-    is confirmed by timing it and the library, unless something was measured. Logs each new choice at debug level.
-    ValueError for another implementation, where a kernel was asked for and none can run, and where ranks call different
-    things. Collective at the group's first call, and at the first of its kind.
+    weight: None if TMA takes all operands of the problem's sizes. implementation: "auto", "kernel", "library" or an
+    encoded configuration. run: computes the call; given, the default is confirmed by timing it and the library, unless
+    something was measured. Logs each new choice at debug level. ValueError for another implementation, where a kernel
+    was asked for and none can run, and where ranks call different things. Collective at the group's first call, and at
+    the first of its kind.
     """
     known = _find(group, x.device)
     description = f"{problem.name}{' with a bias' if has_bias else ''} {(implementation, *options)}"
@@ -167,6 +172,19 @@ def choose_config(
     return config
 
 
+def find_way(name: str, ways: Sequence[str], choose: Callable[[], str], group: str, device: torch.device) -> str:
+    """The way of a call that has no configuration: an equal earlier call's, the checkpoint's, or what `choose` returns.
+
+    Collective at the group's first call.
+    """
+    known, key = _find(group, device), _WAY + name
+    if key not in known.ways:
+        restored = _restored.get(_name_ranks(find_group(group)))
+        kept = restored.choices.get(key) if restored else None
+        known.ways[key] = kept if kept is not None and kept in ways else choose()
+    return known.ways[key]
+
+
 def can_time_calls(device: torch.device) -> bool:
     """True if this rank may time calls now: on a GPU of its own, in no CUDA graph's capture, if switched on."""
     if device.type != "cuda" or os.environ.get(CONFIRM_VARIABLE) != "1" or shared_gpus.is_enabled():
@@ -185,7 +203,8 @@ def _confirm(
     is_decided = 0 in (problem.m, problem.n, problem.k) or known.obstacle or find_refusal(problem, machine)
     if is_decided or _find_restored(known, problem, machine, "auto") or _find_fastest(known, problem):
         return
-    kernel = find_fastest_kernel(problem, machine)[0] if machine.processors else default_config(problem, machine)[0]
+    has_kernel = machine.processors or problem.experts
+    kernel = find_fastest_kernel(problem, machine)[0] if has_kernel else default_config(problem, machine)[0]
     group = known.group()
     assert group is not None
     runs = [partial(run, config) for config in (kernel, LIBRARY)]
@@ -206,9 +225,9 @@ def describe_problem(
     return GemmProblem(operator, m, n, k, x.dtype, transposed, world, returns_gathered)
 
 
-def find_machine(x: Tensor, weight: Tensor, speeds: Speeds | None = None) -> Machine:
+def find_machine(x: Tensor, weight: Tensor | None, speeds: Speeds | None = None) -> Machine:
     """The machine, as far as the defaults for these operands depend on it. speeds: on which the group has agreed."""
-    by_tma = takes_tma(x) and takes_tma(weight if weight.is_contiguous() else weight.t())
+    by_tma = weight is None or (takes_tma(x) and takes_tma(weight if weight.is_contiguous() else weight.t()))
     device = x.device
     if device.type == "cpu":
         return Machine(0, by_tma, False)
@@ -267,7 +286,12 @@ def _find_fastest(
     name = problem._replace(m=nearest).name
     times = known.confirmed.get(name) or known.times[name]
     configs = ((decode(text), seconds) for text, seconds in times.items())
-    timed = [(seconds, config) for config, seconds in configs if not (needs_kernel and config == LIBRARY)]
+    timed = [
+        (seconds, config)
+        for config, seconds in configs
+        if not (needs_kernel and config == LIBRARY)
+        and (not config.schedule or is_runnable(problem.operator, config.schedule, problem.world))
+    ]
     if not timed or not 1 / _NEAR <= nearest / problem.m <= _NEAR:
         return None
     seconds, config = min(timed, key=lambda pair: pair[0])
@@ -375,7 +399,7 @@ def list_choices() -> dict[str, SavedChoices]:
             _name_choice(problem, machine, implementation): config.encode()
             for (problem, machine, implementation), (config, _) in known.choices.items()
             if implementation in ("auto", "kernel")
-        }
+        } | known.ways
         if choices:
             found[ranks] = SavedChoices(earlier.choices | choices, earlier.confirmed | known.confirmed)
     return found
@@ -387,7 +411,8 @@ def restore_choices(choices: Mapping[str, SavedChoices]) -> None:
     All ranks call it with the same. Groups agree again at their next call.
     """
     for one in choices.values():
-        for text in (*one.choices.values(), *(text for times in one.confirmed.values() for text in times)):
+        configs = [text for name, text in one.choices.items() if not name.startswith(_WAY)]
+        for text in (*configs, *(text for times in one.confirmed.values() for text in times)):
             decode(text)
     _restored.clear()
     _restored.update(choices)

@@ -34,7 +34,8 @@ EXCHANGES = ("tiles", "packets")
 class GemmProblem(NamedTuple):
     """A call as far as a configuration's speed depends on it. m: rows of all ranks; n, k: of a rank's weight.
 
-    returns_gathered: an all-gather's gathered rows are returned, too, for which copy engines must bring them.
+    returns_gathered: an all-gather's gathered rows are returned, too, for which copy engines must bring them. experts,
+    top_k: of a grouped product, whose m are tokens, of which each has top_k rows.
     """
 
     operator: str
@@ -45,6 +46,8 @@ class GemmProblem(NamedTuple):
     transposed: bool
     world: int
     returns_gathered: bool = False
+    experts: int = 0
+    top_k: int = 0
 
     @property
     def name(self) -> str:
@@ -52,7 +55,8 @@ class GemmProblem(NamedTuple):
         order = " transposed" if self.transposed else ""
         dtype = str(self.dtype).removeprefix("torch.")
         gathered = "_gathered" if self.returns_gathered else ""
-        return f"{self.operator}{gathered} m={self.m} n={self.n} k={self.k}{order} {dtype} {self.world} ranks"
+        experts = f" top-{self.top_k} of {self.experts} experts" if self.experts else ""
+        return f"{self.operator}{gathered} m={self.m} n={self.n} k={self.k}{order} {dtype} {self.world} ranks{experts}"
 
 
 class Machine(NamedTuple):
@@ -78,8 +82,9 @@ class KernelConfig(NamedTuple):
     transferred: by copy engines, or by the program that has computed them. piece_bytes: bytes transferred per signal.
     exchange: partial sums are sent as "tiles", or, for few rows, as "packets". shots: of an all-reduce: 1, all ranks
     send to all ranks; 2, an owner reduces and broadcasts. is_shifted: each rank begins with another rank's tiles (Flux,
-    section 4.1); if not, all begin with rank 0's. Tuning files contain these names: renaming a field makes earlier
-    measurements unreadable.
+    section 4.1); if not, all begin with rank 0's. schedule: the name of a collective's schedule that moves rows
+    (`stretto.ops.joint`), "" for the operator's own way. Tuning files contain these names: renaming a field makes
+    earlier measurements unreadable.
     """
 
     implementation: str = "kernel"
@@ -91,6 +96,7 @@ class KernelConfig(NamedTuple):
     exchange: str = "tiles"
     shots: int = 1
     is_shifted: bool = True
+    schedule: str = ""
 
     def with_power_of_two_tiles(self) -> "KernelConfig":
         """The configuration for kernels whose tiles have a power of two of columns: rounded down to one."""
@@ -158,6 +164,8 @@ def require_config(config: KernelConfig) -> None:
             raise ValueError(f"a configuration's {what} is one of {', '.join(map(str, known))}, not {given!r}")
     if config.transfer == "copies" and config.direction == "pull":
         raise ValueError('copy engines push: "pull" goes with transfer="programs"')
+    if not isinstance(config.schedule, str):
+        raise ValueError(f"a configuration's schedule is its name, not {config.schedule!r}")
     for what, number in (("movers", config.movers), ("piece_bytes", config.piece_bytes)):
         if not isinstance(number, int) or not 1 <= number <= 1 << 30:
             raise ValueError(f"a configuration's {what} is a whole number, 1 or more, not {number!r}")
@@ -211,7 +219,10 @@ def default_config(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig
 
     Kernels on Hopper for types of up to 16 bits that TMA takes: there Triton's GEMM is as fast as the library's; and
     where the machine's speeds say that a kernel is not slower. Interpreted, always kernels.
+    Experts' products take the library: the model has no constants of their kernels.
     """
+    if problem.experts:
+        return LIBRARY, find_refusal(problem, machine) or "nothing was measured"
     if not machine.processors:
         few, blocks = problem.m <= 16, default_blocks(problem, machine)
         transfer = "programs" if few and not problem.returns_gathered else "copies"
@@ -230,6 +241,8 @@ def default_config(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig
 
 def find_refusal(problem: GemmProblem, machine: Machine) -> str:
     """Why no kernel is a default, whatever the machine's speeds are; "" where one may be."""
+    if problem.experts and (problem.dtype.itemsize != 2 or problem.n % 8 or problem.k % 8):
+        return "kernels of experts are for 16 bits, and weights whose sizes are multiples of 8"
     if not machine.processors:
         return ""
     if not machine.is_hopper or problem.dtype.itemsize > 2 or not machine.by_tma:
@@ -242,8 +255,10 @@ def find_refusal(problem: GemmProblem, machine: Machine) -> str:
 def find_fastest_kernel(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig, float]:
     """The default kernel that should be the fastest, by the machine's speeds, and its predicted seconds.
 
-    Where the speeds are not known, it is the first one, and the seconds are 0.
+    Where the speeds are not known, and for experts' products, it is the first one, and the seconds are 0.
     """
+    if problem.experts:
+        return KernelConfig(), 0.0
     kernels = default_kernels(problem, machine)
     if machine.speeds is None:
         return next(iter(kernels.values())), 0.0

@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.collectives.schedule import Schedule
 from stretto.ops import small_m
 from stretto.ops.choices import find_config
 from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm import GroupProduct, Scales
+from stretto.ops.joint.kernel import launch_joint
+from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.matmul_reduce_scatter import launch_scatter
 from stretto.ops.operator import (
     Autograd,
@@ -40,6 +43,7 @@ def matmul_all_reduce(
     grad_convention: str = "sum-of-losses",
     out: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
+    schedule: str | Schedule | None = None,
 ) -> Tensor:
     """x times weight's transpose, all-reduced over the group: [..., k], [n, k] -> [..., n], bitwise equal on all ranks.
 
@@ -47,7 +51,8 @@ def matmul_all_reduce(
     in rank order, and rounded. bias: [n], the same on all ranks, added once. group: None for all ranks. x is
     contiguous; weight is, or its transpose. out: where to write the output, without gradients: [..., n] of x's dtype,
     contiguous. implementation: "auto" (the fastest measured, or a default), "kernel" (Stretto's, or it raises),
-    "library" (a GEMM, then an all-reduce) or a `KernelConfig`.
+    "library" (a GEMM, then an all-reduce) or a `KernelConfig`. schedule: how sums travel: an all-reduce's algorithm by
+    name, or any verified `Schedule` of one (docs/tutorial-kernel.md).
 
     grad_convention: the meaning of the ranks' losses. Let G_s be the gradient of rank s's loss with respect to its
     output:
@@ -68,6 +73,8 @@ def matmul_all_reduce(
     NotImplementedError for unsupported second derivatives.
     """
     how, name = encode_implementation(implementation), find_name(group)
+    if schedule is not None:
+        how = encode_schedule("matmul_all_reduce", schedule, how, find_group(name).size())
     if grad_convention not in GRAD_CONVENTIONS:
         raise ValueError(f"grad_convention is one of {', '.join(GRAD_CONVENTIONS)}, not {grad_convention!r}")
     rows = flatten_rows("matmul_all_reduce", x)
@@ -112,6 +119,10 @@ def _compute(
     if config == LIBRARY:
         total = all_reduce(x @ weight.t(), group)
         return copy_to(out, total if bias is None else total + bias)
+    if config.schedule:
+        out = x.new_empty(m, n) if out is None else out
+        launch_joint("matmul_all_reduce", config, GroupProduct(x, weight, bias, out, group), x.dtype)
+        return out
     return launch_all_reduce(config, x, weight, bias, x.dtype, group, out=out)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
+from stretto.collectives.schedule import Schedule
 from stretto.execution import TWO_SLOTS_BYTES
 from stretto.memory.gpus import limit_waiting
 from stretto.ops import small_m
@@ -42,6 +43,8 @@ from stretto.ops.gemm import (
     split_last_wave,
     store_tile,
 )
+from stretto.ops.joint.kernel import launch_joint
+from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.matmul_reduce_scatter_copies import (
     can_copy,
     count_store_parts,
@@ -84,6 +87,7 @@ def matmul_reduce_scatter(
     reduce_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
+    schedule: str | Schedule | None = None,
 ) -> Tensor:
     """x times weight's transpose, reduce-scattered over the group: [m, k], [n, k] -> [m / world, n].
 
@@ -96,10 +100,14 @@ def matmul_reduce_scatter(
     its gradient is of these rows. group: None for all ranks. x is contiguous; weight is, or its transpose. x's gradient
     is an `all_gather_matmul`, which gathers what weight's gradient needs. implementation: "auto" (the fastest measured,
     or a default), "kernel" (Stretto's, or it raises), "library" (a GEMM, then a reduce-scatter) or a `KernelConfig`.
-    ValueError for other input (m that the group does not divide, say) and for a rank outside of the group; PeerError
-    for a rank that does not call. Flux, sections 3.2 and 4.
+    schedule: how sums travel: a reduce-scatter's algorithm by name, or any verified `Schedule` of one, which says in
+    what order they are added, and rounded at each hop (docs/tutorial-kernel.md). ValueError for other input (m that the
+    group does not divide, say) and for a rank outside of the group; PeerError for a rank that does not call. Flux,
+    sections 3.2 and 4.
     """
     how, name = encode_implementation(implementation), find_name(group)
+    if schedule is not None:
+        how = encode_schedule("matmul_reduce_scatter", schedule, how, find_group(name).size())
     rows = flatten_rows("matmul_reduce_scatter", x)
     first = divide_first_dim("matmul_reduce_scatter", x, group) if x.dim() > 2 or out is not None else 0
     if out is not None:
@@ -158,7 +166,11 @@ def _compute(
     if config == LIBRARY:
         return copy_to(out, _run_library(x, weight, bias, group, dtype))
     out = x.new_empty(rows, n) if out is None else out
-    launch_scatter(config, GroupProduct(x, weight, bias, out, group), dtype)
+    product = GroupProduct(x, weight, bias, out, group)
+    if config.schedule:
+        launch_joint("matmul_reduce_scatter", config, product, dtype)
+    else:
+        launch_scatter(config, product, dtype)
     return out
 
 

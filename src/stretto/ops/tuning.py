@@ -25,13 +25,17 @@ from stretto.ops.config import (
     count_usable,
     deepen_for_fp8,
     default_config,
+    encode_implementation,
     find_fastest_kernel,
     find_width,
     fit_blocks,
 )
 from stretto.ops.gemm import Blocks
+from stretto.ops.joint.registry import CANDIDATES, list_candidates
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from stretto.ops.moe.tensor_parallel import describe_product, gather_multiply, gather_routing, multiply_scatter
+from stretto.ops.moe.tensor_parallel_kernels import Routed
 from stretto.ops.operator import DTYPES, FP8, find_name
 from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.scaled import (
@@ -51,6 +55,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "matmul_all_reduce": matmul_all_reduce,
     GATHERED: all_gather_matmul_gathered,
 }
+EXPERTS = ("all_gather_moe", "moe_reduce_scatter")
+"""Operators of tensor-parallel experts (`ops.moe`)."""
 _SCALED: dict[str, Callable[..., Tensor]] = {
     "all_gather_matmul": all_gather_scaled_matmul,
     "matmul_reduce_scatter": scaled_matmul_reduce_scatter,
@@ -70,6 +76,8 @@ def tune(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
     transposed: bool = False,
+    experts: int = 0,
+    top_k: int = 0,
     store: TuningStore | None = None,
 ) -> dict[KernelConfig, float]:
     """Autotune an operator: measure configurations on the slowest rank, and store the times for later runs.
@@ -81,23 +89,32 @@ def tune(
     and finally the order of tiles. Later calls with implementation="auto" use the fastest configuration at the nearest
     m. ValueError for an unknown operator, for sizes and dtypes that it does not take, and for rows that the ranks do
     not divide.
+
+    "all_gather_moe" and "moe_reduce_scatter" of `ops.moe`: m are all ranks' tokens, each of which takes top_k of the
+    experts, chosen evenly; a rank's weight is [experts, n, k].
     """
-    if operator not in OPERATORS:
-        raise ValueError(f"the operators are {', '.join(OPERATORS)}, not {operator!r}")
+    if operator not in (*OPERATORS, *EXPERTS):
+        raise ValueError(f"the operators are {', '.join((*OPERATORS, *EXPERTS))}, not {operator!r}")
+    if (experts > 0) != (operator in EXPERTS) or not min(experts, 1) <= top_k <= experts:
+        raise ValueError(
+            f"{' and '.join(EXPERTS)} take experts, and top_k of up to so many, 1 or more, and others neither: not "
+            f"{operator} with experts={experts}, top_k={top_k}"
+        )
     if not all(isinstance(size, int) and size > 0 for size in (m, n, k)):
         raise ValueError(f"m, n and k are whole numbers, 1 or more, not {m!r}, {n!r} and {k!r}")
     if dtype not in (*DTYPES, FP8):
         raise ValueError(f"kernels take {', '.join(map(str, (*DTYPES, FP8)))}, not {dtype}")
-    if dtype == FP8 and operator == GATHERED:
-        raise ValueError(f"{GATHERED} has no fp8 form: all_gather_matmul has one")
+    if dtype == FP8 and operator not in _SCALED:
+        raise ValueError(f"{operator} has no fp8 form: {', '.join(_SCALED)} have one")
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    operands = RotatingOperands.make(operator, m, n, k, group, dtype, device, transposed=transposed)
+    operands = RotatingOperands.make(operator, m, n, k, group, dtype, device, experts, top_k, transposed=transposed)
     if dtype == FP8:  # otherwise invalid arguments would be mistaken for configurations that do not run
         require_scaled(_SCALED[operator].__name__, operands.x, operands.weights[0], None, torch.bfloat16)
     problem = operands.describe(m)
-    machine = find_machine(operands.x, operands.weights[0], group_speeds(find_name(group), device))
+    weight = None if experts else operands.weights[0]
+    machine = find_machine(operands.x, weight, group_speeds(find_name(group), device))
     measured = _search(problem, machine, operands, group)
     if dist.get_rank(group) == 0:
         autotuner(device, store).keep(problem.name, measured)
@@ -130,6 +147,8 @@ class RotatingOperands:
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
         device: torch.device,
+        experts: int = 0,
+        top_k: int = 0,
         *,
         transposed: bool = False,
     ) -> "RotatingOperands":
@@ -137,12 +156,18 @@ class RotatingOperands:
         world = dist.get_world_size(group)
         if operator != "matmul_all_reduce" and m % world:
             raise ValueError(f"{world} ranks do not divide {m} rows: {-(-m // world) * world} rows will do")
-        count = 1 if device.type == "cpu" else max(1, min(_COLD_BYTES // (n * k * dtype.itemsize), _MAX_WEIGHTS))
-        x = torch.randn(m // world if operator in ("all_gather_matmul", GATHERED) else m, k, device=device).to(dtype)
-        sizes = (k, n) if transposed else (n, k)
+        size = max(experts, 1) * n * k * dtype.itemsize
+        count = 1 if device.type == "cpu" else max(1, min(_COLD_BYTES // size, _MAX_WEIGHTS))
+        rows = m * top_k if operator == "moe_reduce_scatter" else m
+        rows = m // world if operator in ("all_gather_matmul", GATHERED, "all_gather_moe") else rows
+        x = torch.randn(rows, k, device=device).to(dtype)
+        sizes = (*(experts,) * bool(experts), *((k, n) if transposed else (n, k)))
         factor = 1.0 if dtype == FP8 else k**-0.5
         weights = [torch.randn(sizes, device=device).mul_(factor).to(dtype) for _ in range(count)]
-        return cls(operator, x, [weight.t() if transposed else weight for weight in weights], group)
+        weights = [weight.mT if transposed else weight for weight in weights]
+        if not experts:
+            return cls(operator, x, weights, group)
+        return _ExpertOperands(operator, x, weights, group, m // world, top_k)
 
     def next_weight(self) -> Tensor:
         """The least recently used weight."""
@@ -172,6 +197,40 @@ class RotatingOperands:
             yield from self.weights
 
 
+class _ExpertOperands(RotatingOperands):
+    """As of `RotatingOperands`, for experts that tokens take evenly: t tokens of each rank."""
+
+    def __init__(
+        self,
+        operator: str,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+        t: int,
+        top_k: int,
+    ) -> None:
+        super().__init__(operator, x, weights, group)
+        self._name, experts = find_name(group), weights[0].shape[0]
+        ids = torch.rand(t, experts, device=x.device).topk(top_k).indices
+        self._routed = Routed(*gather_routing(ids, experts, self._name, "library"))
+        self._topk_weights = torch.full((t, top_k), 1 / top_k, device=x.device)
+
+    def describe(self, m: int) -> GemmProblem:
+        """The problem that a call computes; m: tokens of all ranks."""
+        weight = self.weights[0]
+        return describe_product(
+            self.operator, self.x.dtype, weight.shape, self._routed.positions, self._name,
+            is_transposed=not weight.is_contiguous(),
+        )  # fmt: skip
+
+    def call(self, implementation: str | KernelConfig = "auto") -> Tensor:
+        """Call the operator; returns its rows, or sums."""
+        weight, how = self.next_weight(), encode_implementation(implementation)
+        if self.operator == "all_gather_moe":
+            return gather_multiply(self.x, weight, *self._routed, self._name, how, True)[0]
+        return multiply_scatter(self.x, weight, self._topk_weights, *self._routed, self._name, how)[0]
+
+
 def _search(
     problem: GemmProblem, machine: Machine, operands: RotatingOperands, group: dist.ProcessGroup | None
 ) -> dict[KernelConfig, float]:
@@ -190,6 +249,11 @@ def _search(
 
 def vary_blocks(problem: GemmProblem, machine: Machine) -> Iterator[KernelConfig]:
     """Configurations with other tiles, the default's first, which a tuner measures first."""
+    if problem.experts:
+        yield KernelConfig()
+        if machine.processors:  # tiles for experts with few columns
+            yield KernelConfig(blocks=Blocks(128, 128, 64, 8, 8, 4, machine.processors))
+        return
     if not machine.processors:
         yield default_config(problem, machine)[0]
         return
@@ -227,6 +291,10 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
                 others += [tiles._replace(transfer="programs")]
                 others += [tiles._replace(transfer="copies", piece_bytes=size << 20) for size in (3, 6, 12)]
     yield from (other for other in others if other != config)
+    if problem.operator in CANDIDATES and problem.m > FEW_ROWS and problem.dtype != FP8:
+        for schedule in list_candidates(problem.operator, problem.world):
+            for count in (16, 32) if machine.processors else (1,):
+                yield config._replace(exchange="tiles", movers=count, schedule=schedule)
 
 
 def vary_order(problem: GemmProblem, config: KernelConfig) -> Iterator[KernelConfig]:
@@ -234,7 +302,7 @@ def vary_order(problem: GemmProblem, config: KernelConfig) -> Iterator[KernelCon
 
     Where all ranks begin with the same rows (not `is_shifted`), they meet at one rank's links, but may share its cache.
     """
-    if problem.operator != "matmul_all_reduce" and problem.m > FEW_ROWS:
+    if problem.operator not in ("matmul_all_reduce", *EXPERTS) and problem.m > FEW_ROWS:
         yield config._replace(is_shifted=not config.is_shifted)
 
 

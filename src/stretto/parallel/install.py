@@ -22,7 +22,7 @@ from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.forward_passes import RowsCheck, begin_forward, end_forward, explain_sizes
 from stretto.parallel.fused_modules import fuse_modules
 from stretto.parallel.layers.block_shard import BlockShard
-from stretto.parallel.layers.context import install_context
+from stretto.parallel.layers.context import install_context, prepare_context
 from stretto.parallel.layers.dropout import AgreedRandomState
 from stretto.parallel.layers.joined_linears import join
 from stretto.parallel.layers.plain_parts import (
@@ -33,6 +33,7 @@ from stretto.parallel.layers.plain_parts import (
 )
 from stretto.parallel.layers.router import route_whole_features
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copy
+from stretto.parallel.layers.shared_experts import compute_under_exchange
 from stretto.parallel.layout import has_layout
 from stretto.parallel.model_loss import install_loss, install_loss_of_rows
 from stretto.parallel.pipeline.cutting import wrap_forwards
@@ -58,12 +59,17 @@ def install(model: nn.Module, placement: Placement) -> None:
     if cut is not None:
         state.stages = cut.stages
         cut.stages.tokens, cut.stages.has_roles = builder.tokens, has_roles
+    if request.grid.size("context") > 1:  # before blocks wrap the forward of their layers
+        state.sequence_parts = prepare_context(model, request.grid)
     for name, module in placement.modules.items():
         _replace_module(model, name, module)
         if name in plan.experts and plan.experts[name].takes_copies:
             choose_scaled_inputs(model.get_submodule(name.rpartition(".")[0]))
     if builder.is_fused:
         fuse_modules(model, builder.attention)
+    for name in placement.modules.keys() & plan.experts.keys():
+        parent, _, child = name.rpartition(".")
+        compute_under_exchange(model.get_submodule(parent), child, is_on=options.overlap.hides_any)
     for owner, key, parameter in placement.shared:
         place_shared(owner, key, parameter)
     for part, parameters in placement.parts:
@@ -88,8 +94,8 @@ def install(model: nn.Module, placement: Placement) -> None:
     _refuse_wrapping(model)
     reducer.name(model.named_parameters())
     _follow_passes(model, state, by_blocks=not has_roles)
-    if request.grid.size("context") > 1:  # after the hook that compares ranks' rows
-        state.sequence_parts = install_context(model, request.grid)
+    if state.sequence_parts is not None:  # after the hook that compares ranks' rows
+        install_context(model, state.sequence_parts)
     set_state(model, state)
     if isinstance(plan, ShardingPlan) and plan.sharded_blocks and builder.tokens is not None:
         shard_between_blocks(model, plan.sharded_blocks, plan.attentions, builder.tokens)

@@ -24,6 +24,7 @@ DEFAULT: tuple[str, ...] = ()  # the kernel of a default plan depends on the mac
 SCATTER = "ops.matmul_reduce_scatter.gemm_reduce_scatter"
 COPIED = ("ops.matmul_reduce_scatter_copies.multiply_tiles", "ops.matmul_reduce_scatter_copies.add_tiles")
 FEW_ROWS = "ops.small_m.gemm_exchange"
+JOINT = "ops.joint.kernel.joint_gemm"
 
 _DENSITIES = (0.5, 0.25, 0.1, 0.03)  # fraction of nonzero operands: uses the first with which no sum is rounded
 _PROGRAMS = 12  # fewer than the 14 multiprocessors that a rank has when 8 share an H100
@@ -48,6 +49,7 @@ class OperatorVariant:
     reduce_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
     is_one_scale: bool = False
+    schedule: str | None = None
 
     @property
     def is_gather(self) -> bool:
@@ -162,6 +164,8 @@ class OperatorCase(StressCase):
             options["reduce_dtype"] = call.reduce_dtype
         if call.out_dtype is not None:
             options["out_dtype"] = call.out_dtype
+        if call.schedule is not None:
+            options["schedule"] = call.schedule
         out = self._run(self._inputs[entry], self._weight, *self._scales[entry], self._team.group, **options)
         outs = out if isinstance(out, tuple) else (out,)
         return [Check(found, right) for found, right in zip(outs, self._expected[entry], strict=True)]
@@ -324,6 +328,15 @@ _GATHERS: dict[str, tuple[str, OperatorVariant]] = {
         OperatorVariant("", 16, 64, 4096, COPIES._replace(blocks=SHARED)),
     ),
     "default": ('implementation="kernel": the default plan', OperatorVariant("", 64, 192, 128, None)),
+    "ring": ("a ring's schedule", OperatorVariant("", 64, 192, 128, PUSH, schedule="ring-all-gather")),
+    "ring-copies": (
+        "the same by copy engines",
+        OperatorVariant("", 50, 192, 128, COPIES, has_bias=True, schedule="ring-all-gather"),
+    ),
+    "doubling": (
+        "recursive doubling's schedule, ragged",
+        OperatorVariant("", 50, 131, 77, PUSH, FP16, has_bias=True, schedule="recursive-doubling-all-gather"),
+    ),
 }
 
 _SCATTERS: dict[str, tuple[str, OperatorVariant]] = {
@@ -354,6 +367,13 @@ _SCATTERS: dict[str, tuple[str, OperatorVariant]] = {
         "tiles begin with rank 0's rows",
         OperatorVariant("", 64, 192, 128, COPIES._replace(**UNSHIFTED)),
     ),
+    "ring": ("a ring's schedule", OperatorVariant("", 64, 192, 128, PUSH, schedule="ring-reduce-scatter")),
+    "halving": (
+        "recursive halving's schedule, ragged, sums in fp32",
+        OperatorVariant(
+            "", 33, 131, 77, PUSH, has_bias=True, reduce_dtype=FP32, schedule="recursive-halving-reduce-scatter"
+        ),
+    ),
     "packets": ("sums travel as packets", OperatorVariant("", 2, 512, 256, PACKETS)),
     "packets-fp32": ("the same in fp32, with a bias", OperatorVariant("", 1, 512, 256, PACKETS, FP32, has_bias=True)),
     "packets-odd": (
@@ -364,6 +384,11 @@ _SCATTERS: dict[str, tuple[str, OperatorVariant]] = {
 }
 
 _REDUCES: dict[str, tuple[str, OperatorVariant]] = {
+    "ring": ("a ring's schedule", OperatorVariant("", 120, 192, 128, PUSH, schedule="ring-all-reduce")),
+    "two-shot-schedule": (
+        "two shots' schedule, ragged",
+        OperatorVariant("", 33, 131, 77, PUSH, FP16, has_bias=True, schedule="two-shot-all-reduce"),
+    ),
     "one-shot": ("packets, all ranks send to all", OperatorVariant("", 4, 512, 256, PACKETS)),
     "one-shot-fp32": ("the same in fp32, with a bias", OperatorVariant("", 4, 512, 256, PACKETS, FP32, has_bias=True)),
     "one-shot-fp16-many": ("more rows than a tile has", OperatorVariant("", 33, 192, 128, PACKETS, FP16)),
@@ -484,6 +509,9 @@ def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
     """The kernels that a call launches."""
     if call.plan is None:
         return DEFAULT
+    if call.schedule is not None:
+        waits = ("tiles.signals.wait_for_channel",) * (call.is_gather and call.plan.transfer == "copies")
+        return (BEGIN, *waits, JOINT)
     if call.is_gather:
         if call.operator == "all_gather_matmul_gathered":
             return (BEGIN, "tiles.signals.wait_for_channel", GATHER_BY_COPIES)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange by kernels in Triton's interpreter, in several processes: beside the library's, and what it refuses."""
 
+import contextlib
 import re
 from datetime import timedelta
 from unittest import mock
@@ -15,7 +16,8 @@ from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
 from stretto import ops, tiles
 from stretto.memory import PeerError
 from stretto.ops import moe
-from stretto.ops.moe import exchange_kernel, pairs, sorting
+from stretto.ops.moe import exchange_kernel, exchange_products, pairs, sorting
+from stretto.ops.operator import find_workspace
 
 SEED, HIDDEN = 320, 37
 
@@ -58,8 +60,9 @@ def compare_with_library(case, dtype, options):
     [
         pytest.param(Case((2, 0, 3), 2, 6), torch.bfloat16, {"reduce": "rank"}, marks=pytest.mark.long),
         (Case((2, 5), 2, 4), torch.float32, {"reduce": "choice"}),
-        (Case((3, 4), 2, 4, range(2, 4)), torch.float32, {"reduce": "rank"}),  # none on rank 0
+        pytest.param(Case((3, 4), 2, 4, range(2, 4)), torch.float32, {"reduce": "rank"}, marks=pytest.mark.long),
         (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16}),
+        (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16, "reduce": "choice"}),
     ],
     ids=str,
 )
@@ -129,6 +132,40 @@ def compare_sorts():
 
 def test_kernels_sort_copies_as_torch_does(interpret):
     assert interpret(1, compare_sorts) == [[True] * 32]
+
+
+class _SideStream(contextlib.nullcontext):
+    """A side stream that notes how often it is joined."""
+
+    joined = 0
+
+    def open(self):
+        pass
+
+    def join(self):
+        self.joined += 1
+
+
+def raise_before_the_product():
+    """How often the exchange's side stream was joined: after an error of the product that begins on rows that arrive,
+    after another operator's call on the same workspace, and after a second one."""
+    group, side, joined = dist.new_group(), _SideStream(), []  # no kernel ends the other calls
+    x, ids = draw(SEED + dist.get_rank(), 4, HIDDEN).bfloat16(), torch.tensor([[0], [1]] * 2)
+    failing = mock.patch.object(exchange_products, "multiply_arriving", side_effect=RuntimeError("no product"))
+    with mock.patch.object(tiles.BlockChannel, "side_stream", return_value=side):
+        with failing, pytest.raises(RuntimeError, match="no product"):
+            moe.dispatch_grouped_matmul(x, ids, x[:1, None], group, implementation="kernel")
+        joined.append(side.joined)
+        channel = find_workspace(group.group_name, x.device, x.nbytes, "barrier").channel
+        for _ in range(2):
+            mapping = tiles.shard_tiles(4, 2, 1, channels=2, fixed=True)
+            channel.begin("another operator", mapping, mapping, "broadcast")
+            joined.append(side.joined)
+    return joined
+
+
+def test_the_next_call_on_a_workspace_joins_an_exchange_that_an_error_has_interrupted(interpret):
+    assert interpret(2, raise_before_the_product) == [[0, 1, 1]] * 2
 
 
 def miss_a_call():

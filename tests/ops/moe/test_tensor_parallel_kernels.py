@@ -7,11 +7,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ops.confirmed import timed_by
 from tests.ops.moe.test_tensor_parallel import Case
 from tests.tiles.machine_code import RELEASE, compile_to_ptx, find_spills, make_channel
 
-from stretto import tiles
-from stretto.ops import moe
+from stretto import ops, tiles
+from stretto.ops import KernelConfig, moe, tuning
 from stretto.ops.moe import tensor_parallel_kernels as kernels
 from stretto.ops.moe.grouped.config import GroupedWork, find_config
 from stretto.ops.moe.grouped.tile_order import TileOrder
@@ -70,6 +71,29 @@ def compare_with_library(case, hidden, inner, entries):
 def test_kernels_give_the_librarys_bits(interpret, case, entries):
     for same in interpret(case.ranks, compare_with_library, case, 40, 16, entries):
         assert all(same), same
+
+
+def call_half(operator, m):
+    """What a half of tensor-parallel experts runs as."""
+    before = ops.counts()
+    tuning.RotatingOperands.make(operator, m, 16, 24, None, torch.bfloat16, torch.device("cpu"), 3, 2).call()
+    return [how for (name, how), count in ops.counts().items() if count != before.get((name, how), 0)]
+
+
+def tune_half(operator, folder):
+    """Measured configurations; and what runs before, at as many tokens, and at many more, where the kernel was fast."""
+    with timed_by(None, folder, can_time=False):
+        before = call_half(operator, 4)
+        with mock.patch.object(tuning, "slowest_times", lambda times, *_: range(len(times), 0, -1)):
+            measured = ops.tune(operator, 4, 16, 24, device="cpu", experts=3, top_k=2)
+        return [config.encode() for config in measured], before, call_half(operator, 6), call_half(operator, 8)
+
+
+@pytest.mark.parametrize("operator", ["all_gather_moe", pytest.param("moe_reduce_scatter", marks=pytest.mark.long)])
+def test_what_was_measured_to_be_faster_runs_at_about_as_many_tokens(interpret, tmp_path, operator):
+    for measured, before, near, far in interpret(2, tune_half, operator, str(tmp_path)):
+        assert measured == ["library", KernelConfig().encode()]
+        assert (before, near, far) == (["library"], ["kernel"], ["library"])
 
 
 def refuse(dtype):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from stretto.bench.settings import Modes, Option, Tuning, require_known
+from stretto.bench.settings import Modes, Option, Tuning, require_known, require_least
 
 OPERATORS = {
     "gather": "all_gather_matmul",
@@ -115,8 +115,101 @@ class OperatorsTuning(Tuning, OperatorShapes):
         ]
 
 
+@dataclass(frozen=True)
+class AttentionTuning(Tuning):
+    """Settings of `stretto tune attention`: causal, bf16, cut zig-zag."""
+
+    sequences: Annotated[tuple[int, ...], Option("Lengths of the whole sequence, with commas.")] = (
+        16384,
+        65536,
+        262144,
+    )
+    heads: Annotated[int, Option("Heads of queries.")] = 32
+    kv_heads: Annotated[int, Option("Heads of keys and values.")] = 8
+    size: Annotated[int, Option("Numbers of a head.")] = 128
+    batch: Annotated[int, Option("Sequences.")] = 1
+
+    def __post_init__(self) -> None:
+        require_least(1, heads=self.heads, kv_heads=self.kv_heads, size=self.size, batch=self.batch)
+
+    def problems(self, ranks: int) -> list[str]:
+        """Names of the measured calls, forward and with gradients. ValueError for lengths that are no chunks."""
+        for length in self.sequences:
+            if length < 1 or length % (2 * ranks):
+                raise ValueError(
+                    f"{length} tokens are no 2 x {ranks} equal chunks: {-(-length // (2 * ranks)) * 2 * ranks} are"
+                )
+        shape = f"{self.batch} x {self.heads}/{self.kv_heads} x {self.size}"
+        return [f"attention {shape} of {length}{kind}" for length in self.sequences for kind in ("", " training")]
+
+
 def local_shape(name: str, case: str, m: int, world: int) -> tuple[int, int, int]:
     """(m, n, k): global rows, and a rank's weight [n, k], its sharded dim rounded down to a multiple of 16 for TMA."""
     sharded, whole = CASES[case]
     part = sharded // world // 16 * 16
     return (m, part, whole) if name in ("gather", "gathered") else (m, whole, part)
+
+
+EXPERTS: Mapping[str, tuple[int, int, int, int]] = {
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+    "mixtral-8x22b": (6144, 16384, 8, 2),
+    "qwen2-57b-a14b": (3584, 2560, 64, 8),
+    "qwen3-30b-a3b": (2048, 768, 128, 8),
+}
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The shape of a layer of experts: hidden and intermediate size, experts, and how many a token takes."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+
+    @classmethod
+    def parse(cls, text: str) -> "ExpertShape":
+        """Parse "4096x14336x8x2", or a name in `EXPERTS`. Raises ValueError for others."""
+        parts = EXPERTS[text] if text in EXPERTS else text.split("x")
+        if len(parts) != 4 or not all(isinstance(part, int) or part.isdecimal() for part in parts):
+            raise ValueError(f"a case is HIDDENxINTERMEDIATExEXPERTSxTOP_K or of {', '.join(EXPERTS)}, not {text!r}")
+        shape = cls(*map(int, parts))
+        if min(shape.hidden, shape.intermediate) < 8 or not 1 <= shape.top_k <= shape.experts:
+            raise ValueError(f"a case has sizes of 8 or more, and 1 to EXPERTS experts a token, not {text!r}")
+        return shape
+
+    def __str__(self) -> str:
+        """The form that `parse` reads."""
+        return f"{self.hidden}x{self.intermediate}x{self.experts}x{self.top_k}"
+
+
+@dataclass(frozen=True)
+class ExpertsTuning(Tuning):
+    """Settings of `stretto tune experts`: tensor-parallel experts, whose columns all ranks divide."""
+
+    cases: Annotated[
+        tuple[ExpertShape, ...],
+        Option(f"HIDDENxINTERMEDIATExEXPERTSxTOP_K or {', '.join(EXPERTS)}, with commas."),
+    ] = tuple(ExpertShape(*sizes) for sizes in EXPERTS.values())
+    ms: Annotated[tuple[int, ...], Option("Tokens of all ranks, with commas.")] = MANY_ROWS
+
+    def __post_init__(self) -> None:
+        for m in self.ms:
+            require_least(1, ms=m)
+
+    def calls(self, ranks: int) -> Iterator[tuple[ExpertShape, str, int, int, int, bool]]:
+        """(case, operator, m, a rank's n and k, whether the weight is a transpose) of each product of a step."""
+        for case in self.cases:
+            inner = case.intermediate // ranks
+            for m in self.ms:
+                yield case, "all_gather_moe", m, 2 * inner, case.hidden, False
+                yield case, "moe_reduce_scatter", m, case.hidden, inner, False
+                yield case, "all_gather_moe", m, inner, case.hidden, True
+                yield case, "moe_reduce_scatter", m, case.hidden, 2 * inner, True
+
+    def problems(self, ranks: int) -> list[str]:
+        """Names of the calls that are measured, with a rank's m, n and k."""
+        return [
+            f"{operator} {m} x {n} x {k} of {case}{' transposed' * transposed}"
+            for case, operator, m, n, k, transposed in self.calls(ranks)
+        ]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench train`, `peers`, `overlap`, `parity` and `dlrm`: whole training steps compared with their peers."""
+"""`stretto bench train`: whole training steps compared with their peers."""

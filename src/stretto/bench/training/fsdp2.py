@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from stretto.bench.training.runs import MAX_NORM, Step, Stepped, compile_blocks, fused_adamw, local_batch, meta_gpt
+from stretto.bench.training.runs import MAX_NORM, Step, Stepped, local_batch, meta_gpt
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.models import GPT
 from stretto.parallel import checkpoint_activations
@@ -24,11 +24,11 @@ def build_fsdp2(
     model = meta_gpt(workload.model)
     if workload.checkpointing:
         checkpoint_activations(model)
-    if is_compiled:
-        compile_blocks(model)
-    shard_fully(model, mesh, frees_weights=frees_weights)
-    draw_weights(model, device)
-    optimizer = fused_adamw(model.parameters(), workload)
+    for block in model.blocks if is_compiled else ():
+        block.compile()
+    _shard_fully(model, mesh, frees_weights=frees_weights)
+    _draw_weights(model, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, fused=True)
 
     def step() -> Stepped:
         loss = model(tokens, targets, targets.numel())
@@ -41,14 +41,12 @@ def build_fsdp2(
     return step
 
 
-def shard_fully(
-    model: GPT, mesh: DeviceMesh, *, frees_weights: bool, reduce_dtype: torch.dtype = torch.float32
-) -> None:
+def _shard_fully(model: GPT, mesh: DeviceMesh, *, frees_weights: bool) -> None:
     """Shard the blocks, the embedding, and the last norm with the head, in torchtitan's manner; compute in bf16.
 
-    frees_weights: gather weights again in the backward pass. reduce_dtype: of gradients on the wire.
+    frees_weights: gather weights again in the backward pass.
     """
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=frees_weights)
     if not model.config.tie_embeddings:  # a shared weight has to belong to the root module
@@ -57,7 +55,7 @@ def shard_fully(
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=frees_weights)
 
 
-def draw_weights(model: GPT, device: torch.device) -> None:
+def _draw_weights(model: GPT, device: torch.device) -> None:
     """Allocate the weights of a model on the meta device, and draw them as the model itself does."""
     model.to_empty(device=device)
     torch.manual_seed(0)

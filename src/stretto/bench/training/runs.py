@@ -7,15 +7,14 @@ clipped at norm 1. Torch's runs use torch's fused AdamW, Stretto's use its own A
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.bench.harness import (
     FAILURES,
@@ -207,51 +206,25 @@ def meta_gpt(config: GPTConfig) -> GPT:
         return GPT(config)
 
 
-def compile_blocks(model: nn.Module, options: Mapping[str, Any] | None = None) -> None:
-    """Compile each block by itself, as large models are compiled. options: Inductor's."""
-    blocks = model.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    for block in blocks:
-        block.compile(options=options)
-
-
-def fused_adamw(parameters: Iterable[nn.Parameter], workload: TrainingWorkload) -> torch.optim.Optimizer:
-    """Torch's fused AdamW; capturable in a CUDA graph if there is a GPU."""
-    capturable = torch.cuda.is_available()
-    return torch.optim.AdamW(parameters, lr=workload.learning_rate, fused=True, capturable=capturable)
-
-
 def build_stretto(
-    workload: TrainingWorkload,
-    grid: Grid,
-    *,
-    make_model: Callable[[], nn.Module] | None = None,
-    overlap: Overlap | bool = True,
-    is_compiled: bool = False,
-    tunes_matmuls: bool = False,
-    shards_sequence: bool = False,
-    writes_copies: bool = False,
+    workload: TrainingWorkload, grid: Grid, *, overlap: Overlap | bool = True, tunes_matmuls: bool = False
 ) -> Step:
     """Build a training step with `stretto.parallelize`. ValueError if the grid cannot hold the model or the batch.
 
-    `make_model` makes the model with its weights; by default they are made shard by shard, from its own seed.
-    writes_copies: see `stretto.optim.AdamW`.
+    The model's weights are made shard by shard, from its own seed.
     """
     tokens, targets = local_batch(workload, grid.coordinate("batch"), grid.size("batch"), grid.device)
     model = parallelize(
-        meta_gpt(workload.model) if make_model is None else make_model(),
+        meta_gpt(workload.model),
         grid,
         dtype=TORCH_DTYPES[workload.dtype],
         reduce_dtype=torch.float32 if workload.reduce_fp32 else None,
         overlap=overlap,
         tune_matmuls=tunes_matmuls,
-        shard_sequence=shards_sequence,
     )
     if workload.checkpointing:
         checkpoint_activations(model)
-    if is_compiled:
-        compile_blocks(model)
-    optimizer = AdamW(model.parameters(), lr=workload.learning_rate, writes_copies=writes_copies)
+    optimizer = AdamW(model.parameters(), lr=workload.learning_rate)
 
     def step() -> Stepped:
         loss = model(tokens, targets)
@@ -262,9 +235,3 @@ def build_stretto(
         return Stepped(loss.detach(), norm)
 
     return step
-
-
-def stretto_run(workload: TrainingWorkload, grid: Grid, name: str, **options: Any) -> TrainingRun:
-    """A run of `measure` whose step is made by `build_stretto`."""
-    build = partial(build_stretto, workload, grid, **options)
-    return TrainingRun(name, build, is_compiled=bool(options.get("is_compiled")))

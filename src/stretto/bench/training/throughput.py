@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.training.fsdp2 import build_fsdp2
-from stretto.bench.training.runs import TrainingRun, make_grid, measure, stretto_run
+from stretto.bench.training.runs import TrainingRun, build_stretto, make_grid, measure
 from stretto.bench.training.settings import TrainingWorkload, grids_of
 from stretto.cluster import name_grid
 from stretto.parallel import Grid
@@ -43,11 +43,10 @@ def bench_train(
     for row in rows:
         if peak_flops and "step_milliseconds" in row:
             row["mfu"] = workload.flops() / (row["step_milliseconds"] / 1e3) / ranks / peak_flops
-    columns = COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
     rows.sort(key=lambda row: -row.get("tokens_per_second_per_gpu", 0.0))
-    print_table(f"{workload.model.layers} layers of hidden {workload.model.hidden}, {ranks} ranks", columns, rows)
+    print_table(f"{workload.model.layers} layers of hidden {workload.model.hidden}, {ranks} ranks", COLUMNS, rows)
     formula = "72 B s l h^2 (1 + s/6h + V/12lh) / (step x GPUs x peak)"
-    write_result(out, "train", columns, rows, workload=asdict(workload), mfu_formula=formula, peak_flops=peak_flops)
+    write_result(out, "train", COLUMNS, rows, workload=asdict(workload), mfu_formula=formula, peak_flops=peak_flops)
     return rows
 
 
@@ -63,5 +62,7 @@ def _measure_all(workload: TrainingWorkload, ranks: int, with_peers: bool) -> li
         )
         for name, options in (FSDP2.items() if with_peers else ())
     ]
-    runs += [stretto_run(workload, make_grid(sizes), name_grid(sizes)) for sizes in grids_of(ranks)]
+    runs += [
+        TrainingRun(name_grid(sizes), partial(build_stretto, workload, make_grid(sizes))) for sizes in grids_of(ranks)
+    ]
     return measure(runs, workload, world.device)

@@ -169,7 +169,7 @@ def depends_on_chunk_length(collective: Collective, block_chunks: int) -> bool:
     """Check whether outputs depend on where chunks begin, so that chunks cannot be made longer for aligned accesses.
 
     They do if a chunk goes to another place of a block, or if a block's chunks are not all made of the same ranks'
-    blocks: where some are sums and others are not, say, or where only some are promised, and the rest may hold anything.
+    blocks: where some are sums and others are not, say, or where the collective promises only some of them.
     """
     for rank in range(collective.ranks):
         made_of: dict[int, list[tuple[int, int]] | None] = {}

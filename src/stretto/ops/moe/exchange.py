@@ -106,7 +106,7 @@ def dispatch(
     dtypes. "rank": each rank sums those of its experts, in the order of topk_ids, rounds, and sends one row; the
     token's rank adds up those of all ranks in their order. So the bits depend on which rank has which expert; they are
     the same in each run. "choice": all rows are sent back, and added in the order of topk_ids: the bits are those of
-    one rank with all experts (without gather_group, which sums parts of rows). Not with max_rows.
+    one rank with all experts (without gather_group, which sums parts of rows).
 
     wrap_collective: called in place of each collective, in the backward pass too, as wrap_collective(kind, make), with
     kind "all_to_all", "all_gather" or "reduce_scatter"; make() issues the collective, and its result is returned. In
@@ -123,11 +123,6 @@ def dispatch(
     """
     if reduce not in get_args(Reduce):
         raise ValueError(f'dispatch: reduce is "rank" or "choice", not {reduce!r}')
-    if reduce == "choice" and max_rows is not None:
-        raise ValueError(
-            'dispatch: reduce="choice" returns as many rows as there are, and not with max_rows: give reduce="rank", '
-            "or max_rows=None"
-        )
     route_call = check_call(
         "dispatch", x, topk_ids, topk_weights, num_experts, group, gather_group, max_rows, wrap_collective,
         implementation,

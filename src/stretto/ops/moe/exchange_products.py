@@ -31,7 +31,7 @@ from stretto.ops.moe.grouped.matmul import (
     require_operands,
     take_rows,
 )
-from stretto.ops.moe.permutation import sum_copies, sum_dtype
+from stretto.ops.moe.permutation import sum_dtype
 from stretto.ops.moe.places import Places
 from stretto.ops.moe.routes import CollectiveWrapper, call
 
@@ -145,8 +145,7 @@ class _DispatchProduct(torch.autograd.Function):
         grad_x = grad_weight = None
         room = 0
         if weight is not None:
-            rows = grouped_matmul(grad, weight.transpose(1, 2), index.offsets)
-            finish, room = places.start_back(sum_copies(rows, index.positions, None, index.is_here)), places.room
+            finish, room = places.start_product_back(grad, weight.transpose(1, 2)), places.room
         if tokens is not None:
             grad_weight = grouped_weight_gradient(grad, tokens, index.offsets, tokens=numbers, room=room)
         if weight is not None:
@@ -159,18 +158,15 @@ class _ProductCombine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, weights: Tensor, places: Places, is_sent: bool) -> Tensor:
-        route, offsets = places.route, places.index.offsets
+        route = places.route
         assert route is not None
         everyones = route.weights if is_sent else None
         if everyones is None:
             everyones = route.send(lambda: weights, places.wrap_collective)
 
-        def multiply(part: slice, room: int) -> Tensor:
-            return grouped_matmul(rows, weight[:, part], offsets, room=room)
-
         ctx.places, ctx.weights_dtype = places, weights.dtype
         ctx.save_for_backward(rows, weight, everyones)
-        return places.multiply_and_give_back(multiply, everyones, weight.shape[1])
+        return places.multiply_and_give_back(lambda: rows, weight, everyones)
 
     @staticmethod
     @once_differentiable

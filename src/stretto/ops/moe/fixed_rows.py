@@ -2,8 +2,8 @@
 """Takes tokens to a fixed number of rows on their experts' ranks, and back, so that nothing waits for the host.
 
 The library has no all-to-all whose sizes only the device knows. So all tokens are gathered, each rank selects its rows,
-and sums by token return by a reduce-scatter. A rank that needs more rows than there are records it on the device, and
-an error is raised when the host next looks (`check_rows`).
+and sums by token return by a reduce-scatter, or one row a choice by several. A rank that needs more rows than there are
+records it on the device, and an error is raised when the host next looks (`check_rows`).
 
 Synchronization: each call updates the record on the call's stream, and copies it to pinned memory. The host reads that
 memory without waiting, and so sees the records of calls that the device has finished.
@@ -11,6 +11,8 @@ memory without waiting, and so sees the records of calls that the device has fin
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -52,6 +54,25 @@ class FixedRoute(Route):
         for group in reversed(self.groups):
             sums = _scatter(sums, group, wrap_collective)
         return sums
+
+    def give_choices_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
+        """Return a row of each choice, to which the other ranks add zeros: see `Route`. One slot after another, so that
+        no more rows than tokens are scattered at once."""
+        rows, index = make(), self.index
+
+        def take(slot: int) -> Tensor:
+            copies = rows.index_select(0, index.positions[:, slot])
+            return copies.masked_fill(~index.is_here[:, slot, None], 0)  # no product: it may be NaN
+
+        slots = range(index.positions.shape[1])
+        return torch.stack([self.give_back(partial(take, slot), wrap_collective) for slot in slots], 1).flatten(0, 1)
+
+    @property
+    def choices(self) -> Tensor:
+        """Choices in their own order."""
+        places, k = self.index.positions.shape
+        t = places // prod(group.size() for group in self.groups)
+        return torch.arange(t * k, device=self.index.positions.device).view(t, k)
 
     def mark_excess(self, tokens: Tensor) -> Tensor:
         """The tokens, all of NaN after too many rows."""

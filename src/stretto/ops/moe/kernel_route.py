@@ -22,7 +22,7 @@ from stretto.ops.moe.exchange_kernel import PushedRows, StagedRows, exchange_cou
 from stretto.ops.moe.fixed_rows import find_record
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
-from stretto.ops.moe.permutation import choose_block, invert, spread_tokens, sum_copies
+from stretto.ops.moe.permutation import choose_block, spread_tokens, sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, require_experts
 from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_kept, find_name, find_workspace
@@ -102,8 +102,8 @@ class KernelRoute(Route):
         """Return a row of each choice: see `Route`."""
 
         def push() -> Tensor:
-            numbers = self.index.is_here.reshape(-1).cumsum(0).index_select(0, self.index.slots) - 1
-            staged = _push(self.group, make(), invert(numbers), self.table, self.choices_back, back_by=1).rows
+            order = self.index.order_rows()  # rows behind the last copy go nowhere
+            staged = _push(self.group, make(), order, self.table, self.choices_back, back_by=1).rows
             return spread_tokens(staged[: self.pairs.ids.numel()])
 
         returned: Tensor = wrap_collective("all_to_all", push)
@@ -153,7 +153,7 @@ def find_kernel_route(
         back, choices_back = (max(sum(one[which] for one in of_rank) for of_rank in sent) for which in (0, 1))
     else:
         rows, places, back = max_rows, min(max_rows, max(t * world, 1)), t * min(k, world)
-        number, choices_back = places, 0
+        number, choices_back = places, t * k
 
     filled, needed = (None, None) if max_rows is None else table[world, rank].unbind()
 
@@ -227,7 +227,6 @@ def _push(
     parts, channels = (max(CHANNELS, _PARTS // power), CHANNELS) if rows.is_cuda else (4, 2)
     mapping = tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
     block_channel.check()
-    tiles.join_copies(block_channel)  # of an earlier call, which an error kept from it
     try:
         slot = next(workspace.slot_cycle)
         channel = block_channel.begin(
@@ -247,6 +246,7 @@ def _push(
         key = *map(tiles.kind_of, (*pushed, *staged, table)), *constants
         with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):
             block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
+        block_channel.is_open = not waits
     except BaseException:
         abandon(name, block_channel)
         raise

@@ -8,6 +8,7 @@ of the tokens returns as sums do.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -19,14 +20,20 @@ from torch.autograd.function import once_differentiable
 
 from stretto.memory.copy_engine import SideStream
 from stretto.memory.gpus import count_processors
+from stretto.ops.config import LIBRARY, KernelConfig
 from stretto.ops.moe.call_route import RouteCall, can_send, check_call
+from stretto.ops.moe.fixed_rows import FixedRoute
 from stretto.ops.moe.grouped.config import DTYPES
+from stretto.ops.moe.grouped.matmul import grouped_matmul
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.kernel_route import KernelRoute
 from stretto.ops.moe.permutation import sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call
 from stretto.ops.moe.sorting import sort_copies
-from stretto.ops.operator import find_known, find_name
+from stretto.ops.moe.tensor_parallel import choose_implementation, find_tiles, gather_multiply, multiply_scatter
+from stretto.ops.moe.tensor_parallel_kernels import Routed, multiply_leaving, push_tokens
+from stretto.ops.operator import find_group, find_name
+from stretto.tiles import INTERPRETED
 
 _PART_OF_GPU = 6  # of which one is left to what returns under a product
 _LEAST_COLUMNS = 256  # that are multiplied at once: a tile's
@@ -97,16 +104,18 @@ class Places:
             return found
         return found + torch.where(route.needed > len(self.index.slots), torch.nan, 0.0).to(found.dtype)
 
-    def start(self, tokens: Tensor, *, keeps: bool = True) -> tuple[Tensor, Arrivals | None]:
+    def start(self, tokens: Tensor, columns: int = 0, *, keeps: bool = True) -> tuple[Tensor, Arrivals | None]:
         """Send tokens to their places: (rows of places, what is on its way, None if they are there).
 
         Of rows on their way products take `Arrivals.rows`, and when they have, `Arrivals.keep` fills what this has
         returned (keeps: if anybody will read it). It is so for the kernels' exchange of what grouped kernels multiply.
+        columns: of all ranks' weights together by which these rows are multiplied, transposed ones if nothing is kept;
+        0 if kernels that multiply and gather are not to be chosen.
         """
         route, found = self.route, list[Arrivals]()
         if route is None:
             return tokens, None
-        if not isinstance(route, KernelRoute) or tokens.dtype not in DTYPES:
+        if not isinstance(route, KernelRoute) or not self._overlaps(tokens):
             return route.mark_excess(route.send(lambda: tokens, self.wrap_collective)), None
 
         def push() -> Tensor:
@@ -117,6 +126,24 @@ class Places:
 
         rows: Tensor = self.wrap_collective("all_to_all", push)
         return rows, found[0] if found else None
+
+    def begin(self, tokens: Tensor, columns: int, *, is_ahead: bool) -> tuple[Callable[[], Tensor], Arrivals | None]:
+        """As `start`, with a function that returns the rows; nothing may overwrite the tokens before it is called.
+
+        is_ahead: the caller does something else before, so that it pays to use a side stream for any exchange.
+        """
+        if not is_ahead or self.route is None or not tokens.is_cuda or self._overlaps(tokens):
+            rows, arrivals = self.start(tokens, columns)
+            return lambda: rows, arrivals
+        side = _find_side_stream(tokens.device)
+        side.open()
+        with side:
+            rows, arrivals = self.start(tokens, columns)
+        return partial(_join, side, rows, tokens), arrivals
+
+    def _overlaps(self, tokens: Tensor) -> bool:
+        """True if the kernels' exchange sends rows while grouped kernels multiply them."""
+        return isinstance(self.route, KernelRoute) and tokens.dtype in DTYPES
 
     def give_back(self, rows: Tensor) -> Tensor:
         """Sum what the ranks have for each token's places, at its rank, as `return_sums` does."""
@@ -130,41 +157,67 @@ class Places:
             return 0
         return count_processors(positions.device.index) // _PART_OF_GPU
 
-    def start_back(self, rows: Tensor) -> Callable[[], Tensor]:
-        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before."""
+    def start_back(self, rows: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
+        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before.
+
+        is_ahead: the caller does more than a product before, so that it pays to use a side stream for any exchange.
+        """
         room = self.room
-        if not room or not isinstance(self.route, KernelRoute):
+        if room and isinstance(self.route, KernelRoute):
+            return self.route.start_back(rows, self.wrap_collective, room)
+        if not is_ahead or self.route is None or not rows.is_cuda:
             returned = self.give_back(rows)
             return lambda: returned
-        return self.route.start_back(rows, self.wrap_collective, room)
+        side = _find_side_stream(rows.device)
+        side.open()
+        with side:
+            returned = self.give_back(rows)
+        return partial(_join, side, returned, rows)
 
-    def multiply_and_give_back(self, multiply: Callable[[slice, int], Tensor], weights: Tensor, columns: int) -> Tensor:
-        """Sum experts' rows, times places' weights [places, k], at their tokens' ranks: [t, columns].
+    def start_product_back(self, rows: Tensor, weight: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
+        """Multiply experts' rows, and begin to return each place's sum, as `start_back` does."""
+        index, is_here = self.index, None if self.route is None else self.index.is_here
+        sums = sum_copies(grouped_matmul(rows, weight, index.offsets), index.positions, None, is_here)
+        return self.start_back(sums, is_ahead=is_ahead)
 
-        multiply(part, room): these columns of the rows [n, .], by a product that leaves so many multiprocessors free. A
-        token's sum needs rows of several experts, so of a large product columns are divided: sums of some are formed
-        and return while the next ones are multiplied, as in COMET (Zhang et al., arXiv
-        2502.19811).
+    def multiply_and_give_back(
+        self,
+        activate: Callable[[], Tensor],
+        weight: Tensor,
+        weights: Tensor,
+        wrap_product: CollectiveWrapper | None = None,
+    ) -> Tensor:
+        """Sum experts' products with the rows that `activate` makes, times places' weights, at their tokens' ranks.
+
+        A token's sum needs rows of several experts, so of a large product columns are divided: sums of some are formed
+        and return while the next ones are multiplied, as in COMET (Zhang et al., arXiv 2502.19811). wrap_product: None,
+        or called with "product" around what is multiplied and summed here, all at once.
         """
-        parts, index, room = self._divide(columns), self.index, self.room
+        index, room = self.index, self.room
         is_here = None if self.route is None else index.is_here
 
-        def give_back(rows: Tensor) -> Tensor:
-            return self.give_back(sum_copies(rows, index.positions, weights, is_here))
+        def add(rows: Tensor) -> Tensor:
+            return sum_copies(rows, index.positions, weights, is_here)
 
+        def multiply_all() -> Tensor:
+            return add(grouped_matmul(activate(), weight, index.offsets))
+
+        if wrap_product is not None:
+            return self.give_back(wrap_product("product", multiply_all))
+        parts = self._divide(weight.shape[1])
         if len(parts) == 1:
-            return give_back(multiply(parts[0], 0))
+            return self.give_back(multiply_all())
         assert isinstance(self.route, KernelRoute)
-        device = index.positions.device
-        side: SideStream = find_known(find_name(self.route.group), device, "moe returns", lambda: SideStream(device))
-        rows = [multiply(parts[0], 0)]  # all are kept until the side stream has read them
-        out = rows[0].new_empty(self.route.pairs.numbers.shape[0], columns)
+        side, activated = _find_side_stream(index.positions.device), activate()
+        # All are kept until the side stream has read them.
+        rows = [grouped_matmul(activated, weight[:, parts[0]], index.offsets)]
+        out = rows[0].new_empty(self.route.pairs.numbers.shape[0], weight.shape[1])
         for part, following in zip_longest(parts, parts[1:]):
             side.open()
             with side:
-                out[:, part] = give_back(rows[-1])
+                out[:, part] = self.give_back(add(rows[-1]))
             if following is not None:
-                rows.append(multiply(following, room))
+                rows.append(grouped_matmul(activated, weight[:, following], index.offsets, room=room))
         side.join()
         return out
 
@@ -174,6 +227,110 @@ class Places:
         count = min(columns // _LEAST_COLUMNS, _MOST_PARTS) if numbers >= _LEAST_NUMBERS else 1
         width = triton.cdiv(triton.cdiv(columns, max(count, 1)), _LEAST_COLUMNS) * _LEAST_COLUMNS
         return [slice(begin, min(begin + width, columns)) for begin in range(0, columns, width)]
+
+
+@dataclass(frozen=True)
+class ColumnPlaces(Places):
+    """Places of all tokens of a group, whose ranks have columns of all experts: tensor-parallel experts.
+
+    Where `all_gather_moe` or `moe_reduce_scatter` would run as a kernel for a product here, it does: tokens arrive
+    while others are multiplied, and sums leave. Elsewhere a product follows the library's gather, or is followed by its
+    reduce-scatter.
+    """
+
+    group: str
+
+    def start(self, tokens: Tensor, columns: int = 0, *, keeps: bool = True) -> tuple[Tensor, Arrivals | None]:
+        """As of `Places`, by copy engines where a kernel multiplies tokens as they arrive."""
+        columns //= find_group(self.group).size()
+        shape = torch.Size((len(self.index.offsets) - 1, columns, tokens.shape[1]))
+
+        def run(how: KernelConfig) -> object:
+            stored = shape if keeps else (shape[0], shape[2], shape[1])
+            weight = torch.empty(stored, dtype=tokens.dtype, device=tokens.device).normal_(std=shape[2] ** -0.5)
+            weight = weight if keeps else weight.mT
+            return gather_multiply(tokens, weight, *self._routed, self.group, how.encode(), keeps)
+
+        how = self._choose("all_gather_moe", tokens, shape, run, is_transposed=not keeps)
+        if how == LIBRARY.encode():
+            return super().start(tokens, columns)
+        found = list[Arrivals]()
+
+        def push() -> Tensor:
+            kept = tokens.new_empty(len(self.index.positions), tokens.shape[1]) if keeps else None
+            found.append(push_tokens(tokens.contiguous(), self.group, kept))
+            return found[0].rows if kept is None else kept
+
+        rows: Tensor = self.wrap_collective("all_gather", push)
+        return rows, found[0] if found else None
+
+    def start_product_back(self, rows: Tensor, weight: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
+        """As of `Places`; where a kernel has multiplied, all is done."""
+        found = self._multiply_leaving(lambda: rows, weight, None)
+        return super().start_product_back(rows, weight, is_ahead=is_ahead) if found is None else lambda: found
+
+    def multiply_and_give_back(
+        self,
+        activate: Callable[[], Tensor],
+        weight: Tensor,
+        weights: Tensor,
+        wrap_product: CollectiveWrapper | None = None,
+    ) -> Tensor:
+        """As of `Places`, by one kernel where it is chosen."""
+        found = self._multiply_leaving(activate, weight, weights)
+        return super().multiply_and_give_back(activate, weight, weights, wrap_product) if found is None else found
+
+    def _multiply_leaving(self, make: Callable[[], Tensor], weight: Tensor, weights: Tensor | None) -> Tensor | None:
+        """The kernel's sums of this rank's tokens, None for the library."""
+
+        def run(how: KernelConfig) -> Tensor:
+            own = None if weights is None else weights.chunk(find_group(self.group).size())[0]
+            return multiply_scatter(make(), weight, own, *self._routed, self.group, how.encode())[0]
+
+        def multiply() -> Tensor:
+            rows = make()
+            config = find_tiles(how, (rows, weight), len(rows), by_tokens=False)
+            return multiply_leaving(config, rows, weight, weights, self._routed, self.group)
+
+        is_transposed = not weight.is_contiguous()
+        how = self._choose("moe_reduce_scatter", weight, weight.shape, run, is_transposed=is_transposed)
+        if how == LIBRARY.encode():
+            return None
+        found: Tensor = self.wrap_collective("moe_reduce_scatter", multiply)
+        return found
+
+    @cached_property
+    def _routed(self) -> Routed:
+        index = self.index
+        return Routed(index.places().to(torch.int32), index.positions, index.offsets)
+
+    def _choose(
+        self,
+        operator: str,
+        like: Tensor,
+        weight: torch.Size,
+        run: Callable[[KernelConfig], object],
+        *,
+        is_transposed: bool,
+    ) -> str:
+        """What "auto" is; on CPUs that interpret no kernels, the library, of which nobody need be told."""
+        if not (like.is_cuda or INTERPRETED) or like.dtype not in DTYPES:
+            return LIBRARY.encode()
+        options = "in a layer"
+        return choose_implementation(
+            operator, like, weight, self.index.positions, self.group, run, options, is_transposed=is_transposed
+        )
+
+
+@cache
+def _find_side_stream(device: torch.device) -> SideStream:
+    return SideStream(device)
+
+
+def _join(side: SideStream, made: Tensor, _read: Tensor) -> Tensor:
+    """What a side stream has made, after what it has read, which is not freed before."""
+    side.join()
+    return made
 
 
 def find_places(
@@ -197,7 +354,7 @@ def find_places(
         return Places(PlaceIndex(*sort_copies(topk_ids, num_experts)), None, wrap_collective)
     if route_call.is_alone:
         raise ValueError("send_tokens: one rank with all experts has as many rows as choices: give max_rows=None")
-    return _find(x, topk_ids, topk_weights, route_call)
+    return _find(x, topk_ids, topk_weights, route_call, implementation)
 
 
 def return_sums(sums: Tensor, sent: SentTokens) -> Tensor:
@@ -212,10 +369,14 @@ def return_sums(sums: Tensor, sent: SentTokens) -> Tensor:
 
 
 @torch.compiler.disable  # a graph break, as in `dispatch`
-def _find(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, route_call: RouteCall) -> Places:
+def _find(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, route_call: RouteCall, implementation: str) -> Places:
     given = topk_weights if can_send(topk_weights) else None
-    route = route_call.find("send_tokens", x, topk_ids, given, "rank")
-    return Places(route.index, route, route_call.wrap_collective)
+    route, wrap_collective = route_call.find("send_tokens", x, topk_ids, given, "rank"), route_call.wrap_collective
+    group, gather_group = route_call.group, route_call.gather_group
+    is_whole = group is None and isinstance(route, FixedRoute) and route.needed is None
+    if implementation == "auto" and is_whole and gather_group is not None:
+        return ColumnPlaces(route.index, route, wrap_collective, find_name(gather_group))
+    return Places(route.index, route, wrap_collective)
 
 
 @torch.compiler.disable

@@ -9,6 +9,7 @@ From top to bottom: the operators; the routing; the two products, which are each
 gradients.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,7 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.ops import choices
 from stretto.ops.choices import find_group_obstacle
+from stretto.ops.config import LIBRARY, GemmProblem, KernelConfig, decode
+from stretto.ops.gemm import TMA_BYTES
 from stretto.ops.moe.activation import Activation, find_activation, gated_activation
 from stretto.ops.moe.grouped.config import GroupedConfig, choose_config, require_implementation
 from stretto.ops.moe.grouped.matmul import (
@@ -83,15 +87,16 @@ def all_gather_moe(
     x's gradient is the transposed pair, a grouped product and a reduce-scatter, with the sums of `moe_reduce_scatter`;
     weight's needs the gathered tokens [ranks * t, h], which are kept for it. implementation: "library" gathers by the
     group's backend, then multiplies as `grouped_matmul`; "kernel" multiplies tokens as they arrive, for what
-    `grouped_matmul`'s kernels take, between ranks of one machine; "auto" is the library. ValueError for other shapes
-    and dtypes, where no kernel can run, and if ranks make different calls. TileLink, section 5.
+    `grouped_matmul`'s kernels take, between ranks of one machine; "auto" is the faster one where `ops.tune` or a first
+    call has timed both, and else the library. ValueError for other shapes and dtypes, where no kernel can run, and if
+    ranks make different calls. TileLink, section 5.
     """
     name = find_name(group)
     require_implementation(implementation)
     require_tokens("all_gather_moe", x, topk_ids, weight.shape[0] if weight.dim() == 3 else 1)
-    routed = Routed(*_gather_routing(topk_ids, weight.shape[0], name, implementation))
+    routed = Routed(*gather_routing(topk_ids, weight.shape[0], name, implementation))
     require_operands("all_gather_moe", x, weight, routed.offsets)
-    rows, _ = _gather_multiply(x, weight, *routed, name, implementation, needs_gradients(weight))
+    rows, _ = gather_multiply(x, weight, *routed, name, implementation, needs_gradients(weight))
     return GatheredRows(rows, routed)
 
 
@@ -125,7 +130,7 @@ def moe_reduce_scatter(
             "what was computed from the rows that came with it"
         )
     require_weighted("moe_reduce_scatter", rows, topk_weights, (tokens // dist.get_world_size(group), k))
-    out, _ = _multiply_scatter(rows, weight, topk_weights, *handle, name, implementation)
+    out, _ = multiply_scatter(rows, weight, topk_weights, *handle, name, implementation)
     return out
 
 
@@ -181,7 +186,7 @@ def _fake_routing(topk_ids: Tensor, experts: int, group: str, implementation: st
     )
 
 
-_gather_routing = define_operator("moe_gather_routing", _run_routing, fake=_fake_routing, tensors=slice(1))
+gather_routing = define_operator("moegather_routing", _run_routing, fake=_fake_routing, tensors=slice(1))
 
 
 def _require_agreement(call: str, group: str, device: torch.device, *, is_ready: bool = True) -> bool:
@@ -192,14 +197,14 @@ def _require_agreement(call: str, group: str, device: torch.device, *, is_ready:
 
 
 def _find_config(
-    call: str, implementation: str, n: int, experts: int, operands: tuple[Tensor, ...], group: str, *, by_tokens: bool
+    call: str, implementation: str, n: int, operands: tuple[Tensor, ...], group: str, *, by_tokens: bool
 ) -> GroupedConfig | None:
     """The kernel's configuration of a product, None for the library. ValueError where "kernel" is asked for in vain."""
     device, config = operands[0].device, None
     obstacle = _find_obstacle(implementation, group, device) if n else ""
-    if implementation == "kernel" and find_group(group).size() > 1 and n and not obstacle:
+    if implementation != "library" and find_group(group).size() > 1 and n and not obstacle:
         try:
-            config = choose_config(implementation, "product", n, experts, operands, by_tokens=by_tokens)
+            config = find_tiles(implementation, operands, n, by_tokens=by_tokens)
         except ValueError as error:  # which other ranks need not have
             obstacle = str(error)
     is_ready = _require_agreement(f"{call}, {implementation}", group, device, is_ready=not obstacle)
@@ -208,10 +213,47 @@ def _find_config(
     return config
 
 
+def find_tiles(implementation: str, operands: tuple[Tensor, ...], n: int, *, by_tokens: bool) -> GroupedConfig:
+    """The tiles of a product of n rows, of "kernel" or an encoded configuration. ValueError where none can run."""
+    found = choose_config("kernel", "product", n, len(operands[1]), operands, by_tokens=by_tokens)
+    assert found is not None
+    blocks = None if implementation == "kernel" else decode(implementation).blocks
+    return found if blocks is None else GroupedConfig(blocks)
+
+
+def choose_implementation(
+    operator: str,
+    like: Tensor,
+    weight: torch.Size,
+    positions: Tensor,
+    group: str,
+    run: Callable[[KernelConfig], object],
+    *options: object,
+    is_transposed: bool,
+) -> str:
+    """What "auto" is for a call, on all ranks alike: "library", or a configuration as text. Counts the call.
+
+    like: of the operands' dtype and device. weight: [e, f, h] of all experts here. positions: [ranks * t, k], of the
+    routing. run: computes the call, to time it.
+    """
+    if find_group(group).size() == 1 or not positions.shape[0] or not weight.numel():
+        return LIBRARY.encode()
+    problem = describe_product(operator, like.dtype, weight, positions, group, is_transposed=is_transposed)
+    return choices.choose_config(problem, like, None, group, "auto", *options, run=run).encode()
+
+
+def describe_product(
+    operator: str, dtype: torch.dtype, weight: torch.Size, positions: Tensor, group: str, *, is_transposed: bool
+) -> GemmProblem:
+    """The problem that a call computes; positions: [ranks * t, k]."""
+    (tokens, k), (experts, n, inner), ranks = positions.shape, weight, find_group(group).size()
+    return GemmProblem(operator, tokens, n, inner, dtype, is_transposed, ranks, experts=experts, top_k=k)
+
+
 def _find_obstacle(implementation: str, group: str, device: torch.device) -> str:
     """Why the group's ranks can run no kernels that were asked for, "" if they can."""
     obstacle = ""
-    if implementation == "kernel" and find_group(group).size() > 1:
+    if implementation not in ("auto", "library") and find_group(group).size() > 1:
         obstacle = find_group_obstacle(group, device)
     return obstacle and f'no kernel can run: {obstacle}; implementation="library" will do'
 
@@ -248,10 +290,16 @@ def _run_gather(
     keeps_gathered: bool,
 ) -> tuple[Tensor, Tensor]:
     """(rows [n, f], gathered tokens [ranks * t, h] if they are kept, else none)."""
-    x, weight = x.contiguous(), _orient(weight)
+    x, weight = _align(x.contiguous()), _orient(weight)
+    if implementation == "auto":
+        implementation = choose_implementation(
+            "all_gather_moe", x, weight.shape, positions, group,
+            lambda how: _run_gather(x, weight, tokens, positions, offsets, group, how.encode(), keeps_gathered),
+            keeps_gathered, is_transposed=not weight.is_contiguous(),
+        )  # fmt: skip
     config = _find_config(
-        f"all-gather of [{x.shape[0]}, {x.shape[1]}] {x.dtype}", implementation, tokens.shape[0], weight.shape[0],
-        (x, weight), group, by_tokens=True,
+        f"all-gather of [{x.shape[0]}, {x.shape[1]}] {x.dtype}", implementation, tokens.shape[0], (x, weight), group,
+        by_tokens=True,
     )  # fmt: skip
     if config is not None and weight.numel():
         routed = Routed(tokens, positions, offsets)
@@ -263,7 +311,12 @@ def _run_gather(
 
 def _orient(weight: Tensor) -> Tensor:
     """The weight, contiguous or the transpose of what is."""
-    return weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous()
+    return _align(weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous())
+
+
+def _align(operand: Tensor) -> Tensor:
+    """The operand, in memory that TMA takes: all ranks make one choice, and their addresses may differ."""
+    return operand if operand.data_ptr() % TMA_BYTES == 0 else operand.clone()
 
 
 def _fake_gather(
@@ -300,7 +353,7 @@ def _differentiate_gather(ctx: Any, grad: Tensor | None, _of_gathered: Tensor | 
         grad = grad.contiguous()
         if weight is not None:
             transposed = weight.transpose(1, 2)
-            of_x, _ = _multiply_scatter(
+            of_x, _ = multiply_scatter(
                 grad, transposed, None, tokens, positions, offsets, ctx.group, ctx.implementation
             )
         if gathered is not None:
@@ -322,11 +375,17 @@ def _run_scatter(
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
     """(this rank's tokens [t, h], all ranks' weights [ranks * t, k], of no elements without weights)."""
-    rows, weight = rows.contiguous(), _orient(weight)
+    rows, weight = _align(rows.contiguous()), _orient(weight)
     weighted = "unweighted" if topk_weights is None else topk_weights.dtype
+    if implementation == "auto":
+        implementation = choose_implementation(
+            "moe_reduce_scatter", rows, weight.shape, positions, group,
+            lambda how: _run_scatter(rows, weight, topk_weights, tokens, positions, offsets, group, how.encode()),
+            weighted, is_transposed=not weight.is_contiguous(),
+        )  # fmt: skip
     config = _find_config(
         f"reduce-scatter of [{positions.shape[0]}, {weight.shape[1]}] {rows.dtype}, {weighted}", implementation,
-        rows.shape[0], weight.shape[0], (rows, weight), group, by_tokens=False,
+        rows.shape[0], (rows, weight), group, by_tokens=False,
     )  # fmt: skip
     everyones = None if topk_weights is None else _gather(topk_weights, group, implementation)
     if config is not None and weight.numel():
@@ -375,7 +434,7 @@ def _differentiate_scatter(ctx: Any, grad: Tensor | None, _of_weights: Tensor | 
     of_weight = of_topk_weights = factors = None
     if grad is None:
         return (None,) * 8
-    of_rows, gathered = _gather_multiply(
+    of_rows, gathered = gather_multiply(
         grad.contiguous(), weight.transpose(1, 2), tokens, positions, offsets, ctx.group, ctx.implementation,
         needs_weight,
     )  # fmt: skip
@@ -410,7 +469,7 @@ def _fake_products(products: Tensor, group: str, implementation: str) -> Tensor:
     return products.new_empty(products.shape[0] // find_group(group).size(), products.shape[1])
 
 
-_gather_multiply = define_operator(
+gather_multiply = define_operator(
     "all_gather_moe",
     _run_gather,
     fake=_fake_gather,
@@ -418,7 +477,7 @@ _gather_multiply = define_operator(
     autograd=Autograd(_save_gather, _differentiate_gather),
     tensors=slice(5),
 )
-_multiply_scatter = define_operator(
+multiply_scatter = define_operator(
     "moe_reduce_scatter",
     _run_scatter,
     fake=_fake_scatter,

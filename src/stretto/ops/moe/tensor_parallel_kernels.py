@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel experts by kernels: products whose tokens arrive meanwhile, and products whose sums leave meanwhile.
 
-`multiply_arriving` has copy engines push this rank's tokens to all others, and multiplies tiles of rows as the tokens
-that they gather arrive. `multiply_leaving` is one kernel, `multiply_and_send`: grouped GEMM, weighted top-k sums, their
-stores to the ranks that own the tokens, and the sums over ranks. Both find their tiles in a `TileOrder`, a dynamic
-mapping that is filled on the device from the routing (TileLink, section 4.1). `exchange` moves what is small.
+`push_tokens` has copy engines push this rank's tokens to all others, and products of the experts multiply tiles of rows
+as the tokens that they gather arrive (`multiply_arriving`). `multiply_leaving` is one kernel, `multiply_and_send`:
+grouped GEMM, weighted top-k sums, their stores to the ranks that own the tokens, and the sums over ranks. Both find
+their tiles in a `TileOrder`, a dynamic mapping that is filled on the device from the routing (TileLink, section 4.1).
+`exchange` moves what is small.
 """
 
 from collections.abc import Hashable
@@ -21,7 +22,7 @@ from stretto.ops.gemm import order_tiles
 from stretto.ops.moe.grouped.config import GroupedConfig
 from stretto.ops.moe.grouped.kernels import _describe, _make_tile, multiply
 from stretto.ops.moe.grouped.tile_order import Arrivals, TileOrder, find_tile_order
-from stretto.ops.operator import OperatorWorkspace, abandon, count_bytes, find_workspace
+from stretto.ops.operator import OperatorWorkspace, abandon, count_bytes, find_group, find_workspace
 from stretto.tiles.intrinsics import opaque_zero
 
 _PARTS = 8  # of a rank's tokens, that are signalled separately
@@ -53,20 +54,33 @@ class Routed(NamedTuple):
 class _CopiedTokens(Arrivals):
     """Tokens that copy engines push, which need no multiprocessor: the consumer may fill the GPU."""
 
+    group = ""
+    kept: Tensor | None = None  # where copy engines put all tokens
+
     def run(
         self, kernel: Any, key: Hashable, programs: int, arguments: tuple[Any, ...], options: dict[str, int]
     ) -> None:
         """Launch a persistent kernel whose programs claim tiles, and wait for their rows."""
         programs = leave_room_for_copies(programs, self._block_channel.device)
-        self._block_channel.launch(kernel, key, programs, arguments, **options)
+        try:
+            self._block_channel.launch(kernel, key, programs, arguments, **options)
+        except BaseException:
+            abandon(self.group, self._block_channel)
+            raise
+        finally:  # also after an error: the next call's copies must come after these
+            self._join()
+
+    def keep(self, memory: Tensor) -> None:
+        """Copy the tokens to memory, unless copy engines have done it."""
+        self.wait()
+        if memory is not self.kept:
+            super().keep(memory)
 
 
-def multiply_arriving(
-    config: GroupedConfig, x: Tensor, weight: Tensor, routed: Routed, group: str, *, keeps_gathered: bool
-) -> tuple[Tensor, Tensor]:
-    """(rows [n, f], gathered tokens [ranks * t, h] or none): x [t, h], weight [e, f, h] or the transpose of one."""
+def push_tokens(x: Tensor, group: str, kept: Tensor | None = None) -> Arrivals:
+    """Have copy engines push x [t, h] to all ranks, which have as many tokens; kept: to which all are copied, too."""
     t, h = x.shape
-    ranks_tokens = routed.positions.shape[0]
+    ranks_tokens = find_group(group).size() * t
     workspace, slot, offset = _take_slot(group, x.device, count_bytes(ranks_tokens, h, dtype=x.dtype))
     block_channel = workspace.channel
     rank, ranks = block_channel.rank, block_channel.world_size
@@ -74,7 +88,6 @@ def multiply_arriving(
     size = triton.cdiv(t, parts)  # as `find_tile_order` cuts them
     mapping = tiles.shard_tiles(parts, ranks, 1, channels=parts, fixed=True)
     gathered = block_channel.tensor((ranks_tokens, h), x.dtype, offset=offset)
-    kept = x.new_empty(ranks_tokens if keeps_gathered else 0, h)
     table = torch.full((ranks, ranks, 2), t, dtype=torch.int32, device=x.device)
     try:
         channel = block_channel.begin("all_gather_moe", mapping, mapping, "p2p", slot=slot)
@@ -90,20 +103,27 @@ def multiply_arriving(
                     sent = slice(start, min(start + size, t))
                     tiles.rank_copy_data(there, x, rows=sent, to=rank * t + start)
                     tiles.rank_notify(block_channel, peer * parts + part, peer)
-            if keeps_gathered:
+            if kept is not None:
                 tiles.rank_copy_data(kept, x, rows=slice(0, t), to=rank * t)
                 for distance in range(1, ranks):
                     source = (rank + distance) % ranks
                     tiles.rank_wait(block_channel, rank * parts + parts - 1, source)
                     tiles.rank_copy_data(kept, gathered, rows=slice(source * t, (source + 1) * t), to=source * t)
-        arrivals = _CopiedTokens(gathered, block_channel, channel, mapping, 1, table, x)
-        rows = multiply(config, gathered, weight, routed.offsets, routed.tokens, arrivals)
     except BaseException:
         abandon(group, block_channel)
         raise
-    finally:  # also after an error: the next call's copies must come after these
-        tiles.join_copies(block_channel)
-    return rows, kept
+    arrivals = _CopiedTokens(gathered, block_channel, channel, mapping, 1, table, x)
+    arrivals.group, arrivals.kept = group, kept
+    return arrivals
+
+
+def multiply_arriving(
+    config: GroupedConfig, x: Tensor, weight: Tensor, routed: Routed, group: str, *, keeps_gathered: bool
+) -> tuple[Tensor, Tensor]:
+    """(rows [n, f], gathered tokens [ranks * t, h] or none): x [t, h], weight [e, f, h] or the transpose of one."""
+    kept = x.new_empty(routed.positions.shape[0] if keeps_gathered else 0, x.shape[1])
+    arrivals = push_tokens(x, group, kept if keeps_gathered else None)
+    return multiply(config, arrivals.rows, weight, routed.offsets, routed.tokens, arrivals), kept
 
 
 @triton.jit
@@ -320,5 +340,6 @@ def _take_slot(group: str, device: torch.device, size: int) -> tuple[OperatorWor
     """(the group's workspace, the slot of this call for `begin`, where its bytes begin)."""
     workspace = find_workspace(group, device, size, "copy_engine")
     workspace.channel.check()
+    tiles.join_copies(workspace.channel)  # of an earlier call, which an error kept from it
     slot = next(workspace.slot_cycle)
     return workspace, slot if workspace.slots == 2 else None, slot * workspace.slot_bytes

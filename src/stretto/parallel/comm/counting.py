@@ -101,8 +101,8 @@ class _Counter(SelectiveMode):
         kind, payload, factor = _RINGS[name]
         group = _group_of(args)
         sent = sum(t.numel() * t.element_size() for t in _tensors(args[payload])) * factor(group.size())
-        if name == "all_to_all_single":  # of uneven parts
-            rows, _, counts = args[:3]
+        if name == "all_to_all_single" or (name == "alltoall_base_" and args[4]):  # of uneven parts
+            rows, counts = (args[0], args[2]) if name == "all_to_all_single" else (args[1], args[4])
             sent = rows[:1].numel() * rows.element_size() * (sum(counts) - counts[group.rank()])
         call = CollectiveCall(kind, self.axes.get(group.group_name, "other"), group.size(), round(sent))
         self.counts.calls.append(call)

@@ -4,7 +4,8 @@
 Functions of parallel modules gather weights ahead, keep them for the backward pass, and start to reduce gradients that
 autograd does not see. A compiler could trace none of that, and would break its graph at each module. It traces
 `stretto::call_function` and `stretto::differentiate_function` instead, which run such a function's `forward` and
-`backward` as they are.
+`backward` as they are. A graph runs them once for each linear, so they are registered without the wrappers of
+`torch.library.custom_op` and `register_autograd`, which cost the host more than a linear's own code does.
 
 Of which module they run it, a tensor says: the module's key. Layers of one kind then share a graph, where a number
 would be a constant of it, and each layer have its own. The key's graph leads to the weight, so that `backward(inputs=)`
@@ -15,9 +16,11 @@ from its forward pass: the graph saves the inputs. What else it saves is in its 
 saves the call's token.
 """
 
+import inspect
 import itertools
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -52,7 +55,8 @@ class GraphFunction:
         weight: Tensor | None = None,
         keeps_inputs: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.function: Any = function
+        # Without what `once_differentiable` adds: no graph is differentiated twice.
+        self.forward, self.backward = function.forward, inspect.unwrap(function.backward)
         self.arrange = arrange
         self._register(keeps_inputs, weight)
 
@@ -66,11 +70,14 @@ class GraphFunction:
         """Take these weights from now on: a conversion has replaced them, they were frozen or unfrozen, or the stream
         has changed: what autograd accumulates in a weight, it does on the stream on which its node was made."""
         self.key = torch.empty(0)  # frees the weights' nodes, which this may be all that keeps
+        self.edges: tuple[tuple[Any, int], ...] = ()
         self.weights = tuple(weight for weight in weights if weight is not None)
         self._needs = [weight.requires_grad for weight in self.weights]
         self._stream = current_stream(self.weights[0].device) if self.weights else None
         with torch.inference_mode(False), torch.enable_grad():
             self.key = _WeightKey.apply(float(self._number), *weights)
+        if self.key.grad_fn is not None:
+            self.edges = self.key.grad_fn.next_functions
 
     def is_outdated(self, stream: int | None) -> bool:
         """True if a weight was frozen or unfrozen since it was taken, or taken on another stream than this."""
@@ -83,8 +90,7 @@ class GraphFunction:
         needs = [is_on and each.requires_grad for each in (self.key, x, *others)]
         # Compilers make one call of two that are alike, but for what is empty: a new number is in no other call.
         this = torch.empty(1, dtype=torch.float64, device="cpu")
-        y, _ = torch.ops.stretto.call_function(this, self.key, [x, *others], list(shape), needs)
-        found: Tensor = y
+        found: Tensor = torch.ops.stretto.record_function(this, self.key, [x, *others], list(shape), needs)
         return found
 
 
@@ -106,16 +112,6 @@ def new_number() -> Tensor:
     """A number [1] that is made when a graph runs, and that is in no other call of one."""
     number: Tensor = torch.ops.stretto.new_number(torch.empty(1, dtype=torch.float64, device="cpu"))
     return number
-
-
-@torch.library.custom_op("stretto::new_number", mutates_args=())
-def _new_number(this: Tensor) -> Tensor:
-    return torch.tensor([next(_numbers)], dtype=torch.float64)
-
-
-@_new_number.register_fake
-def _(this: Tensor) -> Tensor:
-    return torch.empty_like(this)
 
 
 class _WeightKey(torch.autograd.Function):
@@ -180,24 +176,21 @@ class _FunctionCall(_GraphCall):
 
     def forward(self, inputs: Sequence[Tensor], needs: Sequence[bool]) -> Tensor:
         if any(needs):
-            node = self.function.key.grad_fn
-            self.next_functions = ((None, 0), (None, 0) if node is None else node.next_functions[0])
-        y: Tensor = self._run("forward", inputs)
+            self.next_functions = ((None, 0), *(self.function.edges or ((None, 0),)))
+        x, other = self._inputs = inputs[0], inputs[1] if len(inputs) > 1 else None
+        y: Tensor = self.function.forward(self, *self.function.arrange(x, other))
+        self._inputs = (None, None)
         return y.contiguous()
 
     def backward(self, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]) -> Sequence[Tensor | None]:
         self.needs_input_grad = (needs[0], False, *needs[1:])
-        of_x, _, of_other, *_ = self._run("backward", inputs, gradient)
-        return (of_x, of_other)[: len(inputs)]
-
-    def _run(self, name: str, inputs: Sequence[Tensor], *gradients: Tensor) -> Any:
-        """Run the function's `forward`, or its `backward` with gradients, on inputs that are kept for so long."""
-        x, other = self._inputs = inputs[0], inputs[1] if len(inputs) > 1 else None
+        self._inputs = inputs[0], inputs[1] if len(inputs) > 1 else None
         try:
-            with torch.no_grad():
-                return getattr(self.function.function, name)(self, *(gradients or self.function.arrange(x, other)))
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+                of_x, _, of_other, *_ = self.function.backward(self, gradient)
         finally:
             self._inputs = (None, None)
+        return (of_x, of_other)[: len(inputs)]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Save tensors: of inputs, which the graph saves, only which they are."""
@@ -227,7 +220,6 @@ def _version_of(saved: Tensor | int | None) -> int | None:
     return saved._version if isinstance(saved, Tensor) and not saved.is_inference() else None
 
 
-@torch.library.custom_op("stretto::call_function", mutates_args=())
 def _call_function(
     this: Tensor, key: Tensor, inputs: Sequence[Tensor], shape: Sequence[int], needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
@@ -237,14 +229,6 @@ def _call_function(
     return y.clone() if is_recomputed() else y, torch.frombuffer(call, dtype=torch.float64)
 
 
-@_call_function.register_fake
-def _(
-    this: Tensor, key: Tensor, inputs: Sequence[Tensor], shape: Sequence[int], needs: Sequence[bool]
-) -> tuple[Tensor, Tensor]:
-    return inputs[0].new_empty(shape), torch.empty(1, dtype=torch.float64)
-
-
-@torch.library.custom_op("stretto::differentiate_function", mutates_args=())
 def _differentiate_function(
     key: Tensor, token: Tensor, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]
 ) -> list[Tensor]:
@@ -260,27 +244,69 @@ def _differentiate_function(
     return found
 
 
-@_differentiate_function.register_fake
-def _(key: Tensor, token: Tensor, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]) -> list[Tensor]:
-    parts = [each.new_empty(each.shape if need else 0) for each, need in zip(inputs, needs, strict=True)]
-    return [torch.empty_like(key), *parts]
+class _RecordedFunction(torch.autograd.Function):
+    """Calls a function, which the graph differentiates: a compiler traces this, and finds two operators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shape: Sequence[int], needs: Sequence[bool], this: Tensor, key: Tensor, *inputs: Tensor
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.needs = needs
+        y, token = torch.ops.stretto.call_function(this, key, inputs, shape, needs)
+        ctx.save_for_backward(key, token, *inputs)
+        found: Tensor = y
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        key, token, *inputs = ctx.saved_tensors
+        if gradient is None:
+            return (None,) * (4 + len(inputs))
+        needs = ctx.needs[1:]
+        of_key, *found = torch.ops.stretto.differentiate_function(key, token, inputs, gradient, needs)
+        parts = [part if need else None for part, need in zip(found, needs, strict=True)]
+        return None, None, None, of_key if ctx.needs[0] else None, *parts
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, key, given, _, ctx.needs = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(key, output[1], *given)
+def _record_function(
+    this: Tensor, key: Tensor, inputs: Sequence[Tensor], shape: Sequence[int], needs: Sequence[bool]
+) -> Tensor:
+    y: Tensor = _RecordedFunction.apply(shape, needs, this, key, *inputs)
+    return y
 
 
-def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...]:
-    key, token, *inputs = ctx.saved_tensors
-    if gradient is None:
-        return None, None, [None for _ in inputs], None, None
-    needs = ctx.needs[1:]
-    of_key, *found = torch.ops.stretto.differentiate_function(key, token, inputs, gradient, needs)
-    parts = [part if need else None for part, need in zip(found, needs, strict=True)]
-    return None, of_key if ctx.needs[0] else None, parts, None, None
+_operators = torch.library.Library("stretto", "FRAGMENT")  # registrations live as long as this
 
 
-_call_function.register_autograd(_differentiate, setup_context=_save)
+def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
+    """Register an operator. fake: what it returns of tensors without data; None for one that calls other operators."""
+    name = schema.partition("(")[0]
+    _operators.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _operators.impl(name, kernel, "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd")
+    if fake is not None:
+        torch.library.register_fake(f"stretto::{name}", fake, lib=_operators)
+
+
+_register(
+    "new_number(Tensor this) -> Tensor",
+    lambda this: torch.tensor([next(_numbers)], dtype=torch.float64),
+    torch.empty_like,
+)
+_register(
+    "record_function(Tensor this, Tensor key, Tensor[] inputs, SymInt[] shape, bool[] needs) -> Tensor",
+    _record_function,
+)
+_register(
+    "call_function(Tensor this, Tensor key, Tensor[] inputs, SymInt[] shape, bool[] needs) -> (Tensor, Tensor)",
+    _call_function,
+    lambda this, key, inputs, shape, needs: (inputs[0].new_empty(shape), torch.empty(1, dtype=torch.float64)),
+)
+_register(
+    "differentiate_function(Tensor key, Tensor token, Tensor[] inputs, Tensor gradient, bool[] needs) -> Tensor[]",
+    _differentiate_function,
+    lambda key, token, inputs, gradient, needs: [
+        torch.empty_like(key),
+        *(each.new_empty(each.shape if need else 0) for each, need in zip(inputs, needs, strict=True)),
+    ],
+)

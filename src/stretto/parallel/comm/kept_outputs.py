@@ -38,6 +38,7 @@ KEPT_IN = {
     "router statistics": _COMMUNICATION,
     "norm statistics": _COMMUNICATION,
     "pooled exchange": _COMMUNICATION,
+    "passed states": _COMMUNICATION,  # of linear attention
 }
 _ONCE = "run once"  # kept in every mode
 # Products with weights, outside of Stretto's linears. Those of attention's scores have no weight, and are no outputs to

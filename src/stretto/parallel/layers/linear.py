@@ -133,6 +133,12 @@ class LinearPlan:
             return ShardedTokens(self.output_reduce_group, self.hides_all_reduce)
         return ReplicatedTokens(self.output_reduce_group)
 
+    @cached_property
+    def sends_nothing(self) -> bool:
+        """True if this rank makes the output, and the input's gradient, from what it has."""
+        groups = (self.output_reduce_group, self.input_grad_reduce_group)
+        return self.tokens is None and all(group.size() == 1 for group in groups)
+
     def make_output(
         self, x: Tensor, matrix: Tensor, bias: Tensor | None, gathered: GatheredInput | None
     ) -> tuple[Tensor, Tensor]:
@@ -140,6 +146,8 @@ class LinearPlan:
 
         What it makes may be kept for recomputation (`stretto.parallel.comm.kept_outputs`).
         """
+        if self.sends_nothing and bias is None:
+            return keep_output("product", partial(self._multiply, "output", x, matrix)), x
         name = "product" if self.output_reduce_group.size() == 1 else "summed product"
         product: Tensor | None = None
         if isinstance(self.input_edge, ShardedTokens):
@@ -183,6 +191,8 @@ class LinearPlan:
 
     def start_input_gradient(self, gradient: Tensor, matrix: Tensor) -> tuple[Pending, Tensor]:
         """Begin to make the input's gradient from the output's and `matrix` [in, out]; and the latter of all tokens."""
+        if self.sends_nothing:
+            return Pending(self._multiply("input", gradient, matrix.t())), gradient
         match self.output_edge, self.input_edge:
             case ShardedTokens() as entering, leaving:
                 grad_x, gradient = entering.gather_and_multiply(gradient, matrix)
@@ -201,9 +211,17 @@ class LinearPlan:
         return edge.gather(gradient) if isinstance(edge, ShardedTokens) else gradient
 
     def _multiply(self, role: str, a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """a @ b, one of this linear's three products, in `dtype` if that is given; a may have leading dims."""
+        """a @ b, one of this linear's three products, in `dtype` if that is given; a may have leading dims.
+
+        No view, to which autograd would forbid writes.
+        """
+        if a.dim() == 2:
+            return self.matmuls.multiply(self.linear_index, role, a, b, dtype=dtype)
+        if not self.matmuls.is_on and dtype is None and a.is_contiguous():
+            return a @ b  # the same product of two matrices
         product = self.matmuls.multiply(self.linear_index, role, a.flatten(0, -2), b, dtype=dtype)
-        return product.view(*a.shape[:-1], b.shape[1])
+        whole: Tensor = torch.ops.aten._unsafe_view(product, (*a.shape[:-1], b.shape[1]))
+        return whole
 
     def _multiply_and_sum(self, x: Tensor, matrix: Tensor) -> Tensor:
         """The output x @ matrix, summed over the output's ranks."""

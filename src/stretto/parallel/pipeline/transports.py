@@ -7,8 +7,8 @@
     GPUs of one machine that reach each other's memory, or one    symmetric memory
     other GPUs                                                    NCCL; gloo where ranks share GPUs
 
-`python -m lab messages` measures them. For CPUs the table is what was measured (lab/results/messages); for GPUs it is
-what we expect: copy engines need no multiprocessors, and no handshake while slots are free.
+For CPUs the table is what was measured (lab/results/messages); for GPUs it is what we expect: copy engines need no
+multiprocessors, and no handshake while slots are free.
 """
 
 import os

@@ -266,7 +266,7 @@ def test_copy_engines_send_nothing_from_a_place_that_may_be_too_short_for_it(wor
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("in_place", [True, False])
 def test_chunks_begin_where_they_should_when_only_some_of_them_are_sums(kind, in_place, workspaces):
-    """29 elements are three chunks of 10, 10 and 9. Chunks of 12, begun at 16 bytes, would be sums from elsewhere on."""
+    """29 elements are chunks of 10, 10 and 9. With chunks of 12, begun at 16 bytes, sums would begin elsewhere."""
 
     def expected(rank, index):
         return ((0, index), (1, index)) if index else ((rank, index),)

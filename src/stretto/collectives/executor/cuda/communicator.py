@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.collectives.algorithms import find
 from stretto.collectives.executor.cuda.copy_engine.executor import PROTOCOL, CopyEngineExecutor
 from stretto.collectives.executor.cuda.fused.kernel import MAX_PLANS, FusedScheduleKernel
 from stretto.collectives.executor.cuda.variant import ELEMENTS, OPERATIONS, Variant
@@ -139,8 +138,7 @@ class CudaCommunicator:
 
     def kernel(self, choice: AlgorithmChoice, dtype: str, reduction: str = "sum", *, in_place: bool) -> Kernel:
         """Load the kernel of a choice. Raises ValueError for one that does not exist for this group."""
-        assert choice.algorithm is not None
-        schedule = find(choice.algorithm).compile(ranks=self.world_size, in_place=in_place)
+        schedule = choice.compile(self.world_size, in_place=in_place)
         return self.load(schedule, Variant(dtype, reduction, choice.protocol, choice.unroll), in_place=in_place)
 
     def load(self, schedule: Schedule, variant: Variant, *, in_place: bool, waive: Collection[str] = ()) -> Kernel:

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joint schedules: a collective's schedule and a GEMM's tiles over the same chunks of rows.
+
+`schedule` derives them (`join`), `verifier` proves them; `stretto.ops.joint` runs them, and `stretto.simulator` says
+how long they should take.
+"""
+
+from stretto.collectives.joint.schedule import JointSchedule, join, require_collective, require_operator
+from stretto.collectives.joint.verifier import verify_joint
+
+__all__ = ["JointSchedule", "join", "require_collective", "require_operator", "verify_joint"]

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verifies a joint schedule: of the tables that will run, not of the schedule from which they were made.
+
+Checked are: that every place is written once in a call;
+that a move, or a tile, waits for the signal of whoever writes what it reads, and so sees exactly that; that no two
+give one signal; that the output is what the collective says; and that all of it ends, when one program takes a
+rank's moves and another its tiles, each in their order: more programs only add to what can go on.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from stretto.collectives.joint.schedule import INPUT, LANDED, NOBODY, OUTPUT, JointSchedule, Move, Rows, Source
+
+_Signal = tuple[int, int, int]
+"""A signal: its receiver, its sender and its channel there."""
+
+
+class _Written(NamedTuple):
+    """Rows of a rank that a move writes: the rank and the number of the move."""
+
+    rows: Rows
+    rank: int
+    number: int
+
+
+class _Writes:
+    """All rows that moves write, by the rank and the area where they are, in order."""
+
+    def __init__(self, joint: JointSchedule) -> None:
+        self.found: dict[tuple[int, int], list[_Written]] = {}
+        for rank, plan in enumerate(joint.ranks):
+            for number, move in enumerate(plan.moves):
+                for one in move.destinations:
+                    written = _Written(one.rows, rank, number)
+                    self.found.setdefault((one.rank, one.rows.area), []).append(written)
+        for listed in self.found.values():
+            listed.sort()
+
+    def find(self, rank: int, rows: Rows) -> _Written | None:
+        """What was written there and holds all of these rows; None if no single place does."""
+        listed = self.found.get((rank, rows.area), [])
+        at = bisect_right(listed, rows.start, key=lambda written: written.rows.start) - 1
+        return listed[at] if at >= 0 and rows.stop <= listed[at].rows.stop else None
+
+
+def verify_joint(joint: JointSchedule) -> list[str]:
+    """Verify it; returns what is wrong, each with its rank, and the move or the tile, or nothing."""
+    if errors := list(_find_bad_places(joint)):
+        return errors
+    writes = _Writes(joint)
+    errors = [*_find_collisions(joint, writes), *_find_blind_reads(joint, writes)]
+    return errors or list(_find_wrong_rows(joint, writes))
+
+
+def _name(rank: int, number: int) -> str:
+    return f"rank {rank}, move {number}"
+
+
+def _find_bad_places(joint: JointSchedule) -> Iterator[str]:
+    """Find rows, ranks and channels outside of what there is, and moves of rows of several sizes."""
+    sizes = {INPUT: joint.rows, LANDED: joint.landed_rows, OUTPUT: joint.output_rows}
+    for rank, plan in enumerate(joint.ranks):
+        for number, move in enumerate(plan.moves):
+            name = _name(rank, number)
+            everywhere = [one.rows for one in move.sources] + [one.rows for one in move.destinations]
+            if not move.sources or not move.destinations:
+                yield f"{name} has no source or no destination"
+            if len({rows.stop - rows.start for rows in everywhere}) > 1:
+                yield f"{name} is of rows of several sizes: {_show(*everywhere)}"
+            for rows in everywhere:
+                if rows.area not in sizes or not 0 <= rows.start < rows.stop <= sizes[rows.area]:
+                    yield f"{name}: {_show(rows)} are not there"
+            for one in move.destinations:
+                is_reached = 0 <= one.rank < len(joint.ranks) and (one.rows.area == LANDED or one.rank == rank)
+                if not is_reached or one.rows.area == INPUT:
+                    yield f"{name} cannot write to {_show(one.rows)} of rank {one.rank}"
+            if any(one.rows.area == OUTPUT for one in move.sources):
+                yield f"{name} reads the output"
+            for channel in [one.channel for one in move.sources] + [one.channel for one in move.destinations]:
+                if not NOBODY <= channel < joint.channels:
+                    yield f"{name}: there is no channel {channel} of {joint.channels}"
+        yield from _find_bad_tiles(joint, rank)
+
+
+def _find_bad_tiles(joint: JointSchedule, rank: int) -> Iterator[str]:
+    """Find rows of the product that are not of one tile, and tiles that are too large."""
+    tiles = sorted(joint.ranks[rank].tiles)
+    ends = [0, *(end for tile in tiles for end in (tile.start, tile.stop)), joint.product_rows]
+    for stop, start in zip(ends[::2], ends[1::2], strict=True):
+        if stop != start:
+            yield f"rank {rank}: row {min(start, stop)} of the product is of no tile, or of two"
+    for tile in tiles:
+        if not 0 < tile.stop - tile.start <= joint.block_rows or not 0 <= tile.channel < joint.channels:
+            yield f"rank {rank}: there is no tile of rows {tile.start} to {tile.stop - 1} on channel {tile.channel}"
+
+
+def _find_collisions(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
+    """Find rows that are written twice, and signals that two give."""
+    for (rank, _), listed in writes.found.items():
+        for one, other in pairwise(listed):
+            if other.rows.start < one.rows.stop:
+                both = f"{_name(one.rank, one.number)} and {_name(other.rank, other.number)}"
+                yield f"{both} write to {_show(other.rows)} of rank {rank}"
+    signals: dict[_Signal, str] = {}
+    for rank, plan in enumerate(joint.ranks):
+        if not joint.is_gather:
+            signals |= {(rank, rank, tile.channel): f"rank {rank}'s tiles" for tile in plan.tiles}
+        for number, move in enumerate(plan.moves):
+            for to in move.destinations:
+                if to.channel == NOBODY:
+                    continue
+                before = signals.setdefault((to.rank, rank, to.channel), _name(rank, number))
+                if before != _name(rank, number):
+                    yield f"{_name(rank, number)} and {before} signal channel {to.channel} of rank {to.rank}"
+
+
+def _find_blind_reads(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
+    """Find moves and tiles that read rows of which the signal that they wait for says nothing."""
+    givers: dict[_Signal, tuple[int, int]] = {}
+    for rank, plan in enumerate(joint.ranks):
+        for number, move in enumerate(plan.moves):
+            givers.update({(one.rank, rank, one.channel): (rank, number) for one in move.destinations})
+    for rank, plan in enumerate(joint.ranks):
+        channels = {} if joint.is_gather else _list_tile_channels(joint, rank)
+        for number, move in enumerate(plan.moves):
+            for source in move.sources:
+                if source.rows.area == INPUT and joint.is_gather:
+                    continue
+                if source.rows.area == INPUT:
+                    is_seen = source.sender == rank and channels.get(source.channel, Rows(INPUT, 0, 0)) == source.rows
+                else:
+                    written = writes.find(rank, source.rows)
+                    is_seen = written is not None and (
+                        givers.get((rank, source.sender, source.channel)) == (written.rank, written.number)
+                        or (source.sender == NOBODY and written.rank == rank and written.number < number)
+                    )
+                if not is_seen:
+                    yield f"{_name(rank, number)} reads {_show(source.rows)} before they are there"
+        for tile in plan.tiles if joint.is_gather else ():
+            written = writes.find(rank, Rows(LANDED, tile.start, tile.stop))
+            giver = givers.get((rank, tile.sender, tile.channel))
+            if written is None or giver != (written.rank, written.number):
+                yield f"rank {rank}: the tile of rows {tile.start} to {tile.stop - 1} begins before they are there"
+
+
+def _list_tile_channels(joint: JointSchedule, rank: int) -> dict[int, Rows]:
+    """The rows of the product that each channel of a rank's tiles is of, where these have no gaps."""
+    found: dict[int, Rows] = {}
+    for tile in sorted(joint.ranks[rank].tiles):
+        before = found.get(tile.channel)
+        start = tile.start if before is None or before.stop != tile.start else before.start
+        found[tile.channel] = Rows(INPUT, start, tile.stop)
+    return found
+
+
+_Value = Counter[tuple[int, int]]
+"""What rows hold: for each rank whose rows were added there, how much later its row is, and how often it was added."""
+
+
+def _find_wrong_rows(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
+    """Run all ranks' moves on symbols, in their order: find cycles of waits, and rows that hold something else."""
+    memory: dict[tuple[int, Rows], _Value] = {}
+    signals: set[_Signal] = set()
+    if not joint.is_gather:  # tiles wait for nothing
+        signals |= {(rank, rank, tile.channel) for rank, plan in enumerate(joint.ranks) for tile in plan.tiles}
+    at, goes_on = [0] * len(joint.ranks), True
+    while goes_on:
+        goes_on = False
+        for rank, plan in enumerate(joint.ranks):
+            for move in plan.moves[at[rank] :]:
+                if not all(_is_signalled(rank, source, signals) for source in move.sources):
+                    break
+                _run(move, rank, writes, memory)
+                signals |= {(one.rank, rank, one.channel) for one in move.destinations}
+                at[rank] += 1
+                goes_on = True
+    for rank, plan in enumerate(joint.ranks):
+        if at[rank] < len(plan.moves):
+            late = next(one for one in plan.moves[at[rank]].sources if not _is_signalled(rank, one, signals))
+            yield f"{_name(rank, at[rank])} waits for ever for rank {late.sender}, channel {late.channel}"
+            return
+    for rank in range(len(joint.ranks)):
+        area, size = (LANDED, joint.product_rows) if joint.is_gather else (OUTPUT, joint.output_rows)
+        here = [one.rows for one in writes.found.get((rank, area), ()) if one.rows.start < size]
+        end = 0
+        for rows in here:
+            wanted = _find_wanted(joint, rank, rows)
+            if rows.start != end or memory[rank, rows] != wanted:
+                yield f"rank {rank}: {_show(rows)} hold {_describe(memory[rank, rows])}, not {_describe(wanted)}"
+            end = rows.stop
+        if end != size:
+            yield f"rank {rank}: {_show(Rows(area, end, size))} hold nothing"
+
+
+def _find_wanted(joint: JointSchedule, rank: int, rows: Rows) -> _Value:
+    """What these gathered rows, or rows of the output, should hold."""
+    world = len(joint.ranks)
+    if joint.is_gather:
+        owner = rows.start // joint.rows
+        return Counter({(owner, -owner * joint.rows): 1}) if rows.stop <= (owner + 1) * joint.rows else Counter()
+    first = rank * joint.output_rows if joint.operator == "matmul_reduce_scatter" else 0
+    return Counter({(giver, first): 1 for giver in range(world)})
+
+
+def _is_signalled(rank: int, source: Source, signals: set[_Signal]) -> bool:
+    return source.sender == NOBODY or (rank, source.sender, source.channel) in signals
+
+
+def _run(move: Move, rank: int, writes: _Writes, memory: dict[tuple[int, Rows], _Value]) -> None:
+    """Execute a move on symbols; all that it reads was written."""
+    first, total = move.sources[0].rows.start, Counter[tuple[int, int]]()
+    for source in move.sources:
+        moved = source.rows.start - first
+        if source.rows.area == INPUT:
+            total[rank, moved] += 1
+            continue
+        written = writes.find(rank, source.rows)
+        assert written is not None
+        for (giver, later), times in memory[rank, written.rows].items():
+            total[giver, later + moved] += times
+    for one in move.destinations:
+        later = first - one.rows.start
+        memory[one.rank, one.rows] = Counter({(giver, by + later): times for (giver, by), times in total.items()})
+
+
+def _show(*rows: Rows) -> str:
+    names = {INPUT: "input", LANDED: "landed", OUTPUT: "output"}
+    return ", ".join(f"rows {one.start} to {one.stop - 1} of {names.get(one.area, one.area)}" for one in rows)
+
+
+def _describe(held: _Value) -> str:
+    if not held:
+        return "no rank's rows"
+    return " + ".join(f"rank {rank}'s rows {later} later" for rank, later in sorted(held.elements())[:6])

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of a joint schedule: a persistent GEMM whose first programs run a rank's moves; and its launch."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto import tiles
+from stretto.collectives.joint.schedule import INPUT, NOBODY, OUTPUT, Destination, JointSchedule, Move, join
+from stretto.collectives.joint.verifier import verify_joint
+from stretto.memory.gpus import limit_waiting
+from stretto.ops.config import KernelConfig
+from stretto.ops.gemm import (
+    GroupProduct,
+    describe_gemm,
+    divide_up,
+    fixed,
+    load_bias,
+    multiply_tile,
+    order_tiles,
+    specialization_key,
+    store_tile,
+)
+from stretto.ops.joint.registry import find_schedule
+from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_known, find_workspace
+from stretto.tiles import kind_of
+
+_MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 8192)  # elements that a program adds and stores
+_INPUT = tl.constexpr(INPUT)
+_OUTPUT = tl.constexpr(OUTPUT)
+
+
+class MoveTables(NamedTuple):
+    """A rank's moves as a kernel reads them: int32 tables. Sources' and destinations' rows, ranks and channels are
+    dynamic mappings beside it.
+
+    first_source, first_destination: [moves + 1], of each move; source_areas, destination_areas: of each of those.
+    moves, row_tiles: how many there are; movers: programs that run moves; width: elements of a row; bias_start,
+    bias_stop: the rows of the product that get the bias. is_gather: compiled in.
+    """
+
+    first_source: Any
+    first_destination: Any
+    source_areas: Any
+    destination_areas: Any
+    moves: Any
+    row_tiles: Any
+    movers: Any
+    width: Any
+    bias_start: Any
+    bias_stop: Any
+    is_gather: Any
+
+
+@triton.jit
+def joint_gemm(  # type: ignore[no-untyped-def]
+    channel, row_tiles, sources, destinations, tables, gemm, a, b, inputs, landed, bias, out
+):
+    """C [m, n] = a @ b.T, + bias, while the first `movers` programs run the schedule's moves; persistent.
+
+    A gather's tiles multiply rows of `landed` (a), and are stored in `out`. Others multiply x (a) and are stored in
+    `inputs`, the product, which moves add up and send; `out` gets the sums.
+    Order: tiles in the order of `row_tiles`, as programs claim them; moves in their order, of which each mover does a
+    part of the elements.
+    Signals: each mover signals every destination once its part is stored (p2p); tiles of a product signal their chunk
+    on this rank.
+    Waits: movers for the sources of a move, which are moves of others that come before it in one order of all ranks'
+    moves, or tiles, which other programs multiply; a gather's tiles for moves. Movers are a launch's first programs,
+    which run when any do, and a product's tiles wait for nothing, so there is no cycle (`verify_joint`).
+    Reuse: `landed` is one of two slots, in turn. Peers write to it only when all ranks have begun the call after the
+    last one that used it.
+    """
+    if tl.program_id(0) < tables.movers:
+        for move in range(tables.moves):
+            run_move(channel, sources, destinations, tables, inputs, landed, out, move)
+    column_tiles = tl.cdiv(gemm.n, gemm.block_n)
+    count = tables.row_tiles * column_tiles
+    tile = tiles.claim(channel)
+    while tile < count:
+        row_tile, column_tile = order_tiles(tile, tables.row_tiles, column_tiles, gemm.group_rows)
+        low, high = tiles.tile_rows(row_tiles, row_tile)
+        column = column_tile * gemm.block_n
+        if tables.is_gather:
+            ready = tiles.consumer_tile_wait(channel, row_tiles, row_tile, before_tma=gemm.by_tma)
+            total = multiply_tile(gemm, a, b, low + ready, column, 0)
+        else:
+            total = multiply_tile(gemm, a, b, low, column, 0)
+        if bias is not None:
+            rows = low + tl.arange(0, gemm.block_m)
+            has_bias = (rows >= tables.bias_start) & (rows < tables.bias_stop)
+            added = load_bias(bias, column, gemm.n, gemm.block_n)
+            total += tl.where(has_bias[:, None], added, 0.0)
+        if tables.is_gather:
+            store_tile(gemm, out, total, low, column, high)
+        else:
+            store_tile(gemm, inputs, total, low, column, high)
+            tiles.producer_tile_notify(channel, row_tiles, row_tile, "p2p")
+        tile = tiles.claim(channel)
+
+
+@triton.jit
+def run_move(channel, sources, destinations, tables, inputs, landed, out, move):  # type: ignore[no-untyped-def]
+    """Wait for a move's sources, add up this program's part of them, store it to all destinations, and signal."""
+    first, last = tl.load(tables.first_source + move), tl.load(tables.first_source + move + 1)
+    first_to, last_to = tl.load(tables.first_destination + move), tl.load(tables.first_destination + move + 1)
+    ready = first * 0
+    for source in range(first, last):
+        ready += tiles.consumer_tile_wait(channel, sources, source)
+    low, high = tiles.tile_rows(sources, first)
+    size = (high - low) * tables.width
+    for start in range(tl.program_id(0) * _MOVED_AT_ONCE, size, tables.movers * _MOVED_AT_ONCE):
+        offsets = start + tl.arange(0, _MOVED_AT_ONCE)
+        mask = offsets < size
+        total = tl.zeros((_MOVED_AT_ONCE,), tl.float32)
+        for source in range(first, last):
+            low, high = tiles.tile_rows(sources, source)
+            begin = tl.cast(low, tl.int64) * tables.width + ready
+            if tl.load(tables.source_areas + source) == _INPUT:
+                value = tl.load(inputs + begin + offsets, mask=mask)
+            else:
+                value = tl.load(landed + begin + offsets, mask=mask)
+            total += value.to(tl.float32)
+        for to in range(first_to, last_to):
+            low, high = tiles.tile_rows(destinations, to)
+            begin = tl.cast(low, tl.int64) * tables.width
+            if tl.load(tables.destination_areas + to) == _OUTPUT:
+                tl.store(out + begin + offsets, total.to(out.dtype.element_ty), mask=mask)
+            else:
+                value = total.to(landed.dtype.element_ty)
+                peer = tiles.tile_rank(destinations, to)
+                tiles.tile_push_data(channel, landed + begin, offsets, value, rank=peer, mask=mask)
+    for to in range(first_to, last_to):
+        low, high = tiles.tile_channels(destinations, to)
+        if high > low:
+            tiles.producer_tile_notify(channel, destinations, to, "p2p")
+
+
+class _Tables(NamedTuple):
+    """What a rank's kernel takes of a joint schedule, on its device. counts: as `BlockChannel.begin` takes them."""
+
+    row_tiles: tiles.DynamicMapping
+    sources: tiles.DynamicMapping
+    destinations: tiles.DynamicMapping
+    lists: tuple[Tensor, Tensor, Tensor, Tensor]
+    counts: Tensor
+
+
+def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dtype: torch.dtype) -> Tensor:
+    """Launch the call by the configuration's schedule; partial sums travel in `dtype`.
+
+    Returns what moves have brought, a gather's rows first, in memory that later calls overwrite. ValueError for a
+    schedule that the operator cannot have.
+    """
+    config = config.with_power_of_two_tiles()
+    x, weight, bias, out, group, _ = product
+    blocks = config.blocks
+    assert blocks is not None
+    joint = find_joint(operator, config.schedule, find_group(group).size(), x.shape[0], blocks.m)
+    width = x.shape[1] if joint.is_gather else weight.shape[0]
+    workspace = find_workspace(
+        group, x.device, max(count_bytes(joint.landed_rows, width, dtype=dtype), 1), "copy_engine"
+    )
+    block_channel, rank = workspace.channel, workspace.channel.rank
+    programs = max(2, limit_waiting(blocks.programs, x.device))
+    by_copies = joint.is_gather and config.transfer == "copies"
+    movers = 0 if by_copies else min(config.movers, programs // 2)
+    tables: _Tables = find_known(
+        group, x.device, ("joint", joint, weight.shape[0], blocks.n, movers, block_channel.channels),
+        lambda: _make_tables(
+            joint, block_channel.channels, rank, divide_up(weight.shape[0], blocks.n), max(movers, 1), x.device
+        ),
+    )  # fmt: skip
+    slot = next(workspace.slot_cycle)
+    landed = block_channel.tensor((joint.landed_rows, width), dtype, offset=slot * workspace.slot_bytes)
+    inputs = x if joint.is_gather else x.new_empty(x.shape[0], width, dtype=dtype)
+    gemm, a, b, _ = describe_gemm(landed if joint.is_gather else x, weight, None, blocks)
+    start, stop = _find_bias_rows(joint, rank)
+    plan = joint.ranks[rank]
+    moves = MoveTables(
+        *tables.lists, len(plan.moves), len(plan.tiles), movers, width, start, stop, fixed(joint.is_gather)
+    )
+    block_channel.check()
+    try:
+        turn = slot if workspace.slots == 2 else None
+        channel = block_channel.begin(
+            operator, tables.destinations, tables.row_tiles, "p2p", counts=tables.counts, slot=turn
+        )
+        if by_copies:
+            _move_by_copies(block_channel, plan.moves, x, landed, slot * workspace.slot_bytes)
+        block_channel.launch(
+            joint_gemm,
+            (*map(kind_of, moves[4:-1]), joint.is_gather, dtype,
+             specialization_key(config, x, weight, gemm, inputs, landed, bias, out)),
+            programs,
+            (channel, tables.row_tiles, tables.sources, tables.destinations, moves, gemm, a, b, inputs, landed, bias,
+             out),
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+        )  # fmt: skip
+        tiles.join_copies(block_channel)
+    except BaseException:
+        abandon(group, block_channel)
+        raise
+    return landed[: joint.product_rows]
+
+
+def _move_by_copies(
+    block_channel: tiles.BlockChannel, moves: tuple[Move, ...], x: Tensor, landed: Tensor, offset: int
+) -> None:
+    """Have copy engines make a gather's moves: own rows on this stream, before the kernel, all else on a side stream.
+
+    A copy waits there for what it passes on, after those before it. All ranks' moves are in one order, so no wait is
+    for a copy that comes after it.
+    """
+    rank = block_channel.rank
+
+    def copy(move: Move, to: Destination) -> None:
+        (source,) = move.sources
+        there = landed if to.rank == rank else block_channel.tensor(landed.shape, x.dtype, offset=offset, rank=to.rank)
+        rows = slice(source.rows.start, source.rows.stop)
+        tiles.rank_copy_data(there, x if source.rows.area == INPUT else landed, rows=rows, to=to.rows.start)
+        if to.channel != NOBODY:
+            tiles.rank_notify(block_channel, to.channel, to.rank)
+
+    def is_own(move: Move, to: Destination) -> bool:
+        return to.rank == rank and move.sources[0].sender == NOBODY
+
+    for move in moves:
+        for to in move.destinations:
+            if is_own(move, to):
+                copy(move, to)
+    with tiles.copy_engine(block_channel):
+        for move in moves:
+            if move.sources[0].sender != NOBODY:
+                tiles.rank_wait(block_channel, move.sources[0].channel, move.sources[0].sender)
+            for to in move.destinations:
+                if not is_own(move, to):
+                    copy(move, to)
+
+
+@lru_cache(maxsize=256)
+def find_joint(operator: str, schedule: str, ranks: int, rows: int, block_rows: int) -> JointSchedule:
+    """The operator's verified joint schedule for x of so many rows. ValueError for one that is refused."""
+    joint = join(operator, find_schedule(operator, schedule, ranks), rows, block_rows)
+    if errors := verify_joint(joint):
+        raise ValueError(f"{operator}: {joint.name} is refused for {rows} rows: {errors[0]}")
+    most = CHANNELS * ranks
+    if joint.channels > most:
+        raise ValueError(
+            f"{operator}: {joint.name} has {joint.channels} chunks and messages on a rank, and there are {most} "
+            "signals: compile it with fewer instances, or chunks"
+        )
+    return joint
+
+
+def _find_bias_rows(joint: JointSchedule, rank: int) -> tuple[int, int]:
+    """The rows of a rank's product that get the bias, so that each sum gets it once."""
+    match joint.operator:
+        case "matmul_reduce_scatter":
+            return rank * joint.output_rows, (rank + 1) * joint.output_rows
+        case "matmul_all_reduce" if rank:
+            return 0, 0
+    return 0, joint.product_rows
+
+
+def _make_tables(
+    joint: JointSchedule, capacity: int, rank: int, column_tiles: int, signals: int, device: torch.device
+) -> _Tables:
+    """Write a rank's part of a joint schedule into tables on its device. signals: that a move gives a destination."""
+    world, plan = len(joint.ranks), joint.ranks[rank]
+    sources = [one for move in plan.moves for one in move.sources]
+    destinations = [one for move in plan.moves for one in move.destinations]
+
+    def table(numbers: Iterable[int]) -> Tensor:
+        return torch.tensor(list(numbers) or [0], dtype=torch.int32).to(device)
+
+    def look_up(rows: list[tuple[int, int]], ranks: list[int], channels: list[int]) -> tiles.DynamicMapping:
+        """Rows, ranks and channels of each entry; NOBODY's has no channel."""
+        ends = [channel + (channel != NOBODY) for channel in channels]
+        starts = [max(channel, 0) for channel in channels]
+        columns = [start for start, _ in rows], [stop for _, stop in rows], ranks, starts, [max(end, 0) for end in ends]
+        return tiles.look_up_tiles(*map(table, columns))
+
+    counts = torch.zeros(2, world, capacity, dtype=torch.int32)
+    for sender, of_sender in enumerate(joint.ranks):
+        for one in (one for move in of_sender.moves for one in move.destinations if one.channel != NOBODY):
+            if one.rank == rank:
+                counts[0, sender, one.channel] += signals
+            if sender == rank:
+                counts[1, one.rank, one.channel] += signals
+    if not joint.is_gather:
+        for tile in plan.tiles:
+            counts[:, rank, tile.channel] += column_tiles
+    return _Tables(
+        look_up(
+            [tile[:2] for tile in plan.tiles], [one.sender for one in plan.tiles], [one.channel for one in plan.tiles]
+        ),
+        look_up(
+            [one.rows[1:] for one in sources], [max(one.sender, 0) for one in sources], [one.channel for one in sources]
+        ),
+        look_up(
+            [one.rows[1:] for one in destinations],
+            [one.rank for one in destinations],
+            [one.channel for one in destinations],
+        ),
+        (
+            table(accumulate((len(move.sources) for move in plan.moves), initial=0)),
+            table(accumulate((len(move.destinations) for move in plan.moves), initial=0)),
+            table(one.rows.area for one in sources),
+            table(one.rows.area for one in destinations),
+        ),
+        counts.to(device),
+    )

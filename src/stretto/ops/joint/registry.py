@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedules that operators were given, by the name that their configurations have.
+
+An operator's schema takes text, and all ranks compare it: so a schedule's name says what it holds.
+"""
+
+import hashlib
+from functools import lru_cache
+
+import torch
+
+from stretto.collectives.algorithms import ALGORITHMS, find
+from stretto.collectives.joint.schedule import require_collective
+from stretto.collectives.schedule import Schedule
+from stretto.collectives.verifier import verify
+from stretto.ops.config import KernelConfig, decode
+
+CANDIDATES = {
+    "all_gather_matmul": ("direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"),
+    "matmul_reduce_scatter": ("direct-reduce-scatter", "ring-reduce-scatter", "recursive-halving-reduce-scatter"),
+    "matmul_all_reduce": ("two-shot-all-reduce", "ring-all-reduce", "recursive-halving-all-reduce"),
+}
+"""The algorithms that a tuner measures inside an operator, of those that take nothing but a number of ranks."""
+
+_schedules: dict[str, Schedule] = {}
+_names: dict[int, tuple[Schedule, str]] = {}  # by the schedule's id, which lives as long as it is here
+
+
+@torch.compiler.assume_constant_result
+def encode_schedule(operator: str, schedule: str | Schedule, how: str, ranks: int) -> str:
+    """The `implementation` of a call by this schedule: a configuration that names it. how: the caller's, encoded.
+
+    ValueError for a schedule that is not proved right, or does another collective, and for implementation="library".
+    """
+    if how == "library":
+        raise ValueError(f'{operator}: a schedule runs in a kernel: leave out implementation="library", or schedule')
+    config = KernelConfig() if how in ("auto", "kernel") else decode(how)
+    made = _compile(operator, schedule, ranks) if isinstance(schedule, str) else schedule
+    if not isinstance(made, Schedule):
+        raise ValueError(f"{operator}: schedule is an algorithm's name or a compiled Schedule, not {made!r}")
+    require_collective(operator, made, ranks)
+    return config._replace(schedule=_register(made)).encode()
+
+
+@lru_cache(maxsize=256)
+def _compile(operator: str, name: str, ranks: int) -> Schedule:
+    """The algorithm of this name for so many ranks. ValueError if it takes more than their number."""
+    algorithm = find(name)
+    try:
+        return algorithm.compile(ranks=ranks)
+    except ValueError as error:
+        raise ValueError(
+            f"{operator}: {name} is not compiled by its name for {ranks} ranks ({error}): give the schedule, as "
+            f"collectives.algorithms.find({name!r}).compile(...) makes it"
+        ) from error
+
+
+def _register(schedule: Schedule) -> str:
+    """Verify a schedule, once, and keep it under a name that says what it holds."""
+    known = _names.get(id(schedule))
+    if known is not None:
+        return known[1]
+    verification = verify(schedule)
+    if not verification.ok:
+        raise ValueError(f"{schedule.name} is refused: {verification.errors[0]}")
+    digest = hashlib.sha256(repr((schedule.ranks, schedule.in_place)).encode()).hexdigest()[:12]
+    name = f"{schedule.name} {digest}"
+    _schedules.setdefault(name, schedule)
+    _names[id(schedule)] = schedule, name
+    return name
+
+
+def find_schedule(operator: str, name: str, ranks: int) -> Schedule:
+    """The schedule that an operator was given under that name, or a known algorithm's. ValueError for any other."""
+    if name not in _schedules:
+        algorithm = name.rpartition(" ")[0]
+        if algorithm not in ALGORITHMS or _register(_compile(operator, algorithm, ranks)) != name:
+            raise ValueError(f"no schedule {name!r} was given to an operator in this process: give schedule= again")
+    return _schedules[name]
+
+
+def is_runnable(operator: str, name: str, ranks: int) -> bool:
+    """True if `find_schedule` finds it: a stored time's may be of another version, or of another program."""
+    try:
+        find_schedule(operator, name, ranks)
+    except ValueError:
+        return False
+    return True
+
+
+def list_candidates(operator: str, ranks: int) -> list[str]:
+    """The names of schedules that a tuner measures inside an operator."""
+    names = CANDIDATES[operator] if ranks > 1 else ()
+    return [_register(_compile(operator, name, ranks)) for name in names]

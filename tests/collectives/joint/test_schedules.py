@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joint schedules: random algorithms are joined and proved, and every one that is broken on purpose is refused."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from tests.collectives.joint.random_algorithms import COLLECTIVES, random_schedule
+
+from stretto.collectives import verify
+from stretto.collectives.joint.schedule import LANDED, NOBODY, join, require_collective
+from stretto.collectives.joint.verifier import verify_joint
+
+SEED = random.randrange(2**31)
+OPERATORS = list(COLLECTIVES)
+
+
+def random_joint(rng, operator):
+    """A random joint schedule, of a schedule that is verified, of several ranks."""
+    ranks = rng.choice([2, 3, 4, 5, 8])
+    schedule = random_schedule(rng, operator, ranks, rng.choice([1, 1, 2, 3]))
+    assert verify(schedule, waive=["replica_consistency"]).ok
+    require_collective(operator, schedule, ranks)
+    rows = rng.randint(1, 40) * (ranks if operator == "matmul_reduce_scatter" else 1)
+    return join(operator, schedule, rows, rng.choice([4, 16]))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_random_verified_schedules_are_proved(operator):
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    for _ in range(40):
+        assert verify_joint(random_joint(rng, operator)) == []
+
+
+def change_plan(joint, rank, **changes):
+    plans = list(joint.ranks)
+    plans[rank] = plans[rank]._replace(**changes)
+    return replace(joint, ranks=tuple(plans))
+
+
+def change_move(joint, rank, number, **changes):
+    moves = list(joint.ranks[rank].moves)
+    moves[number] = moves[number]._replace(**changes)
+    return change_plan(joint, rank, moves=tuple(moves))
+
+
+def change_one(rng, entries, change):
+    """The entries with one of them changed, or None where there is none that can be."""
+    changed = [(at, change(entry)) for at, entry in enumerate(entries)]
+    changed = [(at, entry) for at, entry in changed if entry is not None]
+    if not changed:
+        return None
+    at, entry = rng.choice(changed)
+    return (*entries[:at], entry, *entries[at + 1 :])
+
+
+def shift(rows, by):
+    return rows._replace(start=rows.start + by, stop=rows.stop + by)
+
+
+def drop_a_wait(rng, joint, rank, number):
+    """A move that does not wait for a source of others."""
+    waits = change_one(
+        rng,
+        joint.ranks[rank].moves[number].sources,
+        lambda one: None if one.sender == NOBODY else one._replace(sender=NOBODY, channel=NOBODY),
+    )
+    return waits and change_move(joint, rank, number, sources=waits)
+
+
+def wait_for_another(rng, joint, rank, number):
+    """A move that waits for another channel of the sender's."""
+    waits = change_one(
+        rng,
+        joint.ranks[rank].moves[number].sources,
+        lambda one: None if one.sender == NOBODY else one._replace(channel=(one.channel + 1) % joint.channels),
+    )
+    return waits and change_move(joint, rank, number, sources=waits)
+
+
+def read_a_row_off(rng, joint, rank, number):
+    move = joint.ranks[rank].moves[number]
+    by = rng.choice([-1, 1])
+    return change_move(
+        joint, rank, number, sources=change_one(rng, move.sources, lambda one: one._replace(rows=shift(one.rows, by)))
+    )
+
+
+def write_a_row_off(rng, joint, rank, number):
+    move = joint.ranks[rank].moves[number]
+    by = rng.choice([-1, 1])
+    changed = change_one(rng, move.destinations, lambda one: one._replace(rows=shift(one.rows, by)))
+    return change_move(joint, rank, number, destinations=changed)
+
+
+def send_to_another_rank(rng, joint, rank, number):
+    """The chunk arrives at the rank after the one that it is for."""
+    ranks = len(joint.ranks)
+    changed = change_one(
+        rng,
+        joint.ranks[rank].moves[number].destinations,
+        lambda one: one._replace(rank=(one.rank + 1) % ranks) if one.rows.area == LANDED else None,
+    )
+    return changed and change_move(joint, rank, number, destinations=changed)
+
+
+def use_a_place_again(rng, joint, rank, number):
+    """Two moves write to one place."""
+    others = [
+        one for plan in joint.ranks for move in plan.moves for one in move.destinations if one.rows.area == LANDED
+    ]
+
+    def change(one):
+        same = [
+            other.rows
+            for other in others
+            if other.rank == one.rank
+            and other.rows != one.rows
+            and other.rows.stop - other.rows.start == one.rows.stop - one.rows.start
+        ]
+        return one._replace(rows=rng.choice(same)) if same and one.rows.area == LANDED else None
+
+    changed = change_one(rng, joint.ranks[rank].moves[number].destinations, change)
+    return changed and change_move(joint, rank, number, destinations=changed)
+
+
+def lose_a_move(rng, joint, rank, number):
+    moves = joint.ranks[rank].moves
+    return change_plan(joint, rank, moves=moves[:number] + moves[number + 1 :])
+
+
+def add_twice(rng, joint, rank, number):
+    sources = joint.ranks[rank].moves[number].sources
+    return change_move(joint, rank, number, sources=(*sources, rng.choice(sources)))
+
+
+def map_a_tile_a_row_off(rng, joint, rank, number):
+    tiles = joint.ranks[rank].tiles
+    changed = change_one(rng, tiles, lambda tile: tile._replace(start=tile.start + 1, stop=tile.stop + 1))
+    return change_plan(joint, rank, tiles=changed)
+
+
+def signal_another_chunk(rng, joint, rank, number):
+    """A tile that waits for, or signals, another chunk than its own."""
+    used = sorted({tile.channel for tile in joint.ranks[rank].tiles})
+    if len(used) < 2:
+        return None
+    changed = change_one(
+        rng,
+        joint.ranks[rank].tiles,
+        lambda tile: tile._replace(channel=used[used.index(tile.channel) - 1]),
+    )
+    return change_plan(joint, rank, tiles=changed)
+
+
+def wait_for_what_comes_later(rng, joint, rank, number):
+    """A rank's last move that waits for another goes first, and one that others wait for goes last."""
+    moves = joint.ranks[rank].moves
+    waiting = [at for at, move in enumerate(moves) if any(one.sender not in (NOBODY, rank) for one in move.sources)]
+    givers = [at for at, move in enumerate(moves) if any(one.rank != rank for one in move.destinations)]
+    if not waiting or not givers or givers[0] >= waiting[-1]:
+        return None
+    last = moves[waiting[-1]]
+    needs = {(rank, one.sender, one.channel) for one in last.sources}
+    depends = {sender for _, sender, _ in needs if sender not in (NOBODY, rank)}
+    if not any(
+        source.sender == rank
+        for sender in depends
+        for move in joint.ranks[sender].moves
+        if any((one.rank, sender, one.channel) in needs for one in move.destinations)
+        for source in move.sources
+    ):
+        return None  # nothing that it needs is of this rank
+    return change_plan(joint, rank, moves=(last, *moves[: waiting[-1]], *moves[waiting[-1] + 1 :]))
+
+
+BREAKS = [
+    drop_a_wait,
+    wait_for_another,
+    read_a_row_off,
+    write_a_row_off,
+    send_to_another_rank,
+    use_a_place_again,
+    lose_a_move,
+    add_twice,
+    map_a_tile_a_row_off,
+    signal_another_chunk,
+    wait_for_what_comes_later,
+]
+
+
+@pytest.mark.parametrize("break_it", BREAKS)
+def test_broken_ones_are_refused_by_name(break_it):
+    print(f"seed {SEED}")
+    rng, broken = random.Random(SEED), 0
+    while broken < 20:
+        joint = random_joint(rng, rng.choice(OPERATORS))
+        rank = rng.randrange(len(joint.ranks))
+        if not joint.ranks[rank].moves:
+            continue
+        changed = break_it(rng, joint, rank, rng.randrange(len(joint.ranks[rank].moves)))
+        if changed is None or changed.ranks == joint.ranks:
+            continue
+        errors = verify_joint(changed)
+        assert errors, (joint, changed)
+        assert all("rank" in error for error in errors)
+        broken += 1

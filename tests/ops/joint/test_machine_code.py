@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernel of joint schedules is compiled to, without a GPU."""
+
+import re
+
+import pytest
+import torch
+import triton.language as tl
+from tests.ops.test_machine_code import NARROW, WIDE, tma_loads
+from tests.tiles.machine_code import ACQUIRE, RELEASE, WORLD, compile_to_ptx, find, find_spills, make_channel
+
+from stretto import tiles
+from stretto.ops.gemm import describe_gemm
+from stretto.ops.joint.kernel import MoveTables, joint_gemm
+
+M, N, K = 4096, 2048, 1024
+
+
+def joint_arguments(blocks, is_gather, dtype=torch.bfloat16, k=K):
+    table = torch.empty(64, dtype=torch.int32)
+    mapping = tiles.look_up_tiles(*[table] * 5)
+    width = k if is_gather else N
+    landed, x = torch.empty(M, width, dtype=dtype), torch.empty(M // WORLD if is_gather else M, k, dtype=dtype)
+    inputs = x if is_gather else torch.empty(M, N, dtype=dtype)
+    gemm, a, b, _ = describe_gemm(landed if is_gather else x, torch.empty(N, k, dtype=dtype), None, blocks)
+    tables = MoveTables(*[table] * 4, 12, 32, 16, width, 0, M, tl.constexpr(is_gather))
+    out = torch.empty(M if is_gather else M // WORLD, N, dtype=dtype)
+    channel = make_channel("p2p")
+    return channel, mapping, mapping, mapping, tables, gemm, a, b, inputs, landed, torch.empty(N, dtype=dtype), out
+
+
+@pytest.mark.sampled(2, quick=1)
+@pytest.mark.parametrize("blocks", [WIDE._replace(num_stages=3), NARROW])
+@pytest.mark.parametrize("is_gather", [True, False])
+def test_tiles_load_by_tma_after_their_wait_and_spill_nothing(is_gather, blocks, tmp_path):
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    lines = compile_to_ptx(joint_gemm, joint_arguments(blocks, is_gather), **options)
+    guarded = [is_guarded for _, is_guarded, _ in tma_loads(lines)]
+    assert len(guarded) == 2 * blocks.num_stages
+    assert any(guarded) == is_gather
+    find(lines, ACQUIRE)
+    releases = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.add", line)]
+    for release in releases:
+        before = [line for line in lines[:release] if re.search(r"st\.global|bar\.sync", line)]
+        assert before[-1].startswith("bar.sync"), before[-3:]
+    find(lines, r"st\.global\.v4\.b32")
+    assert find_spills(lines, tmp_path) == 0

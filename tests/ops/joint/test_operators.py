@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GEMMs whose exchange is a schedule, between real processes with interpreted kernels, against fp64."""
+
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.collectives.joint.random_algorithms import random_schedule
+from tests.ops.operands import BLOCKS, lie, random_operands, relative_error
+
+from stretto import ops
+from stretto.collectives import read_schedule, write_schedule
+from stretto.collectives.algorithms import find
+
+OPERATORS = {
+    "all_gather_matmul": ("direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"),
+    "matmul_reduce_scatter": ("direct-reduce-scatter", "ring-reduce-scatter", "recursive-halving-reduce-scatter"),
+    "matmul_all_reduce": ("one-shot-all-reduce", "two-shot-all-reduce", "ring-all-reduce"),
+}
+CASES = [
+    (2, (64, 64, 64), torch.bfloat16, False, True),
+    (4, (37, 41, 33), torch.float32, True, False),
+    (3, (5, 72, 40), torch.bfloat16, False, True),
+]
+"""(ranks, (rows, n, k), dtype, whether the weight is a transpose, whether there is a bias)."""
+SEED = random.randrange(2**31)
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
+
+
+def multiply(operator, schedule, shape, dtype, by_columns, has_bias):
+    """(error, whether another call has the same bits, and whether all ranks have them; what ran by a kernel)."""
+    rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape
+    if callable(schedule):
+        schedule = schedule()
+    rows *= world if operator == "matmul_reduce_scatter" else 1
+    inputs, weights, bias = random_operands(rows, n, k, dtype, has_bias)
+    if operator == "matmul_all_reduce" and has_bias:  # of which all ranks have the same
+        dist.broadcast(bias, 0)
+    transfer = "copies" if dtype == torch.float32 else "programs"  # of gathered rows
+    how = ops.KernelConfig(blocks=BLOCKS._replace(m=16), transfer=transfer, movers=1 + world % 2)
+    run, before = getattr(ops, operator), ops.counts().get((operator, "kernel"), 0)
+    weight = lie(weights[rank], by_columns)
+    out, again = (run(inputs[rank], weight, bias=bias, implementation=how, schedule=schedule) for _ in range(2))
+    if operator == "all_gather_matmul":
+        expected = torch.cat(inputs).double() @ weight.double().T
+    else:
+        expected = sum(x.double() @ weight.double().T for x, weight in zip(inputs, weights, strict=True))
+    if operator == "matmul_reduce_scatter":
+        expected = expected.chunk(world)[rank]
+    if has_bias:
+        expected = expected + bias.double()
+    ran = ops.counts()[operator, "kernel"] - before
+    return relative_error(out, expected), torch.equal(out, again), out.double().sum().item(), ran
+
+
+@pytest.mark.sampled(3, quick=1)
+@pytest.mark.parametrize(("operator", "schedule"), [(one, name) for one, names in OPERATORS.items() for name in names])
+@pytest.mark.parametrize("case", CASES)
+def test_products_with_a_schedule_are_right(interpret, operator, schedule, case):
+    ranks, shape, dtype, *rest = case
+    results = interpret(ranks, multiply, operator, schedule, shape, dtype, *rest)
+    for error, is_same, total, ran in results:
+        assert error <= (1 if operator == "all_gather_matmul" else ranks + 1) * ROUNDING[dtype]
+        assert is_same
+        assert ran == 2
+        if operator == "matmul_all_reduce":
+            assert total == results[0][2]
+
+
+def run_random(seed, operator, count):
+    """The largest error of products with random schedules, on rows of all lengths, and whether their bits are kept."""
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        schedule = random_schedule(rng, operator, dist.get_world_size(), rng.choice([1, 2, 3]))
+        shape = rng.randint(1, 40), rng.choice([16, 24]), rng.choice([16, 40])
+        found.append(multiply(operator, schedule, shape, torch.float32, False, True)[:2])
+    return max(error for error, _ in found), all(is_same for _, is_same in found)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("operator", list(OPERATORS))
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_products_with_random_schedules_are_right(interpret, operator, ranks):
+    print(f"seed {SEED}")
+    for error, is_same in interpret(ranks, run_random, SEED, operator, 3):
+        assert error <= 1e-5
+        assert is_same
+
+
+def make_two_level():
+    return find("hierarchical-all-reduce").compile(nodes=2, gpus=2)
+
+
+def read_from_file():
+    """A schedule as another library's file has it."""
+    with tempfile.NamedTemporaryFile(suffix=".xml") as file:
+        write_schedule(find("hierarchical-reduce-scatter").compile(nodes=2, gpus=2), Path(file.name))
+        return read_schedule(Path(file.name))
+
+
+@pytest.mark.parametrize(
+    ("operator", "schedule"), [("matmul_all_reduce", make_two_level), ("matmul_reduce_scatter", read_from_file)]
+)
+def test_schedules_of_two_levels_and_of_files_run(interpret, operator, schedule):
+    for error, is_same, _, ran in interpret(4, multiply, operator, schedule, (24, 24, 16), torch.float32, False, True):
+        assert error <= 1e-5
+        assert is_same
+        assert ran == 2
+
+
+def refuse():
+    """What each wrong schedule is refused with."""
+    x, weight = torch.ones(4, 16), torch.ones(8, 16)
+    ring = find("ring-all-gather").compile(ranks=2)
+    found = []
+    for operator, schedule, options in (
+        ("all_gather_matmul", "ring-reduce-scatter", {}),
+        ("all_gather_matmul", find("ring-all-gather").compile(ranks=3), {}),
+        ("all_gather_matmul", "hierarchical-all-gather", {}),
+        ("all_gather_matmul", "ring-all-gathr", {}),
+        ("all_gather_matmul", ring, {"implementation": "library"}),
+        ("matmul_all_reduce", 3, {}),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            getattr(ops, operator)(x, weight, schedule=schedule, **options)
+        found.append(str(refusal.value))
+    return found
+
+
+def test_schedules_that_an_operator_cannot_have_are_refused(interpret):
+    for found in interpret(2, refuse):
+        for message, words in zip(
+            found,
+            (
+                "takes a schedule of an allgather",
+                "a schedule of 3 ranks, and the group has 2",
+                "it takes nodes, gpus",
+                "ring-all-gather",
+                "leave out",
+                "algorithm's name or a compiled Schedule",
+            ),
+            strict=True,
+        ):
+            assert words in message
+
+
+def differentiate():
+    """Gradients of a product with a schedule, and of the same one without."""
+    rank = dist.get_rank()
+    found = []
+    for schedule in ("ring-all-gather", None):
+        generator = torch.Generator().manual_seed(rank)
+        x, weight = (torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((6, 16), (8, 16)))
+        ops.all_gather_matmul(x, weight, schedule=schedule).square().sum().backward()
+        found.append((x.grad, weight.grad))
+    return [torch.allclose(*pair, atol=1e-4) for pair in zip(*found, strict=True)]
+
+
+def test_gradients_are_those_without_a_schedule(interpret):
+    assert interpret(2, differentiate) == [[True, True]] * 2
