@@ -98,7 +98,8 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
     reducer.name(model.named_parameters())
     _follow_passes(model, state, by_blocks=not has_roles)
     if parts is not None:  # after the hook that compares ranks' rows
-        install_context(model, parts)
+        expands_again = options.recomputation.is_on and builder.tokens is None
+        install_context(model, parts, expands_again=expands_again)
     set_state(model, state)
     if isinstance(plan, ShardingPlan) and plan.sharded_blocks and builder.tokens is not None:
         shard_between_blocks(model, plan.sharded_blocks, plan.attentions, builder.tokens)
