@@ -186,6 +186,41 @@ def test_a_captured_layer_waits_for_no_host_and_replays(gpu_pool: GpuRanks, worl
     assert gpu_pool.run(world, capture, reduce) == [[True] * 5] * world
 
 
+def share_experts(max_rows: int | None, reduce: str) -> list[bool]:
+    """Whether outputs and gradients are right of identity experts of which two ranks have a third and two thirds."""
+    rank, same = dist.get_rank(), []
+    *pairs, first, second = (dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3]))
+    group, gather_group = (first, second)[rank % 2], pairs[rank // 2]
+    for turn in range(4):
+        tokens = 100 if max_rows is not None else 60 * rank + turn
+        x, weights = draw(turn, tokens, HIDDEN).requires_grad_(), torch.rand(tokens, K, device="cuda").requires_grad_()
+        ids = torch.rand(tokens, EXPERTS, device="cuda").topk(K).indices
+        options = {"gather_group": gather_group, "max_rows": max_rows, "reduce": reduce, "implementation": "kernel"}
+        sent = moe.dispatch(x, ids, EXPERTS, group, topk_weights=weights, **options)
+        out = moe.combine(sent.rows * (rank % 2 + 1), sent.handle, weights, group)
+        found = [out, *torch.autograd.grad(out, (x, weights), torch.ones_like(out))]
+        factor = 3 * weights.sum(1, keepdim=True)
+        wanted = [x * factor, factor.expand_as(x), 3 * x.sum(1, keepdim=True).expand_as(weights)]
+        same += [
+            relative_error(one.detach(), right.detach().double()) < 4 * BF16
+            for one, right in zip(found, wanted, strict=True)
+            if one.numel()
+        ]
+    moe.check_rows(group)
+    return same
+
+
+@pytest.mark.ranks(4, own=(4,), among=(4,))
+@pytest.mark.parametrize(
+    ("max_rows", "reduce"), [(None, "rank"), (None, "choice"), (400 * K, "rank"), (400 * K, "choice")]
+)
+def test_kernels_send_rows_to_all_ranks_that_share_an_expert(
+    gpu_pool: GpuRanks, world: int, max_rows: int | None, reduce: str
+) -> None:
+    for same in gpu_pool.run(world, share_experts, max_rows, reduce):
+        assert all(same), same
+
+
 def gather_after_interrupted_exchanges() -> list[bool]:
     """Whether another operator on the workspace of exchanges that nobody has awaited, and that are late, is right."""
     rank, group, world, same = dist.get_rank(), dist.group.WORLD, dist.get_world_size(), []

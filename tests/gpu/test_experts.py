@@ -2,7 +2,6 @@
 """Mixtures of experts on four ranks: they train as one rank does, also when most tokens go to one expert."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -97,19 +96,29 @@ def train(model: nn.Module, grid: Grid | None, device: torch.device, steps: int)
     return torch.stack(losses).tolist()
 
 
-def train_both_ways(sizes: dict[str, int], expert_rows: int | None) -> tuple[list[float], list[float]]:
+def find_by(implementation: str) -> Callable[..., Any]:
+    """`find_places` by this implementation, whatever a layer asks for."""
+    find = places.find_places
+    return lambda *arguments, **options: find(*arguments, **{**options, "implementation": implementation})
+
+
+def train_both_ways(
+    sizes: dict[str, int], expert_rows: int | None, implementation: str
+) -> tuple[list[float], list[float]]:
     """The losses of ten steps on one rank, and on the grid."""
     grid = Grid(**sizes)
     plain = train(new_model(2).to(grid.device), None, grid.device, 10)
-    return plain, train(parallelize(new_model(2), grid, expert_rows=expert_rows), grid, grid.device, 10)
+    with mock.patch.object(experts, "find_places", find_by(implementation)):
+        return plain, train(parallelize(new_model(2), grid, expert_rows=expert_rows), grid, grid.device, 10)
 
 
+@pytest.mark.parametrize("implementation", ["auto", "kernel"])
 @pytest.mark.parametrize("expert_rows", [None, ROWS])
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 def test_losses_are_those_of_one_rank(
-    world: int, run_ranks: RunRanks, sizes: dict[str, int], expert_rows: int | None
+    world: int, run_ranks: RunRanks, sizes: dict[str, int], expert_rows: int | None, implementation: str
 ) -> None:
-    for plain, found in run_ranks(world, train_both_ways, sizes, expert_rows):
+    for plain, found in run_ranks(world, train_both_ways, sizes, expert_rows, implementation):
         assert found == pytest.approx(plain, rel=1e-5)
         assert plain[-1] < plain[0]
 
@@ -190,14 +199,13 @@ def test_when_most_tokens_go_to_one_expert_none_is_lost(
         assert sum(found["found"]) == pytest.approx(sum(found["plain"]), rel=0.02)
 
 
-def train_captured(implementation: str) -> tuple[list[float], list[float]]:
+def train_captured(implementation: str, reduce: str) -> tuple[list[float], list[float]]:
     """Losses of seven steps in bf16, of which the last are a graph's replays, and of seven that are not captured."""
-    find = partial(places.find_places, implementation=implementation)
-    with mock.patch.object(experts, "find_places", find):
-        return train_captured_and_not()
+    with mock.patch.object(experts, "find_places", find_by(implementation)):
+        return train_captured_and_not(reduce)
 
 
-def train_captured_and_not() -> tuple[list[float], list[float]]:
+def train_captured_and_not(reduce: str) -> tuple[list[float], list[float]]:
     """The losses of `train_captured`."""
     world = dist.get_world_size()
     grid = Grid(data=world, expert=world, device="cuda")
@@ -206,7 +214,7 @@ def train_captured_and_not() -> tuple[list[float], list[float]]:
     def run(captures: bool) -> list[float]:
         # A balance loss's all-reduce goes by way of the host where ranks share a GPU, and no graph can hold that.
         model = new_model(2, balance="none", shared_ffn=32)
-        model = parallelize(model, grid, dtype=torch.bfloat16, expert_rows=ROWS)
+        model = parallelize(model, grid, dtype=torch.bfloat16, expert_rows=ROWS, expert_reduce=reduce)
         assert all(one.starts_early for one in model.modules() if isinstance(one, experts.ParallelExperts))
         optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=grid.device))
 
@@ -230,9 +238,12 @@ OWN = pytest.mark.own_gpus("the library's exchange goes by way of the host where
 
 
 @pytest.mark.ranks(2, own=(2,), among=(2,))
+@pytest.mark.parametrize("reduce", ["rank", "choice"])
 @pytest.mark.parametrize("implementation", [pytest.param("library", marks=OWN), "kernel"])
-def test_a_captured_step_in_bf16_is_an_eager_one(world: int, run_ranks: RunRanks, implementation: str) -> None:
-    for captured, eager in run_ranks(world, train_captured, implementation):
+def test_a_captured_step_in_bf16_is_an_eager_one(
+    world: int, run_ranks: RunRanks, implementation: str, reduce: str
+) -> None:
+    for captured, eager in run_ranks(world, train_captured, implementation, reduce):
         assert captured == pytest.approx(eager, rel=1e-3)
         assert captured[-1] < captured[0]
 
@@ -269,9 +280,8 @@ def train_while_rows_arrive(expert_rows: int | None, shared_ffn: int | None) -> 
 
     ways = []
     for implementation in ("library", "kernel"):
-        find = partial(places.find_places, implementation=implementation)
         with (
-            mock.patch.object(experts, "find_places", find),
+            mock.patch.object(experts, "find_places", find_by(implementation)),
             mock.patch.object(Arrivals, "run", count),
             mock.patch.multiple(places, _LEAST_COLUMNS=32, _LEAST_NUMBERS=0),
             sdpa_kernel(SDPBackend.MATH),  # others' gradients have other bits in each run

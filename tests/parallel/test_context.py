@@ -352,6 +352,40 @@ def test_states_of_packed_documents_are_those_of_separate_ones(ranks, family, fo
         assert found["loss"] < 1e-6
 
 
+def distances_of_latents(sizes: Sizes) -> tuple[dict[str, float], list[int]]:
+    """How far loss and gradients of latent attention are from one rank's; bytes over context, recomputed and not."""
+    make, whole = partial(moe_families.build, "deepseek_v3"), packed()
+    tokens, positions = whole["input_ids"][:1], whole["position_ids"][:1]
+    plain = build(Case(make), PRECISIONS["fp32-sgd"]).train()
+    batch = {"input_ids": tokens, "position_ids": positions, "labels": whole["labels"][:1]}
+    loss = plain(**batch, use_cache=False).loss  # with a cache it would see no documents
+    loss.backward()
+    grid, found, sent = Grid(**sizes), {}, []
+    for mode in ("full", "none"):
+        model = parallelize(build(Case(make), PRECISIONS["fp32-sgd"]).train(), grid, recompute=mode)
+        with count_collectives(grid) as counts:
+            own = model(**batch).loss
+        own.backward()
+        calls = (call for call in counts.calls if (call.kind, call.axis) == ("all_to_all", "context"))
+        sent.append(sum(call.bytes_sent for call in calls))
+        found[f"loss {mode}"] = distance(own.detach(), loss.detach())
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if theirs.grad is not None:
+                found[f"{name} {mode}"] = distance(gather(ours.grad, layout_of(ours)), theirs.grad)
+    return found, sent
+
+
+@pytest.mark.parametrize("sizes", [{"context": 2}, pytest.param({"context": 2, "x": 2}, marks=LARGE)], ids=str)
+def test_latents_travel_in_place_of_keys_where_blocks_are_recomputed(ranks, sizes):
+    print(f"seed {SEED}")
+    heads = 4 // sizes.get("x", 1)
+    for found, (latents, keys) in ranks(prod(sizes.values())).run(distances_of_latents, sizes):
+        assert {name: far for name, far in found.items() if not far < 5e-6} == {}
+        # 16 numbers of a latent and 4 of a key that heads share; 12 of each head's key, and 6 of its value.
+        assert latents * heads * (12 + 6) == keys * (16 + 4)
+        assert keys > 0
+
+
 def losses_of_padded(family: str) -> tuple[float, float, float]:
     """The loss of rows with padding on either side, of plain transformers and on the grid; and of a loss of our own."""
     tokens = torch.randint(3, 61, (2, 16), generator=torch.Generator().manual_seed(SEED))

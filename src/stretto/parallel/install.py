@@ -98,7 +98,8 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
     reducer.name(model.named_parameters())
     _follow_passes(model, state, by_blocks=not has_roles)
     if parts is not None:  # after the hook that compares ranks' rows
-        install_context(model, parts)
+        expands_again = options.recomputation.is_on and builder.tokens is None
+        install_context(model, parts, expands_again=expands_again)
     set_state(model, state)
     if isinstance(plan, ShardingPlan) and plan.sharded_blocks and builder.tokens is not None:
         shard_between_blocks(model, plan.sharded_blocks, plan.attentions, builder.tokens)
@@ -159,10 +160,14 @@ def _install_blocks(model: nn.Module, blocks: PlacedBlocks, builder: Builder, *,
             keep_through_conversions(owner, key, builder.gradient_reducer)
         else:
             place_shared(owner, key, shard)
+    adapted = _adapted_parameters(model)
     for block, of_block in places.items():
         module = model.get_submodule(block)
         # The model's own are needed first in the backward pass.
         gathered = builder.block_shard(block or type(model).__name__, [*of_block.values()], frees=frees and bool(block))
+        gathered.parametrized = frozenset(
+            place.number for place in gathered.places if (place.owner, place.key) in adapted
+        )
         builder.state.block_shards[module] = gathered
         builder.state.wrap_forward(module, gathered.wrap, gathered.wrap_submodule)
         if block and (module._forward_pre_hooks or module._forward_hooks):  # they may read its parameters
@@ -171,6 +176,18 @@ def _install_blocks(model: nn.Module, blocks: PlacedBlocks, builder: Builder, *,
             _gather_outside_of_forward(model, gathered)
             gathered.not_held = frozenset(each.number for each in gathered.places if _is_large_embedding(each.owner))
         _refuse_copies(module)
+
+
+def _adapted_parameters(model: nn.Module) -> set[tuple[nn.Module, str]]:
+    """Owners and names of the parameters that PEFT's `target_parameters` parametrizes in its wrappers' forward."""
+    found = set()
+    for module in model.modules():
+        if isinstance(key := getattr(module, "parameter_name", None), str):
+            owner = module
+            while isinstance(inner := getattr(owner, "base_layer", None), nn.Module):
+                owner = inner
+            found.add((owner, key))
+    return found
 
 
 def _gather_outside_of_forward(model: nn.Module, shard: BlockShard) -> None:

@@ -196,7 +196,7 @@ GRID = 2
 """Ranks of each of the two groups."""
 
 
-def run_on_grid(case, max_rows=None, reduce="rank"):
+def run_on_grid(case, max_rows=None, reduce="rank", implementation="library"):
     """As `find_differences`, on 2 x 2 ranks: pairs of neighbours have halves of the same experts, and other tokens."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -215,7 +215,7 @@ def run_on_grid(case, max_rows=None, reduce="rank"):
     gate_up = layer.gate_up[held][:, both].clone().requires_grad_()
     down = layer.down[held][:, :, columns_of_half].clone().requires_grad_()
     ids = part(layer.ids, case.tokens, rank)
-    options = {"gather_group": gather_group, "max_rows": max_rows, "reduce": reduce}
+    options = {"gather_group": gather_group, "max_rows": max_rows, "reduce": reduce, "implementation": implementation}
     sent = moe.dispatch(x, ids, case.experts, group, **options)
     rows = moe.experts_mlp(sent.rows, sent.offsets, gate_up, down)
     result = moe.combine(rows, sent.handle, weights, group)

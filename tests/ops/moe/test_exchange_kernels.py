@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ops.moe.oracle import draw, make_layer
-from tests.ops.moe.test_exchange import Case, count_needed, exceed, part
+from tests.ops.moe.test_exchange import Case, count_needed, exceed, part, require_exact, run_on_grid
 from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
 
 from stretto import ops, tiles
@@ -69,6 +69,25 @@ def compare_with_library(case, dtype, options):
 def test_kernels_give_the_librarys_bits(interpret, case, dtype, options):
     for same in interpret(case.ranks, compare_with_library, case, dtype, options):
         assert all(same), same
+
+
+def run_on_grid_by_kernels():
+    """Differences from the oracle's of experts that two ranks share, for rows as they come and a fixed number."""
+    ragged, even = Case((2, 4, 0, 3), 2, 4), Case((3, 3, 3, 3), 2, 4)
+    cases = [(case, rows, reduce) for case, rows in ((ragged, None), (even, 24)) for reduce in ("rank", "choice")]
+    found = [difference for case in cases for difference in run_on_grid(*case, "kernel")]
+    rank, everyone = dist.get_rank(), [[0, 1], [2, 3], [0, 2], [1, 3]]
+    *pairs, first, second = (dist.new_group(ranks) for ranks in everyone)
+    group, options = (first, second)[rank % 2], {"gather_group": pairs[rank // 2], "max_rows": 11}
+    sent = moe.dispatch(torch.ones(3, 8), torch.zeros(3, 1).int(), 2, group, **options, implementation="kernel")
+    assert sent.rows.isnan().all() == (rank < 2)
+    with pytest.raises(ValueError, match="needs 12 rows, more than max_rows=11"):
+        moe.check_rows(group)
+    return found
+
+
+def test_kernels_send_rows_to_all_ranks_that_share_an_expert(interpret):
+    require_exact(interpret(4, run_on_grid_by_kernels))
 
 
 def test_too_many_rows_give_nan_and_an_error_on_all_ranks(interpret):

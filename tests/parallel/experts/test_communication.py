@@ -193,7 +193,9 @@ def test_recomputation_that_keeps_communication_sends_what_no_recomputation_send
     assert all(full > found for full, found in zip(again, expected, strict=True))
 
 
-def pass_with_shared_experts(make_model: Callable[[], nn.Module], sizes: dict[str, int]) -> tuple[list[str], float]:
+def pass_with_shared_experts(
+    make_model: Callable[[], nn.Module], sizes: dict[str, int], reduce: str
+) -> tuple[list[str], float]:
     """The order of a pass's exchanges and of what its shared expert does, and how far gradients are from those of the
     block's own order."""
     grid, results, happened = Grid(**sizes), [], list[str]()
@@ -207,7 +209,7 @@ def pass_with_shared_experts(make_model: Callable[[], nn.Module], sizes: dict[st
 
     for keeps_order in (True, False):
         with patch.object(install, "compute_under_exchange") if keeps_order else nullcontext():
-            model = parallelize(make_model(), grid)
+            model = parallelize(make_model(), grid, expert_reduce=reduce)
         happened.clear()
         for name, module in model.named_modules():
             if name.endswith(("shared", "shared_expert", "shared_experts")):
@@ -235,17 +237,19 @@ def make_glm() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make_model", "sizes", "tolerance"),
+    ("make_model", "sizes", "reduce", "tolerance"),
     [
-        (make_gpt, {"z": 2, "expert": 2}, 0),  # the block calls the shared expert last
+        (make_gpt, {"z": 2, "expert": 2}, "rank", 0),  # the block calls the shared expert last
+        pytest.param(make_gpt, {"z": 2, "expert": 2}, "choice", 0, marks=pytest.mark.long),
         # Qwen2's does so first, so that the parts of its input's gradient were added in another order.
-        pytest.param(make_qwen, {"data": 2, "expert": 2}, 1e-6, marks=pytest.mark.long),
-        pytest.param(make_glm, {"z": 2, "expert": 2}, 0, marks=pytest.mark.long),  # experts alone have roles
+        pytest.param(make_qwen, {"data": 2, "expert": 2}, "rank", 1e-6, marks=pytest.mark.long),
+        pytest.param(make_glm, {"z": 2, "expert": 2}, "rank", 0, marks=pytest.mark.long),  # experts alone have roles
     ],
 )
-def test_shared_experts_run_while_tokens_and_their_gradients_travel(ranks, make_model, sizes, tolerance):
+def test_shared_experts_run_while_tokens_and_their_gradients_travel(ranks, make_model, sizes, reduce, tolerance):
     forward = ["exchange"] * 3 + ["shared", "exchange"]  # counts, experts, tokens; sums
-    backward = ["exchange"] * 2 + ["shared's gradient", "exchange"]  # of sums, of tokens; of weights
-    for happened, far in ranks(2).run(pass_with_shared_experts, make_model, sizes):
+    backward = ["exchange"] * 2 + ["shared's gradient"]  # of sums, of tokens
+    backward += ["exchange"] * (reduce == "rank")  # of weights
+    for happened, far in ranks(2).run(pass_with_shared_experts, make_model, sizes, reduce):
         assert happened == forward + backward
         assert far <= tolerance

@@ -2,6 +2,7 @@
 """Context-parallel attention: attention over a sequence of which each rank has a part.
 
 context        the functions, their torch.library operators, what a rank does forward and backward
+gathered       attention to keys that a rank makes of gathered latents
 choice         which implementation "auto" is
 tuning         its measurement
 plan           which blocks of scores a rank computes, and whose keys it needs: integers on the host

@@ -132,14 +132,15 @@ class Places:
 
         is_ahead: the caller does something else before, so that it pays to use a side stream for any exchange.
         """
-        if not is_ahead or self.route is None or not tokens.is_cuda or self._overlaps(tokens):
+        is_ahead = is_ahead and self.route is not None and not self._overlaps(tokens)
+        found: list[Arrivals | None] = []
+
+        def start() -> Tensor:
             rows, arrivals = self.start(tokens, columns)
-            return lambda: rows, arrivals
-        side = _find_side_stream(tokens.device)
-        side.open()
-        with side:
-            rows, arrivals = self.start(tokens, columns)
-        return partial(_join, side, rows, tokens), arrivals
+            found.append(arrivals)
+            return rows
+
+        return run_beside(start, tokens, is_ahead=is_ahead), found[0]
 
     def _overlaps(self, tokens: Tensor) -> bool:
         """True if the kernels' exchange sends rows while grouped kernels multiply them."""
@@ -165,14 +166,7 @@ class Places:
         room = self.room
         if room and isinstance(self.route, KernelRoute):
             return self.route.start_back(rows, self.wrap_collective, room)
-        if not is_ahead or self.route is None or not rows.is_cuda:
-            returned = self.give_back(rows)
-            return lambda: returned
-        side = _find_side_stream(rows.device)
-        side.open()
-        with side:
-            returned = self.give_back(rows)
-        return partial(_join, side, returned, rows)
+        return run_beside(lambda: self.give_back(rows), rows, is_ahead=is_ahead and self.route is not None)
 
     def start_product_back(self, rows: Tensor, weight: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
         """Multiply experts' rows, and begin to return each place's sum, as `start_back` does."""
@@ -327,8 +321,22 @@ def _find_side_stream(device: torch.device) -> SideStream:
     return SideStream(device)
 
 
-def _join(side: SideStream, made: Tensor, _read: Tensor) -> Tensor:
-    """What a side stream has made, after what it has read, which is not freed before."""
+def run_beside(make: Callable[[], Tensor], reads: Tensor, *, is_ahead: bool) -> Callable[[], Tensor]:
+    """What returns the tensor that `make` makes: on GPUs, if is_ahead, on a side stream that is joined then.
+
+    reads: what it reads, which is not freed before.
+    """
+    if not is_ahead or not reads.is_cuda:
+        made = make()
+        return lambda: made
+    side = _find_side_stream(reads.device)
+    side.open()
+    with side:
+        made = make()
+    return partial(_join, side, made, reads)
+
+
+def _join(side: SideStream, made: Tensor, _reads: Tensor) -> Tensor:
     side.join()
     return made
 

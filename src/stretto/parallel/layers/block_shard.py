@@ -140,6 +140,7 @@ class BlockShard:
     From where a backward pass enters the block to where its gradients are reduced, its modules hold whole tensors
     again, for code that computes parts of the block again (torch.utils.checkpoint in its forward). The attribute
     `not_held`: numbers of parameters that such code finds in another way, and that nothing else would keep so long.
+    `parametrized`: numbers of those that the forward parametrizes, which writes to them (nothing, but as no view may).
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class BlockShard:
         self._was_run = False
         self._again: list[Tensor] | None = None
         self.not_held: frozenset[int] = frozenset()
+        self.parametrized: frozenset[int] = frozenset()
         self._held: ExitStack | None = None
         self._awaited = 0  # gradients of casts, whose last one frees a block that is not sharded
         self._held_in = -1  # the backward pass
@@ -276,6 +278,9 @@ class BlockShard:
             if parameter.shape[:1] == (1,):
                 mine = with_gradient_of_its_own(mine)
             wholes.append(self.precision.cast(scale_gradient(mine, self.gradients.forward_scale(parameter))))
+        for index in self.parametrized:
+            if wholes[index].requires_grad:
+                wholes[index] = torch.ops.aten._unsafe_view(wholes[index], wholes[index].shape)
         return wholes
 
     @contextmanager
@@ -361,8 +366,9 @@ class BlockShard:
         awaited = 0
         if torch.is_grad_enabled():
             _map_leaves(watch, found)
-            for whole in () if self._sharded else wholes:  # which is freed when its gradients are reduced
-                if whole.grad_fn is not None:
+            # A block that is sharded is freed when its gradients are reduced.
+            for whole, parameter in () if self._sharded else zip(wholes, self.parameters, strict=True):
+                if whole.requires_grad and whole.dtype != parameter.dtype:
                     whole.register_hook(arrived)
                     awaited += 1
 

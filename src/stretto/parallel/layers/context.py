@@ -27,7 +27,10 @@ from stretto.huggingface.linear_attention import (
 from stretto.huggingface.loss import compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.ops.attention import context_attention, list_chunks
-from stretto.ops.attention.plan import Layout
+from stretto.ops.attention.exchange import can_copy
+from stretto.ops.attention.gathered import attend_to_gathered
+from stretto.ops.attention.gathered import gather_rows as gather_seen_rows
+from stretto.ops.attention.plan import Layout, Mask
 from stretto.ops.moe.routes import call
 from stretto.parallel.comm.collectives import collective, gather_rows
 from stretto.parallel.grid import Grid
@@ -38,6 +41,7 @@ T = TypeVar("T")
 Values = TypeVar("Values")
 _IDS = ("input_ids", "tokens", "inputs_embeds")
 _POSITIONS = ("position_ids", "positions")
+_MAX_EXPANDED = 1 << 31  # numbers of a layer's keys and values: 4 GiB of 16 bits
 
 
 def cut_sequences(
@@ -123,7 +127,12 @@ def _take(whole: Tensor, places: Tensor) -> Tensor:
     return whole.expand(len(rows), *whole.shape[1:])[rows[:, None], places.to(whole.device)]
 
 
-class _Batch(NamedTuple):
+def _make_mask(documents: Tensor | None) -> Mask:
+    """The mask of causal attention to one row."""
+    return Mask(True, None, None if documents is None else tuple(documents.tolist()))
+
+
+class _SequenceBatch(NamedTuple):
     """A batch's layout and documents. name: of the argument that has the tokens."""
 
     name: str
@@ -151,6 +160,7 @@ class SequenceParts:
         self._missing_packages = packages_for_documents(model) if has_states else []
         self._signature = inspect.signature(model.forward)
         self.has_dropout = False
+        self.expanded = 0  # numbers of a token's keys and values that a rank makes of latents, if these travel
         # Of rows that are balanced, in the last pass: their documents, and the places of this rank's tokens.
         self._packed: list[tuple[int, ...]] | None = None
         self._places: Tensor | None = None
@@ -234,6 +244,10 @@ class SequenceParts:
             found |= {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents}
         if layout != self.layout:
             found["context_layout"] = layout  # for attention, which may be recomputed after another batch
+        is_small = 0 < rows * length * self.expanded <= _MAX_EXPANDED
+        if is_small and (documents is None or rows == 1):
+            gather = partial(self._gather_latents, _make_mask(documents), layout)
+            found["context_latents"] = of_transformers.LatentCache(gather)
         if self._has_states:
             found["use_cache"] = False  # also where it is one of **kwargs: a cache would keep states of parts
             found.pop("seq_idx", None)
@@ -243,7 +257,7 @@ class SequenceParts:
             found.setdefault("use_cache", False)
         return found
 
-    def _arrange(self, model: nn.Module, given: Mapping[str, Any]) -> _Batch:
+    def _arrange(self, model: nn.Module, given: Mapping[str, Any]) -> _SequenceBatch:
         """Read a batch, which then is what `cut` cuts."""
         name = next((name for name in _IDS if isinstance(given.get(name), Tensor)), None)
         if name is None or given[name].dim() < 2:
@@ -267,7 +281,7 @@ class SequenceParts:
         if layout == "balanced" and documents is not None:
             self._packed = _list_documents(documents, rows, length)
             self._places = _find_places(self._packed, self.group.rank(), self.group.size()).to(given[name].device)
-        return _Batch(name, layout, documents, begins)
+        return _SequenceBatch(name, layout, documents, begins)
 
     def _cut_documents(self, model: nn.Module, begins: Tensor) -> Tensor:
         """For linear attention, where the documents of this rank's tokens begin."""
@@ -306,12 +320,18 @@ class SequenceParts:
         documents: Tensor | None = None,
         sinks: Tensor | None = None,
         layout: Layout | None = None,
+        is_gathered: bool = False,
     ) -> Tensor:
         """Attention [batch, heads, seq / context, size] of this rank's queries to all ranks' keys and values.
 
         documents: the first tokens of the documents of all rows, one after another, and the end of the last, int32
-        [documents + 1]. layout: None for the model's.
+        [documents + 1]. layout: None for the model's. is_gathered: whether keys and values are
+        of latents that `_gather_latents` has brought.
         """
+        if is_gathered:
+            self._reads_documents |= documents is not None
+            mask = _make_mask(documents)
+            return attend_to_gathered(query, key, value, self.group, mask, layout=layout or self.layout, scale=scale)
         attend = partial(
             context_attention,
             group=self.group,
@@ -333,6 +353,9 @@ class SequenceParts:
             own = (each[row : row + 1] for each in (query, key, value))
             parts.append(attend(*own, documents=_of_row(documents, row, length)))
         return torch.cat(parts)
+
+    def _gather_latents(self, mask: Mask, layout: Layout, latents: Tensor) -> Tensor:
+        return gather_seen_rows(latents, self.group, mask, layout=layout, wrap_collective=self._run_collective)
 
     def _run_collective(self, kind: str, make: Callable[[], T]) -> T:
         """Mark a collective of attention as one over context. Recomputation cannot keep what it brings: that is in
@@ -377,10 +400,17 @@ def install_linear_attention(model: nn.Module, parts: SequenceParts) -> None:
         replace_scans(model, LinearAttentionParts(parts.group))
 
 
-def install_context(model: nn.Module, parts: SequenceParts) -> None:
-    """Have a model's forward cut the sequences that it is given, and its attention run over the ranks of context."""
+def install_context(model: nn.Module, parts: SequenceParts, *, expands_again: bool) -> None:
+    """Have a model's forward cut the sequences that it is given, and its attention run over the ranks of context.
+
+    expands_again: whether blocks are recomputed, so that keys which ranks make of others' latents are one layer's. Then
+    latents travel in place of keys, unless copy engines bring keys under attention.
+    """
     if parts.is_pretrained:
         of_transformers.replace_attention(model, parts.attend)
+        expanded = of_transformers.count_expanded(model) if expands_again and parts.is_causal else 0
+        if expanded and not can_copy(parts.group.group_name, parts.grid.device):
+            parts.expanded = expanded // parts.grid.size("x")
     for module in model.modules():
         if isinstance(module, ParallelDropout):
             module.place_tokens = parts.places_of

@@ -41,8 +41,8 @@ from stretto.ops.moe.activation import is_silu
 from stretto.ops.moe.experts import differentiate_gate, gate_tokens
 from stretto.ops.moe.grouped.matmul import take_rows
 from stretto.ops.moe.grouped.tile_order import Arrivals
-from stretto.ops.moe.permutation import sum_dtype
-from stretto.ops.moe.places import Places, find_places
+from stretto.ops.moe.permutation import multiply_copies, sum_copies, sum_dtype
+from stretto.ops.moe.places import Places, find_places, run_beside
 from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient
 from stretto.parallel.comm.collectives import (
     Pending,
@@ -186,7 +186,7 @@ class _Returning:
     """Gradients on their way back to tokens' ranks, between the two halves of a backward pass.
 
     needs_x, needs_weights: whether there are such gradients. is_ahead: whether something else runs on their way.
-    finish: returns x's. of_weights: those of places.
+    finish: returns x's. of_weights: those of places' weights, or of_own_weights: of this rank's tokens'.
     """
 
     needs_x: bool
@@ -194,13 +194,14 @@ class _Returning:
     is_ahead: bool
     finish: Callable[[], Tensor] | None = None
     of_weights: Tensor | None = None
+    of_own_weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class _Sent:
     """Tokens on their way to their experts' ranks, between the two halves of a forward pass.
 
-    weights: of places. receive, arrivals: of `Places.begin`.
+    weights: of places. receive, arrivals: of `Places.begin`. own_weights: of this rank's tokens, for sums of choices.
     """
 
     places: Places
@@ -208,13 +209,14 @@ class _Sent:
     receive: Callable[[], Tensor]
     arrivals: Arrivals | None
     returning: _Returning
+    own_weights: Tensor | None = None
 
 
 class _SendTokens(torch.autograd.Function):
     """Begins to send tokens x [t, h] and their weights [t, k] to places; backward, awaits their gradients.
 
-    Returns a tensor [1] for `_MultiplyTokens`, of which only the gradient's way matters. What is between the two runs
-    while tokens travel, and in the backward pass while their gradients do.
+    Returns a tensor [1] for the functions that take what it has sent, of which only the gradient's way matters. What is
+    between the two runs while tokens travel, and in the backward pass while their gradients do.
     """
 
     @staticmethod
@@ -240,8 +242,10 @@ class _SendTokens(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         returning: _Returning = ctx.returning
         of_x = None if returning.finish is None else returning.finish()
-        of_weights = None if returning.of_weights is None else ctx.places.give_back(returning.of_weights)
-        returning.finish = returning.of_weights = None
+        of_weights = returning.of_own_weights
+        if returning.of_weights is not None:
+            of_weights = ctx.places.give_back(returning.of_weights)
+        returning.finish = returning.of_weights = returning.of_own_weights = None
         return of_x, of_weights, None, None, None, None
 
 
@@ -314,6 +318,71 @@ class _MultiplyTokens(torch.autograd.Function):
             of_weights = products.index_select(0, positions.reshape(-1)).view_as(weights).to(weights.dtype)
             returning.of_weights = of_weights if is_here is None else of_weights.masked_fill(~is_here, 0)
         return torch.zeros(1, dtype=gradient.dtype, device=gradient.device), None, None, None, None, None
+
+
+class _CopyRows(torch.autograd.Function):
+    """A row for each choice of the sent tokens; backward, they are summed, and begin to return."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, sent: _Sent, reduce: ExpertReduce) -> Tensor:
+        ctx.places, ctx.returning, ctx.reduce = sent.places, sent.returning, reduce
+        tokens, route = sent.receive(), sent.places.route
+        assert route is not None
+        if sent.arrivals is not None:
+            sent.arrivals.keep(tokens)
+        return route.spread(tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        places: Places = ctx.places
+        returning: _Returning = ctx.returning
+        route, index, gradient = places.route, places.index, gradient.contiguous()
+        assert route is not None
+
+        def give_back() -> Tensor:
+            if ctx.reduce == "choice":
+                return sum_copies(route.give_choices_back(lambda: gradient, places.wrap_collective), route.choices)
+            return route.sum_back(lambda: gradient, None, places.wrap_collective)
+
+        if returning.needs_x and returning.is_ahead and ctx.reduce == "rank":
+            sums = sum_copies(gradient, index.positions, None, index.is_here)
+            returning.finish = places.start_back(sums, is_ahead=True)
+        elif returning.needs_x:
+            returning.finish = run_beside(give_back, gradient, is_ahead=returning.is_ahead)
+        return gradient.new_zeros(1), None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """Weighted sums of rows at their tokens' ranks; backward, the tokens' gradients go forward again."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, rows: Tensor, sent: _Sent, reduce: ExpertReduce) -> Tensor:
+        places, route = sent.places, sent.places.route
+        assert route is not None
+        ctx.places, ctx.returning, ctx.reduce = places, sent.returning, reduce
+        if reduce == "rank":
+            ctx.save_for_backward(sent.weights, rows if sent.returning.needs_weights else None)
+            return route.sum_back(lambda: rows, sent.weights, places.wrap_collective)
+        returned = route.give_choices_back(lambda: rows, places.wrap_collective)
+        ctx.save_for_backward(sent.weights, returned if sent.returning.needs_weights else None)
+        return sum_copies(returned, route.choices, sent.own_weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        places: Places = ctx.places
+        returning: _Returning = ctx.returning
+        route, index, gradient = places.route, places.index, gradient.contiguous()
+        assert route is not None
+        weights, rows = ctx.saved_tensors
+        tokens = route.send(lambda: gradient, places.wrap_collective, lends=True)
+        of_rows = route.spread(tokens, weights)
+        if returning.needs_weights and ctx.reduce == "rank":
+            returning.of_weights = multiply_copies(tokens, rows, index.positions, index.is_here)
+        elif returning.needs_weights:
+            returning.of_own_weights = multiply_copies(gradient, rows, route.choices).to(weights.dtype)
+        return gradient.new_zeros(1), of_rows, None, None
 
 
 class _AddBias(torch.autograd.Function):
@@ -437,10 +506,10 @@ class ParallelExperts(ShardedModule):
         self.starts_early = False  # something runs between `start` and the products
         self._sent: list[_Sent] = []  # by `_start`, until `_finish`
         make = partial(GraphCode, keeps_inputs=lambda: gradients.deferred is not None)
-        gathers_tokens = self._gathers_tokens()
+        self._gathers_tokens = self._find_gathers_tokens()
         # On the group of expert nothing else is called, whatever is called between `start` and the products.
-        self.can_start = gathers_tokens and plan.group is not None
-        code: Callable[..., Tensor] = self._multiply_tokens if gathers_tokens else self._multiply_rows
+        self.can_start = plan.group is not None
+        code: Callable[..., Tensor] = self._multiply_tokens if self._gathers_tokens else self._multiply_rows
         code = self._finish if self.can_start else code
         self.in_graphs: GraphCode = make(code, *self.weights_in_graphs())
         self._start_in_graphs = make(self._start)
@@ -520,7 +589,7 @@ class ParallelExperts(ShardedModule):
             y = _SumTokens.apply(y, flow.sum_tokens_over)
         return y
 
-    def _gathers_tokens(self) -> bool:
+    def _find_gathers_tokens(self) -> bool:
         """True if the products gather tokens by index: nothing is done between them but SiLU gates."""
         plan, is_plain = self.plan, self._own_gate is None and not self._bias_scales
         is_summed = plan.over_y is not None or plan.flow.sum_rows_over is not None
@@ -533,7 +602,7 @@ class ParallelExperts(ShardedModule):
         return self._finish(self._start(x, weights, ids), x)
 
     def _start(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Begin to send tokens, once to a rank, to be gathered there by the products."""
+        """Begin to send tokens, once to a rank."""
         plan, gather_group = self.plan, self.plan.flow.gather_over
         x, weights, ids = self._take_part(x, weights, ids)
         is_alone = plan.group is None and gather_group is None
@@ -549,14 +618,20 @@ class ParallelExperts(ShardedModule):
         )
         columns = self.get_parameter(self._up).shape[1]
         handle: Tensor = _SendTokens.apply(x, weights, places, columns, self.starts_early, self._sent.append)
+        if plan.reduce == "choice":  # a copy: a compiled graph may overwrite its memory before the sums
+            self._sent[-1] = replace(self._sent[-1], own_weights=weights.detach().clone())
         return handle
 
-    def _finish(self, handle: Tensor, x: Tensor) -> Tensor:
+    def _finish(self, handle: Tensor, x: Tensor, *biases: Tensor) -> Tensor:
         """The output for the tokens x, which `_start` has begun to send."""
         sent, self._sent = self._sent[-1], []  # there may be one whose call an error has ended
-        parameters, products = map(self.get_parameter, self.products), tuple(self.products.values())
-        y: Tensor = _MultiplyTokens.apply(handle, *parameters, x, sent, products)
-        return self._complete(y, x)
+        if self._gathers_tokens:
+            parameters, products = map(self.get_parameter, self.products), tuple(self.products.values())
+            return self._complete(_MultiplyTokens.apply(handle, *parameters, x, sent, products), x)
+        rows = self._multiply_experts(
+            _CopyRows.apply(handle, sent, self.plan.reduce), sent.places.index.offsets, biases
+        )
+        return self._complete(_SumRows.apply(handle, rows, sent, self.plan.reduce), x)
 
     def _find_slots(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, int]:
         """(choices, their weights, experts that they are among), replicas of experts counted, if there are any."""
@@ -593,9 +668,12 @@ class ParallelExperts(ShardedModule):
             reduce=plan.reduce,
             wrap_collective=_wrap_collective,
         )
-        inner = self._activate(self._multiply(self._up, found.rows, found.offsets, biases))
-        rows = self._multiply(self._down, inner, found.offsets, biases)
+        rows = self._multiply_experts(found.rows, found.offsets, biases)
         return self._complete(combine(rows, found.handle, weights, plan.group, wrap_collective=_wrap_collective), x)
+
+    def _multiply_experts(self, rows: Tensor, offsets: Tensor, biases: Sequence[Tensor]) -> Tensor:
+        inner = self._activate(self._multiply(self._up, rows, offsets, biases))
+        return self._multiply(self._down, inner, offsets, biases)
 
     def _multiply(self, name: str, rows: Tensor, offsets: Tensor, biases: Sequence[Tensor]) -> Tensor:
         output: Tensor = _Multiply.apply(rows, self.get_parameter(name), offsets, self.products[name])
