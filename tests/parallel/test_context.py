@@ -301,7 +301,9 @@ def distances_of_packed(family: str, sizes: Sizes, form: str) -> dict[str, float
         with torch.no_grad():
             logits = model(**given).logits
             whole = require_state(model, "this").sequence_parts.join(logits, 16)
-            found["logits"] = distance(logits, cut_sequences(whole, grid, layout="balanced", documents=documents))
+            balanced: dict[str, Any] = {"layout": "balanced", "documents": documents}
+            cut = cut_sequences(whole, grid, **({} if family in LINEAR else balanced))
+            found["logits"] = distance(logits, cut)
             del given["labels"]  # then logits are zig-zag, for a loss of the caller's
             found["zig-zag"] = distance(model(**given).logits, cut_sequences(whole, grid))
     return found | {name: distance(gather(ours.grad, layout_of(ours)), theirs.grad) for (name, ours), theirs in pairs}
