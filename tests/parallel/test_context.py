@@ -318,8 +318,9 @@ def distances_of_packed_micro_batches() -> list[float]:
     with Pipeline(model, grid, schedule="1f1b", micro_batch_size=1) as pipeline:
         own = pipeline.step(**batch)
     theirs = dict(models[0].named_parameters())
-    pairs = [(gather(ours.grad, layout_of(ours)), theirs[name].grad) for name, ours in model.named_parameters()]
-    return [distance(own.detach(), loss.detach()), *(distance(*pair) for pair in pairs)]
+    mine = [(name, ours) for name, ours in model.named_parameters() if ours.grad is not None]  # of this stage
+    pairs = [(gather(ours.grad, layout_of(ours)), theirs[name].grad) for name, ours in mine]
+    return [abs(own.item() - loss.item()), *(distance(*pair) for pair in pairs)]
 
 
 @LARGE
