@@ -398,6 +398,7 @@ def _work(pipe: Connection, folder: str, environment: dict[str, str], backend: s
         forget_stacks()
     if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
         _keep_dtypes_of_interpreter()
+        _keep_types_of_interpreter()
     caches = _find_caches()
     gc.freeze()  # the preloaded modules, so that collecting after each job is cheap
     gc.set_threshold(10_000, 20, 20)  # each job ends with a collection: few are needed while it runs
@@ -446,6 +447,47 @@ def _keep_dtypes_of_interpreter() -> None:
         return found[key]
 
     interpreter._get_np_dtype = get_np_dtype
+
+
+def _keep_types_of_interpreter() -> None:
+    """Make a block's shape once for all blocks that have it, and look whether two have the same before all else.
+
+    Triton's interpreter makes shapes and names of types, and compares them, with each of a kernel's operations on a few
+    numbers: that takes more than half of its time.
+    """
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    make_type, make_tensor, equal = core.block_type.__init__, core.tensor.__init__, core.dtype.__eq__
+    broadcast = TritonSemantic.broadcast_impl_value
+    types_made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    shapes_made: dict[tuple[int, ...], tuple[Any, ...]] = {}
+
+    def make_known_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        if key not in types_made:
+            make_type(self, element_ty, shape)
+            types_made[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = types_made[key]
+
+    def make_known_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = (*type.shape,) if type.is_block() else ()
+        if key not in shapes_made:
+            make_tensor(self, handle, type)
+            shapes_made[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes_made[key]
+
+    def is_equal(self: Any, other: Any) -> Any:
+        return self.name == other.name if type(self) is type(other) is core.dtype else equal(self, other)
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
+        are_blocks = lhs.type.is_block() and rhs.type.is_block()
+        return (lhs, rhs) if are_blocks and [*lhs.type.shape] == [*rhs.type.shape] else broadcast(self, lhs, rhs)
+
+    core.block_type.__init__, core.tensor.__init__, core.dtype.__eq__ = make_known_type, make_known_tensor, is_equal
+    TritonSemantic.broadcast_impl_value = broadcast_others
 
 
 def _end_with_parent() -> None:

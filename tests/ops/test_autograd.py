@@ -191,13 +191,12 @@ def check_registration(shape):
     rows, n, k = shape
     name = dist.group.WORLD.group_name
     x, weight, bias = (random_of(0, *size).requires_grad_() for size in ((rows * 2, k), (n, k), (n,)))
-    for given in (bias, None):
-        arguments = (x, weight, given, name)
-        torch.library.opcheck(torch.ops.stretto.all_gather_matmul.default, (*arguments, "auto"))
-        torch.library.opcheck(torch.ops.stretto.all_gather_matmul_gathered.default, (*arguments, "kernel"))
-        torch.library.opcheck(torch.ops.stretto.matmul_reduce_scatter.default, (*arguments, None, "kernel"))
-        torch.library.opcheck(torch.ops.stretto.matmul_all_reduce.default, (*arguments, "kernel"))
-        torch.library.opcheck(torch.ops.stretto.matmul_all_reduce.default, (*arguments, "kernel", "replicated-loss"))
+    with_bias, without = (x, weight, bias, name), (x, weight, None, name)
+    torch.library.opcheck(torch.ops.stretto.all_gather_matmul.default, (*with_bias, "auto"))
+    torch.library.opcheck(torch.ops.stretto.all_gather_matmul_gathered.default, (*without, "kernel"))
+    torch.library.opcheck(torch.ops.stretto.matmul_reduce_scatter.default, (*without, None, "kernel"))
+    torch.library.opcheck(torch.ops.stretto.matmul_all_reduce.default, (*with_bias, "kernel"))
+    torch.library.opcheck(torch.ops.stretto.matmul_all_reduce.default, (*without, "kernel", "replicated-loss"))
 
 
 @pytest.mark.long

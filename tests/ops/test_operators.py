@@ -237,6 +237,7 @@ def add_in_order(operator, plan):
         ("matmul_all_reduce", "odd tiles"),
     ],
 )
+@pytest.mark.sampled(quick=4)
 def test_partial_sums_are_added_in_rank_order(interpret, operator, plan):
     assert interpret(4, add_in_order, operator, plan) == [[1.0]] * 4
 

@@ -6,12 +6,15 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
+from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.models import GPT, GPTConfig
@@ -32,6 +35,7 @@ from stretto.train.config.gpt import RunConfig
 from stretto.train.optimizer import build_optimizer
 from tests.parallel import hugging_face, moe_families
 from tests.parallel.experts import training as experts
+from tests.parallel.layers import test_linear_attention as linear_attention
 from tests.parallel.pipeline import training as pipelines
 from tests.parallel.test_parity_hugging_face import disagreements_of, exactly
 from tests.parallel.training import PRECISIONS, SEED, Case, build, disagreements, distance, my_rows, train_plainly
@@ -230,6 +234,10 @@ def test_five_steps_of_linear_attention_equal_those_of_one_rank_in_fp32(ranks, f
         pytest.param("gpt_oss", {"context": 2, "x": 2}, marks=LONG),  # sinks and windows
         *(pytest.param(name, {"context": 2, "x": 2}, marks=LARGE) for name in OF_EXPERTS[:1] + OF_EXPERTS[2:]),
         *(pytest.param(name, {"context": 2, "data": 2, "expert": 2}, marks=LARGE) for name in OF_EXPERTS),
+        *(
+            pytest.param(name, {"context": 2, "z": 2, "expert": 2}, marks=LARGE)
+            for name in ("nemotron_h", "qwen3_next")
+        ),
     ],
     ids=str,
 )
@@ -241,6 +249,15 @@ def test_five_steps_of_a_hugging_face_model_with_experts_equal_those_of_one_rank
     )
     expected = train_plainly(case, inexactly)
     assert ranks(4).run(disagreements, sizes, case, inexactly, expected) == [{}] * 4
+
+
+@pytest.mark.long
+def test_all_stages_of_a_pipeline_cut_sequences_as_one_with_linear_attention_needs(ranks):
+    case = Case(FAMILIES["qwen3_next"], is_hugging_face=True, has_ignored_targets=True, batch=4, max_norm=0.1)
+    run, precision = pipelines.Run({"pipe": 2, "context": 2}), PRECISIONS["fp32-sgd"]  # the second has attention alone
+    expected = pipelines.expect(case, precision)
+    found = ranks(4).run(pipelines.compare, run, case, precision, expected)
+    assert list(pipelines.complaints(found, expected)) == []
 
 
 DOCUMENTS = [[5, 3, 8], [1, 9, 6], [16], [2, 2, 4, 8]]
@@ -285,7 +302,9 @@ def distances_of_packed(family: str, sizes: Sizes, form: str) -> dict[str, float
         with torch.no_grad():
             logits = model(**given).logits
             whole = require_state(model, "this").sequence_parts.join(logits, 16)
-            found["logits"] = distance(logits, cut_sequences(whole, grid, layout="balanced", documents=documents))
+            balanced: dict[str, Any] = {"layout": "balanced", "documents": documents}
+            cut = cut_sequences(whole, grid, **({} if family in LINEAR else balanced))
+            found["logits"] = distance(logits, cut)
             del given["labels"]  # then logits are zig-zag, for a loss of the caller's
             found["zig-zag"] = distance(model(**given).logits, cut_sequences(whole, grid))
     return found | {name: distance(gather(ours.grad, layout_of(ours)), theirs.grad) for (name, ours), theirs in pairs}
@@ -296,7 +315,11 @@ def distances_of_packed(family: str, sizes: Sizes, form: str) -> dict[str, float
     [
         ("llama", {"context": 2, "z": 2}, "position_ids"),
         pytest.param("llama", {"context": 4}, "cu_seq_lens", marks=LARGE),
-        *(pytest.param(name, {"context": 2, "x": 2}, "position_ids", marks=LARGE) for name in (*FAMILIES, "gpt_oss")),
+        *(
+            pytest.param(name, {"context": 2, "x": 2}, "position_ids", marks=LARGE)
+            for name in (*FAMILIES, "gpt_oss")
+            if name not in LINEAR
+        ),
     ],
     ids=str,
 )
@@ -327,6 +350,28 @@ def distances_of_packed_micro_batches() -> list[float]:
 def test_micro_batches_of_other_documents_are_trained_on_as_separate_ones(ranks):
     print(f"seed {SEED}")
     assert max(map(max, ranks(4).run(distances_of_packed_micro_batches))) < 5e-6
+
+
+def distances_of_packed_states(family: str, form: str) -> dict[str, float]:
+    """The same of linear attention, with functions that know documents in place of kernels, which take GPUs."""
+    functions = {"qwen3_next": (qwen, "torch_chunk_gated_delta_rule", linear_attention.delta_rule("gated"))}
+    functions["nemotron_h"] = nemotron, "mamba2_chunk_scan", linear_attention.state_space
+    module, name, scan = functions[family]
+    with (
+        mock.patch.object(module, name, scan),
+        mock.patch.object(module, "causal_conv1d_fn", linear_attention.convolve),
+        mock.patch("stretto.parallel.layers.context.packages_for_documents", return_value=[]),
+    ):
+        return distances_of_packed(family, {"context": 4}, form)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "form"), [("qwen3_next", "position_ids"), ("nemotron_h", "cu_seq_lens")])
+def test_states_of_packed_documents_are_those_of_separate_ones(ranks, family, form):
+    print(f"seed {SEED}")
+    for found in ranks(4).run(distances_of_packed_states, family, form):
+        assert {name: far for name, far in found.items() if not far < 2e-5} == {}
+        assert found["loss"] < 1e-6
 
 
 def distances_of_latents(sizes: Sizes) -> tuple[dict[str, float], list[int]]:
@@ -388,7 +433,7 @@ def losses_of_padded(family: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=LONG) for name in ("qwen3_next", "nemotron_h"))]
+    "family", ["llama", *(pytest.param(name, marks=LONG) for name in ("qwen3_next", "nemotron_h", "mamba2"))]
 )
 def test_padding_and_a_loss_of_ones_own(ranks, family):
     print(f"seed {SEED}")

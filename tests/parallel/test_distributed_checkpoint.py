@@ -122,12 +122,10 @@ def continue_on_grid(kind: str, sizes: Sizes, folder: Path, name: str) -> list[f
         ),
     ],
 )
-@pytest.mark.parametrize("grids", [GRIDS[:1], pytest.param(GRIDS[1:], marks=pytest.mark.long)], ids=["one", "others"])
-def test_an_fsdp2_run_is_continued_on_other_grids(
-    kind: str, name: str, grids: list[tuple[int, Sizes]], ranks: MakeRanks, tmp_path: Path
-) -> None:
+@pytest.mark.long
+def test_an_fsdp2_run_is_continued_on_other_grids(kind: str, name: str, ranks: MakeRanks, tmp_path: Path) -> None:
     expected = ranks(4).run(start_by_fsdp2, kind, tmp_path / "saved", name)[0]
-    for count, sizes in grids:
+    for count, sizes in GRIDS:
         for losses in ranks(count).run(continue_on_grid, kind, sizes, tmp_path / "saved", name):
             assert losses == pytest.approx(expected, rel=1e-5)
 

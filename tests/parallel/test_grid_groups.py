@@ -71,6 +71,7 @@ def assert_no_growth(counts: list[dict[str, int]]) -> None:
     assert min(each["threads"] for each in others) <= first["threads"], counts
 
 
+@pytest.mark.sampled(quick=1)
 @pytest.mark.parametrize("shape", [{"z": 2}, {"x": 2}, {"pipe": 2}], ids=str)
 def test_six_grids_of_one_shape_need_what_one_needs(ranks, shape):
     for counts in ranks(2).run(count_over_grids, [shape], 6):
@@ -208,6 +209,7 @@ def train_again_and_again(folder: Path) -> list[dict[str, int]]:
     return counts
 
 
+@pytest.mark.long
 def test_trainings_one_after_another_in_a_process_share_all_groups(ranks, tmp_path):
     configure(tmp_path / "0")  # writes the text
     for counts in ranks(2).run(train_again_and_again, tmp_path):

@@ -63,12 +63,12 @@ def measure(sizes: dict[str, int], config: GPTConfig, recompute: str, options: d
 @pytest.mark.parametrize(
     ("grid", "config", "options"),
     [
-        pytest.param({"x": 2}, CONFIG, {}, marks=pytest.mark.sampled(1, quick=0)),
-        ({"y": 2}, GATED, {}),
-        pytest.param({"x": 2}, GATED, {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param({"x": 2, "y": 2}, CONFIG, {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param({"x": 2, "z": 2}, GATED, {}, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param({"z": 2}, GATED, {"reshard": "after_forward"}, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param({"x": 2}, CONFIG, {}, marks=pytest.mark.long),
+        pytest.param({"y": 2}, GATED, {}, marks=pytest.mark.long),
+        pytest.param({"x": 2}, GATED, {"shard_sequence": True}, marks=pytest.mark.exhaustive),
+        pytest.param({"x": 2, "y": 2}, CONFIG, {"shard_sequence": True}, marks=pytest.mark.exhaustive),
+        pytest.param({"x": 2, "z": 2}, GATED, {}, marks=pytest.mark.exhaustive),
+        pytest.param({"z": 2}, GATED, {"reshard": "after_forward"}, marks=pytest.mark.long),
     ],
     ids=lambda value: "gated" if value == GATED else str(value) if isinstance(value, dict) else "plain",
 )

@@ -119,7 +119,7 @@ def test_the_losses_are_those_of_plain_pytorch(ranks: MakeRanks, tmp_path: Path)
     "options",
     [
         on_grid(y=2),
-        [*on_grid(pipe=2), "train.micro_batch=4"],
+        pytest.param([*on_grid(pipe=2), "train.micro_batch=4"], marks=pytest.mark.long),
         pytest.param(on_grid(data=2, x=2, z=2), marks=pytest.mark.long),
     ],
     ids=["fewer ranks", "stages", "more ranks"],

@@ -75,7 +75,7 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
     attentions = attentions_of(model)
     linear = linear_attentions_of(model)
     layers = Counter(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-    known = _LINEAR_LAYERS if linear and sum(layers[kind] for kind in _LINEAR_LAYERS) <= len(linear) else ()
+    known = _LINEAR_LAYERS if linear and sum(layers[each] for each in _LINEAR_LAYERS) <= len(linear) else ()
     others = sorted(layers.keys() - {*_LAYERS, *known})
     states = {id(part) for layer in linear for part in layer.modules()}
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -137,7 +137,7 @@ def refuse_arguments(model: nn.Module, given: Mapping[str, Any], length: int) ->
 
 
 class Documents(NamedTuple):
-    """Documents of packed rows, on the CPU. None where each row is one.
+    """Documents of packed rows, on the CPU; None where each row is one.
 
     ends: the first tokens of all documents of the rows, one after another, and the end of the last, int32
     [documents + 1]; padding is a document of its own. begins: for each token, the place in its row at which its

@@ -263,7 +263,7 @@ def _accept_any_scalar_as_index() -> None:
 
 
 def _is_bf16(handle: Any) -> bool:
-    return isinstance(handle, _Handle) and handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16
+    return isinstance(handle, _Handle) and handle.data.dtype == np.uint16 and handle.dtype.scalar == tl.bfloat16
 
 
 def _widen(handle: Any) -> Any:

@@ -188,6 +188,7 @@ def freeze_and_train():
     return grads
 
 
+@pytest.mark.long
 def test_tables_may_be_frozen_and_trained_from_call_to_call(interpret):
     first, without, last = interpret(3, freeze_and_train, timeout=40.0)
     assert without == []

@@ -130,6 +130,7 @@ def compare_products():
     return same
 
 
+@pytest.mark.long
 def test_products_in_the_order_of_arrival_have_the_same_bits(interpret):
     assert interpret(1, compare_products) == [[[True] * 7] * 2]
 

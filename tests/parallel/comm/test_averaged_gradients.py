@@ -133,7 +133,9 @@ def disagreements(runs: list[Any]) -> list[Any]:
     return [(*run, wrong) for run in runs if (wrong := distances(*run))]
 
 
-@pytest.mark.parametrize("runs", [TWO, THREE, pytest.param(FOUR, marks=pytest.mark.long)], ids=["2", "3", "4"])
+@pytest.mark.parametrize(
+    "runs", [TWO, *(pytest.param(runs, marks=pytest.mark.long) for runs in (THREE, FOUR))], ids=["2", "3", "4"]
+)
 def test_a_term_over_parameters_outside_of_forward_has_the_gradient_of_one_process(ranks, runs):
     count = {id(TWO): 2, id(THREE): 3, id(FOUR): 4}[id(runs)]
     assert ranks(count).run(disagreements, runs) == [[]] * count
@@ -180,6 +182,7 @@ def stored(kind: str, sizes: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in found.items() if not value < 1e-6}
 
 
+@pytest.mark.long
 def test_a_stored_optimizer_takes_the_gradients_of_terms_outside_of_forward(ranks):
     for kind, sizes in (
         ("gpt", {"data": 2, "z": 2}),

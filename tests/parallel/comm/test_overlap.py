@@ -280,7 +280,7 @@ def fail(*_: Any) -> None:
     [
         "weights are written to while the next one is on its way",
         pytest.param("a block is called on its own", marks=pytest.mark.long),
-        "blocks come in another order",
+        pytest.param("blocks come in another order", marks=pytest.mark.long),
         "a backward pass fails",
         pytest.param("a forward pass has no backward pass", marks=pytest.mark.long),
     ],

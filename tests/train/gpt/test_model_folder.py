@@ -77,6 +77,7 @@ def test_ten_steps_on_a_grid_are_those_of_plain_pytorch(
     assert after == before
 
 
+@pytest.mark.long
 def test_both_matrices_of_a_folder_whose_config_ties_them_are_trained_resumed_and_exported(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:

@@ -155,7 +155,6 @@ class SequenceParts:
         self.is_causal = not self.is_pretrained or of_transformers.is_causal(model)
         has_states = self.is_pretrained and bool(linear_attentions_of(model))
         self.layout: Layout = "zigzag" if self.is_causal and not has_states else "contiguous"
-        grid.context_layouts.add(self.layout)
         self._has_states = has_states
         self._least_length = self.group.size() * positions_before(model) if has_states else 1
         self._missing_packages = packages_for_documents(model) if has_states else []
@@ -394,12 +393,11 @@ def require_context(model: nn.Module, grid_sizes: Mapping[str, int]) -> None:
         raise ValueError(f"context is {context}, but {refusal}; choose context=1")
 
 
-def prepare_context(model: nn.Module, grid: Grid) -> SequenceParts:
+def install_linear_attention(model: nn.Module, parts: SequenceParts) -> None:
     """Have linear attention run over the ranks of context. Before anything wraps the forward of these layers."""
-    parts = SequenceParts(model, grid)
+    parts.grid.context_layouts.add(parts.layout)
     if parts.is_pretrained:
         replace_scans(model, LinearAttentionParts(parts.group))
-    return parts
 
 
 def install_context(model: nn.Module, parts: SequenceParts, *, expands_again: bool) -> None:
@@ -425,5 +423,5 @@ def install_context(model: nn.Module, parts: SequenceParts, *, expands_again: bo
         return (), parts.cut_arguments(model, args, kwargs)
 
     model.register_forward_pre_hook(cut, with_kwargs=True)
-    if parts.is_pretrained:
+    if parts.is_pretrained and of_transformers.attentions_of(model):  # a stage may have linear attention alone
         model.register_forward_hook(torch.compiler.disable(lambda model, *_: parts.check_documents(model)))
