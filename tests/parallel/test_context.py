@@ -20,6 +20,7 @@ from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import (
     Grid,
+    Pipeline,
     count_collectives,
     cut_sequences,
     gather,
@@ -328,6 +329,27 @@ def test_packed_documents_are_trained_on_as_separate_ones(ranks, family, sizes, 
         # A key's bias changes no softmax: its gradient is rounding alone.
         assert {name: far for name, far in found.items() if not far < 5e-6 and "key_value.bias" not in name} == {}
         assert found["loss"] < 1e-6
+
+
+def distances_of_packed_micro_batches() -> list[float]:
+    """How far loss and gradients are where micro-batches, recomputed after others, are cut at other places."""
+    models = [build(Case(FAMILIES["llama"]), PRECISIONS["fp32-sgd"]).train() for _ in range(2)]
+    batch, grid = packed(), Grid(pipe=2, context=2)
+    loss = loss_of_separate_documents(models[0], batch["input_ids"])
+    loss.backward()
+    model = parallelize(models[1], grid, recompute="full")
+    with Pipeline(model, grid, schedule="1f1b", micro_batch_size=1) as pipeline:
+        own = pipeline.step(**batch)
+    theirs = dict(models[0].named_parameters())
+    mine = [(name, ours) for name, ours in model.named_parameters() if ours.grad is not None]  # of this stage
+    pairs = [(gather(ours.grad, layout_of(ours)), theirs[name].grad) for name, ours in mine]
+    return [abs(own.item() - loss.item()), *(distance(*pair) for pair in pairs)]
+
+
+@LARGE
+def test_micro_batches_of_other_documents_are_trained_on_as_separate_ones(ranks):
+    print(f"seed {SEED}")
+    assert max(map(max, ranks(4).run(distances_of_packed_micro_batches))) < 5e-6
 
 
 def distances_of_packed_states(family: str, form: str) -> dict[str, float]:
