@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from stretto.parallel.comm.gradient_reducer import no_sync
     from stretto.parallel.comm.kept_outputs import recomputation_contexts, run_once
     from stretto.parallel.comm.weight_gathering import gather_once
+    from stretto.parallel.context.cutting import cut_sequences
     from stretto.parallel.forward_passes import register_forward_method
     from stretto.parallel.full_parameters import full_parameters
     from stretto.parallel.grid import Grid
-    from stretto.parallel.layers.context import cut_sequences
     from stretto.parallel.layers.dropout import micro_batch_of
     from stretto.parallel.layers.expert_replicas import balance_experts
     from stretto.parallel.layers.loss import mean_over_batch
@@ -96,7 +96,7 @@ _HOMES = {
     "no_sync": "stretto.parallel.comm.gradient_reducer",
     "recomputation_contexts": "stretto.parallel.comm.kept_outputs",
     "run_once": "stretto.parallel.comm.kept_outputs",
-    "cut_sequences": "stretto.parallel.layers.context",
+    "cut_sequences": "stretto.parallel.context.cutting",
     "full_parameters": "stretto.parallel.full_parameters",
     "Grid": "stretto.parallel.grid",
     "micro_batch_of": "stretto.parallel.layers.dropout",

@@ -74,8 +74,8 @@ def parallelize(
     not listed, if an axis does not divide a size that it splits, and if ranks hold different weights; the model is then
     unchanged.
     """
+    from stretto.parallel.context.sequence_parts import SequenceParts
     from stretto.parallel.install import install
-    from stretto.parallel.layers.context import SequenceParts
     from stretto.parallel.place import place
     from stretto.parallel.precision import Precision
     from stretto.parallel.resolve import refuse_sharded, resolve

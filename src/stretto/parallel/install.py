@@ -19,10 +19,10 @@ from stretto.huggingface.sequence import shard_between_blocks
 from stretto.parallel.blocks import has_forward
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
+from stretto.parallel.context.sequence_parts import install_context, install_linear_attention
 from stretto.parallel.forward_passes import RowsCheck, begin_forward, end_forward, explain_sizes
 from stretto.parallel.fused_modules import fuse_modules
 from stretto.parallel.layers.block_shard import BlockShard
-from stretto.parallel.layers.context import install_context, install_linear_attention
 from stretto.parallel.layers.dropout import AgreedRandomState
 from stretto.parallel.layers.joined_linears import join
 from stretto.parallel.layers.plain_parts import (
@@ -45,7 +45,7 @@ from stretto.parallel.state import ParallelState, set_state
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stretto.parallel.layers.context import SequenceParts
+    from stretto.parallel.context.sequence_parts import SequenceParts
 
 # They would reduce gradients a second time.
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")

@@ -22,7 +22,7 @@ from stretto.huggingface.formulas import UnknownRolesError
 from stretto.huggingface.pretrained_model import is_conv1d, is_linear, is_pretrained_model
 from stretto.huggingface.roles import norms_next_to_linears, plan_of
 from stretto.parallel.blocks import find_blocks
-from stretto.parallel.layers.context import require_context
+from stretto.parallel.context.sequence_parts import require_context
 from stretto.parallel.layout import has_layout
 from stretto.parallel.recomputation import check_blocks
 from stretto.parallel.roles.plan import KINDS, PLAIN, PlainPart, Role, ShardingPlan

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from stretto.huggingface.experts import ExpertsKind
     from stretto.parallel.comm.gradient_reducer import GradientReducer
     from stretto.parallel.comm.weight_gathering import WeightGatherer
+    from stretto.parallel.context.sequence_parts import SequenceParts
     from stretto.parallel.grid import GradientReduction, Grid
     from stretto.parallel.layers.block_shard import BlockShard
-    from stretto.parallel.layers.context import SequenceParts
     from stretto.parallel.pipeline.stages import ModelStages
     from stretto.parallel.precision import Precision
     from stretto.parallel.roles.plan import ShardingPlan

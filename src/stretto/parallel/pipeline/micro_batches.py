@@ -14,8 +14,8 @@ from stretto.execution import IGNORED_TARGET
 from stretto.huggingface.loss import calls_loss_function, compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.context.sequence_parts import SequenceParts
 from stretto.parallel.grid import Grid
-from stretto.parallel.layers.context import SequenceParts
 from stretto.parallel.pipeline.actions import PipelineStep
 from stretto.parallel.pipeline.activations import tensors_of
 

@@ -9,12 +9,11 @@ Between embedding and loss all but attention sees this rank's tokens alone.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from stretto.execution import IGNORED_TARGET
 from stretto.huggingface import context as of_transformers
@@ -26,105 +25,29 @@ from stretto.huggingface.linear_attention import (
 )
 from stretto.huggingface.loss import compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
-from stretto.ops.attention import context_attention, list_chunks
+from stretto.ops.attention import context_attention
 from stretto.ops.attention.exchange import can_copy
 from stretto.ops.attention.gathered import attend_to_gathered
 from stretto.ops.attention.gathered import gather_rows as gather_seen_rows
 from stretto.ops.attention.plan import Layout, Mask
 from stretto.ops.moe.routes import call
 from stretto.parallel.comm.collectives import collective, gather_rows
+from stretto.parallel.context.cutting import (
+    check_length,
+    cut_part,
+    documents_of_row,
+    find_places,
+    list_documents,
+    take_places,
+)
+from stretto.parallel.context.linear_attention import LinearAttentionParts
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import ParallelDropout
-from stretto.parallel.layers.linear_attention import LinearAttentionParts
 
 T = TypeVar("T")
-Values = TypeVar("Values")
 _IDS = ("input_ids", "tokens", "inputs_embeds")
 _POSITIONS = ("position_ids", "positions")
 _MAX_EXPANDED = 1 << 31  # numbers of a layer's keys and values: 4 GiB of 16 bits
-
-
-def cut_sequences(
-    values: Values, grid: Grid, *, dim: int = 1, layout: Layout | None = None, documents: Tensor | None = None
-) -> Values:
-    """Cut this rank's part of sequences: of a tensor, or of all tensors in dicts, lists and tuples.
-
-    A model that `parallelize` has put on a grid with context cuts its arguments itself. This is for what its caller
-    compares with the logits that it returns, [batch, seq / context, vocab]: targets, say. Shift them before, so that
-    the target of a part's last token is not lost.
-
-    dim: the dim of the tokens in each tensor. layout: "zigzag" for causal models, "contiguous" for others and for those
-    with layers of linear attention; by default that of the models on the grid, and "zigzag" before there are any.
-    "balanced", of tensors [batch, seq, ...], for packed rows that a causal model is given with labels. documents: of
-    these rows, as cu_seq_lens_q: where each begins, of all rows one after another, and the end of the last.
-
-    Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can, for other layouts, and
-    for one that no model on the grid has.
-    """
-    used = sorted(grid.context_layouts)
-    if layout is None and len(used) > 1:
-        raise ValueError(f"cut_sequences: models on this grid have both layouts, {' and '.join(used)}: choose one")
-    layout = layout or (used[0] if used else "zigzag")
-    if layout not in get_args(Layout) or (layout == "balanced") != (documents is not None):
-        raise ValueError(
-            f'cut_sequences: layout is "zigzag" or "contiguous", or "balanced" with documents, not {layout!r} '
-            f"with{'out' if documents is None else ''} documents"
-        )
-    if layout != "contiguous" and used == ["contiguous"]:
-        raise ValueError(
-            f'cut_sequences: layout is "{layout}", but the models on this grid have contiguous parts, as linear '
-            'attention and attention in both directions need: layout="contiguous" would do'
-        )
-    ranks, rank = grid.size("context"), grid.coordinate("context")
-
-    def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or documents is None or ranks == 1:
-            return _cut(leaf, ranks, rank, layout, dim) if isinstance(leaf, Tensor) else leaf
-        check_length(leaf.shape[1], ranks, layout)
-        return _take(leaf, _find_places(_list_documents(documents, *leaf.shape[:2]), rank, ranks))
-
-    return tree_map(cut, values)
-
-
-def check_length(length: int, ranks: int, layout: Layout) -> None:
-    """Raise ValueError, with the nearest lengths that would do, unless the ranks of context can divide a sequence."""
-    parts = ranks if layout == "contiguous" or ranks == 1 else 2 * ranks
-    if length % parts or not length:
-        below, above = length // parts * parts, (length // parts + 1) * parts
-        nearest = f"{below} and {above} are the nearest that are" if below else f"{above} is the nearest that is"
-        raise ValueError(
-            f"sequences of {length} tokens are not divisible by {parts}, the number of parts that context={ranks} cuts "
-            f"them into: {nearest} (a collator's pad_to_multiple_of={parts} pads them)"
-        )
-
-
-def _cut(whole: Tensor, ranks: int, rank: int, layout: Layout, dim: int) -> Tensor:
-    if ranks == 1:
-        return whole
-    check_length(whole.shape[dim], ranks, layout)
-    chunks = list_chunks(layout, rank, ranks, whole.shape[dim] // ranks)
-    return torch.cat([whole.narrow(dim, chunk.start, chunk.stop - chunk.start) for chunk in chunks], dim)
-
-
-def _list_documents(documents: Tensor, rows: int, length: int) -> list[tuple[int, ...]]:
-    """Where the documents of each row begin, and its length. documents: of all rows, one after another."""
-    return [tuple(_of_row(documents.cpu(), row, length).tolist()) for row in range(rows)]
-
-
-def _of_row(documents: Tensor, row: int, length: int) -> Tensor:
-    return documents[(documents >= row * length) & (documents <= (row + 1) * length)] - row * length
-
-
-def _find_places(rows: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Tensor:
-    """The places of a rank's tokens in each row of packed documents, in the balanced layout: int64 [rows, part]."""
-    chunks = [list_chunks("balanced", rank, ranks, each[-1] // ranks, each) for each in rows]
-    return torch.stack([torch.cat([torch.arange(*chunk) for chunk in each]) for each in chunks])
-
-
-def _take(whole: Tensor, places: Tensor) -> Tensor:
-    """The tokens at places [rows or 1, part] of a tensor [rows or 1, seq, ...]."""
-    rows = torch.arange(max(len(whole), len(places)), device=whole.device)
-    return whole.expand(len(rows), *whole.shape[1:])[rows[:, None], places.to(whole.device)]
 
 
 def _make_mask(documents: Tensor | None) -> Mask:
@@ -178,8 +101,8 @@ class SequenceParts:
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part of the sequences in a tensor [batch, seq, ...]."""
         if self._places is None:
-            return _cut(whole, self.group.size(), self.group.rank(), self.layout, 1)
-        return _take(whole, self._places)
+            return cut_part(whole, self.group.size(), self.group.rank(), self.layout, 1)
+        return take_places(whole, self._places)
 
     def join(self, part: Tensor, length: int) -> Tensor:
         """The whole [batch, length, ...] of all ranks' parts of it, of the last forward pass; other tensors as they
@@ -191,16 +114,16 @@ class SequenceParts:
         places = [
             self.places_of(part.shape[1], rank)[None]
             if self._packed is None
-            else _find_places(self._packed, rank, ranks)
+            else find_places(self._packed, rank, ranks)
             for rank in range(ranks)
         ]
-        return _take(rows.movedim(0, 1), torch.cat(places, 1).argsort(1))
+        return take_places(rows.movedim(0, 1), torch.cat(places, 1).argsort(1))
 
     def places_of(self, part: int, rank: int | None = None) -> Tensor:
         """The places in a whole sequence, if it is not balanced, of a rank's part of so many tokens, int64 [part], on
         the CPU."""
         rank = self.group.rank() if rank is None else rank
-        return _cut(torch.arange(part * self.group.size()), self.group.size(), rank, self.layout, 0)
+        return cut_part(torch.arange(part * self.group.size()), self.group.size(), rank, self.layout, 0)
 
     def cut_targets_of(self, model: nn.Module, given: Mapping[str, Any], labels: Tensor) -> Tensor:
         """`cut_targets`, for the forward pass to come, of these arguments."""
@@ -279,8 +202,8 @@ class SequenceParts:
         layout = self._choose_layout(given, documents)
         self._packed = self._places = None
         if layout == "balanced" and documents is not None:
-            self._packed = _list_documents(documents, rows, length)
-            self._places = _find_places(self._packed, self.group.rank(), self.group.size()).to(given[name].device)
+            self._packed = list_documents(documents, rows, length)
+            self._places = find_places(self._packed, self.group.rank(), self.group.size()).to(given[name].device)
         return _SequenceBatch(name, layout, documents, begins)
 
     def _cut_documents(self, model: nn.Module, begins: Tensor) -> Tensor:
@@ -351,7 +274,7 @@ class SequenceParts:
         length, parts = query.shape[2] * self.group.size(), []
         for row in range(len(query)):
             own = (each[row : row + 1] for each in (query, key, value))
-            parts.append(attend(*own, documents=_of_row(documents, row, length)))
+            parts.append(attend(*own, documents=documents_of_row(documents, row, length)))
         return torch.cat(parts)
 
     def _gather_latents(self, mask: Mask, layout: Layout, latents: Tensor) -> Tensor:

@@ -45,11 +45,11 @@ def _pass(x: Tensor, sent: Tensor, reach: int, group: dist.ProcessGroup) -> tupl
 
     x is what the layer goes on with: all ranks take part in the backward pass so, also one that receives nothing.
     """
-    found: tuple[Tensor, Tensor] = _Pass.apply(x, sent, reach, group)
+    found: tuple[Tensor, Tensor] = _PassToLater.apply(x, sent, reach, group)
     return found
 
 
-class _Pass(torch.autograd.Function):
+class _PassToLater(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Tensor, reach: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         rank, peers, size = group.rank(), range(group.size()), sent.numel()
