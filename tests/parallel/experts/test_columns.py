@@ -19,7 +19,7 @@ from tests.parallel.experts.training import gpt
 from tests.parallel.test_recomputation import gradients
 from tests.parallel.training import SEED
 
-CONFIG = gpt(layers=1, hidden=16, heads=2, expert_ffn=16, num_experts=3, balance="none", vocab=31)
+CONFIG = gpt(layers=1, hidden=16, heads=2, expert_ffn=32, num_experts=3, balance="none", vocab=31)
 
 
 def train(grid: Grid, *, is_compiled: bool = False, **options: Any) -> tuple[list[Tensor], list[str]]:

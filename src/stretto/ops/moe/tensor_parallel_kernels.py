@@ -109,6 +109,7 @@ def push_tokens(x: Tensor, group: str, kept: Tensor | None = None) -> Arrivals:
                     source = (rank + distance) % ranks
                     tiles.rank_wait(block_channel, rank * parts + parts - 1, source)
                     tiles.rank_copy_data(kept, gathered, rows=slice(source * t, (source + 1) * t), to=source * t)
+        block_channel.is_open = True
     except BaseException:
         abandon(group, block_channel)
         raise
@@ -340,6 +341,5 @@ def _take_slot(group: str, device: torch.device, size: int) -> tuple[OperatorWor
     """(the group's workspace, the slot of this call for `begin`, where its bytes begin)."""
     workspace = find_workspace(group, device, size, "copy_engine")
     workspace.channel.check()
-    tiles.join_copies(workspace.channel)  # of an earlier call, which an error kept from it
     slot = next(workspace.slot_cycle)
     return workspace, slot if workspace.slots == 2 else None, slot * workspace.slot_bytes
