@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.report.test_layout import ABOUT, compile_
+from tests.report.test_layout import ABOUT, overlap
 from tests.report.test_run_report import write_run
 from typer.testing import CliRunner
 
@@ -46,8 +46,8 @@ def test_a_run_is_reported_without_pictures(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.usefixtures("without_matplotlib")
 def test_a_bench_writes_its_numbers_and_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = tmp_path / "compile.json"
-    result.write_text(json.dumps(ABOUT | compile_(2)))
+    result = tmp_path / "overlap.json"
+    result.write_text(json.dumps(ABOUT | overlap(2)))
     assert draw_result(result) is None
     assert HINT in capsys.readouterr().err
 
