@@ -2,6 +2,7 @@
 """Compiled blocks and models: each block is one graph, on any grid, with roles and without, and nothing is logged."""
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -118,6 +119,27 @@ def test_operations_that_cannot_be_traced_break_the_graph(ranks, how):
 def test_a_sink_takes_every_gradient_of_a_compiled_model(ranks):
     ((_, _, _, taken),) = ranks(1).run(compile_blocks, make_gpt, "sink")
     assert taken == len(list(make_gpt().parameters()))
+
+
+def wrappers_of_a_compiled_step() -> list[str]:
+    """Files of torch.library's wrappers in Python that run in a step of compiled blocks."""
+    torch._dynamo.reset()
+    model = parallelize(make_gpt(), Grid(), dtype=torch.float64)
+    for block in model.get_submodule("blocks").children():
+        block.compile(backend="eager")
+    loss_of(model).backward()
+    files = set()
+    sys.setprofile(lambda frame, event, _: files.add(frame.f_code.co_filename))
+    try:
+        loss_of(model).backward()
+    finally:
+        sys.setprofile(None)
+    assert any(file.endswith("graph_functions.py") for file in files)
+    return [file for file in files if file.endswith(("_library/custom_ops.py", "_library/autograd.py"))]
+
+
+def test_operators_of_compiled_blocks_run_without_wrappers_in_python(ranks):
+    assert ranks(1).run(wrappers_of_a_compiled_step) == [[]]
 
 
 def differences_of_compiled_model() -> list[str]:

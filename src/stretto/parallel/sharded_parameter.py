@@ -12,7 +12,6 @@ all ranks of the grid must take part. They keep what the grid's first rank has c
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -121,9 +120,11 @@ class ShardedParameter(TensorOnGrid):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             attribute = getattr(getattr(func, "__self__", None), "__name__", "data")
-            is_view = attribute in ("data", "T", "mT", "H", "mH")  # or a function
-            with torch._C.DisableTorchFunctionSubclass(), _SubclassDispatch() if is_view else nullcontext():
-                return func(*args, **(kwargs or {}))
+            with torch._C.DisableTorchFunctionSubclass():
+                if attribute not in ("data", "T", "mT", "H", "mH"):  # ten of them are read for a linear's gradient
+                    return func(*args, **(kwargs or {}))
+                with _SubclassDispatch():  # these are views, and others functions
+                    return func(*args, **(kwargs or {}))
 
     @property
     def data(self) -> Tensor:
