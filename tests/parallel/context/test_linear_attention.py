@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parallel.hugging_face import Fp32IsFp64
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
@@ -17,6 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from stretto.parallel import Grid, cut_sequences
 from stretto.parallel.context.linear_attention import LinearAttentionParts
+from tests.parallel.hugging_face import Fp32IsFp64
 
 ROWS, LENGTH, HEADS, KEY, VALUE = 2, 16, 4, 4, 6
 # In the second row the second document begins at a rank's first token, and the next ones are shorter than the filter.

@@ -10,12 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.parallel import hugging_face, moe_families
-from tests.parallel.experts import training as experts
-from tests.parallel.layers import test_linear_attention as linear_attention
-from tests.parallel.pipeline import training as pipelines
-from tests.parallel.test_parity_hugging_face import disagreements_of, exactly
-from tests.parallel.training import PRECISIONS, SEED, Case, build, disagreements, distance, my_rows, train_plainly
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
@@ -39,6 +33,12 @@ from stretto.parallel.state import require_state
 from stretto.train.checkpoint import load_checkpoint, save_checkpoint
 from stretto.train.config.gpt import RunConfig
 from stretto.train.optimizer import build_optimizer
+from tests.parallel import hugging_face, moe_families
+from tests.parallel.context import test_linear_attention as linear_attention
+from tests.parallel.experts import training as experts
+from tests.parallel.pipeline import training as pipelines
+from tests.parallel.test_parity_hugging_face import disagreements_of, exactly
+from tests.parallel.training import PRECISIONS, SEED, Case, build, disagreements, distance, my_rows, train_plainly
 
 EXACTLY = PRECISIONS["fp64-adamw"]
 Sizes = dict[str, int]
