@@ -17,7 +17,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, count_collectives, parallelize
 from stretto.parallel.comm.collectives import running_collective
 from stretto.parallel.comm.counting import CollectiveCall
-from stretto.parallel.layers.experts import ParallelExperts
+from stretto.parallel.experts.module import ParallelExperts
 from stretto.planner import read_architecture
 from stretto.planner.experts.cost import expert_messages
 from stretto.planner.memory import local_parameters

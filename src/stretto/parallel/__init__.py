@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from stretto.parallel.comm.kept_outputs import recomputation_contexts, run_once
     from stretto.parallel.comm.weight_gathering import gather_once
     from stretto.parallel.context.cutting import cut_sequences
+    from stretto.parallel.experts.replicas import balance_experts
     from stretto.parallel.forward_passes import register_forward_method
     from stretto.parallel.full_parameters import full_parameters
     from stretto.parallel.grid import Grid
     from stretto.parallel.layers.dropout import micro_batch_of
-    from stretto.parallel.layers.expert_replicas import balance_experts
     from stretto.parallel.layers.loss import mean_over_batch
     from stretto.parallel.layout import Box, ParameterLayout, Split, gather, layout_of
     from stretto.parallel.pipeline.pipeline import Pipeline
@@ -82,7 +82,7 @@ _HOMES = {
     "Overlap": "stretto.execution",
     "StageOptions": "stretto.execution",
     "parallelize": "stretto.parallel.api",
-    "balance_experts": "stretto.parallel.layers.expert_replicas",
+    "balance_experts": "stretto.parallel.experts.replicas",
     "register_forward_method": "stretto.parallel.forward_passes",
     "validate": "stretto.parallel.api",
     "CapturedStep": "stretto.parallel.capture",

@@ -22,12 +22,13 @@ from stretto.parallel.comm.copy_engine_gather import (
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.rank_order import RankOrder
 from stretto.parallel.comm.weight_gathering import StepGatherer, WeightGatherer, WeightPrefetcher
+from stretto.parallel.experts.module import ExpertsPlan, ParallelExperts, TokenFlow, several
+from stretto.parallel.experts.products import ExpertProduct
 from stretto.parallel.fused_modules import fuses
 from stretto.parallel.layers.attention_backend import AttentionTuner
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
-from stretto.parallel.layers.experts import ExpertProduct, ExpertsPlan, ParallelExperts, TokenFlow, several
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.linear import CompressingLinear, LinearPlan, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead, ParallelLoss

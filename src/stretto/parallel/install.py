@@ -20,6 +20,7 @@ from stretto.parallel.blocks import has_forward
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.context.sequence_parts import install_context, install_linear_attention
+from stretto.parallel.experts.shared_experts import compute_under_exchange
 from stretto.parallel.forward_passes import RowsCheck, begin_forward, end_forward, explain_sizes
 from stretto.parallel.fused_modules import fuse_modules
 from stretto.parallel.layers.block_shard import BlockShard
@@ -33,7 +34,6 @@ from stretto.parallel.layers.plain_parts import (
 )
 from stretto.parallel.layers.router import route_whole_features
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copy
-from stretto.parallel.layers.shared_experts import compute_under_exchange
 from stretto.parallel.layout import has_layout
 from stretto.parallel.model_loss import install_loss, install_loss_of_rows
 from stretto.parallel.pipeline.cutting import wrap_forwards

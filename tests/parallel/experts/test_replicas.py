@@ -13,7 +13,7 @@ import torch
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import Grid, balance_experts, no_sync, parallelize
-from stretto.parallel.layers.experts import ParallelExperts
+from stretto.parallel.experts.module import ParallelExperts
 from stretto.parallel.layout import local
 from tests.parallel.experts.training import gpt
 from tests.parallel.training import SEED

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node, Proxy, Tracer
 from torch.fx.node import map_arg
 from torch.fx.proxy import Attribute, TraceError
 
-from stretto.parallel.layers.experts import ParallelExperts
+from stretto.parallel.experts.module import ParallelExperts
 
 _logger = logging.getLogger(__name__)
 
