@@ -144,11 +144,15 @@ def test_a_compiled_model_on_two_ranks_has_the_gradients_of_the_model(ranks):
     assert ranks(2).run(differences_of_compiled_model) == [[], []]
 
 
-def make_llama() -> nn.Module:
+def make_llama(layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=2, use_cache=False, **sizes))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=layers, use_cache=False, **sizes))
+
+
+def make_small_llama() -> nn.Module:
+    return make_llama(layers=1)
 
 
 def make_gpt2() -> nn.Module:
@@ -346,6 +350,6 @@ def test_weights_may_be_frozen_between_steps_of_compiled_layers(ranks, options):
 @pytest.mark.long
 @BOTH
 def test_a_whole_compiled_model_logs_nothing(ranks, options):
-    for _, _, far, messages in ranks(2).run(compile_like_a_user, make_llama, {"z": 2}, "model", options):
+    for _, _, far, messages in ranks(2).run(compile_like_a_user, make_small_llama, {"z": 2}, "model", options):
         assert messages == []
         assert far < 1e-5
