@@ -24,8 +24,8 @@ from tests.parallel.training import distance
 VOCAB, TOKENS = 61, torch.arange(2 * 17).view(2, 17) * 7 % 61
 
 
-def make_gpt(layers: int = 2) -> nn.Module:
-    return GPT(gpt(layers=layers, positions="rotary", activation="swiglu", norm="rmsnorm"))
+def make_gpt() -> nn.Module:
+    return GPT(gpt(layers=2, positions="rotary", activation="swiglu", norm="rmsnorm"))
 
 
 def make_qwen() -> nn.Module:
@@ -123,7 +123,7 @@ def test_a_sink_takes_every_gradient_of_a_compiled_model(ranks):
 def differences_of_compiled_model() -> list[str]:
     """Return which gradients of a compiled model on two ranks differ from the model's, before and after an edit."""
     grid, found = Grid(z=2), []
-    model = parallelize(make_gpt(layers=1), grid)
+    model = parallelize(make_gpt(), grid)
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         seen = []
@@ -144,15 +144,11 @@ def test_a_compiled_model_on_two_ranks_has_the_gradients_of_the_model(ranks):
     assert ranks(2).run(differences_of_compiled_model) == [[], []]
 
 
-def make_llama(layers: int = 2) -> nn.Module:
+def make_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=layers, use_cache=False, **sizes))
-
-
-def make_small_llama() -> nn.Module:
-    return make_llama(layers=1)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=2, use_cache=False, **sizes))
 
 
 def make_gpt2() -> nn.Module:
@@ -350,6 +346,6 @@ def test_weights_may_be_frozen_between_steps_of_compiled_layers(ranks, options):
 @pytest.mark.long
 @BOTH
 def test_a_whole_compiled_model_logs_nothing(ranks, options):
-    for _, _, far, messages in ranks(2).run(compile_like_a_user, make_small_llama, {"z": 2}, "model", options):
+    for _, _, far, messages in ranks(2).run(compile_like_a_user, make_llama, {"z": 2}, "model", options):
         assert messages == []
         assert far < 1e-5
