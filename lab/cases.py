@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lab.harness import ANY_CPU, Columns, Measured, keep_rows
-from stretto.bench.harness import FAILURES, in_one_line, run_ranks
+from stretto.bench.harness import FAILURES, in_one_line, print_row, run_ranks
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import world_name
 from stretto.cluster import Cluster
@@ -87,8 +87,8 @@ def measure_rows(
     for case, number in zip(cases, predicted, strict=True):
         row = case | {"predicted": number} | _attempt(partial(measure, grid), case)
         rows.append(row)
+        print_row(row)
         if dist.get_rank() == 0:
-            print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
             keep(rows)
         if grid.device.type == "cuda":
             torch.cuda.empty_cache()

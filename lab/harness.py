@@ -77,7 +77,7 @@ class Table:
 
     def columns(self) -> tuple["Column", ...]:
         """The columns in which a row has a value, and that of errors if a row has one."""
-        from stretto.bench.harness import Column
+        from stretto.bench.harness import Column, used_columns
 
         if not self.rows:
             return ()
@@ -87,7 +87,7 @@ class Table:
         columns = columns_of(row)
         if not any(each.key == "error" for each in columns):
             columns += (Column("error", "error"),)
-        return tuple(each for each in columns if any(row.get(each.key) is not None for row in rows))
+        return used_columns(columns, rows)
 
 
 def keep_rows(out: Path, name: str, row: "Columns", about: Mapping[str, Any], rows: Sequence[Any]) -> None:
@@ -103,8 +103,7 @@ class Measured:
     """Rows with what else the result says: `about` joins the JSON, `lines` follow the tables.
 
     tables: printed and written after the rows' own. name, title, row: of the file, its table and its columns, where
-    they are not the bench's. is_drawn: whether a picture is drawn of it, where the bench has one for a file of this
-    name.
+    they are not the bench's.
     """
 
     rows: Sequence[Any]
@@ -114,7 +113,6 @@ class Measured:
     name: str | None = None
     title: str | None = None
     row: "Columns | None" = None
-    is_drawn: bool = True
 
 
 def setting_of(setting: Any) -> dict[str, Any]:
@@ -189,7 +187,7 @@ class Bench:
         write_atomically(result.with_suffix(".md"), "\n\n".join([head, *parts, *measured.lines]) + "\n")
         write_atomically(result.with_suffix(".csv"), _csv(main.columns(), rows))
         plots = self.plot if isinstance(self.plot, Mapping) else {self.name: self.plot}
-        if measured.is_drawn and any(plot and fnmatch(name, pattern) for pattern, plot in plots.items()):
+        if any(plot and fnmatch(name, pattern) for pattern, plot in plots.items()):
             draw_result(result)
         return {"rows": rows, **others, **measured.about}
 

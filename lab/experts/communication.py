@@ -149,7 +149,7 @@ def compare_runs(setting: ExpertsSetting) -> Measured:
     predictions = {bar.name: predict_bytes(setting, bar) for bar in BARS}
     if setting.only_predicts:
         rows = tabulate(setting, predictions)
-        return Measured(rows, {"machine": ANY_CPU}, name=f"predictions-{name}", is_drawn=False)
+        return Measured(rows, {"machine": ANY_CPU}, name=f"predictions-{name}")
     if not setting.on_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the links are between processes of the CPU
     elif (gpus := torch.cuda.device_count()) < setting.ranks:

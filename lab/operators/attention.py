@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab attention`: attention over a sequence that ranks share, forward and backward, beside public ways.
 
-32 heads, 8 KV heads of size 128, bf16; causal rows are zig-zag. "alone" is one GPU's attention to the whole sequence by
-the fastest kernel, divided by the ranks; "exchange", NCCL's all-gather of keys and values (backward, also the
+32 heads, 8 KV heads of size 128, bf16; causal rows are zig-zag; packed ones (`--masks packed`) are documents of The
+Pile's lengths cut by work, without peers. "alone" is one GPU's attention to the whole sequence by the fastest kernel,
+divided by the ranks; "exchange", NCCL's all-gather of keys and values (backward, also the
 reduce-scatter of their gradients). Peers: an all-gather and torch's attention (flash where causal, whose mask is
 aligned with the last key), torch's context parallelism, which gathers or rotates by NCCL's sends, and Ulysses around
 cuDNN's kernel. "hidden" is Flux's equation 2, with that exchange as the communication. Backward rows time autograd
@@ -25,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lab.cases import Case, measure_cases, predict_cases
 from lab.harness import Bench, Measured, column
 from lab.operators.attention_peers import attend_here, by_gathering, by_ulysses, torch_context
+from lab.operators.document_lengths import draw_documents
 from stretto import ops
 from stretto.bench.harness import FAILURES, in_one_line
 from stretto.bench.interleaved import TimingEffort, time_interleaved
@@ -45,14 +47,16 @@ class AttentionSetting:
     """Settings of `python -m lab attention`. Raises ValueError for an unknown mask or pass."""
 
     sequences: Annotated[tuple[int, ...], Option("Lengths of the whole sequence.")] = (16384, 32768, 65536, 131072)
-    masks: Annotated[tuple[str, ...], Option("causal, full, with commas.")] = ("causal", "full")
+    masks: Annotated[tuple[str, ...], Option("causal, full, packed, with commas.")] = ("causal", "full")
     only: Annotated[tuple[str, ...], Option("forward, backward, with commas.")] = PASSES
     ranks: Ranks = None
     cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
 
     def __post_init__(self) -> None:
-        require_known("mask", self.masks, ("causal", "full"))
+        require_known("mask", self.masks, ("causal", "full", "packed"))
         require_known("pass", self.only, PASSES)
+        if self.cluster is not None and "packed" in self.masks:
+            raise ValueError("packed rows are not predicted: leave out --masks packed")
 
     def cases(self) -> list[dict[str, Any]]:
         """Length, mask and pass of each row."""
@@ -73,6 +77,7 @@ class Row:
     torch_gather: float | None = column("torch's, gathering (ms)", "{:.3f}")
     torch_ring: float | None = column("torch's, ring (ms)", "{:.3f}")
     torch_ulysses: float | None = column("Ulysses (ms)", "{:.3f}")
+    zigzag: float | None = column("Stretto, all-gather, packed zig-zag (ms)", "{:.3f}")
     all_gather: float | None = column("Stretto, all-gather (ms)", "{:.3f}")
     ring: float | None = column("Stretto, ring (ms)", "{:.3f}")
     ulysses: float | None = column("Stretto, Ulysses (ms)", "{:.3f}")
@@ -109,27 +114,30 @@ def _predict(ranks: int, cluster: Cluster, sequence: int, mask: str, kind: str) 
 
 def measure(grid: Grid, sequence: int, mask: str, kind: str) -> Case:
     """The columns of a row."""
-    return _Attention(sequence, mask == "causal", grid).measure(kind == "backward")
+    return _Attention(sequence, mask, grid).measure(kind == "backward")
 
 
 class _Attention:
     """One length: this rank's operands of either layout, and the ways to attend."""
 
-    def __init__(self, length: int, causal: bool, grid: Grid) -> None:
-        self.causal, self.device = causal, grid.device
+    def __init__(self, length: int, mask: str, grid: Grid) -> None:
+        self.causal, self.device = mask != "full", grid.device
+        self.layout = {"causal": "zigzag", "full": "contiguous", "packed": "balanced"}[mask]
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         assert dist.group.WORLD is not None
         self.group = dist.group.WORLD
         heads, kv_heads, size = (HEADS, KV_HEADS, SIZE) if self.device.type == "cuda" else (8, self.ranks, 16)
-        length = length if self.device.type == "cuda" else 64 * self.ranks
+        whole, length = length, length if self.device.type == "cuda" else 64 * self.ranks
         generator = torch.Generator(self.device).manual_seed(1)
         shapes = [(1, length, count, size) for count in (heads, kv_heads, kv_heads, heads)]
         make = partial(torch.randn, generator=generator, device=self.device, dtype=torch.bfloat16)
         self.whole = [make(shape).transpose(1, 2) for shape in shapes]  # q, k, v and the output's gradient
-        self.places = {layout: self._list_rows(layout, length) for layout in ("contiguous", "zigzag")}
+        starts = {start * length // whole for start in draw_documents(whole, seed=1)}
+        self.documents = tuple(sorted(starts)) if mask == "packed" else None
+        self.places = {layout: self._list_rows(layout, length) for layout in ("contiguous", "zigzag", "balanced")}
 
     def _list_rows(self, layout: str, length: int) -> Tensor:
-        chunks = list_chunks(layout, self.rank, self.ranks, length // self.ranks)
+        chunks = list_chunks(layout, self.rank, self.ranks, length // self.ranks, self.documents)
         return torch.cat([torch.arange(*each, device=self.device) for each in chunks])
 
     def _cut(self, layout: str) -> list[Tensor]:
@@ -137,19 +145,24 @@ class _Attention:
 
     def measure(self, backward: bool) -> Case:
         """Times of all ways, and their largest difference from one GPU's, of a result or of q's gradient."""
-        layout = "zigzag" if self.causal else "contiguous"
+        documents = None if self.documents is None else torch.tensor(self.documents)
+        attend: Any = partial(ops.context_attention, causal=self.causal, documents=documents)
         ways: dict[str, tuple[Callable[..., Tensor], str]] = {
-            name: (partial(ops.context_attention, causal=self.causal, layout=layout, implementation=name), layout)  # type: ignore[arg-type]
-            for name in OURS
+            name: (partial(attend, layout=self.layout, implementation=name), self.layout) for name in OURS
         }
-        ways |= {
-            "gathered": (partial(by_gathering, self.group, self.causal), layout),
-            "torch_ulysses": (partial(by_ulysses, self.group, self.causal), "contiguous"),
-        }
+        here: Any = partial(attend_here, is_causal=self.causal)
+        if documents is not None:
+            ways["zigzag"] = partial(attend, layout="zigzag", implementation="all_gather"), "zigzag"
+            here = partial(attend, group=dist.new_group([self.rank], use_local_synchronization=True))
+        else:
+            ways |= {
+                "gathered": (partial(by_gathering, self.group, self.causal), self.layout),
+                "torch_ulysses": (partial(by_ulysses, self.group, self.causal), "contiguous"),
+            }
         kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
         failed: list[str] = []
         with sdpa_kernel(kernels, set_priority=True):
-            alone = self._prepare(partial(attend_here, is_causal=self.causal), self.whole, backward)
+            alone = self._prepare(here, self.whole, backward)
             right = alone()
             runs: dict[str, Callable[[], Any]] = {"alone": alone, "exchange": partial(self._exchange, backward)}
             difference = 0.0
@@ -161,7 +174,7 @@ class _Attention:
             times = _time(runs)
             del runs, right
             rotations = (("torch_gather", "allgather"), ("torch_ring", "alltoall"))
-            for name, method in rotations if self.device.type == "cuda" else ():
+            for name, method in rotations if self.device.type == "cuda" and documents is None else ():
                 try:
                     times |= self._time_torch(name, method, backward)
                 except FAILURES as error:
@@ -170,7 +183,7 @@ class _Attention:
         peers = [times[name] for name in PEERS if name in times]
         over = times["all_gather"] / times["alone"] - 1
         hidden = 1 - (times["all_gather"] - times["alone"]) / times["exchange"]
-        gain = min(peers) / min(times[name] for name in OURS)
+        gain = min(peers) / min(times[name] for name in OURS) if peers else None
         return times | {
             "over": over, "hidden": hidden, "gain": gain, "difference": difference, "failed": "; ".join(failed) or None
         }  # fmt: skip
@@ -192,7 +205,7 @@ class _Attention:
             dist.reduce_scatter_tensor(rows, gathered)
 
     def _time_torch(self, name: str, method: str, backward: bool) -> dict[str, float]:
-        q, k, v, grad = self._cut("zigzag" if self.causal else "contiguous")
+        q, k, v, grad = self._cut(self.layout)
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))  # it takes no grouped queries
         with torch_context(self.group, self.whole[0].shape[2], method, self.causal) as attend:
             return _time({name: self._prepare(attend, [q, k, v, grad], backward)})

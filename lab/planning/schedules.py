@@ -11,6 +11,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -84,7 +85,8 @@ class Row:
 
 _FIRST = {"arrival": "in order of arrival", "backward": "backward first", "forward": "forward first"}
 
-Simulation = Callable[[StageLinks, float, int], PipelineTimeline]
+Simulation = Callable[..., PipelineTimeline]
+"""Takes the links, and `jitter` and `seed` by name."""
 
 
 def list_orders(stages: int, micro_batches: int) -> Iterator[tuple[str, str, Simulation]]:
@@ -96,22 +98,11 @@ def list_orders(stages: int, micro_batches: int) -> Iterator[tuple[str, str, Sim
         ("1F1B", "twice"): build_schedule("1f1b", stages, micro_batches, extra_warm_up=stages),
     }
     for (name, memory), schedule in orders.items():
-
-        def run(links: StageLinks, jitter: float, seed: int, schedule: Any = schedule) -> PipelineTimeline:
-            return simulate(schedule, costs, links, jitter=jitter, seed=seed)
-
-        yield name, memory, run
+        yield name, memory, partial(simulate, schedule, costs)
     for memory, limit in (("equal", stages), ("twice", 2 * stages)):
         for first in get_args(ServeFirst):
-
-            def drive(
-                links: StageLinks, jitter: float, seed: int, limit: int = limit, first: ServeFirst = first
-            ) -> PipelineTimeline:
-                return simulate_message_driven(
-                    micro_batches, costs, links, limit=limit, serve_first=first, jitter=jitter, seed=seed
-                )
-
-            yield f"message-driven, {_FIRST[first]}", memory, drive
+            run = partial(simulate_message_driven, micro_batches, costs, limit=limit, serve_first=first)
+            yield f"message-driven, {_FIRST[first]}", memory, run
 
 
 def compare_orders(setting: SchedulesSetting) -> Iterator[Row]:
@@ -128,7 +119,7 @@ def _compare(stages: int, micro_batches: int, setting: SchedulesSetting) -> Iter
             seeds = range(setting.seeds if jitter else 1)
             plain = None
             for name, memory, run in orders:
-                timelines = [run(links, jitter, seed) for seed in seeds]
+                timelines = [run(links, jitter=jitter, seed=seed) for seed in seeds]
                 makespan = statistics.median(timeline.makespan for timeline in timelines)
                 plain = makespan if plain is None else plain
                 yield Row(

@@ -230,7 +230,7 @@ class ExecutionOptions:
     """Options of a step's execution, apart from its grid, micro-batch and dtypes.
 
     Raises ValueError for an unknown reshard policy, mode of recomputation or value of fused, for expert_rows that are
-    not positive, and for expert_reduce with another value, or "choice" with expert_rows.
+    not positive, and for expert_reduce with another value.
     """
 
     overlap: Overlap = field(
@@ -317,8 +317,6 @@ class ExecutionOptions:
         if self.expert_reduce not in get_args(ExpertReduce):
             raise ValueError(f"expert_reduce is {self.expert_reduce!r}, but must be 'rank' or 'choice'")
         rows = self.expert_rows
-        if rows is not None and self.expert_reduce == "choice":
-            raise ValueError("expert_reduce is 'choice', which needs expert_rows=None; expert_reduce='rank' would do")
         if rows is not None and (isinstance(rows, bool) or rows < 1):
             raise ValueError(f"expert_rows is {rows!r}, but must be a whole number, at least 1, or None")
 

@@ -189,6 +189,7 @@ ANSWERS = (
     Answer("tune --list products --ranks 2", REFUSED, "come after its name: stretto tune products"),
     Answer("tune collectives --only allreduc", REFUSED, "did you mean 'allreduce'"),
     Answer("tune operators --dtype fp7", REFUSED, "there is no dtype 'fp7'"),
+    Answer("tune attention --heads 0", REFUSED, "heads is 0, but must be at least 1"),
     Answer("tune experts --cases 4096x14336x8", REFUSED, "a case is HIDDENxINTERMEDIATExEXPERTSxTOP_K"),
     Answer("tune embedding --rows 0", REFUSED, "--rows is 0"),
     Answer("tune products --ranks 2 --model gpt2-smal", REFUSED, "did you mean 'gpt2-small'"),

@@ -2,6 +2,7 @@
 """Context-parallel attention on GPUs: beside fp64, other calls' rows left in memory, captured graphs, memory."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +10,13 @@ import torch.distributed as dist
 
 from stretto import ops
 from stretto.memory import shared_gpus
+from stretto.ops import choices
 from stretto.ops.attention import kernels
+from stretto.ops.attention.choice import find_times
 from stretto.ops.operator import list_channels
 from tests.gpu.sharing import GpuRanks
 from tests.gpu.test_moe import poison, relative_error
+from tests.ops.attention import test_gathered
 from tests.ops.attention.whole import Case, draw_whole, list_pairs
 
 pytestmark = pytest.mark.ranks(2, 4, own=(2, 4, 8), among=(2, 3, 4, 8))
@@ -29,6 +33,7 @@ def list_cases(world: int) -> list[Case]:
         plain,
         replace(plain, has_sinks=True, documents=documents),
         replace(plain, layout="contiguous", documents=documents, causal=False),
+        replace(plain, layout="balanced", documents=documents),
         replace(plain, window=100),
         replace(plain, layout="contiguous", window=300, documents=documents, has_sinks=True),
         replace(plain, sizes=(64, 64), kv_heads=4 * world, scale=0.2),
@@ -159,3 +164,31 @@ def test_memory_does_not_grow_with_the_scores(gpu_pool: GpuRanks, world: int) ->
     operand = 8 * 4096 * 128 * 2
     for found in gpu_pool.run(world, measure_memory, world):
         assert max(found.values()) < 16 * operand  # one block's scores would take 64 of them in fp32
+
+
+def confirm(world: int, folder: Path) -> tuple[list[float], list[dict[str, float]]]:
+    """Errors of calls that choose by measured times, and the times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRETTO_CACHE", str(folder / str(dist.get_rank())))
+        patch.setenv("STRETTO_CONFIRM", "1")
+        choices.restore_choices({})
+        pairs = list_pairs(list_cases(world)[1], "auto", torch.bfloat16, "cuda")
+        times = find_times(dist.group.WORLD.group_name, torch.device("cuda", torch.cuda.current_device()))
+        choices.restore_choices({})
+        return [relative_error(*pair) for pair in pairs], list(times.values())
+
+
+@pytest.mark.own_gpus("it times calls")
+@pytest.mark.ranks(2, own=(2, 4))
+def test_auto_is_the_fastest_of_a_first_call(gpu_pool: GpuRanks, world: int, tmp_path: Path) -> None:
+    results = gpu_pool.run(world, confirm, world, tmp_path)
+    for errors, times in results:
+        assert all(error < LIMIT[torch.bfloat16] for error in errors)
+        assert times == results[0][1]
+        assert all(set(each) == set(IMPLEMENTATIONS) and min(each.values()) > 0 for each in times)
+        assert times
+
+
+def test_keys_are_made_of_gathered_latents(gpu_pool: GpuRanks, world: int) -> None:
+    for found in gpu_pool.run(world, test_gathered.differ, test_gathered.list_cases(world), "cuda"):
+        assert found < 1e-10

@@ -18,6 +18,14 @@ STEPS, ROWS, SEQ_LEN = 5, 4, 240  # twice every number of ranks divides the leng
 CONFIG = GPTConfig(
     layers=2, hidden=240, heads=8, kv_heads=4, vocab=1003, max_seq_len=SEQ_LEN, positions="rotary", activation="swiglu"
 )
+LINEAR: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"num_experts": 0, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 64}
+    | {"ssm_state_size": 64, "n_groups": 2},
+}
+PACKAGES = {"qwen3_next": ("causal_conv1d", "fla"), "nemotron_h": ("causal_conv1d", "mamba_ssm")}
+DOCUMENTS = [7, 113, 2, 118]  # of SEQ_LEN
 pytestmark = pytest.mark.ranks(2, 4, own=(2, 4), among=SHARED)
 
 
@@ -33,7 +41,7 @@ def make_gpt() -> nn.Module:
 
 def make_hugging_face(family: str) -> nn.Module:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"max_position_embeddings": SEQ_LEN}
+    options: dict[str, Any] = {"max_position_embeddings": SEQ_LEN} | LINEAR.get(family, {})
     if family == "gpt_oss":  # sinks and windows
         return moe_families.build(family, **options)
     return hugging_face.causal_lm(family, **options | {"hidden_size": 256, "head_dim": 64}).train()
@@ -82,7 +90,7 @@ def train_all(family: str) -> dict[str, Any]:
     return found if dist.get_rank() == 0 else {}
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "gpt_oss", *LINEAR])
 def test_sequences_that_are_cut_train_as_on_one_gpu(gpu_pool: GpuRanks, world: int, family: str) -> None:
     found = gpu_pool.run(world, train_all, family, timeout=150)[0]
     plain = found["plain"]
@@ -97,6 +105,35 @@ def test_sequences_that_are_cut_train_as_on_one_gpu(gpu_pool: GpuRanks, world: i
             assert once["losses"] == pytest.approx(plain["losses"], rel=1e-2), sizes
             assert once["losses"] == again["losses"], sizes
             assert all(torch.equal(weight, again["weights"][name]) for name, weight in once["weights"].items()), sizes
+
+
+def losses_of_documents(family: str) -> tuple[float, float, float, float]:
+    """The loss and the norm of gradients, in bf16: of packed documents on the grid, and of separate ones on one GPU."""
+    grid = Grid(context=dist.get_world_size())
+    tokens = torch.randint(3, hugging_face.VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    labels = tokens.masked_fill(positions == 0, -100)
+    tokens, positions, labels = (each.to(grid.device) for each in (tokens, positions, labels))
+    plain = make_hugging_face(family).to(grid.device)
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = torch.cat([plain(input_ids=part).logits[:, :-1] for part in tokens.split(DOCUMENTS, 1)], 1)
+    targets = torch.cat([part[:, 1:] for part in tokens.split(DOCUMENTS, 1)], 1)
+    apart = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    apart.backward()
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+    model = parallelize(make_hugging_face(family), grid, dtype=torch.bfloat16)
+    packed = model(input_ids=tokens, position_ids=positions, labels=labels).loss
+    packed.backward()
+    return packed.item(), apart.item(), clip_grad_norm_(model.parameters(), 1e9, grid=grid).item(), norm.item()
+
+
+@pytest.mark.parametrize("family", LINEAR)
+def test_kernels_of_linear_attention_keep_documents_apart(gpu_pool: GpuRanks, world: int, family: str) -> None:
+    for package in PACKAGES[family]:
+        pytest.importorskip(package)
+    for packed, apart, packed_norm, apart_norm in gpu_pool.run(world, losses_of_documents, family, timeout=300):
+        assert packed == pytest.approx(apart, rel=5e-3)
+        assert packed_norm == pytest.approx(apart_norm, rel=5e-2)
 
 
 def bytes_of_activations() -> tuple[int, int]:

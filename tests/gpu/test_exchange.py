@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto import ops
 from stretto.memory import shared_gpus
 from stretto.ops import moe
 from stretto.ops.moe.grouped.matmul import compute_product
@@ -72,7 +73,7 @@ def compare(tokens: list[int], columns: int, max_rows: int | None, reduce: str) 
 
 
 @pytest.mark.parametrize("columns", [264, 1537])
-@pytest.mark.parametrize(("is_fixed", "reduce"), [(False, "rank"), (False, "choice"), (True, "rank")])
+@pytest.mark.parametrize(("is_fixed", "reduce"), [(False, "rank"), (False, "choice"), (True, "rank"), (True, "choice")])
 def test_a_layer_is_that_of_every_expert_on_every_token(
     gpu_pool: GpuRanks, world: int, columns: int, is_fixed: bool, reduce: str
 ) -> None:
@@ -134,7 +135,7 @@ def test_products_wait_for_the_rows_that_they_need(gpu_pool: GpuRanks, world: in
         assert all(same), same
 
 
-def capture() -> list[bool]:
+def capture(reduce: str) -> list[bool]:
     """Whether replays of a captured layer have the bits of eager calls, on other tokens and routings each time.
 
     No call waits for the host.
@@ -153,7 +154,8 @@ def capture() -> list[bool]:
             x.copy_(draw(turn + rank, tokens, HIDDEN))
 
     def run() -> list[Tensor]:
-        sent = moe.dispatch(x, ids, experts, group, max_rows=tokens * k * world, implementation="kernel")
+        options = {"max_rows": tokens * k * world, "reduce": reduce, "implementation": "kernel"}
+        sent = moe.dispatch(x, ids, experts, group, **options)
         out = moe.combine(sent.rows * (rank + 1), sent.handle, weights, group)
         return [out, *torch.autograd.grad(out.float().square().sum(), (x, weights))]
 
@@ -179,8 +181,68 @@ def capture() -> list[bool]:
     return same
 
 
-def test_a_captured_layer_waits_for_no_host_and_replays(gpu_pool: GpuRanks, world: int) -> None:
-    assert gpu_pool.run(world, capture) == [[True] * 5] * world
+@pytest.mark.parametrize("reduce", ["rank", "choice"])
+def test_a_captured_layer_waits_for_no_host_and_replays(gpu_pool: GpuRanks, world: int, reduce: str) -> None:
+    assert gpu_pool.run(world, capture, reduce) == [[True] * 5] * world
+
+
+def share_experts(max_rows: int | None, reduce: str) -> list[bool]:
+    """Whether outputs and gradients are right of identity experts of which two ranks have a third and two thirds."""
+    rank, same = dist.get_rank(), []
+    *pairs, first, second = (dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3]))
+    group, gather_group = (first, second)[rank % 2], pairs[rank // 2]
+    for turn in range(4):
+        tokens = 100 if max_rows is not None else 60 * rank + turn
+        x, weights = draw(turn, tokens, HIDDEN).requires_grad_(), torch.rand(tokens, K, device="cuda").requires_grad_()
+        ids = torch.rand(tokens, EXPERTS, device="cuda").topk(K).indices
+        options = {"gather_group": gather_group, "max_rows": max_rows, "reduce": reduce, "implementation": "kernel"}
+        sent = moe.dispatch(x, ids, EXPERTS, group, topk_weights=weights, **options)
+        out = moe.combine(sent.rows * (rank % 2 + 1), sent.handle, weights, group)
+        found = [out, *torch.autograd.grad(out, (x, weights), torch.ones_like(out))]
+        factor = 3 * weights.sum(1, keepdim=True)
+        wanted = [x * factor, factor.expand_as(x), 3 * x.sum(1, keepdim=True).expand_as(weights)]
+        same += [
+            relative_error(one.detach(), right.detach().double()) < 4 * BF16
+            for one, right in zip(found, wanted, strict=True)
+            if one.numel()
+        ]
+    moe.check_rows(group)
+    return same
+
+
+@pytest.mark.ranks(4, own=(4,), among=(4,))
+@pytest.mark.parametrize(
+    ("max_rows", "reduce"), [(None, "rank"), (None, "choice"), (400 * K, "rank"), (400 * K, "choice")]
+)
+def test_kernels_send_rows_to_all_ranks_that_share_an_expert(
+    gpu_pool: GpuRanks, world: int, max_rows: int | None, reduce: str
+) -> None:
+    for same in gpu_pool.run(world, share_experts, max_rows, reduce):
+        assert all(same), same
+
+
+def gather_after_interrupted_exchanges() -> list[bool]:
+    """Whether another operator on the workspace of exchanges that nobody has awaited, and that are late, is right."""
+    rank, group, world, same = dist.get_rank(), dist.group.WORLD, dist.get_world_size(), []
+    assert group is not None
+    x, weight, ids = draw(rank, 128, HIDDEN), draw(9, 128, HIDDEN), torch.arange(128, device="cuda")[:, None] % world
+    copies = ops.KernelConfig(blocks=ops.Blocks(64, 64, 64, 2, 4, 3, 12), transfer="copies")
+    expected = torch.cat([draw(other, 128, HIDDEN) for other in range(world)]).double() @ weight.double().t()
+    places = find_places(x, ids, torch.ones(128, 1, device="cuda"), world, group, implementation="kernel")
+    for _ in range(4):
+        for purpose, channel in list_channels(group.group_name):
+            side = channel.side_stream(0) if purpose == "barrier" else None
+            if side is not None:
+                with side:
+                    torch.cuda._sleep(20_000_000)
+        places.start(x)  # as if an error came next
+        found = ops.all_gather_matmul(x, weight, group, implementation=copies)
+        same.append(relative_error(found, expected) < BF16)
+    return same
+
+
+def test_an_operator_waits_for_an_exchange_that_an_error_has_interrupted(gpu_pool: GpuRanks, world: int) -> None:
+    assert gpu_pool.run(world, gather_after_interrupted_exchanges) == [[True] * 4] * world
 
 
 def exceed_by_kernels() -> str:

@@ -2,7 +2,6 @@
 """Mixtures of experts on four ranks: they train as one rank does, also when most tokens go to one expert."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 from stretto.models import GPT, GPTConfig
 from stretto.models.moe import Router
@@ -95,19 +96,29 @@ def train(model: nn.Module, grid: Grid | None, device: torch.device, steps: int)
     return torch.stack(losses).tolist()
 
 
-def train_both_ways(sizes: dict[str, int], expert_rows: int | None) -> tuple[list[float], list[float]]:
+def find_by(implementation: str) -> Callable[..., Any]:
+    """`find_places` by this implementation, whatever a layer asks for."""
+    find = places.find_places
+    return lambda *arguments, **options: find(*arguments, **{**options, "implementation": implementation})
+
+
+def train_both_ways(
+    sizes: dict[str, int], expert_rows: int | None, implementation: str
+) -> tuple[list[float], list[float]]:
     """The losses of ten steps on one rank, and on the grid."""
     grid = Grid(**sizes)
     plain = train(new_model(2).to(grid.device), None, grid.device, 10)
-    return plain, train(parallelize(new_model(2), grid, expert_rows=expert_rows), grid, grid.device, 10)
+    with mock.patch.object(experts, "find_places", find_by(implementation)):
+        return plain, train(parallelize(new_model(2), grid, expert_rows=expert_rows), grid, grid.device, 10)
 
 
+@pytest.mark.parametrize("implementation", ["auto", "kernel"])
 @pytest.mark.parametrize("expert_rows", [None, ROWS])
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 def test_losses_are_those_of_one_rank(
-    world: int, run_ranks: RunRanks, sizes: dict[str, int], expert_rows: int | None
+    world: int, run_ranks: RunRanks, sizes: dict[str, int], expert_rows: int | None, implementation: str
 ) -> None:
-    for plain, found in run_ranks(world, train_both_ways, sizes, expert_rows):
+    for plain, found in run_ranks(world, train_both_ways, sizes, expert_rows, implementation):
         assert found == pytest.approx(plain, rel=1e-5)
         assert plain[-1] < plain[0]
 
@@ -188,14 +199,13 @@ def test_when_most_tokens_go_to_one_expert_none_is_lost(
         assert sum(found["found"]) == pytest.approx(sum(found["plain"]), rel=0.02)
 
 
-def train_captured(implementation: str) -> tuple[list[float], list[float]]:
+def train_captured(implementation: str, reduce: str) -> tuple[list[float], list[float]]:
     """Losses of seven steps in bf16, of which the last are a graph's replays, and of seven that are not captured."""
-    find = partial(places.find_places, implementation=implementation)
-    with mock.patch.object(experts, "find_places", find):
-        return train_captured_and_not()
+    with mock.patch.object(experts, "find_places", find_by(implementation)):
+        return train_captured_and_not(reduce)
 
 
-def train_captured_and_not() -> tuple[list[float], list[float]]:
+def train_captured_and_not(reduce: str) -> tuple[list[float], list[float]]:
     """The losses of `train_captured`."""
     world = dist.get_world_size()
     grid = Grid(data=world, expert=world, device="cuda")
@@ -203,8 +213,9 @@ def train_captured_and_not() -> tuple[list[float], list[float]]:
 
     def run(captures: bool) -> list[float]:
         # A balance loss's all-reduce goes by way of the host where ranks share a GPU, and no graph can hold that.
-        model = parallelize(new_model(2, balance="none"), grid, dtype=torch.bfloat16, expert_rows=ROWS)
-        assert all(one._gathers_tokens() for one in model.modules() if isinstance(one, experts.ParallelExperts))
+        model = new_model(2, balance="none", shared_ffn=32)
+        model = parallelize(model, grid, dtype=torch.bfloat16, expert_rows=ROWS, expert_reduce=reduce)
+        assert all(one.starts_early for one in model.modules() if isinstance(one, experts.ParallelExperts))
         optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=grid.device))
 
         def step() -> tuple[Tensor, ...]:
@@ -227,14 +238,17 @@ OWN = pytest.mark.own_gpus("the library's exchange goes by way of the host where
 
 
 @pytest.mark.ranks(2, own=(2,), among=(2,))
+@pytest.mark.parametrize("reduce", ["rank", "choice"])
 @pytest.mark.parametrize("implementation", [pytest.param("library", marks=OWN), "kernel"])
-def test_a_captured_step_in_bf16_is_an_eager_one(world: int, run_ranks: RunRanks, implementation: str) -> None:
-    for captured, eager in run_ranks(world, train_captured, implementation):
+def test_a_captured_step_in_bf16_is_an_eager_one(
+    world: int, run_ranks: RunRanks, implementation: str, reduce: str
+) -> None:
+    for captured, eager in run_ranks(world, train_captured, implementation, reduce):
         assert captured == pytest.approx(eager, rel=1e-3)
         assert captured[-1] < captured[0]
 
 
-def train_while_rows_arrive(expert_rows: int | None) -> tuple[list[bool], int]:
+def train_while_rows_arrive(expert_rows: int | None, shared_ffn: int | None) -> tuple[list[bool], int]:
     """Whether steps in bf16 whose products begin on rows that have arrived have the bits of those that wait for all.
 
     The second has the number of such products. One rank is late in each step, and buffers are poisoned between them.
@@ -249,7 +263,7 @@ def train_while_rows_arrive(expert_rows: int | None) -> tuple[list[bool], int]:
         run(arrivals, *arguments)
 
     def train(implementation: str) -> list[Tensor]:
-        options = {"hidden": 128, "expert_ffn": 128, "max_seq_len": tokens}
+        options = {"hidden": 128, "expert_ffn": 128, "max_seq_len": tokens, "shared_ffn": shared_ffn}
         model = parallelize(new_model(2, **options), grid, dtype=torch.bfloat16, expert_rows=expert_rows)
         found = []
         for step in range(4):  # each of two buffers is used twice
@@ -266,9 +280,8 @@ def train_while_rows_arrive(expert_rows: int | None) -> tuple[list[bool], int]:
 
     ways = []
     for implementation in ("library", "kernel"):
-        find = partial(places.find_places, implementation=implementation)
         with (
-            mock.patch.object(experts, "find_places", find),
+            mock.patch.object(experts, "find_places", find_by(implementation)),
             mock.patch.object(Arrivals, "run", count),
             mock.patch.multiple(places, _LEAST_COLUMNS=32, _LEAST_NUMBERS=0),
             sdpa_kernel(SDPBackend.MATH),  # others' gradients have other bits in each run
@@ -280,14 +293,40 @@ def train_while_rows_arrive(expert_rows: int | None) -> tuple[list[bool], int]:
 
 
 @pytest.mark.ranks(2, 4, own=(2, 4), among=(2, 4))
-@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize(("is_fixed", "shared_ffn"), [(False, None), (True, None), (False, 128), (True, 128)])
 def test_products_that_begin_on_rows_that_have_arrived_have_the_same_bits(
-    world: int, run_ranks: RunRanks, is_fixed: bool
+    world: int, run_ranks: RunRanks, is_fixed: bool, shared_ffn: int | None
 ) -> None:
     rows = world * ROWS // BATCH * 64 if is_fixed else None
-    for same, products in run_ranks(world, train_while_rows_arrive, rows):
+    for same, products in run_ranks(world, train_while_rows_arrive, rows, shared_ffn):
         assert all(same), same
         assert products == 4 * 2 * 2  # steps, layers, forward and backward
+
+
+def find_overlaps() -> tuple[int, int]:
+    """(pushes of tokens that run while a shared expert begins, passes) of forward passes that the host has queued."""
+    grid = Grid(data=dist.get_world_size(), expert=dist.get_world_size(), device="cuda")
+    model = new_model(1, hidden=2048, expert_ffn=256, shared_ffn=256, max_seq_len=2048, balance="none")
+    model = parallelize(model, grid, dtype=torch.bfloat16, expert_rows=4 * 2048 * K * grid.size("expert"))
+    tokens = torch.randint(VOCAB, (4, 2048), device=grid.device)
+    model.get_submodule("blocks.0.mlp.shared").register_forward_pre_hook(lambda *_: torch.cuda._sleep(1_000_000))
+    with torch.no_grad():
+        model(tokens)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(3):
+                torch.cuda._sleep(100_000_000)
+                model(tokens)
+            torch.cuda.synchronize()
+    kernels = [each for each in profiler.events() if each.device_type == DeviceType.CUDA]
+    pushes, spins = ([one.time_range for one in kernels if name in one.name] for name in ("push_rows", "spin"))
+    return sum(any(push.start < spin.start < push.end for push in pushes) for spin in spins), 3
+
+
+@pytest.mark.own_gpus("it sees what runs at the same time")
+def test_a_shared_expert_begins_while_tokens_are_sent(world: int, run_ranks: RunRanks) -> None:
+    for overlapping, passes in run_ranks(world, find_overlaps):
+        assert overlapping == passes
 
 
 def train_in_stages() -> dict[str, float]:

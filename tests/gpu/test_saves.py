@@ -60,7 +60,6 @@ def copy_and_change() -> None:
         assert torch.equal(copy[name].boxes[0].values, whole), name
         assert copy[name].boxes[0].values.is_pinned()
     assert float(copy["optimizer.count"].boxes[0].values) == 7.0
-    assert (staging.copy_seconds() or 0) > 0
 
 
 @pytest.mark.usefixtures("world")

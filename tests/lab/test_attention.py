@@ -8,9 +8,12 @@ from lab.operators.attention import BENCH, OURS, AttentionSetting, measure
 
 
 def test_rows_have_stretto_and_public_ways(ranks):
-    cases = AttentionSetting(sequences=(128,), masks=("causal",)).cases()
-    rows = ranks(2).run(measure_rows, 2, None, cases, [None] * 2, measure, len)[0]
+    cases = AttentionSetting(sequences=(8192,), masks=("causal", "packed")).cases()
+    *rows, packed, packed_backward = ranks(2).run(measure_rows, 2, None, cases, [None] * 4, measure, len)[0]
     assert [row["kind"] for row in rows] == ["forward", "backward"]
+    for row in (packed, packed_backward):
+        assert row["difference"] < 2e-2
+        assert row["zigzag"] > 0
     for row in rows:
         assert row.get("failed") is None
         assert row["difference"] < 2e-2  # of all ways

@@ -5,6 +5,7 @@ or refused.
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -111,18 +112,29 @@ class Adapted(nn.Module):
         self.column, self.row = nn.Parameter(torch.ones(WIDTH, 1)), nn.Parameter(torch.ones(1, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
+        trains = self.base.weight.requires_grad
         parametrize.register_parametrization(self.base, "weight", Adds(self.column @ self.row))
-        self.base.parametrizations.weight.original.requires_grad_(False)
+        self.base.parametrizations.weight.original.requires_grad_(trains)
         try:
             return self.base(x)
         finally:
             parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
 
 
-class Adapts(Chain):
+class AdaptedTrained(Adapted):
+    """The same with a weight that is trained, too, under the names of PEFT's wrapper."""
+
+    parameter_name = "weight"
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Adapted() for _ in range(2))
+        self.base_layer = self.base.requires_grad_(True)
+
+
+class Adapts(Chain):
+    def __init__(self, kind: Callable[[], nn.Module] = Adapted) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for _ in range(2))
 
 
 class ReadsOtherBlock(Chain):
@@ -184,6 +196,7 @@ def largest_distance(sizes: dict[str, int], kind: Callable[[], nn.Module], part:
         (Quantized, "", {}),
         (Adapts, "", {}),
         (Adapts, "", {"recompute": "full"}),
+        (partial(Adapts, AdaptedTrained), "", {"reshard": "after_forward"}),
         (ReadsOtherBlock, "", {"blocks": []}),
         (Chain, "first", {}),
         (Chain, "layers.1", {}),

@@ -6,12 +6,15 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
+from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.models import GPT, GPTConfig
@@ -31,6 +34,7 @@ from stretto.train.config.gpt import RunConfig
 from stretto.train.optimizer import build_optimizer
 from tests.parallel import hugging_face, moe_families
 from tests.parallel.experts import training as experts
+from tests.parallel.layers import test_linear_attention as linear_attention
 from tests.parallel.pipeline import training as pipelines
 from tests.parallel.test_parity_hugging_face import disagreements_of, exactly
 from tests.parallel.training import PRECISIONS, SEED, Case, build, disagreements, distance, my_rows, train_plainly
@@ -229,6 +233,10 @@ def test_five_steps_of_linear_attention_equal_those_of_one_rank_in_fp32(ranks, f
         pytest.param("gpt_oss", {"context": 2, "x": 2}, marks=LONG),  # sinks and windows
         *(pytest.param(name, {"context": 2, "x": 2}, marks=LARGE) for name in OF_EXPERTS[:1] + OF_EXPERTS[2:]),
         *(pytest.param(name, {"context": 2, "data": 2, "expert": 2}, marks=LARGE) for name in OF_EXPERTS),
+        *(
+            pytest.param(name, {"context": 2, "z": 2, "expert": 2}, marks=LARGE)
+            for name in ("nemotron_h", "qwen3_next")
+        ),
     ],
     ids=str,
 )
@@ -240,6 +248,15 @@ def test_five_steps_of_a_hugging_face_model_with_experts_equal_those_of_one_rank
     )
     expected = train_plainly(case, inexactly)
     assert ranks(4).run(disagreements, sizes, case, inexactly, expected) == [{}] * 4
+
+
+@pytest.mark.long
+def test_all_stages_of_a_pipeline_cut_sequences_as_one_with_linear_attention_needs(ranks):
+    case = Case(FAMILIES["qwen3_next"], is_hugging_face=True, has_ignored_targets=True, batch=4, max_norm=0.1)
+    run, precision = pipelines.Run({"pipe": 2, "context": 2}), PRECISIONS["fp32-sgd"]  # the second has attention alone
+    expected = pipelines.expect(case, precision)
+    found = ranks(4).run(pipelines.compare, run, case, precision, expected)
+    assert list(pipelines.complaints(found, expected)) == []
 
 
 DOCUMENTS = [[5, 3, 8], [1, 9, 6], [16], [2, 2, 4, 8]]
@@ -271,13 +288,22 @@ def distances_of_packed(family: str, sizes: Sizes, form: str) -> dict[str, float
     grid = Grid(**sizes)
     model, rows = parallelize(models[1], grid), my_rows(grid, 4)
     given = {name: tensor[rows] for name, tensor in batch.items()}
+    own = [length for row in DOCUMENTS[rows] for length in row]
+    documents = torch.tensor([0, *torch.tensor(own).cumsum(0)], dtype=torch.int32)
     if form == "cu_seq_lens":
-        own = [length for row in DOCUMENTS[rows] for length in row]
-        given["cu_seq_lens_q"] = torch.tensor([0, *torch.tensor(own).cumsum(0)], dtype=torch.int32)
+        given["cu_seq_lens_q"] = documents
     own_loss = model(**given).loss
     own_loss.backward()
     pairs = zip(model.named_parameters(), models[0].parameters(), strict=True)
     found = {"loss": distance(own_loss.detach(), loss.detach())}
+    if not sizes.get("x"):
+        model = parallelize(build(Case(make), PRECISIONS["fp32-sgd"]).train(), grid, sharded_loss=False)
+        with torch.no_grad():
+            logits = model(**given).logits
+            whole = require_state(model, "this").sequence_parts.join(logits, 16)
+            found["logits"] = distance(logits, cut_sequences(whole, grid, layout="balanced", documents=documents))
+            del given["labels"]  # then logits are zig-zag, for a loss of the caller's
+            found["zig-zag"] = distance(model(**given).logits, cut_sequences(whole, grid))
     return found | {name: distance(gather(ours.grad, layout_of(ours)), theirs.grad) for (name, ours), theirs in pairs}
 
 
@@ -286,7 +312,11 @@ def distances_of_packed(family: str, sizes: Sizes, form: str) -> dict[str, float
     [
         ("llama", {"context": 2, "z": 2}, "position_ids"),
         pytest.param("llama", {"context": 4}, "cu_seq_lens", marks=LARGE),
-        *(pytest.param(name, {"context": 2, "x": 2}, "position_ids", marks=LARGE) for name in (*FAMILIES, "gpt_oss")),
+        *(
+            pytest.param(name, {"context": 2, "x": 2}, "position_ids", marks=LARGE)
+            for name in (*FAMILIES, "gpt_oss")
+            if name not in LINEAR
+        ),
     ],
     ids=str,
 )
@@ -296,6 +326,62 @@ def test_packed_documents_are_trained_on_as_separate_ones(ranks, family, sizes, 
         # A key's bias changes no softmax: its gradient is rounding alone.
         assert {name: far for name, far in found.items() if not far < 5e-6 and "key_value.bias" not in name} == {}
         assert found["loss"] < 1e-6
+
+
+def distances_of_packed_states(family: str, form: str) -> dict[str, float]:
+    """The same of linear attention, with functions that know documents in place of kernels, which take GPUs."""
+    functions = {"qwen3_next": (qwen, "torch_chunk_gated_delta_rule", linear_attention.delta_rule("gated"))}
+    functions["nemotron_h"] = nemotron, "mamba2_chunk_scan", linear_attention.state_space
+    module, name, scan = functions[family]
+    with (
+        mock.patch.object(module, name, scan),
+        mock.patch.object(module, "causal_conv1d_fn", linear_attention.convolve),
+        mock.patch("stretto.parallel.layers.context.packages_for_documents", return_value=[]),
+    ):
+        return distances_of_packed(family, {"context": 4}, form)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "form"), [("qwen3_next", "position_ids"), ("nemotron_h", "cu_seq_lens")])
+def test_states_of_packed_documents_are_those_of_separate_ones(ranks, family, form):
+    print(f"seed {SEED}")
+    for found in ranks(4).run(distances_of_packed_states, family, form):
+        assert {name: far for name, far in found.items() if not far < 2e-5} == {}
+        assert found["loss"] < 1e-6
+
+
+def distances_of_latents(sizes: Sizes) -> tuple[dict[str, float], list[int]]:
+    """How far loss and gradients of latent attention are from one rank's; bytes over context, recomputed and not."""
+    make, whole = partial(moe_families.build, "deepseek_v3"), packed()
+    tokens, positions = whole["input_ids"][:1], whole["position_ids"][:1]
+    plain = build(Case(make), PRECISIONS["fp32-sgd"]).train()
+    batch = {"input_ids": tokens, "position_ids": positions, "labels": whole["labels"][:1]}
+    loss = plain(**batch, use_cache=False).loss  # with a cache it would see no documents
+    loss.backward()
+    grid, found, sent = Grid(**sizes), {}, []
+    for mode in ("full", "none"):
+        model = parallelize(build(Case(make), PRECISIONS["fp32-sgd"]).train(), grid, recompute=mode)
+        with count_collectives(grid) as counts:
+            own = model(**batch).loss
+        own.backward()
+        calls = (call for call in counts.calls if (call.kind, call.axis) == ("all_to_all", "context"))
+        sent.append(sum(call.bytes_sent for call in calls))
+        found[f"loss {mode}"] = distance(own.detach(), loss.detach())
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if theirs.grad is not None:
+                found[f"{name} {mode}"] = distance(gather(ours.grad, layout_of(ours)), theirs.grad)
+    return found, sent
+
+
+@pytest.mark.parametrize("sizes", [{"context": 2}, pytest.param({"context": 2, "x": 2}, marks=LARGE)], ids=str)
+def test_latents_travel_in_place_of_keys_where_blocks_are_recomputed(ranks, sizes):
+    print(f"seed {SEED}")
+    heads = 4 // sizes.get("x", 1)
+    for found, (latents, keys) in ranks(prod(sizes.values())).run(distances_of_latents, sizes):
+        assert {name: far for name, far in found.items() if not far < 5e-6} == {}
+        # 16 numbers of a latent and 4 of a key that heads share; 12 of each head's key, and 6 of its value.
+        assert latents * heads * (12 + 6) == keys * (16 + 4)
+        assert keys > 0
 
 
 def losses_of_padded(family: str) -> tuple[float, float, float]:
@@ -323,7 +409,7 @@ def losses_of_padded(family: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=LONG) for name in ("qwen3_next", "nemotron_h"))]
+    "family", ["llama", *(pytest.param(name, marks=LONG) for name in ("qwen3_next", "nemotron_h", "mamba2"))]
 )
 def test_padding_and_a_loss_of_ones_own(ranks, family):
     print(f"seed {SEED}")
@@ -383,7 +469,7 @@ def test_the_layout_of_ranks_and_tokens_what_is_sent_and_batches_that_are_refuse
         assert "documents by position_ids that begin anew" in own
         assert "leave out logits_to_keep" in last
         assert "takes no past_key_values" in cache
-        assert layout == 'cut_sequences: layout is "zigzag" or "contiguous", not \'zig-zag\''
+        assert "with documents, not 'zig-zag' without documents" in layout
         assert "ranks that differ only in x, y or context were given different rows" in rows
         assert "cu_seq_lens_q is [0, 16], but must be the first tokens of all documents of 2 rows" in documents
 

@@ -257,3 +257,32 @@ def test_ranks_of_x_and_y_that_are_given_different_rows_raise_an_error(ranks):
             assert f"this rank: argument 1 [{ROWS}, {WIDTH}])" in numbers
             assert "grid.coordinate('batch') of grid.size('batch')" in numbers
             assert bits == "no error"
+
+
+def train_tied(sizes: dict[str, int] | None) -> dict[str, Tensor]:
+    """The parameters after two steps of a GPT whose blocks' weights, and embedding and head, were tied after
+    `parallelize`."""
+    torch.manual_seed(0)
+    model: Any = GPT(GPTConfig(layers=2, hidden=8, heads=2, vocab=16, max_seq_len=8, tie_embeddings=False)).double()
+    grid = None if sizes is None else Grid(**sizes)
+    model = model if grid is None else parallelize(model, grid)
+    for name in ("mlp.up", "mlp.down", "mlp_norm"):
+        model.blocks[1].get_submodule(name).weight = model.blocks[0].get_submodule(name).weight
+    model.head.weight = model.embedding.weight
+    tokens = torch.arange(36).view(4, 9) % 16
+    tokens = tokens if grid is None else tokens[my_rows(grid, 4)]
+    for _ in range(2):
+        model.zero_grad()
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+    return {name: gather(value).detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sizes", [{"z": 2}, {"x": 2}], ids=str)
+def test_weights_of_a_model_with_roles_may_be_tied_after_parallelize(ranks, sizes):
+    expected = train_tied(None)
+    for found in ranks(2).run(train_tied, sizes):
+        assert found.keys() == expected.keys()
+        assert max(distance(found[name], value) for name, value in expected.items()) < 1e-12

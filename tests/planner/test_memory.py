@@ -376,6 +376,21 @@ def test_freed_weights_free_all_layers_but_two_at_the_peak(ranks):
     assert kept - freed > (SMALL.layers - 2) * layer
 
 
+@pytest.mark.parametrize(
+    ("kind", "grid", "options"),
+    [("Phi-3", {"z": 2}, {"recompute": "every:2"}), ("GPT", {"data": 2}, {"reshard": "after_forward"})],
+    ids=str,
+)
+def test_blocks_free_their_weights_after_their_forward_and_their_backward_pass(ranks, kind, grid, options):
+    """Where layers checkpoint within their forward, too, and where no rank shares what has been cast."""
+    sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
+    blocks = ["blocks.*" if kind == "GPT" else "model.layers.*"]
+    seen = max(ranks(2).run(peak_of_a_step, sizes, 2, 1, kind=kind, blocks=blocks, **options))
+    architecture = replace(read_architecture(CONFIGS.get(kind, SMALL), 64), is_sharded_by_blocks=True)
+    expected = predict(architecture, H200X4_FULL, grid=grid, batch=2, seq_len=64, micro_batch=1, **options)
+    assert expected.peak_memory == pytest.approx(seen, rel=0.05)
+
+
 @pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["communication", "products", "every:2", "every:3"])

@@ -40,7 +40,7 @@ class AttentionCase(StressCase):
         positions = torch.arange(total, device=team.device)
         codes = (positions[:, None] >> torch.arange(bits, device=team.device)) % 2 * 2 - 1
         codes = torch.nn.functional.pad(codes.repeat(1, SIZE // bits), (0, SIZE % bits)).bfloat16()
-        chunks = list_chunks(case.layout, team.rank, team.world, length)
+        chunks = list_chunks(case.layout, team.rank, team.world, length, case.documents)
         rows = torch.cat([positions[slice(*chunk)] for chunk in chunks])
         seen = see(case, total).to(team.device).double()
         shape = 1, case.heads, total, SIZE
@@ -99,7 +99,12 @@ def list_configurations() -> list[Configuration]:
                 "all_gather",
             ),
             ("ring", "keys of one rank after the other, causal, zig-zag", plain, "ring"),
-            ("ring-documents", "the same of documents", replace(plain, documents=(0,)), "ring"),
+            (
+                "ring-documents",
+                "the same of documents, cut by work",
+                replace(plain, documents=(0,), layout="balanced"),
+                "ring",
+            ),
             ("ring-window", "only the ranks that a window reaches", replace(plain, window=70), "ring"),
         )
     ]

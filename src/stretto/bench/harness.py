@@ -52,6 +52,8 @@ def write_result(
 ) -> Path:
     """Write `out`/`name`.json (command, date, machine kind, `about`, rows), and the table next to it as .md.
 
+    Columns in which no row has a value are left out, here and in what is printed.
+
     A `machine` in `about` replaces this machine's kind. Returns the JSON's path.
     """
     kind: Mapping[str, str] = about.pop("machine", None) or machine_kind()
@@ -71,8 +73,14 @@ def write_result(
     return path
 
 
+def used_columns(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
+    """The columns in which a row has a value."""
+    return tuple(column for column in columns if any(row.get(column.key) is not None for row in rows))
+
+
 def markdown_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The lines of a Markdown table; an absent value is a dash."""
+    columns = used_columns(columns, rows)
     return [
         "| " + " | ".join(column.heading for column in columns) + " |",
         "|" + "---|" * len(columns),
@@ -98,12 +106,18 @@ def _cells(columns: Sequence[Column], row: Mapping[str, Any]) -> list[str]:
 
 def print_table(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a table for people; an absent value is a dash."""
-    table = Table(title=title)
+    columns, table = used_columns(columns, rows), Table(title=title)
     for column in columns:
         table.add_column(column.heading, justify="right")
     for row in rows:
         table.add_row(*_cells(columns, row))
     Console(width=160).print(table)
+
+
+def print_row(row: Mapping[str, Any]) -> None:
+    """Print the values of a row that was just measured, on rank 0."""
+    if dist.get_rank() == 0:
+        print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what `stretto tune` keeps: a job of ranks for each kind, which returns a row for each problem.
 
-Operators and look-ups have functions of their own (`ops.tune`, `ops.tune_embedding`); collectives are measured here in
-CUDA graphs, and products by a training step with `tune_matmuls`.
+Operators have functions of their own (`ops.tune`, `ops.tune_attention`, `ops.tune_embedding`); collectives are measured
+here in CUDA graphs, and products by a training step with `tune_matmuls`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from stretto.bench.embedding.settings import EmbeddingTuning
 from stretto.bench.harness import TORCH_DTYPES, run_ranks
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.bench.operators.run import TORCH_DTYPES as OPERATOR_DTYPES
-from stretto.bench.operators.settings import ExpertsTuning, OperatorsTuning
+from stretto.bench.operators.settings import AttentionTuning, ExpertsTuning, OperatorsTuning
 from stretto.bench.training.runs import build_stretto, make_grid
 from stretto.bench.training.settings import ProductsTuning, grids_of
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
@@ -116,6 +116,19 @@ def _tune_operators(ranks: int, setting: OperatorsTuning) -> list[Row]:
     return rows
 
 
+def _tune_attention(ranks: int, setting: AttentionTuning) -> list[Row]:
+    device = Grid(data=ranks).device
+    problems, rows = iter(setting.problems(ranks)), []
+    for length in setting.sequences:
+        shapes = [
+            (setting.batch, heads, length // ranks, setting.size) for heads in (setting.heads, *[setting.kv_heads] * 2)
+        ]
+        for trains in (False, True):
+            q, k, v = (torch.randn(shape, device=device).bfloat16().requires_grad_(trains) for shape in shapes)
+            rows.append(_row(next(problems), ops.tune_attention(q, k, v, causal=True, layout="zigzag")))
+    return rows
+
+
 def _tune_experts(ranks: int, setting: ExpertsTuning) -> list[Row]:
     device = Grid(data=ranks).device
     rows = []
@@ -166,6 +179,7 @@ _LAYOUTS = [layout.layout or ("swapped" if layout.is_swapped else "as they are")
 _JOBS: dict[type[Any], Callable[[int, Any], list[Row]]] = {
     CollectivesTuning: _tune_collectives,
     OperatorsTuning: _tune_operators,
+    AttentionTuning: _tune_attention,
     ExpertsTuning: _tune_experts,
     EmbeddingTuning: _tune_embedding,
     ProductsTuning: _tune_products,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,6 +31,9 @@ from stretto.cli.schedules import (
 )
 from stretto.quantities import read_bytes
 from stretto.suggestions import did_you_mean_file
+
+if TYPE_CHECKING:
+    from stretto.collectives.schedule import Schedule
 
 NOT_VERIFIED = 1
 MAX_SCRIPT_BYTES = 16 * 2**20
@@ -271,11 +274,28 @@ def show(
     in_place: InPlace = None,
     set_: Sets = None,
     max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
+    operator: Annotated[
+        str | None,
+        typer.Option(
+            help="Draw it inside this operator, as simulated: all_gather_matmul, matmul_reduce_scatter or "
+            "matmul_all_reduce."
+        ),
+    ] = None,
+    sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="MxNxK", help="With --operator: rows of the product, and a rank's weight [n, k], in bf16."
+        ),
+    ] = "8192x12288x12288",
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="With --operator: a preset (`stretto cluster list`) or a file.")
+    ] = "dgx-h200",
 ) -> None:
     """Draw a schedule: ranks and thread blocks as rows, steps as boxes, messages as arrows.
 
     - stretto collective show ring.xml --only 0-3
     - stretto collective show ring-all-reduce --ranks 4 -o ring.svg
+    - stretto collective show ring-all-gather --ranks 4 --operator all_gather_matmul --sizes 8192x12288x12288
     """
     with refusing_bad_input():
         file = Path(name if is_schedule_file(name) else name.rpartition(":")[2])
@@ -291,6 +311,10 @@ def show(
         from stretto.report.pictures import require_drawing
         from stretto.report.schedule_layout import lay_out
 
+        if operator is not None:
+            require_drawing()
+            _show_in_operator(schedule, operator, sizes, cluster, picture)
+            return
         layout = lay_out(schedule, picture, shown)
         require_drawing()
 
@@ -298,6 +322,43 @@ def show(
 
         draw_schedule(layout, picture)
         print(picture)
+
+
+def _show_in_operator(schedule: "Schedule", operator: str, sizes: str, cluster: str, picture: Path) -> None:
+    """Simulate the schedule inside an operator, print its time, and draw its tiles and moves."""
+    from stretto.cluster import Cluster
+    from stretto.collectives.joint import join, require_collective, require_operator, verify_joint
+    from stretto.collectives.verifier import verify
+    from stretto.report.joint import plot_joint  # imports matplotlib
+    from stretto.simulator.network import of_cluster
+    from stretto.simulator.schedules.joint import ProductCosts, simulate_joint
+
+    require_operator(operator)
+    m, n, k = _read_sizes(sizes)
+    ranks = schedule.collective.ranks
+    require_collective(operator, schedule, ranks)
+    if operator != "matmul_all_reduce" and m % ranks:
+        raise ValueError(f"{ranks} ranks do not divide {m} rows: {-(-m // ranks) * ranks} will do")
+    found = verify(schedule)
+    if not found.ok:
+        raise ValueError(f"{shown_name(schedule.name)} is not verified: {found.errors[0]}")
+    joint = join(operator, schedule, m // ranks if operator == "all_gather_matmul" else m, 128)
+    if errors := verify_joint(joint):
+        raise ValueError(f"{shown_name(schedule.name)} in {operator}: {errors[0]}")
+    machine = Cluster.find(cluster)
+    time = simulate_joint(joint, of_cluster(machine, ranks), ProductCosts.of_gpu(machine.gpu, n, k))
+    title = f"{shown_name(schedule.name)} in {operator}, {m} x {n} x {k}, {ranks} ranks of {machine.name}"
+    plot_joint(time, title, picture)
+    print(f"{title}: {1e6 * time.seconds:,.0f} us, {1e6 * time.exposed:,.0f} beyond the product ({time.fidelity})")
+    print(picture)
+
+
+def _read_sizes(text: str) -> tuple[int, int, int]:
+    numbers = text.split("x")
+    if len(numbers) != 3 or not all(number.isdecimal() and 0 < int(number) < 1 << 31 for number in numbers):
+        raise ValueError(f"--sizes takes MxNxK, as 8192x12288x12288, not {text!r}")
+    m, n, k = map(int, numbers)
+    return m, n, k
 
 
 @app.command()

@@ -15,7 +15,7 @@ from stretto.cli.settings_command import BenchApp
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesTuning
     from stretto.bench.embedding.settings import EmbeddingTuning
-    from stretto.bench.operators.settings import ExpertsTuning, OperatorsTuning
+    from stretto.bench.operators.settings import AttentionTuning, ExpertsTuning, OperatorsTuning
     from stretto.bench.training.settings import ProductsTuning
 
 tuning = BenchApp(
@@ -47,12 +47,12 @@ def tune_all(
 
         from stretto.bench.collectives.settings import CollectivesTuning
         from stretto.bench.embedding.settings import EmbeddingTuning
-        from stretto.bench.operators.settings import ExpertsTuning, OperatorsTuning
+        from stretto.bench.operators.settings import AttentionTuning, ExpertsTuning, OperatorsTuning
         from stretto.bench.training.settings import ProductsTuning
 
         found: dict[str, Any] = {"left_out": {}}
         kinds = {"collectives": CollectivesTuning, "operators": OperatorsTuning}
-        kinds |= {"experts": ExpertsTuning, "embedding": EmbeddingTuning}
+        kinds |= {"experts": ExpertsTuning, "attention": AttentionTuning, "embedding": EmbeddingTuning}
         with stdout_on_stderr() if as_json else nullcontext():
             for kind, setting_type in kinds.items():
                 try:
@@ -76,6 +76,12 @@ def collectives(ranks: int, setting: CollectivesTuning) -> Any:
 @tuning.command("operators", "stretto.bench.operators.settings", needs=Needs.TWO_GPUS, count=tuning.count_gpus)
 def operators(ranks: int, setting: OperatorsTuning) -> Any:
     """Time the configurations of overlapped operators, and the library, shape by shape."""
+    return _tune(ranks, setting)
+
+
+@tuning.command("attention", "stretto.bench.operators.settings", needs=Needs.TWO_GPUS, count=tuning.count_gpus)
+def attention(ranks: int, setting: AttentionTuning) -> Any:
+    """Time the implementations of attention over a shared sequence, causal, length by length."""
     return _tune(ranks, setting)
 
 

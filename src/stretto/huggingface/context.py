@@ -5,7 +5,7 @@ transformers' own interface (`attn_implementation`). Nothing of transformers is 
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.huggingface.linear_attention import linear_attentions_of
 from stretto.huggingface.loss import calls_loss_function, computes_masked_loss
+from stretto.ops.attention.plan import Layout
 
 NAME = "stretto_context"
 """The `attn_implementation` of models whose sequences are cut."""
@@ -41,6 +42,8 @@ class Attend(Protocol):
         window: int | None = None,
         documents: Tensor | None = None,
         sinks: Tensor | None = None,
+        layout: Layout | None = None,
+        is_gathered: bool = False,
     ) -> Tensor: ...
 
 
@@ -72,7 +75,7 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
     attentions = attentions_of(model)
     linear = linear_attentions_of(model)
     layers = Counter(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-    known = _LINEAR_LAYERS if linear and sum(layers[kind] for kind in _LINEAR_LAYERS) <= len(linear) else ()
+    known = _LINEAR_LAYERS if linear and sum(layers[each] for each in _LINEAR_LAYERS) <= len(linear) else ()
     others = sorted(layers.keys() - {*_LAYERS, *known})
     states = {id(part) for layer in linear for part in layer.modules()}
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -134,7 +137,7 @@ def refuse_arguments(model: nn.Module, given: Mapping[str, Any], length: int) ->
 
 
 class Documents(NamedTuple):
-    """Documents of packed rows, on the CPU. None where each row is one.
+    """Documents of packed rows, on the CPU; None where each row is one.
 
     ends: the first tokens of all documents of the rows, one after another, and the end of the last, int32
     [documents + 1]; padding is a document of its own. begins: for each token, the place in its row at which its
@@ -182,11 +185,50 @@ def find_documents(given: Mapping[str, Any], rows: int, length: int) -> Document
     return Documents(torch.cat((found, found.new_tensor([rows * length]))).int(), numbered)
 
 
+def count_expanded(model: nn.Module) -> int:
+    """Numbers of a token's keys and values that attention of latents expands, in a layer; 0 for other attention.
+
+    Its code hands latents to the cache, and expands what it returns, as DeepseekV3Attention does.
+    """
+    if getattr(model.config, "sliding_window", None):
+        return 0
+    found = [module for module in attentions_of(model) if hasattr(module, "expand_kv")]
+    counts = (int(each.num_heads) * (int(each.qk_head_dim) + int(each.v_head_dim)) for each in found)  # type: ignore[arg-type]
+    return max(counts, default=0)
+
+
+class LatentCache:
+    """Stands for a cache of transformers where attention hands latents to it: returns other ranks' too, and keeps none.
+
+    gather: of rows [batch, 1, seq / context, numbers], those and others that they see. gathered: the layers that have
+    asked.
+    """
+
+    def __init__(self, gather: Callable[[Tensor], Tensor]) -> None:
+        self.gather = gather
+        self.gathered: set[int] = set()
+
+    def update(self, latents: Tensor, keys: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if latents.shape[1] != 1 or keys.shape[1] != 1:  # they were expanded before
+            return latents, keys
+        self.gathered.add(layer_idx)
+        rows = self.gather(torch.cat((latents, keys), -1))
+        return rows[..., : latents.shape[-1]], rows[..., latents.shape[-1] :]
+
+
+def _give_latents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hand attention the cache of latents, in place of one that a layer which checkpoints itself would not hand on."""
+    latents = kwargs.get("context_latents")
+    return None if latents is None else (args, kwargs | {"past_key_values": latents})
+
+
 def replace_attention(model: Any, attend: Attend) -> None:
     """Have a model's attention be computed by `attend`, under an `attn_implementation` of its own."""
     _register()
     for module in attentions_of(model):
         module.attend_over_context = attend  # type: ignore[assignment]
+        if hasattr(module, "expand_kv"):
+            module.register_forward_pre_hook(_give_latents, with_kwargs=True)
     model.set_attn_implementation(NAME)
 
 
@@ -218,6 +260,8 @@ def _attend(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    context_layout: Layout | None = None,
+    context_latents: LatentCache | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     attend: Attend | None = getattr(module, "attend_over_context", None)
@@ -231,5 +275,9 @@ def _attend(
         raise ValueError(_OWN_MASK)
     if dropout or others.get("position_bias") is not None or others.get("softcap") is not None:
         raise ValueError("attention over context takes no dropout of its weights, position_bias or softcap")
-    out = attend(query, key, value, scale=scaling, window=sliding_window, documents=cu_seq_lens_q, sinks=s_aux)
+    is_gathered = context_latents is not None and module.layer_idx in context_latents.gathered
+    out = attend(
+        query, key, value, scale=scaling, window=sliding_window, documents=cu_seq_lens_q, sinks=s_aux,
+        layout=context_layout, is_gathered=is_gathered,
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None

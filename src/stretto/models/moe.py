@@ -8,15 +8,14 @@ each optimizer step.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.profiler import record_function
 
 from stretto.models.gpt_config import GPTConfig
 from stretto.models.router import Router, RouterOptions, RoutingStatistics, routers, scale_losses, update_biases
+from stretto.parallel.comm.collectives import mark_experts
 from stretto.parallel.layers.fused import swiglu
 
 __all__ = [
@@ -30,9 +29,6 @@ __all__ = [
     "scale_losses",
     "update_biases",
 ]
-
-
-EXPERTS_MARK = "stretto experts"  # in traces, around what experts do
 
 
 class Experts(nn.Module):
@@ -61,6 +57,10 @@ class Experts(nn.Module):
             nn.init.normal_(parameter, std=0.02)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        with mark_experts():
+            return self._mix(hidden, top_k_index, top_k_weights)
+
+    def _mix(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         choices = top_k_index.flatten()
         order = choices.argsort(stable=True)
         counts = choices.bincount(minlength=self.num_experts + 1).tolist()
@@ -127,7 +127,5 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         _, weights, ids = self.router(x)
-        is_marked = not torch.compiler.is_compiling() and torch.autograd._profiler_enabled()
-        with record_function(EXPERTS_MARK) if is_marked else nullcontext():
-            y = self.experts(x.flatten(0, -2), ids, weights).view(x.shape)
+        y = self.experts(x.flatten(0, -2), ids, weights).view(x.shape)
         return y if self.shared is None else y + self.shared(x)

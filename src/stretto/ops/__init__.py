@@ -13,6 +13,7 @@ from stretto.ops.attention import (
     all_gather_attention,
     context_attention,
     ring_attention,
+    tune_attention,
     ulysses_attention,
 )
 from stretto.ops.choices import counts
@@ -69,6 +70,7 @@ __all__ = [
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
     "tune",
+    "tune_attention",
     "tune_embedding",
     "ulysses_attention",
     "workspaces",

@@ -12,7 +12,7 @@ import os
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -54,6 +54,7 @@ CONFIRM_VARIABLE = "STRETTO_CONFIRM"
 
 _NEAR = 1.5  # a measurement counts for up to so many times as many rows, or as few
 _MAX_CHOICES = 4096
+_WAY = "way of "
 
 
 @dataclass
@@ -62,7 +63,8 @@ class _GroupChoices:
 
     obstacle: why no kernel can run, or "". times: seconds by problem and encoded configuration. choices: a
     configuration and the reason for it. recalled: configurations of calls that were checked before. speeds: of the
-    slowest GPU. confirmed: times that were measured in calls.
+    slowest GPU. confirmed: times that were measured in calls. ways: of calls without a
+    configuration, by their names.
     """
 
     group: "weakref.ref[dist.ProcessGroup]"
@@ -73,6 +75,7 @@ class _GroupChoices:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     speeds: Speeds | None = None
     confirmed: dict[str, dict[str, float]] = field(default_factory=dict)
+    ways: dict[str, str] = field(default_factory=dict)
 
 
 _groups: dict[str, _GroupChoices] = {}
@@ -167,6 +170,19 @@ def choose_config(
     config, _ = known.choices[asked]
     known.counts[problem.operator, config.implementation] += 1
     return config
+
+
+def find_way(name: str, ways: Sequence[str], choose: Callable[[], str], group: str, device: torch.device) -> str:
+    """The way of a call that has no configuration: an equal earlier call's, the checkpoint's, or what `choose` returns.
+
+    Collective at the group's first call.
+    """
+    known, key = _find(group, device), _WAY + name
+    if key not in known.ways:
+        restored = _restored.get(_name_ranks(find_group(group)))
+        kept = restored.choices.get(key) if restored else None
+        known.ways[key] = kept if kept is not None and kept in ways else choose()
+    return known.ways[key]
 
 
 def can_time_calls(device: torch.device) -> bool:
@@ -383,7 +399,7 @@ def list_choices() -> dict[str, SavedChoices]:
             _name_choice(problem, machine, implementation): config.encode()
             for (problem, machine, implementation), (config, _) in known.choices.items()
             if implementation in ("auto", "kernel")
-        }
+        } | known.ways
         if choices:
             found[ranks] = SavedChoices(earlier.choices | choices, earlier.confirmed | known.confirmed)
     return found
@@ -395,7 +411,8 @@ def restore_choices(choices: Mapping[str, SavedChoices]) -> None:
     All ranks call it with the same. Groups agree again at their next call.
     """
     for one in choices.values():
-        for text in (*one.choices.values(), *(text for times in one.confirmed.values() for text in times)):
+        configs = [text for name, text in one.choices.items() if not name.startswith(_WAY)]
+        for text in (*configs, *(text for times in one.confirmed.values() for text in times)):
             decode(text)
     _restored.clear()
     _restored.update(choices)

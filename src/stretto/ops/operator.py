@@ -410,7 +410,7 @@ def scatter_sum(x: Tensor, group: str) -> Tensor:
     world = find_group(group).size()
     sizes = [x.shape[0] // world] * world
     functional = torch.ops._c10d_functional
-    parts = functional.wait_tensor(functional.all_to_all_single(x, sizes, sizes, group)).view(world, -1, x.shape[1])
+    parts = functional.wait_tensor(functional.all_to_all_single(x, sizes, sizes, group)).unflatten(0, (world, sizes[0]))
     total = parts[0] if x.dtype == torch.float64 else parts[0].float()
     for part in parts[1:]:
         total = total + part

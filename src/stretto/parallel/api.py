@@ -75,6 +75,7 @@ def parallelize(
     unchanged.
     """
     from stretto.parallel.install import install
+    from stretto.parallel.layers.context import SequenceParts
     from stretto.parallel.place import place
     from stretto.parallel.precision import Precision
     from stretto.parallel.resolve import refuse_sharded, resolve
@@ -86,7 +87,9 @@ def parallelize(
     options = (options or ExecutionOptions()).replace(**changes)
     plan = resolve(model, grid.sizes, roles=roles, local_attributes=local_attributes, blocks=blocks, options=options)
     request = ShardingRequest(grid, precision, options, gradients or "mean", sharded_loss)
-    install(model, place(model, request, plan, seed=seed))
+    # Of the whole model, of which a pipeline stage may lack the layers that decide how sequences are cut.
+    parts = SequenceParts(model, grid) if grid.size("context") > 1 else None
+    install(model, place(model, request, plan, seed=seed), parts)
     return model
 
 

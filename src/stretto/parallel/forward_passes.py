@@ -41,15 +41,17 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
     note_forward(model)
     if not in_backward():
         gradient_reducer.drop_failed_passes()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            check_is_sharded(name, parameter)
-        gradient_reducer.defer_hooks(parameter, name)
     stream = current_stream(state.grid.device)
-    for module in model.modules():
+    waiting: list[tuple[str, nn.Module]] = [("", model)]  # `named_modules` takes several times as long
+    for prefix, module in waiting:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter.requires_grad:
+                    check_is_sharded(prefix + name, parameter)
+                gradient_reducer.defer_hooks(parameter, prefix + name)
         if isinstance(module, ShardedModule) and module.in_graphs is not None and module.in_graphs.is_outdated(stream):
             module.follow_weights()
-
+        waiting += [(f"{prefix}{name}.", each) for name, each in module._modules.items() if each is not None]
     gatherer.is_in_forward = True
     if not in_backward():
         gatherer.begin_forward()

@@ -121,7 +121,7 @@ class Grid:
         if group_timeout(world) != self.timeout.total_seconds():
             set_timeout(world, self.timeout)
         self.gradients: set[GradientReduction] = set()  # of the models on this grid; noted by `parallelize`
-        self.context_layouts: set[Literal["contiguous", "zigzag"]] = set()  # the same
+        self.context_layouts: set[Literal["contiguous", "zigzag", "balanced"]] = set()  # the same
         self.other_groups: dict[str, str] = {}  # the axis of groups that were made later, by their names
         self._shared: SharedGroups | None = SharedGroups()
         self._copies_meshes: dict[int, DeviceMesh] = {}

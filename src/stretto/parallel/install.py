@@ -22,7 +22,7 @@ from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.forward_passes import RowsCheck, begin_forward, end_forward, explain_sizes
 from stretto.parallel.fused_modules import fuse_modules
 from stretto.parallel.layers.block_shard import BlockShard
-from stretto.parallel.layers.context import install_context, prepare_context
+from stretto.parallel.layers.context import install_context, install_linear_attention
 from stretto.parallel.layers.dropout import AgreedRandomState
 from stretto.parallel.layers.joined_linears import join
 from stretto.parallel.layers.plain_parts import (
@@ -33,6 +33,7 @@ from stretto.parallel.layers.plain_parts import (
 )
 from stretto.parallel.layers.router import route_whole_features
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copy
+from stretto.parallel.layers.shared_experts import compute_under_exchange
 from stretto.parallel.layout import has_layout
 from stretto.parallel.model_loss import install_loss, install_loss_of_rows
 from stretto.parallel.pipeline.cutting import wrap_forwards
@@ -44,12 +45,14 @@ from stretto.parallel.state import ParallelState, set_state
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from stretto.parallel.layers.context import SequenceParts
+
 # They would reduce gradients a second time.
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
 
-def install(model: nn.Module, placement: Placement) -> None:
-    """Change the model as a placement says: nothing here may fail."""
+def install(model: nn.Module, placement: Placement, parts: SequenceParts | None = None) -> None:
+    """Change the model as a placement says: nothing here may fail. parts: what cuts its sequences, if anything does."""
     plan, builder, state, cut = placement.plan, placement.builder, placement.builder.state, placement.cut
     request, reducer = state.request, state.gradient_reducer
     has_roles, options = isinstance(plan, ShardingPlan), request.options
@@ -58,20 +61,25 @@ def install(model: nn.Module, placement: Placement) -> None:
     if cut is not None:
         state.stages = cut.stages
         cut.stages.tokens, cut.stages.has_roles = builder.tokens, has_roles
-    if request.grid.size("context") > 1:  # before blocks wrap the forward of their layers
-        state.sequence_parts = prepare_context(model, request.grid)
+    state.sequence_parts = parts
+    if parts is not None:  # before blocks wrap the forward of their layers
+        install_linear_attention(model, parts)
     for name, module in placement.modules.items():
         _replace_module(model, name, module)
         if name in plan.experts and plan.experts[name].takes_copies:
             choose_scaled_inputs(model.get_submodule(name.rpartition(".")[0]))
     if builder.is_fused:
         fuse_modules(model, builder.attention)
+    for name in placement.modules.keys() & plan.experts.keys():
+        parent, _, child = name.rpartition(".")
+        compute_under_exchange(model.get_submodule(parent), child, is_on=options.overlap.hides_any)
     for owner, key, parameter in placement.shared:
         place_shared(owner, key, parameter)
     for part, parameters in placement.parts:
         _install_part(model, placement, part, parameters, frees=frees)
     if placement.blocks is not None:
-        _install_blocks(model, placement.blocks, builder, frees=frees)
+        # Transformers' layers checkpoint within their forward, and so within what gathers them: that frees nothing.
+        _install_blocks(model, placement.blocks, builder, frees=frees or options.recomputation.is_on)
     for owner, attribute, value in placement.values:
         setattr(owner, attribute, value)
     if isinstance(plan, ShardingPlan):
@@ -89,8 +97,9 @@ def install(model: nn.Module, placement: Placement) -> None:
     _refuse_wrapping(model)
     reducer.name(model.named_parameters())
     _follow_passes(model, state, by_blocks=not has_roles)
-    if state.sequence_parts is not None:  # after the hook that compares ranks' rows
-        install_context(model, state.sequence_parts)
+    if parts is not None:  # after the hook that compares ranks' rows
+        expands_again = options.recomputation.is_on and builder.tokens is None
+        install_context(model, parts, expands_again=expands_again)
     set_state(model, state)
     if isinstance(plan, ShardingPlan) and plan.sharded_blocks and builder.tokens is not None:
         shard_between_blocks(model, plan.sharded_blocks, plan.attentions, builder.tokens)
@@ -151,10 +160,14 @@ def _install_blocks(model: nn.Module, blocks: PlacedBlocks, builder: Builder, *,
             keep_through_conversions(owner, key, builder.gradient_reducer)
         else:
             place_shared(owner, key, shard)
+    adapted = _adapted_parameters(model)
     for block, of_block in places.items():
         module = model.get_submodule(block)
         # The model's own are needed first in the backward pass.
         gathered = builder.block_shard(block or type(model).__name__, [*of_block.values()], frees=frees and bool(block))
+        gathered.parametrized = frozenset(
+            place.number for place in gathered.places if (place.owner, place.key) in adapted
+        )
         builder.state.block_shards[module] = gathered
         builder.state.wrap_forward(module, gathered.wrap, gathered.wrap_submodule)
         if block and (module._forward_pre_hooks or module._forward_hooks):  # they may read its parameters
@@ -163,6 +176,18 @@ def _install_blocks(model: nn.Module, blocks: PlacedBlocks, builder: Builder, *,
             _gather_outside_of_forward(model, gathered)
             gathered.not_held = frozenset(each.number for each in gathered.places if _is_large_embedding(each.owner))
         _refuse_copies(module)
+
+
+def _adapted_parameters(model: nn.Module) -> set[tuple[nn.Module, str]]:
+    """Owners and names of the parameters that PEFT's `target_parameters` parametrizes in its wrappers' forward."""
+    found = set()
+    for module in model.modules():
+        if isinstance(key := getattr(module, "parameter_name", None), str):
+            owner = module
+            while isinstance(inner := getattr(owner, "base_layer", None), nn.Module):
+                owner = inner
+            found.add((owner, key))
+    return found
 
 
 def _gather_outside_of_forward(model: nn.Module, shard: BlockShard) -> None:

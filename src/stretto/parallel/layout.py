@@ -262,14 +262,13 @@ def shard_like(whole: Tensor, parameter: Tensor) -> DTensor:
     """A whole tensor cut as a parameter that `parallelize` made, on its device. Every rank has the whole."""
     assert isinstance(parameter, DTensor)
     local = layout_of(parameter).shard(whole, *place_on(parameter.device_mesh)).to(parameter.device)
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return place_like(local, parameter)
+
+
+def place_like(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor of this rank's shard, of the same whole shape and placements as another one."""
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def place_on(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, int]]:

@@ -347,7 +347,6 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
     outside = (model.outside_parameters - outside_by_engines) * is_copied
     largest = max(*(linear.weights for linear in model.linears), *model.expert_tensors)
     recomputed = recomputed_blocks(workload, grid, options.recomputation)
-    cast_alone = largest * is_copied  # at each use
     message = model.block_parameters * is_sent  # of gradients
     in_flight = message * (1 + 1 / grid.z)  # and the shard that it becomes
     gathered_message = block * is_sent
@@ -381,9 +380,10 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
         following = ahead if number < layers else 0.0
         gathered = (number if keeps else 1) * block + outside + gathered_message + following
         note(gathered, (number - 1) * kept_by_each + hidden)
-    for number in {layers, max(1, layers - 1), min(length, layers), 1}:  # of the block whose backward pass runs
+    last = {layers, layers - 1, layers - length, length, 1}
+    for number in {min(max(1, number), layers) for number in last}:  # of the block whose backward pass runs
         computed = (number - 1) % length + 1  # blocks of its segment that are there
-        again = block * computed if is_sent or recomputes else cast_alone
+        again = block * computed
         following = ahead if number > length and not keeps else 0.0
         sent = in_flight if number < layers else 0.0
         earlier_blocks, reduced = (number - 1) * kept_by_each, max(0, layers - number - 1) * of_block
@@ -394,10 +394,11 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
         keys = exchanged_keys(workload, config)[1] / element
         temporary = head + sent + 2 * largest + keys
         note(gathered, earlier_blocks + computed * of_each + growth, reduced=reduced, temporary=temporary)
-        # All of its gradients are there, and as a message, too.
-        gathered, whole = (number - 1) * block if keeps else following, message + in_flight if is_sent else 2 * largest
+        # All of its gradients are there; then as a message, too, for which its weights are freed.
+        note(gathered, earlier_blocks + 2 * hidden, reduced=reduced, temporary=head + sent + message)
+        whole = message + in_flight if is_sent else 2 * largest
         reduced += of_block if sent else 0.0
-        note(gathered, earlier_blocks + 2 * hidden, reduced=reduced, temporary=head + whole)
+        note(gathered - block, earlier_blocks + 2 * hidden, reduced=reduced, temporary=head + whole)
     # The end of the backward pass: gradients of what is in no block, then as a message, too; then buckets over data.
     table = model.embedding_rows * model.hidden
     note(0.0, hidden, reduced=(layers - 1) * of_block, temporary=head + table + in_flight)

@@ -57,7 +57,8 @@ class BlockChannel:
     Calls run one after another, on one stream, in the same order on all ranks. Create a channel with `allocate`.
 
     distances: bytes from this rank's buffer to each rank's, as they are mapped here. launch: launches the channel's
-    kernels. limit: of the calls' waits. open_side_streams: the side streams that the current call has used.
+    kernels. limit: of the calls' waits. open_side_streams: the side streams that the current call has used. is_open:
+    kernels on them use the call's signals, so that `begin` joins them if nobody has, as after an error.
     """
 
     def __init__(self, memory: SymmetricMemory, channels: int, peer_tiles: int, timeout: float) -> None:
@@ -88,6 +89,7 @@ class BlockChannel:
         self._current: Channel | None = None
         self._sides: dict[int, SideStream] = {}
         self.open_side_streams: set[int] = set()
+        self.is_open = False
         register_record(self._record.words.data_ptr(), self)
 
     @classmethod
@@ -189,6 +191,8 @@ class BlockChannel:
         failed before.
         """
         self.check()
+        if self.is_open:
+            self.join_side_streams()
         # Arguments that were checked before are not checked again.
         described = self.describe(operator, mode)
         key = None if counts is not None else (operator, mode, id(producer), id(consumer), slot, with_barrier)
@@ -283,6 +287,15 @@ class BlockChannel:
         if index not in self._sides:
             self._sides[index] = SideStream(self.device)
         return self._sides[index]
+
+    def join_side_streams(self) -> None:
+        """Make the current stream wait for the side streams that the current call has used."""
+        for index in sorted(self.open_side_streams):
+            side = self.side_stream(index)
+            if side is not None:
+                side.join()
+        self.open_side_streams.clear()
+        self.is_open = False
 
     def notified_words(self, index: int, rank: int) -> tuple[Tensor, Tensor]:
         """Return int32 [1] twice: this rank's counter of a channel at `rank`, and its value in `sends`."""

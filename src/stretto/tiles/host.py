@@ -40,11 +40,7 @@ def open_side_stream(channel: BlockChannel, index: int) -> None:
 
 def join_copies(channel: BlockChannel) -> None:
     """Make the current stream wait for all of the call's copies; each call does this once."""
-    for index in sorted(channel.open_side_streams):
-        side = channel.side_stream(index)
-        if side is not None:
-            side.join()
-    channel.open_side_streams.clear()
+    channel.join_side_streams()
 
 
 def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = None, to: int = 0) -> None:

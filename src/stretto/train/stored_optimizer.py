@@ -35,7 +35,7 @@ from stretto.optim.state.updates import (
 )
 from stretto.parallel import Grid, clip_scale
 from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
-from stretto.parallel.layout import check_is_sharded, layout_of, local
+from stretto.parallel.layout import check_is_sharded, layout_of, local, place_like
 from stretto.parallel.state import require_state
 from stretto.train.config import RunConfig
 from stretto.train.optimizer import local_shard
@@ -131,14 +131,7 @@ class StoredOptimizer:
                 self.store.set_weight(number, shard)
                 place = self.store.layout.places[number]
                 shard = self.store.weights[place.start : place.stop].view(shard.shape)
-            return DTensor.from_local(
-                shard,
-                tensor.device_mesh,
-                tensor.placements,
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
-            )
+            return place_like(shard, tensor)
 
         for module in model.modules():
             module._apply(convert, recurse=False)

@@ -21,7 +21,7 @@ IMPLEMENTATIONS = "all_gather", "ring", "ulysses"
 def count_needed(case, rank):
     """Rows of the other ranks that a rank's positions see, by the mask of all pairs."""
     rows = [
-        torch.cat([torch.arange(*each) for each in list_chunks(case.layout, peer, RANKS, case.length)])
+        torch.cat([torch.arange(*each) for each in list_chunks(case.layout, peer, RANKS, case.length, case.documents)])
         for peer in range(RANKS)
     ]
     seen = see(case, TOTAL)[rows[rank]].any(0)
@@ -35,6 +35,7 @@ SENT = {
     "a window, zig-zag": Case(LENGTH, window=6),
     "documents": Case(LENGTH, layout="contiguous", documents=(0, 5, 30, 33, TOTAL)),
     "documents, zig-zag": Case(LENGTH, documents=(0, 5, 30, 33, TOTAL)),
+    "documents, balanced": Case(LENGTH, layout="balanced", documents=(0, 2, 4, 40, TOTAL)),
     "documents of one rank": Case(LENGTH, layout="contiguous", documents=(0, 16, 20, 32, 48, TOTAL)),
 }
 
@@ -66,7 +67,7 @@ def differ_compiled():
     """Results and gradients of a compiled graph beside eager ones, and the graph's operators."""
     rank, found = dist.get_rank(), []
     for implementation in ("all_gather", "ulysses"):
-        case = Case(LENGTH, documents=(0, 7, 2 * LENGTH), has_sinks=True, sizes=(8, 4))
+        case = Case(LENGTH, "balanced", documents=(0, 7, 2 * LENGTH), has_sinks=True, sizes=(8, 4))
         *inputs, _ = draw_whole(case, 2 * LENGTH, torch.float32)
         *parts, sinks = inputs
         leaves = [*(each.chunk(2, 2)[rank].clone().requires_grad_() for each in parts), sinks.requires_grad_()]
@@ -101,7 +102,9 @@ def check_operators():
     arguments = grad, *leaves[:3], out, lse, sinks, documents, *settings
     arguments = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments]
     torch.library.opcheck(torch.ops.stretto.context_attention_backward.default, tuple(arguments))
-    torch.library.opcheck(torch.ops.stretto.exchange_heads.default, (leaves[0], settings[0], 1, "zigzag", True))
+    torch.library.opcheck(
+        torch.ops.stretto.exchange_heads.default, (leaves[0], documents, settings[0], 1, "balanced", True)
+    )
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         torch.ops.stretto.context_attention(*leaves, documents, *settings)
     return counter.get_total_flops()
@@ -181,7 +184,8 @@ def test_lower_precision(ranks):
 
 REFUSED = {
     r"window is 1 or more positions and needs causal=True, not 4": {"window": 4},
-    r'layout is "contiguous" or "zigzag", not \'zig\'': {"layout": "zig"},
+    r"layout is contiguous, zigzag, balanced, not 'zig'": {"layout": "zig"},
+    r'layout="balanced" is of causal attention: give causal=True': {"layout": "balanced"},
     r"7 positions make none: pad to 8 or use layout=\"contiguous\"": {"layout": "zigzag", "length": 7},
     r"documents are int32 or int64 \[documents \+ 1\], where each begins and the length 16": {
         "documents": torch.zeros(3)

@@ -22,9 +22,13 @@ def list_cases(ranks):
         yield replace(plain, window=5)
         yield replace(plain, window=13, documents=documents, has_sinks=True)
         yield replace(plain, window=total + 5, sizes=(8, 4), scale=0.3)
+    packed = replace(plain, layout="balanced", documents=documents)
+    yield packed
+    yield replace(packed, window=5, length=7, documents=(0, 1, 3, 4 * ranks, 7 * ranks))
     yield Case(length=5, layout="contiguous", heads=ranks, kv_heads=ranks, window=1)
     if ranks == 4:
         yield Case(kv_heads=2)
+        yield Case(kv_heads=2, layout="balanced", documents=documents)  # Ulysses' sets of two
         yield Case(heads=6, kv_heads=2, layout="contiguous", documents=documents, has_sinks=True)
 
 

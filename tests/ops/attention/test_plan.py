@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.ops.attention.whole import Case, see
 
+from lab.operators.document_lengths import draw_documents
 from stretto.ops.attention.plan import Mask, list_chunks, make_plan
 
 
@@ -16,8 +17,8 @@ def draw_case(choose, ranks):
     documents = sorted({0, total, *choose.choices(range(total), k=choose.randrange(6))})
     return Case(
         length,
-        choose.choice(("contiguous", "zigzag")),
-        causal := choose.random() < 0.8,
+        layout := choose.choice(("contiguous", "zigzag", "balanced")),
+        causal := layout == "balanced" or choose.random() < 0.8,
         choose.randrange(1, total + 2) if causal and choose.random() < 0.6 else None,
         tuple(documents) if choose.random() < 0.6 else None,
     )
@@ -26,7 +27,7 @@ def draw_case(choose, ranks):
 def count_pairs(case, ranks, schedule):
     """How often blocks have each pair of positions, int [total, total]; all ranks' steps send what others receive."""
     places = [
-        [position for chunk in list_chunks(case.layout, rank, ranks, case.length) for position in range(*chunk)]
+        [at for chunk in list_chunks(case.layout, rank, ranks, case.length, case.documents) for at in range(*chunk)]
         for rank in range(ranks)
     ]
     found = torch.zeros(case.length * ranks, case.length * ranks, dtype=torch.int64)
@@ -62,19 +63,47 @@ def count_pairs(case, ranks, schedule):
 def test_blocks_have_each_pair_that_is_seen_once(seed):
     choose = random.Random(seed)
     for _ in range(40):
-        ranks = choose.choice((1, 2, 3, 5))
+        ranks = choose.choice((1, 2, 3, 5, 8))
         case, schedule = draw_case(choose, ranks), choose.choice(("all_gather", "ring"))
         assert torch.equal(count_pairs(case, ranks, schedule), see(case, case.length * ranks).long()), (case, ranks)
 
 
+def measure_plan(layout, rank, ranks, length, documents=None):
+    """(scores, rows that the rank receives, its blocks that need them)."""
+    plan = make_plan(layout, rank, ranks, length, Mask(True, None, documents), "all_gather")
+    theirs = [block for step in plan.steps for block in step.blocks]
+    work = 0
+    for queries, keys, is_causal, _ in (*plan.own, *theirs):
+        rows = queries.stop - queries.start
+        work += rows * (rows + 1) // 2 if is_causal else rows * (keys.stop - keys.start)
+    received = sum(part.stop - part.start for step in plan.steps for parts in step.receives for part in parts)
+    return work, received, len(theirs)
+
+
 def test_the_work_of_zigzag_ranks_is_equal_and_of_few_calls():
     for rank in range(8):
-        plan = make_plan("zigzag", rank, 8, 32, Mask(True), "all_gather")
-        blocks = [*plan.own, *(block for step in plan.steps for block in step.blocks)]
-        areas = ((block.queries.stop - block.queries.start, block.keys.stop - block.keys.start) for block in blocks)
-        work = [
-            rows * (rows + 1) // 2 if block.is_causal else rows * keys
-            for block, (rows, keys) in zip(blocks, areas, strict=True)
-        ]
-        assert sum(work) == 256 * 257 // 2 // 8
-        assert len(work) <= 3
+        work, _, blocks = measure_plan("zigzag", rank, 8, 32)
+        assert work == 256 * 257 // 2 // 8
+        assert blocks <= 2
+        assert list_chunks("balanced", rank, 8, 32) == list_chunks("zigzag", rank, 8, 32)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("total", [65536, 131072])
+def test_the_work_of_packed_documents_is_balanced_and_few_keys_are_sent(ranks, total):
+    """Documents as long as The Pile's, of which zig-zag chunks have up to 4 times the mean number of scores."""
+    length = total // ranks // 2 * 2
+    most, of_all = dict.fromkeys(("balanced", "zigzag"), 0), dict.fromkeys(("balanced", "zigzag"), 0)
+    for seed in range(8):
+        documents = draw_documents(length * ranks, seed)
+        for layout in most:
+            each = [measure_plan(layout, rank, ranks, length, documents) for rank in range(ranks)]
+            work, received, blocks = zip(*each, strict=True)
+            most[layout] += max(received)
+            of_all[layout] += sum(received)
+            if layout == "balanced":
+                assert max(work) * ranks <= 1.05 * sum(work)
+                assert max(blocks) <= 2 * ranks
+
+    assert most["balanced"] <= 1.2 * most["zigzag"]  # of the rank that receives most
+    assert of_all["balanced"] <= 1.4 * of_all["zigzag"]

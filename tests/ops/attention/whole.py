@@ -84,7 +84,9 @@ def list_pairs(case, implementation, dtype, device="cpu"):
     right = attend_whole(*wide, case)
     given = [each for each in wide if each is not None]
     rights = [right.detach(), *torch.autograd.grad(right, given, grad.double())]
-    rows = torch.cat([torch.arange(*each) for each in list_chunks(case.layout, rank, ranks, case.length)]).to(device)
+    rows = torch.cat(
+        [torch.arange(*each) for each in list_chunks(case.layout, rank, ranks, case.length, case.documents)]
+    ).to(device)
     *here, sinks = inputs
     here = [each[:, :, rows].requires_grad_() for each in here]
     sinks = None if sinks is None else sinks.requires_grad_()

@@ -86,9 +86,9 @@ def require_exact(results):
     assert all(difference < EXACT for differences in results for difference in differences), results
 
 
-def find_differences_of_both(case):
+def find_differences_of_both(case, max_rows=None):
     """Those of sums by ranks, and of sums of choices."""
-    return [*find_differences(case), *find_differences(case, reduce="choice")]
+    return [*find_differences(case, max_rows), *find_differences(case, max_rows, reduce="choice")]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -108,7 +108,7 @@ def test_output_and_gradients_are_those_of_a_loop_over_tokens_for_many_shapes(ra
 @pytest.mark.parametrize("spare", [0, 5])
 def test_a_fixed_number_of_rows_gives_the_same_output_and_gradients(ranks, case, spare):
     needed = max(count_needed(case))
-    require_exact(ranks(case.ranks).run(find_differences, case, max(needed + spare, 1)))
+    require_exact(ranks(case.ranks).run(find_differences_of_both, case, max(needed + spare, 1)))
 
 
 def count_needed(case):
@@ -155,8 +155,9 @@ def exceed(case, max_rows, implementation="library"):
     x, ids = part(layer.x, case.tokens, rank).clone().requires_grad_(), part(layer.ids, case.tokens, rank)
     weights = part(layer.weights, case.tokens, rank)
 
-    def run(limit):
-        sent = moe.dispatch(x, ids, case.experts, group, max_rows=limit, implementation=implementation)
+    def run(limit, reduce="rank"):
+        options = {"max_rows": limit, "implementation": implementation, "reduce": reduce}
+        sent = moe.dispatch(x, ids, case.experts, group, **options)
         out = moe.combine(sent.rows * 2, sent.handle, weights, group)
         return out, torch.autograd.grad(out.sum(), x)[0]
 
@@ -173,6 +174,9 @@ def exceed(case, max_rows, implementation="library"):
             moe.check_rows(group)
         except ValueError as error:
             messages.append(str(error))
+    assert [bool(one.isnan().all()) for one in run(max_rows, "choice")] == is_nan
+    with pytest.raises(ValueError, match="more than max_rows"):
+        moe.check_rows(group)
     return is_nan, messages
 
 
@@ -192,7 +196,7 @@ GRID = 2
 """Ranks of each of the two groups."""
 
 
-def run_on_grid(case, max_rows=None, reduce="rank"):
+def run_on_grid(case, max_rows=None, reduce="rank", implementation="library"):
     """As `find_differences`, on 2 x 2 ranks: pairs of neighbours have halves of the same experts, and other tokens."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -211,7 +215,7 @@ def run_on_grid(case, max_rows=None, reduce="rank"):
     gate_up = layer.gate_up[held][:, both].clone().requires_grad_()
     down = layer.down[held][:, :, columns_of_half].clone().requires_grad_()
     ids = part(layer.ids, case.tokens, rank)
-    options = {"gather_group": gather_group, "max_rows": max_rows, "reduce": reduce}
+    options = {"gather_group": gather_group, "max_rows": max_rows, "reduce": reduce, "implementation": implementation}
     sent = moe.dispatch(x, ids, case.experts, group, **options)
     rows = moe.experts_mlp(sent.rows, sent.offsets, gate_up, down)
     result = moe.combine(rows, sent.handle, weights, group)
@@ -234,6 +238,7 @@ def run_on_grid(case, max_rows=None, reduce="rank"):
         (Case((2, 0, 0, 5), 3, 6), None, "rank"),
         (Case((0, 0, 0, 0), 1, 2), None, "choice"),
         (Case((3, 3, 3, 3), 2, 4), 24, "rank"),
+        (Case((3, 3, 3, 3), 2, 4), 24, "choice"),
     ],
     ids=str,
 )
@@ -284,7 +289,7 @@ def compute_twice_and_alone(dtype, reduce, **options):
     Rows are multiples of 64 bytes: MKL's products have other bits at other alignments on some CPUs.
     """
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    case = Case((4, 3, 2, 5)[:world], 3, 4)
+    case = Case((4, 4, 4, 4)[:world] if options else (4, 3, 2, 5)[:world], 3, 4)
     layer = make_layer(SEED, sum(case.tokens), 3, 4, hidden=32, ffn=32)
     everything = [layer.x.to(dtype), layer.weights.float(), layer.gate_up.to(dtype), layer.down.to(dtype)]
     experts = [case.experts // world] * world
@@ -292,7 +297,8 @@ def compute_twice_and_alone(dtype, reduce, **options):
 
     def run(leaves, ids, group):
         x, weights, gate_up, down = leaves = [one.clone().requires_grad_() for one in leaves]
-        sent = moe.dispatch(x, ids, case.experts, group, reduce=reduce, **options)
+        more = options if group is not None else {}
+        sent = moe.dispatch(x, ids, case.experts, group, reduce=reduce, **more)
         out = moe.combine(moe.experts_mlp(sent.rows, sent.offsets, gate_up, down), sent.handle, weights, group)
         assert out.dtype == dtype
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
@@ -304,9 +310,18 @@ def compute_twice_and_alone(dtype, reduce, **options):
     return all(map(torch.equal, first, second)), all(map(torch.equal, first, alone))
 
 
+def compute_fixed_choices():
+    return compute_twice_and_alone(torch.float32, "choice", max_rows=48)
+
+
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.float32)])
 def test_sums_of_choices_have_the_bits_of_one_rank_with_all_experts(ranks, world, dtype):
     assert ranks(world).run(compute_twice_and_alone, dtype, "choice") == [(True, True)] * world
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sums_of_choices_have_these_bits_with_a_fixed_number_of_rows_too(ranks, world):
+    assert ranks(world).run(compute_fixed_choices) == [(True, True)] * world
 
 
 def test_sums_by_ranks_have_the_same_bits_in_each_call(ranks):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange by kernels in Triton's interpreter, in several processes: beside the library's, and what it refuses."""
 
+import contextlib
 import re
 from datetime import timedelta
 from unittest import mock
@@ -9,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ops.moe.oracle import draw, make_layer
-from tests.ops.moe.test_exchange import Case, count_needed, exceed, part
+from tests.ops.moe.test_exchange import Case, count_needed, exceed, part, require_exact, run_on_grid
 from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
 
 from stretto import ops, tiles
 from stretto.memory import PeerError
 from stretto.ops import moe
-from stretto.ops.moe import exchange_kernel, pairs, sorting
+from stretto.ops.moe import exchange_kernel, exchange_products, pairs, sorting
+from stretto.ops.operator import find_workspace
 
 SEED, HIDDEN = 320, 37
 
@@ -60,12 +62,32 @@ def compare_with_library(case, dtype, options):
         (Case((2, 5), 2, 4), torch.float32, {"reduce": "choice"}),
         pytest.param(Case((3, 4), 2, 4, range(2, 4)), torch.float32, {"reduce": "rank"}, marks=pytest.mark.long),
         (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16}),
+        (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16, "reduce": "choice"}),
     ],
     ids=str,
 )
 def test_kernels_give_the_librarys_bits(interpret, case, dtype, options):
     for same in interpret(case.ranks, compare_with_library, case, dtype, options):
         assert all(same), same
+
+
+def run_on_grid_by_kernels():
+    """Differences from the oracle's of experts that two ranks share, for rows as they come and a fixed number."""
+    ragged, even = Case((2, 4, 0, 3), 2, 4), Case((3, 3, 3, 3), 2, 4)
+    cases = [(case, rows, reduce) for case, rows in ((ragged, None), (even, 24)) for reduce in ("rank", "choice")]
+    found = [difference for case in cases for difference in run_on_grid(*case, "kernel")]
+    rank, everyone = dist.get_rank(), [[0, 1], [2, 3], [0, 2], [1, 3]]
+    *pairs, first, second = (dist.new_group(ranks) for ranks in everyone)
+    group, options = (first, second)[rank % 2], {"gather_group": pairs[rank // 2], "max_rows": 11}
+    sent = moe.dispatch(torch.ones(3, 8), torch.zeros(3, 1).int(), 2, group, **options, implementation="kernel")
+    assert sent.rows.isnan().all() == (rank < 2)
+    with pytest.raises(ValueError, match="needs 12 rows, more than max_rows=11"):
+        moe.check_rows(group)
+    return found
+
+
+def test_kernels_send_rows_to_all_ranks_that_share_an_expert(interpret):
+    require_exact(interpret(4, run_on_grid_by_kernels))
 
 
 def test_too_many_rows_give_nan_and_an_error_on_all_ranks(interpret):
@@ -129,6 +151,40 @@ def compare_sorts():
 
 def test_kernels_sort_copies_as_torch_does(interpret):
     assert interpret(1, compare_sorts) == [[True] * 32]
+
+
+class _SideStream(contextlib.nullcontext):
+    """A side stream that notes how often it is joined."""
+
+    joined = 0
+
+    def open(self):
+        pass
+
+    def join(self):
+        self.joined += 1
+
+
+def raise_before_the_product():
+    """How often the exchange's side stream was joined: after an error of the product that begins on rows that arrive,
+    after another operator's call on the same workspace, and after a second one."""
+    group, side, joined = dist.new_group(), _SideStream(), []  # no kernel ends the other calls
+    x, ids = draw(SEED + dist.get_rank(), 4, HIDDEN).bfloat16(), torch.tensor([[0], [1]] * 2)
+    failing = mock.patch.object(exchange_products, "multiply_arriving", side_effect=RuntimeError("no product"))
+    with mock.patch.object(tiles.BlockChannel, "side_stream", return_value=side):
+        with failing, pytest.raises(RuntimeError, match="no product"):
+            moe.dispatch_grouped_matmul(x, ids, x[:1, None], group, implementation="kernel")
+        joined.append(side.joined)
+        channel = find_workspace(group.group_name, x.device, x.nbytes, "barrier").channel
+        for _ in range(2):
+            mapping = tiles.shard_tiles(4, 2, 1, channels=2, fixed=True)
+            channel.begin("another operator", mapping, mapping, "broadcast")
+            joined.append(side.joined)
+    return joined
+
+
+def test_the_next_call_on_a_workspace_joins_an_exchange_that_an_error_has_interrupted(interpret):
+    assert interpret(2, raise_before_the_product) == [[0, 1, 1]] * 2
 
 
 def miss_a_call():

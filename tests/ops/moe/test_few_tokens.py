@@ -129,6 +129,12 @@ def test_one_rank_needs_no_group():
     [
         ({"max_tokens": 2}, "this rank has 3 tokens, more than max_tokens=2: give max_tokens=3 on all ranks"),
         ({"max_tokens": 129}, "max_tokens is 1 to 128, not 129: for more take dispatch"),
+        ({"max_tokens": 2.5}, "max_tokens is 1 to 128, not 2.5"),
+        (
+            {"x": torch.ones(129, 16), "topk_ids": torch.zeros(129, 2, dtype=int), "topk_weights": torch.ones(129, 2)},
+            "this rank has 129 tokens, more than max_tokens=128: take dispatch, which has no limit",
+        ),
+        ({"implementation": "kernel"}, "no kernel can run: one rank has all 4 experts, so that nothing is sent"),
         ({"payload": torch.float16}, "payload is None, for x's dtype, or torch.float8_e4m3fn, not torch.float16"),
         ({"x": torch.ones(3, 16, requires_grad=True)}, "dispatch_few has no gradients: call it under torch.no_grad()"),
         ({"topk_weights": torch.ones(3, 1)}, r"topk_weights has topk_ids' shape, \[3, 2\], not \[3, 1\]"),
@@ -151,6 +157,23 @@ def test_combine_takes_the_rows_of_its_dispatch():
         moe.combine_few(sent.rows[:, :8], sent.handle)
     with pytest.raises(ValueError, match="combine_few has no gradients"):
         moe.combine_few(sent.rows.requires_grad_(), sent.handle)
+
+
+def send_nothing():
+    """The shape of sums of tokens without columns, and the error where ranks have ids of different dtypes."""
+    x, ids, weights = torch.ones(2, 0), torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
+    group = dist.new_group()  # whose first calls are compared
+    with pytest.raises(ValueError, match="ranks of a group make the same calls") as error:
+        moe.dispatch_few(x, ids.to([torch.int64, torch.int32][dist.get_rank()]), weights, 2, group)
+    sent = moe.dispatch_few(x, ids.int(), weights, 2, group)
+    return list(moe.combine_few(sent.rows, sent.handle).shape), str(error.value)
+
+
+def test_tokens_may_have_no_columns_and_ids_have_one_dtype_on_all_ranks(ranks):
+    for shape, message in ranks(2).run(send_nothing):
+        assert shape == [2, 0]
+        assert "torch.int64" in message
+        assert "torch.int32" in message
 
 
 def refuse(columns):

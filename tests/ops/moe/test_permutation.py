@@ -148,8 +148,8 @@ def test_wrong_rows_and_weights_are_refused():
     [
         ({"implementation": "fast"}, '"auto", "kernel" or "library", not \'fast\''),
         ({"max_rows": 0}, "max_rows is 1 or more"),
+        ({"implementation": "kernel"}, "no kernel can run: one rank has all 4 experts, so that nothing is sent"),
         ({"reduce": "token"}, 'reduce is "rank" or "choice", not \'token\''),
-        ({"reduce": "choice", "max_rows": 6}, "not with max_rows"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

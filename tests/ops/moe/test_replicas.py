@@ -70,6 +70,11 @@ def test_experts_with_replicas_compute_what_those_without_do(ranks, sizes, loads
     assert max(rows for _, rows in results) < max(rows for _, rows in without)
 
 
+def test_no_rank_has_places_for_more_replicas_than_there_are_experts_elsewhere():
+    loads = [9, 1, 1, 1]
+    assert moe.place_replicas(loads, 2, 1000) == moe.place_replicas(loads, 2, 2)
+
+
 def refuse():
     placement = moe.place_replicas([3, 1, 1, 1], 2, 1)
     with pytest.raises(ValueError) as error:

@@ -4,15 +4,20 @@ and with communication-aware recomputation.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, count_collectives, parallelize
+from stretto.parallel import Grid, count_collectives, install, parallelize
 from stretto.parallel.comm.collectives import running_collective
 from stretto.parallel.comm.counting import CollectiveCall
+from tests.parallel.moe_families import build
 from tests.parallel.training import SEED
 
 TOKENS = 128  # of a rank
@@ -186,3 +191,65 @@ def test_recomputation_that_keeps_communication_sends_what_no_recomputation_send
     assert ranks(4).run(all_calls, sizes, options | {"recompute": "communication"}) == expected
     again = ranks(4).run(all_calls, sizes, options | {"recompute": "full"})
     assert all(full > found for full, found in zip(again, expected, strict=True))
+
+
+def pass_with_shared_experts(
+    make_model: Callable[[], nn.Module], sizes: dict[str, int], reduce: str
+) -> tuple[list[str], float]:
+    """The order of a pass's exchanges and of what its shared expert does, and how far gradients are from those of the
+    block's own order."""
+    grid, results, happened = Grid(**sizes), [], list[str]()
+
+    def note_gradient(module: nn.Module, _: Any, y: Tensor) -> None:
+        y.register_hook(lambda gradient: happened.append("shared's gradient"))
+
+    def note_exchange(call: CollectiveCall) -> None:
+        if call.axis == "expert":
+            happened.append("exchange")
+
+    for keeps_order in (True, False):
+        with patch.object(install, "compute_under_exchange") if keeps_order else nullcontext():
+            model = parallelize(make_model(), grid, expert_reduce=reduce)
+        happened.clear()
+        for name, module in model.named_modules():
+            if name.endswith(("shared", "shared_expert", "shared_experts")):
+                module.register_forward_hook(lambda *_: happened.append("shared"))
+                next(module.children()).register_forward_hook(note_gradient)
+        tokens = torch.randint(61, (4, 8), generator=torch.Generator().manual_seed(grid.coordinate("batch")))
+        with count_collectives(grid, before=note_exchange):
+            (model(tokens, tokens) if isinstance(model, GPT) else model(tokens, labels=tokens).loss).backward()
+        results.append([parameter.grad.to_local() for parameter in model.parameters()])  # type: ignore[union-attr]
+    return happened, max((one - other).abs().max().item() for one, other in zip(*results, strict=True))
+
+
+def make_gpt() -> nn.Module:
+    torch.manual_seed(SEED)
+    sizes = {"layers": 1, "hidden": 32, "heads": 4, "vocab": 61, "max_seq_len": 32, "activation": "swiglu"}
+    return GPT(GPTConfig(**sizes, num_experts=8, expert_ffn=16, shared_ffn=16, balance="none"))
+
+
+def make_qwen() -> nn.Module:
+    return build("qwen2_moe", num_hidden_layers=1)
+
+
+def make_glm() -> nn.Module:
+    return build("glm4_moe", num_hidden_layers=2)  # the first is dense
+
+
+@pytest.mark.parametrize(
+    ("make_model", "sizes", "reduce", "tolerance"),
+    [
+        (make_gpt, {"z": 2, "expert": 2}, "rank", 0),  # the block calls the shared expert last
+        pytest.param(make_gpt, {"z": 2, "expert": 2}, "choice", 0, marks=pytest.mark.long),
+        # Qwen2's does so first, so that the parts of its input's gradient were added in another order.
+        pytest.param(make_qwen, {"data": 2, "expert": 2}, "rank", 1e-6, marks=pytest.mark.long),
+        pytest.param(make_glm, {"z": 2, "expert": 2}, "rank", 0, marks=pytest.mark.long),  # experts alone have roles
+    ],
+)
+def test_shared_experts_run_while_tokens_and_their_gradients_travel(ranks, make_model, sizes, reduce, tolerance):
+    forward = ["exchange"] * 3 + ["shared", "exchange"]  # counts, experts, tokens; sums
+    backward = ["exchange"] * 2 + ["shared's gradient"]  # of sums, of tokens
+    backward += ["exchange"] * (reduce == "rank")  # of weights
+    for happened, far in ranks(2).run(pass_with_shared_experts, make_model, sizes, reduce):
+        assert happened == forward + backward
+        assert far <= tolerance

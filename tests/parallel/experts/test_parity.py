@@ -41,6 +41,8 @@ GRADIENTS = [
     Run({"x": 2, "y": 2}),
     Run({"data": 2, "x": 2, "expert": 2}, {"expert_rows": 256}),
     Run({"x": 2, "z": 2, "expert": 4, "expert_tensor": "fold"}, {"expert_rows": 256}),
+    Run({"data": 2, "x": 2, "expert": 2}, {"expert_rows": 256, "expert_reduce": "choice"}),
+    Run({"x": 2}, {"shard_sequence": True, "expert_reduce": "choice"}),
     # Three experts a rank: z gathers their weights by rows.
     Run({"data": 2, "z": 2, "expert": 2}, {"reshard": "after_forward"}, case="6 experts"),
     Run({"data": 2, "x": 2, "expert": 2}, {"shard_sequence": True}),

@@ -1,68 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with replicas of hot experts is training without them."""
 
+import copy
+from contextlib import nullcontext
+from functools import partial
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, balance_experts, parallelize
+from stretto.optim import AdamW
+from stretto.parallel import Grid, balance_experts, no_sync, parallelize
 from stretto.parallel.layers.experts import ParallelExperts
 from stretto.parallel.layout import local
 from tests.parallel.experts.training import gpt
 from tests.parallel.training import SEED
 
 STEPS, EXACT = 4, 1e-11
+OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.3), "torch": partial(torch.optim.AdamW, lr=0.01)}
+OPTIMIZERS["stretto"] = partial(AdamW, lr=0.01)
 
 
-def train(config: GPTConfig, grid: Grid, options: dict[str, Any], replicas: int) -> tuple[list[float], list[Any], int]:
-    """Losses, this rank's parameters, and how many replicas ranks held in the last step, of each module."""
+def train(
+    config: GPTConfig, grid: Grid, options: dict[str, Any], replicas: int, optimizer: str, passes: int
+) -> tuple[list[float], list[Any], int]:
+    """Losses, this rank's parameters, and how many replicas ranks held in the last step, of each module.
+
+    Steps are of so many passes. A second one has replicas that are placed before the first one's backward pass. In the
+    middle, a model that has never had any loads what was saved, and so does the optimizer.
+    """
     torch.manual_seed(SEED)
     model = parallelize(GPT(config).double(), grid, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    stepper = OPTIMIZERS[optimizer](model.parameters())
     generator, losses = torch.Generator().manual_seed(100 + grid.coordinate("batch")), []
-    for _ in range(STEPS):
-        tokens = torch.randint(config.vocab, (2, 16), generator=generator) // 3  # few words, and so few experts
-        loss = model(tokens, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        balance_experts(model, replicas)
+    for step in range(STEPS):
+        losses_of_step = []
+        for number in range(passes):
+            tokens = torch.randint(config.vocab, (2, 16), generator=generator) // 3  # few words, and so few experts
+            with no_sync(model) if number < passes - 1 else nullcontext():
+                losses_of_step.append(model(tokens, tokens))
+                balance_experts(model, replicas)
+                losses_of_step[-1].backward()
+        stepper.step()
+        stepper.zero_grad()
+        losses += [loss.item() for loss in losses_of_step]
+        if step == STEPS // 2 - 1:
+            saved = copy.deepcopy((model.state_dict(), stepper.state_dict()))
+            model = parallelize(GPT(config).double(), grid, **options)
+            model.load_state_dict(saved[0])
+            stepper = OPTIMIZERS[optimizer](model.parameters())
+            stepper.load_state_dict(saved[1])
     modules = [module for module in model.modules() if isinstance(module, ParallelExperts)]
-    held = [
-        0 if each.replicas.placement is None else sum(map(len, each.replicas.placement.replicas)) for each in modules
-    ]
+    held = [0 if each.replicas.placed is None else sum(map(len, each.replicas.placed.replicas)) for each in modules]
     return losses, [local(parameter).detach() for parameter in model.parameters()], min(held)
 
 
-def compare(sizes: dict[str, int], options: dict[str, Any], config: GPTConfig) -> tuple[float, int]:
+def compare(sizes: dict[str, int], options: dict[str, Any], config: GPTConfig, *how: Any) -> tuple[float, int]:
     """The largest difference of losses and parameters from those without replicas; the fewest replicas of a module."""
     grid = Grid(**sizes)
-    expected, right, none = train(config, grid, options, 0)
-    losses, found, held = train(config, grid, options, 2)
+    expected, right, none = train(config, grid, options, 0, *how)
+    losses, found, held = train(config, grid, options, 2, *how)
     assert none == 0
     pairs = [*zip(map(torch.tensor, losses), map(torch.tensor, expected), strict=True), *zip(found, right, strict=True)]
     return max((one - other).abs().max().item() for one, other in pairs if one.numel()), held
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options"),
+    ("sizes", "options", "optimizer", "passes"),
     [
-        ({"z": 2, "expert": 2}, {"recompute": "communication"}),
-        pytest.param({"data": 2, "x": 2, "expert": 2}, {"shard_sequence": True}, marks=pytest.mark.long),
-        pytest.param({"data": 2, "y": 2, "expert": 2}, {"expert_reduce": "choice"}, marks=pytest.mark.long),
+        ({"z": 2, "expert": 2}, {"recompute": "communication"}, "torch", 2),
+        pytest.param({"z": 2, "expert": 2}, {"recompute": "products"}, "stretto", 2, marks=pytest.mark.long),
+        pytest.param({"z": 4, "expert": 2}, {"recompute": "full"}, "stretto", 2, marks=pytest.mark.long),
+        pytest.param({"data": 2, "x": 2, "expert": 2}, {"shard_sequence": True}, "SGD", 1, marks=pytest.mark.long),
+        pytest.param({"data": 2, "y": 2, "expert": 2}, {"expert_reduce": "choice"}, "SGD", 1, marks=pytest.mark.long),
         pytest.param(
-            {"x": 2, "z": 2, "expert": 4, "expert_tensor": "fold"}, {"expert_rows": 256}, marks=pytest.mark.long
+            {"x": 2, "z": 2, "expert": 4, "expert_tensor": "fold"}, {"expert_rows": 256}, "SGD", 2,
+            marks=pytest.mark.long,
         ),
     ],
     ids=str,
-)
-def test_losses_and_weights_are_those_without_replicas(ranks, sizes, options):
-    count = 2 if sizes.get("z", sizes.get("data")) == 2 and len(sizes) == 2 else 4
-    for difference, held in ranks(count).run(compare, sizes, options, gpt(balance="none")):
+)  # fmt: skip
+def test_losses_and_weights_are_those_without_replicas(ranks, sizes, options, optimizer, passes):
+    count = prod(size for axis, size in sizes.items() if not axis.startswith("expert"))
+    for difference, held in ranks(count).run(compare, sizes, options, gpt(balance="none"), optimizer, passes):
         assert difference < EXACT
+        assert held > 0
+
+
+def compare_bits() -> tuple[bool, list[str], int]:
+    """Whether a step with replicas has the loss of one without, in bits, and whose gradients differ; replicas."""
+    grid = Grid(z=2, expert=2)
+    torch.manual_seed(SEED)
+    model = parallelize(GPT(gpt(balance="none")).bfloat16(), grid, expert_reduce="choice")
+    tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(grid.coordinate("batch"))) // 3
+    losses, gradients = [], []
+    for _ in range(2):
+        balance_experts(model, 2)
+        losses.append(model(tokens, tokens))
+        model.zero_grad()
+        losses[-1].backward()
+        gradients.append({name: each.grad.to_local().clone() for name, each in model.named_parameters()})
+    one, other = gradients
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    placed = [each.replicas.placed for each in model.modules() if isinstance(each, ParallelExperts)]
+    return torch.equal(*losses), different, sum(len(held) for each in placed for held in each.replicas)
+
+
+def test_with_sums_in_the_order_of_choices_only_the_experts_gradients_are_rounded_otherwise(ranks):
+    for is_same, different, held in ranks(2).run(compare_bits):
+        assert is_same
+        assert all(".experts." in name for name in different)
         assert held > 0
 
 
@@ -73,8 +122,9 @@ def balance_early() -> list[dict[str, float]]:
     for replicas in (1, 0):
         model(tokens, tokens).backward()
         found.append(dict(balance_experts(model, replicas)))
-    with pytest.raises(ValueError, match="0 or more replicas, not -1"):
-        balance_experts(model, -1)
+    for wrong in (-1, 1.0):
+        with pytest.raises(ValueError, match=f"0 or more replicas, not {wrong}"):
+            balance_experts(model, wrong)
     return found
 
 

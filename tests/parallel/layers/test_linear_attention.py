@@ -82,12 +82,13 @@ def delta_rule(kind: str) -> Callable[..., Any]:
 def state_space(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, seq_idx: Tensor | None = None, **options: Any
 ) -> Any:
+    options = {"chunk_size": 8, **options}
     if seq_idx is None:
-        return STATE_SPACE(x, dt, A, B, C, chunk_size=8, **options)
+        return STATE_SPACE(x, dt, A, B, C, **options)
     outputs, states = torch.empty_like(x), {}
     for row, place in segments(seq_idx):
         given = [each[row : row + 1, place] for each in (x, dt)] + [A] + [each[row : row + 1, place] for each in (B, C)]
-        found, states[row] = STATE_SPACE(*given, chunk_size=8, **(options | {"return_final_states": True}))
+        found, states[row] = STATE_SPACE(*given, **options | {"return_final_states": True})
         outputs[row : row + 1, place] = found
     return (outputs, torch.cat(list(states.values()))) if options.get("return_final_states") else outputs
 

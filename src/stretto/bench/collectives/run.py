@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from stretto.bench.collectives.peers import CollectiveBuffers, TorchPeers, nccl_run
 from stretto.bench.collectives.settings import CollectivesSetting
-from stretto.bench.harness import TORCH_DTYPES, Column, print_table, run_ranks, write_result
+from stretto.bench.harness import TORCH_DTYPES, Column, print_row, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator
 from stretto.memory import empty
@@ -51,10 +51,8 @@ def _measure_all(ranks: int, setting: CollectivesSetting) -> list[dict[str, Any]
         for dtype in setting.dtypes:
             for size in setting.sizes:
                 for mode in setting.modes:
-                    row = _measure(communicator, peers, collective, dtype, size, mode, device)
-                    rows.append(row)
-                    if dist.get_rank() == 0:
-                        print(" ".join(f"{key}={value}" for key, value in row.items() if value is not None), flush=True)
+                    rows.append(_measure(communicator, peers, collective, dtype, size, mode, device))
+                    print_row(rows[-1])
     communicator.workspace.check()
     return rows
 

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from stretto.ops.embedding.backward import (
     LookupInput,
-    add_gradients,
     choose_backward_config,
-    fill_zeros,
     reduce_rows,
     sort_lookups,
 )
@@ -68,23 +66,21 @@ class EmbeddingBags:
         """[global batch / world, width]."""
         placement = self._batch.placement
         pooled = torch.cat(self.look_up(), 1)
-        return exchange_rows(pooled, placement)
+        return _exchange_rows(pooled, placement)
 
 
-def exchange_rows(pooled: Tensor, placement: EmbeddingPlacement) -> Tensor:
+def _split_sizes(placement: EmbeddingPlacement) -> tuple[list[int], list[int]]:
+    """Numbers that this rank receives from each rank in the all-to-all of pooled vectors, and sends to each."""
+    received = [placement.local_batch * width for width in placement.widths]
+    return received, [received[placement.rank]] * placement.world_size
+
+
+def _exchange_rows(pooled: Tensor, placement: EmbeddingPlacement) -> Tensor:
     """All-to-all of pooled [global batch, this rank's columns]; returns [global batch / world, all columns]."""
-    batch = placement.local_batch
-    received = pooled.new_empty(batch * placement.width)
-    sent = [batch * placement.widths[placement.rank]] * placement.world_size
-    dist.all_to_all_single(received, pooled.view(-1), [batch * width for width in placement.widths], sent)
-    return join_columns(received, placement)
-
-
-def join_columns(received: Tensor, placement: EmbeddingPlacement) -> Tensor:
-    """Concatenate the parts received from the ranks, which lie one after another in `received`, along columns."""
-    sizes = [placement.local_batch * width for width in placement.widths]
-    parts = received.split(sizes)
-    return torch.cat([part.view(placement.local_batch, -1) for part in parts], 1)
+    received = pooled.new_empty(placement.local_batch * placement.width)
+    sizes, sent = _split_sizes(placement)
+    dist.all_to_all_single(received, pooled.view(-1), sizes, sent)
+    return torch.cat([part.view(placement.local_batch, -1) for part in received.split(sizes)], 1)
 
 
 class Batched:
@@ -107,26 +103,17 @@ class Batched:
 
     def forward(self) -> Tensor:
         """[global batch / world, width]."""
-        return exchange_rows(self.look_up().view(self._batch.placement.batch, -1), self._batch.placement)
+        return _exchange_rows(self.look_up().view(self._batch.placement.batch, -1), self._batch.placement)
 
     def push(self, grad: Tensor) -> Tensor:
         """All-to-all of the gradient [global batch / world, width]; returns [global batch, this rank's columns]."""
         placement = self._batch.placement
         parts = grad.split(list(placement.widths), 1)
         sent = torch.cat([part.reshape(-1) for part in parts])
-        count = placement.local_batch * placement.widths[placement.rank]
-        received = grad.new_empty(count * placement.world_size)
-        sizes = [placement.local_batch * width for width in placement.widths]
-        dist.all_to_all_single(received, sent, [count] * placement.world_size, sizes)
+        sizes, counts = _split_sizes(placement)
+        received = grad.new_empty(sum(counts))
+        dist.all_to_all_single(received, sent, counts, sizes)
         return received.view(placement.batch, -1)
-
-    def backward(self, grad: Tensor) -> list[Tensor]:
-        """Dense gradients of the tables: all-to-all, sort, then the fused operator's reducing kernels."""
-        batch = self._batch
-        grads = [grad.new_empty(shape) for shape in zip(batch.rows, batch.dims, strict=True)]
-        fill_zeros(grads)
-        add_gradients(self._stage(grad), grads)
-        return grads
 
     def update(self, grad: Tensor, settings: Tensor) -> None:
         """All-to-all of the gradient, then a fused SGD step."""
@@ -166,17 +153,15 @@ class Chunked:
         for batched, part in zip(self._batched, self._parts, strict=True):
             pooled, placement = batched.look_up(), part.placement
             buffer = pooled.new_empty(placement.local_batch * placement.width)
-            sizes = [placement.local_batch * width for width in placement.widths]
-            sent = [placement.local_batch * placement.widths[placement.rank]] * placement.world_size
-            works.append(dist.all_to_all_single(buffer, pooled.view(-1), sizes, sent, async_op=True))
+            works.append(dist.all_to_all_single(buffer, pooled.view(-1), *_split_sizes(placement), async_op=True))
             received.append((buffer, placement))
         for work in works:
             work.wait()
         columns = []
         for rank in range(self._placement.world_size):
             for buffer, placement in received:
-                sizes = [placement.local_batch * width for width in placement.widths]
-                columns.append(buffer.split(sizes)[rank].view(placement.local_batch, -1))
+                part = buffer.split(_split_sizes(placement)[0])[rank]
+                columns.append(part.view(placement.local_batch, -1))
         return torch.cat(columns, 1)
 
 
@@ -186,12 +171,10 @@ def exchange_alone(batch: LookupBatch) -> Callable[[], Tensor]:
     pooled = torch.zeros(
         placement.batch, placement.widths[placement.rank], dtype=placement.dtype, device=batch.offsets.device
     )
-    received = pooled.new_empty(placement.local_batch * placement.width)
-    sizes = [placement.local_batch * width for width in placement.widths]
-    sent = [placement.local_batch * placement.widths[placement.rank]] * placement.world_size
+    received, sizes = pooled.new_empty(placement.local_batch * placement.width), _split_sizes(placement)
 
     def run() -> Tensor:
-        dist.all_to_all_single(received, pooled.view(-1), sizes, sent)
+        dist.all_to_all_single(received, pooled.view(-1), *sizes)
         return received
 
     return run

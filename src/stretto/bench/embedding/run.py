@@ -14,7 +14,7 @@ from torch import Tensor
 from stretto import ops
 from stretto.bench.embedding.peers import Batched, Chunked, EmbeddingBags, LookupBatch, draw_lookups, exchange_alone
 from stretto.bench.embedding.settings import EmbeddingSetting, LookupShape, LookupShapes
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.harness import Column, print_row, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.ops.embedding.placement import find_placement
 from stretto.parallel import Grid
@@ -43,7 +43,7 @@ COLUMNS = (
 def bench_embedding(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[str, Any]]:
     """Measure all cases and print the table. The JSON is written anew after every row. Returns the rows."""
     rows = run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
-    print_table(f"Embedding look-ups and their exchange, {ranks} ranks", _used(rows), rows)
+    print_table(f"Embedding look-ups and their exchange, {ranks} ranks", COLUMNS, rows)
     return rows
 
 
@@ -55,18 +55,14 @@ def measure_all(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[s
         batch = make_batch(case, setting, device)
         for row in measure_peers(case, batch, setting):
             rows.append({"case": str(case), "study": "peers"} | row)
+            print_row(rows[-1])
             if dist.get_rank() == 0:
-                print(" ".join(f"{key}={value}" for key, value in rows[-1].items() if value is not None), flush=True)
-                write_result(out, "embedding", _used(rows), rows, ranks=ranks, dtype=setting.dtype)
+                write_result(out, "embedding", COLUMNS, rows, ranks=ranks, dtype=setting.dtype)
         ops.check_indices()
         del batch
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return rows
-
-
-def _used(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    return [column for column in COLUMNS if any(row.get(column.key) is not None for row in rows)]
 
 
 def make_batch(case: LookupShape, setting: LookupShapes, device: torch.device) -> LookupBatch:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto import ops
-from stretto.bench.harness import Column, print_table, run_ranks, write_result
+from stretto.bench.harness import Column, print_row, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import Runs, peers, world_name
 from stretto.bench.operators.settings import CASES, MODES, OPERATORS, OperatorsSetting, local_shape
@@ -71,8 +71,8 @@ def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
         for mode in setting.modes:
             row = {"operator": name, "case": case, "m": m, "n": shape[1], "k": shape[2], "mode": mode}
             measured.append(row | _measure(operands, m, mode, setting.implementation))
+            print_row(measured[-1])
             if dist.get_rank() == 0:
-                _report(measured[-1])
                 rows = _merge(out / f"{setting.file_name}.json", measured)
                 write_result(out, setting.file_name, COLUMNS, rows, ranks=ranks, dtype=setting.dtype)
         del operands
@@ -135,8 +135,3 @@ def _compare(operands: RotatingOperands, one: Callable[[], Tensor], other: Calla
         operands.restart()
         results.append(run().float())
     return float((results[0] - results[1]).norm() / results[1].norm())
-
-
-def _report(row: Mapping[str, Any]) -> None:
-    shown = {column.key: column.form.format(row[column.key]) for column in COLUMNS if row.get(column.key) is not None}
-    print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)

@@ -115,6 +115,34 @@ class OperatorsTuning(Tuning, OperatorShapes):
         ]
 
 
+@dataclass(frozen=True)
+class AttentionTuning(Tuning):
+    """Settings of `stretto tune attention`: causal, bf16, cut zig-zag."""
+
+    sequences: Annotated[tuple[int, ...], Option("Lengths of the whole sequence, with commas.")] = (
+        16384,
+        65536,
+        262144,
+    )
+    heads: Annotated[int, Option("Heads of queries.")] = 32
+    kv_heads: Annotated[int, Option("Heads of keys and values.")] = 8
+    size: Annotated[int, Option("Numbers of a head.")] = 128
+    batch: Annotated[int, Option("Sequences.")] = 1
+
+    def __post_init__(self) -> None:
+        require_least(1, heads=self.heads, kv_heads=self.kv_heads, size=self.size, batch=self.batch)
+
+    def problems(self, ranks: int) -> list[str]:
+        """Names of the measured calls, forward and with gradients. ValueError for lengths that are no chunks."""
+        for length in self.sequences:
+            if length < 1 or length % (2 * ranks):
+                raise ValueError(
+                    f"{length} tokens are no 2 x {ranks} equal chunks: {-(-length // (2 * ranks)) * 2 * ranks} are"
+                )
+        shape = f"{self.batch} x {self.heads}/{self.kv_heads} x {self.size}"
+        return [f"attention {shape} of {length}{kind}" for length in self.sequences for kind in ("", " training")]
+
+
 def local_shape(name: str, case: str, m: int, world: int) -> tuple[int, int, int]:
     """(m, n, k): global rows, and a rank's weight [n, k], its sharded dim rounded down to a multiple of 16 for TMA."""
     sharded, whole = CASES[case]

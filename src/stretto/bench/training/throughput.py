@@ -43,11 +43,10 @@ def bench_train(
     for row in rows:
         if peak_flops and "step_milliseconds" in row:
             row["mfu"] = workload.flops() / (row["step_milliseconds"] / 1e3) / ranks / peak_flops
-    columns = COLUMNS if any("error" in row for row in rows) else COLUMNS[:-1]
     rows.sort(key=lambda row: -row.get("tokens_per_second_per_gpu", 0.0))
-    print_table(f"{workload.model.layers} layers of hidden {workload.model.hidden}, {ranks} ranks", columns, rows)
+    print_table(f"{workload.model.layers} layers of hidden {workload.model.hidden}, {ranks} ranks", COLUMNS, rows)
     formula = "72 B s l h^2 (1 + s/6h + V/12lh) / (step x GPUs x peak)"
-    write_result(out, "train", columns, rows, workload=asdict(workload), mfu_formula=formula, peak_flops=peak_flops)
+    write_result(out, "train", COLUMNS, rows, workload=asdict(workload), mfu_formula=formula, peak_flops=peak_flops)
     return rows
 
 

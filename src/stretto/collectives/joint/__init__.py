@@ -5,7 +5,7 @@
 how long they should take.
 """
 
-from stretto.collectives.joint.schedule import JointSchedule, join, require_collective
+from stretto.collectives.joint.schedule import JointSchedule, join, require_collective, require_operator
 from stretto.collectives.joint.verifier import verify_joint
 
-__all__ = ["JointSchedule", "join", "require_collective", "verify_joint"]
+__all__ = ["JointSchedule", "join", "require_collective", "require_operator", "verify_joint"]

@@ -36,6 +36,7 @@ from stretto.collectives.executor.cuda.fused.program import (
 )
 from stretto.collectives.executor.layout import count_block_chunks
 from stretto.collectives.schedule import Schedule
+from stretto.suggestions import name_known
 
 COLLECTIVES = {
     "all_gather_matmul": "allgather",
@@ -143,6 +144,12 @@ class _Chunks(NamedTuple):
         block, within = divmod(index, self.per_block)
         start, stop = (min(at * chunk_rows, self.block_rows) for at in (within, within + 1))
         return block * self.block_rows + start, block * self.block_rows + stop
+
+
+def require_operator(operator: str) -> None:
+    """ValueError for an operator that takes no schedule."""
+    if operator not in COLLECTIVES:
+        raise ValueError(f"{operator!r} takes no schedule{name_known(operator, COLLECTIVES, 'these operators do')}")
 
 
 def require_collective(operator: str, schedule: Schedule, ranks: int) -> None:
@@ -305,13 +312,6 @@ class _Lowering:
         """Note a value, and move it to where it is needed."""
         self._index[value], self._sources[value] = index, sources
         count, destinations = self._count(index), []
-        for send in sends:
-            peer = lowerings[send.peer]
-            start, channel = peer.landing[send.message]
-            destinations.append(Destination(send.peer, Rows(LANDED, start, start + count), channel))
-            sent[send.peer, send.message] = index
-            peer.arrivals.setdefault(channel, self.rank)
-        destinations.sort(key=lambda one: (one.rank - self.rank) % len(lowerings))
         here = sources[0].rows if len(sources) == 1 else None
         kept = [self._keep(output) for output in self._stores.get(value, ())]
         destinations += [one for one in kept if one.rows != here]
@@ -320,7 +320,17 @@ class _Lowering:
             self.landed_rows += count
             destinations.append(Destination(self.rank, rows))
             self._sources[value] = (Source(rows),)
-        self._move(sources, destinations)
+        for send in sends:
+            peer = lowerings[send.peer]
+            start, channel = peer.landing[send.message]
+            destinations.append(Destination(send.peer, Rows(LANDED, start, start + count), channel))
+            sent[send.peer, send.message] = index
+            peer.arrivals.setdefault(channel, self.rank)
+        destinations.sort(key=lambda one: (one.rank - self.rank) % len(lowerings))
+        if len(sources) > 1:  # it is added up once
+            self._move(sources, destinations)
+        for destination in destinations if len(sources) == 1 else ():  # the nearest rank has it first
+            self._move(sources, [destination])
 
     def _add(self, reduce: ReduceChunks) -> tuple[Source, ...]:
         """The sources of a sum; memory holds one of its sides, so that they are added one by one."""

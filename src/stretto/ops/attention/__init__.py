@@ -2,7 +2,11 @@
 """Context-parallel attention: attention over a sequence of which each rank has a part.
 
 context        the functions, their torch.library operators, what a rank does forward and backward
+gathered       attention to keys that a rank makes of gathered latents
+choice         which implementation "auto" is
+tuning         its measurement
 plan           which blocks of scores a rank computes, and whose keys it needs: integers on the host
+balance        packed documents cut among ranks by work
 exchange       keys, values, their gradients and heads between ranks
 kernels        attention of a block, with its log-sum-exp: cuDNN's, flash, torch's on CPUs, a plain one
 merge          results and gradients of blocks, merged and added
@@ -18,6 +22,7 @@ from stretto.ops.attention.context import (
     ulysses_attention,
 )
 from stretto.ops.attention.plan import list_chunks
+from stretto.ops.attention.tuning import tune_attention
 
 __all__ = [
     "AttentionOptions",
@@ -26,5 +31,6 @@ __all__ = [
     "list_chunks",
     "read_block_mask",
     "ring_attention",
+    "tune_attention",
     "ulysses_attention",
 ]

@@ -5,23 +5,24 @@ TileLink's AllGather KV + self-attention (sections 4.1 and 5, figure 6), here ar
 attends to its own keys while others' arrive, then to those, and merges both by log-sum-exp.
 """
 
+from collections.abc import Callable
 from math import gcd
-from typing import Literal, TypedDict, Unpack, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.ops.attention.choice import AttentionProblem, choose_way
 from stretto.ops.attention.operators import Settings, attend_to_context, exchange_heads
 from stretto.ops.attention.plan import Layout, require_layout
-from stretto.ops.moe.routes import CollectiveWrapper, call
+from stretto.ops.choices import can_time_calls
+from stretto.ops.moe.routes import CollectiveWrapper
+from stretto.ops.moe.routes import call as call_directly
 from stretto.ops.operator import find_name
 
 Implementation = Literal["auto", "all_gather", "ring", "ulysses"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-# "auto" gathers all keys and values where this many bytes hold a layer's: above it, a ring holds two ranks' of them.
-_GATHERED_BYTES = 4 << 30
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -73,7 +74,7 @@ def context_attention(
     window: int | None = None,
     documents: Tensor | None = None,
     sinks: Tensor | None = None,
-    wrap_collective: CollectiveWrapper = call,
+    wrap_collective: CollectiveWrapper = call_directly,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """Attention over a sequence that the group's ranks share: q [b, heads, s / ranks, d] -> [b, heads, s / ranks, e].
@@ -85,16 +86,18 @@ def context_attention(
 
     causal: a position sees those up to its own. scale: of scores (None: 1 / sqrt(d)). layout: a rank's part of the
     sequence: "contiguous", its r-th; "zigzag", chunks r and 2 * ranks - 1 - r of 2 * ranks equal ones, which makes
-    causal attention equal work. window: a causal position sees the last so many, its own among them. documents: int32
-    or int64 [documents + 1], where in the global sequence each begins, then the sequence's length: a position sees its
-    own document. Keep it on the CPU: one on a GPU is read at each call, which waits for the GPU. sinks: [heads], a
-    logit for each head that its softmax has in the denominator alone; its gradient is of this rank's positions, to be
-    summed over the ranks as a replicated parameter's. Of flex_attention's BlockMask, `read_block_mask` makes options.
+    causal attention equal work; "balanced", as `list_chunks` cuts these documents, so that causal attention to them is
+    nearly equal work. window: a causal position sees the last so many, its own among them. documents: int32 or int64
+    [documents + 1], where in the global sequence each begins, then the sequence's length: a position sees its own
+    document. Keep it on the CPU: one on a GPU is read at each call, which waits for the GPU. sinks: [heads], a logit
+    for each head that its softmax has in the denominator alone; its gradient is of this rank's positions, to be summed
+    over the ranks as a replicated parameter's. Of flex_attention's BlockMask, `read_block_mask` makes options.
 
     A rank is sent only the keys that its positions see. wrap_collective: called in place of each collective, backward
     too, as wrap_collective("all_to_all", make); it returns what make() returns, which issues it, and keeps nothing.
-    implementation: see `all_gather_attention`, `ring_attention` and `ulysses_attention`; "auto" gathers unless all keys
-    and values would take 4 GiB, then rings.
+    implementation: see `all_gather_attention`, `ring_attention` and `ulysses_attention`; "auto" takes the fastest
+    measured (`tune_attention`), else the predicted one: mostly it gathers. It rings where all keys and values would
+    take more than 4 GiB. Of documents, it measures and predicts nothing.
 
     With torch.compile it is an operator of the graph; with `wrap_collective`, the graph breaks here. It cannot be
     differentiated twice. ValueError for other input, and on all ranks for ranks whose calls differ.
@@ -106,7 +109,10 @@ def context_attention(
         raise ValueError(
             f"context attention: implementation is {', '.join(get_args(Implementation))}, not {implementation!r}"
         )
-    chosen = _choose(k, v, ranks) if implementation == "auto" else implementation
+    chosen: str = implementation
+    if implementation == "auto":
+        mask = {"causal": causal, "window": window, "layout": layout}
+        chosen = _choose(q, k, v, group, documents, scale=scale, sinks=sinks, **mask)
     degree = _find_degree(q.shape[1], k.shape[1], ranks) if chosen == "ulysses" else 1
     settings = Settings(
         name,
@@ -119,7 +125,7 @@ def context_attention(
     )
     if degree > 1 and sinks is not None:
         sinks = sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
-    run = _run_in_graph if wrap_collective is call else _run_apart
+    run = _run_in_graph if wrap_collective is call_directly else _run_apart
     return run(q, k, v, sinks, documents, settings, wrap_collective)
 
 
@@ -127,18 +133,56 @@ def _run_in_graph(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, settings: Settings,
     wrap: CollectiveWrapper,
 ) -> Tensor:  # fmt: skip
-    group, degree, layout = settings.group, settings.degree, settings.layout
-    if degree > 1:
-        q, k, v = (exchange_heads(each, group, degree, layout, True, wrap) for each in (q, k, v))
+    place = documents if settings.layout == "balanced" else None, settings.group, settings.degree, settings.layout
+    if settings.degree > 1:
+        q, k, v = (exchange_heads(each, *place, True, wrap) for each in (q, k, v))
     out = attend_to_context(q, k, v, sinks, documents, settings, wrap)
-    return out if degree == 1 else exchange_heads(out, group, degree, layout, False, wrap)
+    return out if settings.degree == 1 else exchange_heads(out, *place, False, wrap)
 
 
 _run_apart = torch.compiler.disable(_run_in_graph)  # a function, as wrap_collective is, is no operator's argument
 
 
-def _choose(k: Tensor, v: Tensor, ranks: int) -> Implementation:
-    return "ring" if ranks * (k.numel() + v.numel()) * k.element_size() > _GATHERED_BYTES else "all_gather"
+def describe_call(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None, causal: bool, window: int | None
+) -> AttentionProblem:
+    """The call, as its way is chosen by."""
+    (batch, heads, length, size), (kv_heads, value_size) = q.shape, (v.shape[1], v.shape[3])
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    shape = batch, heads, kv_heads, length, size, value_size
+    return AttentionProblem(*shape, q.dtype, causal, window, trains, dist.get_world_size(group))
+
+
+def prepare_run(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None, *, trains: bool, **options: Any
+) -> Callable[[str], None]:
+    """A function that computes a call a way, with gradients if it `trains`, of tensors that share memory with these."""
+    leaves = [each.detach().requires_grad_(trains) for each in (q, k, v)]
+
+    def run(way: str) -> None:
+        with torch.set_grad_enabled(trains):
+            out = context_attention(leaves[0], leaves[1], leaves[2], group, implementation=way, **options)  # type: ignore[arg-type]
+            if trains:
+                torch.autograd.grad(out, leaves, out.detach())
+
+    return run
+
+
+def _choose(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None, documents: Tensor | None, **options: Any
+) -> str:
+    call = describe_call(q, k, v, group, options["causal"], options["window"])
+    if documents is not None:  # of which few keys travel
+        return call.list_ways()[0]
+    if torch.compiler.is_compiling():
+        return _choose_in_graph(find_name(group), q.device, *call)
+    run = prepare_run(q, k, v, group, trains=call.trains, **options) if can_time_calls(q.device) else None
+    return choose_way(call, find_name(group), q.device, run)
+
+
+@torch.compiler.assume_constant_result
+def _choose_in_graph(group: str, device: torch.device, *call: Any) -> str:
+    return choose_way(AttentionProblem(*call), group, device)
 
 
 def _find_degree(heads: int, kv_heads: int, ranks: int) -> int:
@@ -178,6 +222,10 @@ def _require_mask(
     causal: bool, window: int | None, documents: Tensor | None, layout: str, length: int, ranks: int
 ) -> None:
     require_layout(layout, length)
+    if layout == "balanced" and not causal:
+        raise ValueError(
+            'context attention: layout="balanced" is of causal attention: give causal=True, or layout="contiguous"'
+        )
     if window is not None and (not causal or window < 1):
         raise ValueError(
             f"context attention: a window is 1 or more positions and needs causal=True, not {window} with "

@@ -152,31 +152,31 @@ def _count(parts: Sequence[Sequence[Range]]) -> list[int]:
     return [sum(map(count_rows, each)) for each in parts]
 
 
-def gather_sequence(x: Tensor, group: str, degree: int, layout: str, wrap: CollectiveWrapper) -> Tensor:
+def gather_sequence(x: Tensor, group: str, degree: int, chunks: Sequence[Range], wrap: CollectiveWrapper) -> Tensor:
     """Exchange heads for positions: x [b, h, l, d] -> [b, h / degree, l * degree, d], in the order of the sequence.
 
     `degree` ranks that follow each other have their parts of the sequence together, each with other heads, so that they
-    are as one rank of 1 / degree as many. DeepSpeed-Ulysses, section 3.
+    are as one rank of 1 / degree as many. DeepSpeed-Ulysses, section 3. chunks: the positions of their rows.
     """
-    batch, heads, length, size = x.shape
-    parts = x.unflatten(1, (degree, heads // degree)).permute(1, 3, 0, 2, 4)  # to the rank of these heads
-    rows = _exchange(parts, group, degree, wrap)  # [degree, length, batch, heads of each, size]
-    if layout == "zigzag":  # second halves are in the sequence's other half, the last rank's first
-        first, second = rows.unflatten(1, (2, length // 2)).unbind(1)
-        rows = torch.stack((first, second.flip(0)))
-    return rows.reshape(degree * length, batch, heads // degree, size).permute(1, 2, 0, 3)
+    parts = x.unflatten(1, (degree, x.shape[1] // degree)).permute(1, 3, 0, 2, 4)  # to the rank of these heads
+    rows = _exchange(parts, group, degree, wrap).flatten(0, 1)  # [degree * length, batch, heads of each, size]
+    pieces = rows.split([count_rows(chunk) for chunk in chunks])
+    return torch.cat([pieces[number] for number in _order(chunks)]).permute(1, 2, 0, 3)
 
 
-def scatter_sequence(x: Tensor, group: str, degree: int, layout: str, wrap: CollectiveWrapper) -> Tensor:
+def scatter_sequence(x: Tensor, group: str, degree: int, chunks: Sequence[Range], wrap: CollectiveWrapper) -> Tensor:
     """The inverse of `gather_sequence`."""
-    rows = x.permute(2, 0, 1, 3)
-    if layout == "contiguous":
-        rows = rows.unflatten(0, (degree, -1))
-    else:
-        first, second = rows.unflatten(0, (2, degree, -1)).unbind(0)
-        rows = torch.stack((first, second.flip(0)), 1).flatten(1, 2)
-    parts = _exchange(rows, group, degree, wrap)  # [degree: heads of each, length / degree, batch, heads, size]
-    return parts.permute(2, 0, 3, 1, 4).flatten(1, 2)
+    order = _order(chunks)
+    pieces = x.permute(2, 0, 1, 3).split([count_rows(chunks[number]) for number in order])
+    of_chunk = dict(zip(order, pieces, strict=True))
+    rows = torch.cat([of_chunk[number] for number in range(len(chunks))])
+    parts = _exchange(rows.unflatten(0, (degree, -1)), group, degree, wrap)
+    return parts.permute(2, 0, 3, 1, 4).flatten(1, 2)  # of [degree: heads of each, length, batch, heads, size]
+
+
+def _order(chunks: Sequence[Range]) -> list[int]:
+    """The numbers of the chunks, in the order of the sequence."""
+    return sorted(range(len(chunks)), key=chunks.__getitem__)
 
 
 def _exchange(parts: Tensor, group: str, degree: int, wrap: CollectiveWrapper) -> Tensor:

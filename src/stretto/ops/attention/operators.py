@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from stretto.ops.attention.exchange import Peers, can_copy, gather_sequence, scatter_sequence
 from stretto.ops.attention.one_rank import ContextCall, backward, forward
-from stretto.ops.attention.plan import Mask, make_plan
+from stretto.ops.attention.plan import Mask, list_chunks_together, make_plan
 from stretto.ops.moe.routes import CollectiveWrapper, call
 from stretto.ops.operator import (
     Autograd,
@@ -52,12 +52,14 @@ def attend_to_context(
     return out
 
 
-def exchange_heads(x: Tensor, group: str, degree: int, layout: str, gathers: bool, wrap: CollectiveWrapper) -> Tensor:
-    """`gather_sequence`, or `scatter_sequence`, with gradients."""
+def exchange_heads(
+    x: Tensor, documents: Tensor | None, group: str, degree: int, layout: str, gathers: bool, wrap: CollectiveWrapper
+) -> Tensor:
+    """`gather_sequence`, or `scatter_sequence`, with gradients. documents: where the layout depends on them."""
     if is_traced(x, in_modes=False):
-        found: Tensor = torch.ops.stretto.exchange_heads(x, group, degree, layout, gathers)
+        found: Tensor = torch.ops.stretto.exchange_heads(x, documents, group, degree, layout, gathers)
         return found
-    exchanged: Tensor = _ExchangeHeads.apply(x, group, degree, layout, gathers, wrap)
+    exchanged: Tensor = _ExchangeHeads.apply(x, documents, group, degree, layout, gathers, wrap)
     return exchanged
 
 
@@ -94,7 +96,7 @@ def _read_documents(documents: Tensor | None, total: int) -> tuple[int, ...] | N
 def _find_call(q: Tensor, mask: Mask, settings: Settings, wrap: CollectiveWrapper) -> ContextCall:
     group, degree = find_group(settings.group), settings.degree
     place = group.rank() // degree, group.size() // degree
-    plan = make_plan(settings.layout, *place, q.shape[2], mask, settings.schedule)
+    plan = make_plan(settings.layout, *place, q.shape[2], mask, settings.schedule, degree)
     areas, room = 3 if len(plan.steps) > 1 else 1, max((step.room for step in plan.steps), default=0)
     peers = Peers(settings.group, degree, wrap, can_copy(settings.group, q.device), areas, room)
     return ContextCall(plan, peers, settings.scale, varies=mask.documents is not None)
@@ -219,34 +221,45 @@ class _ExchangeHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: str, degree: int, layout: str, gathers: bool, wrap: CollectiveWrapper
-    ) -> Tensor:
-        ctx.settings = group, degree, layout, not gathers, wrap
-        return (gather_sequence if gathers else scatter_sequence)(x, group, degree, layout, wrap)
+        ctx: Any, x: Tensor, documents: Tensor | None, group: str, degree: int, layout: str, gathers: bool,
+        wrap: CollectiveWrapper,
+    ) -> Tensor:  # fmt: skip
+        ctx.settings = documents, group, degree, layout, not gathers, wrap
+        return _exchange_heads(x, documents, group, degree, layout, gathers, wrap)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _ExchangeHeads.apply(grad, *ctx.settings), None, None, None, None, None
+        return _ExchangeHeads.apply(grad, *ctx.settings), None, None, None, None, None, None
 
 
-def _run_exchange(x: Tensor, group: str, degree: int, layout: str, gathers: bool) -> Tensor:
-    exchange = gather_sequence if gathers else scatter_sequence
-    return exchange(x, group, degree, layout, call).contiguous()
+def _exchange_heads(
+    x: Tensor, documents: Tensor | None, group: str, degree: int, layout: str, gathers: bool, wrap: CollectiveWrapper
+) -> Tensor:
+    members, length = find_group(group), x.shape[2] if gathers else x.shape[2] // degree
+    known = _read_documents(documents, length * members.size())
+    chunks = list_chunks_together(layout, members.rank() // degree, degree, members.size(), length, known)
+    return (gather_sequence if gathers else scatter_sequence)(x, group, degree, chunks, wrap)
 
 
-def _fake_exchange(x: Tensor, group: str, degree: int, layout: str, gathers: bool) -> Tensor:
+def _run_exchange(x: Tensor, documents: Tensor | None, group: str, degree: int, layout: str, gathers: bool) -> Tensor:
+    return _exchange_heads(x, documents, group, degree, layout, gathers, call).contiguous()
+
+
+def _fake_exchange(x: Tensor, documents: Tensor | None, group: str, degree: int, layout: str, gathers: bool) -> Tensor:
     batch, heads, length, size = x.shape
     shape = (heads // degree, length * degree) if gathers else (heads * degree, length // degree)
     return x.new_empty(batch, *shape, size)
 
 
 def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.settings = inputs[1:]
+    ctx.save_for_backward(inputs[1])
+    ctx.settings = inputs[2:]
 
 
 def _differentiate_exchange(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *place, gathers = ctx.settings
-    return torch.ops.stretto.exchange_heads(grad, *place, not gathers), None, None, None, None
+    exchanged = torch.ops.stretto.exchange_heads(grad, *ctx.saved_tensors, *place, not gathers)
+    return exchanged, None, None, None, None, None
 
 
 define_operator(

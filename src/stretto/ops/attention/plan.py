@@ -13,7 +13,9 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Literal, NamedTuple, get_args
 
-Layout = Literal["contiguous", "zigzag"]
+from stretto.ops.attention.balance import balance
+
+Layout = Literal["contiguous", "zigzag", "balanced"]
 Schedule = Literal["all_gather", "ring"]
 
 
@@ -88,7 +90,7 @@ class _Span(NamedTuple):
 def require_layout(layout: str, length: int) -> None:
     """ValueError for an unknown layout, or a length that it cannot cut."""
     if layout not in get_args(Layout):
-        raise ValueError(f'context attention: layout is "contiguous" or "zigzag", not {layout!r}')
+        raise ValueError(f"context attention: layout is {', '.join(get_args(Layout))}, not {layout!r}")
     if layout == "zigzag" and length % 2:
         raise ValueError(
             f"context attention: in the zigzag layout a rank has two equal chunks, and {length} positions make none: "
@@ -96,28 +98,47 @@ def require_layout(layout: str, length: int) -> None:
         )
 
 
-def list_chunks(layout: str, rank: int, ranks: int, length: int) -> list[Range]:
+def list_chunks(
+    layout: str, rank: int, ranks: int, length: int, documents: tuple[int, ...] | None = None
+) -> list[Range]:
     """The positions in the global sequence of a rank's `length` rows, in their order.
 
     "contiguous": the rank's part. "zigzag": chunks `rank` and 2 * ranks - 1 - rank of 2 * ranks equal ones, so that
-    causal attention is the same work on every rank.
+    causal attention is the same work on every rank. "balanced": the same, unless `documents` (as in `Mask`) make the
+    largest work more than 1.05 of the mean; then as `balance` cuts them.
     """
     require_layout(layout, length)
     if layout == "contiguous":
         return [Range(rank * length, (rank + 1) * length)]
+    if layout == "balanced":
+        found = balance(documents or (0, ranks * length), ranks, length)
+        if found is not None:
+            return [Range(*chunk) for chunk in found[rank]]
     half = length // 2
     return [Range(chunk * half, (chunk + 1) * half) for chunk in (rank, 2 * ranks - 1 - rank)]
 
 
+def list_chunks_together(
+    layout: str, number: int, degree: int, ranks: int, length: int, documents: tuple[int, ...] | None
+) -> list[Range]:
+    """The positions of the rows of `degree` ranks that follow each other, the `number`-th such, in the ranks' order."""
+    members = range(number * degree, (number + 1) * degree)
+    return [chunk for rank in members for chunk in list_chunks(layout, rank, ranks, length, documents)]
+
+
 @lru_cache(maxsize=64)
-def make_plan(layout: str, rank: int, ranks: int, length: int, mask: Mask, schedule: str) -> Plan:
+def make_plan(layout: str, rank: int, ranks: int, length: int, mask: Mask, schedule: str, degree: int = 1) -> Plan:
     """Plan a rank's attention. schedule: "all_gather" exchanges all keys at once, "ring" those of one rank at a time.
+
+    degree: of neighbours that are as one rank, which has all their rows in the order of the sequence.
 
     In step d of a ring a rank receives from the rank d before it: keys come from their owner, instead of being handed
     on from neighbour to neighbour. A step moves as many bytes, rows that a rank does not need are left out, and so are
     steps in which no rank needs any.
     """
-    spans = [_list_spans(list_chunks(layout, peer, ranks, length), mask) for peer in range(ranks)]
+    whole = degree, ranks * degree, length // degree, mask.documents
+    chunks = [_join(sorted(list_chunks_together(layout, peer, *whole))) for peer in range(ranks)]
+    spans = [_list_spans(each, mask) for each in chunks]
     blocks = {
         (here, peer): _list_blocks(spans[here], spans[peer], mask)
         for here in range(ranks)

@@ -139,6 +139,7 @@ def run_move(channel, sources, destinations, tables, inputs, landed, out, move):
         low, high = tiles.tile_channels(destinations, to)
         if high > low:
             tiles.producer_tile_notify(channel, destinations, to, "p2p")
+    tl.debug_barrier()  # a later move of this program may read, by other threads, what this one has stored here
 
 
 class _Tables(NamedTuple):

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selects and finds the route of a call that sends tokens to experts: by kernels, all-to-alls or gathers."""
 
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.memory import group_timeout
 from stretto.memory.copy_engine import has_nvlink
+from stretto.memory.plain_data import all_gather_data
 from stretto.ops.choices import find_group_obstacle
 from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors
 from stretto.ops.moe.kernel_route import find_kernel_route
+from stretto.ops.moe.pairs import ExpertParts
 from stretto.ops.moe.permutation import require_tokens
 from stretto.ops.moe.routes import CollectiveWrapper, Route, find_route
 from stretto.ops.operator import find_known, find_name, require_agreement
@@ -53,7 +57,10 @@ class RouteCall(NamedTuple):
         arguments, wrap = (topk_ids, self.num_experts), self.wrap_collective
         with torch.no_grad():
             if self.runs_kernels and self.group is not None:
-                return find_kernel_route(*arguments, max_rows, self.group, wrap, topk_weights)
+                joint, parts = self.group, None
+                if self.gather_group is not None:
+                    joint, parts = _join(self.group, self.gather_group, x.device)
+                return find_kernel_route(*arguments, max_rows, joint, wrap, topk_weights, parts, self.group)
             if max_rows is None:
                 return find_route(*arguments, self.group, self.gather_group, wrap, topk_weights)
             shards, shard = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
@@ -85,8 +92,35 @@ def check_call(
     group, gather_group = find_several(group), find_several(gather_group)
     _require_divisible(operator, num_experts, 1 if group is None else group.size())
     is_alone = group is None and gather_group is None
+    if is_alone and implementation == "kernel":
+        raise ValueError(
+            f"{operator}: no kernel can run: one rank has all {num_experts} experts, so that nothing is sent; "
+            'implementation="library" will do'
+        )
     runs_kernels = not is_alone and _runs_kernels(operator, implementation, group, gather_group, x.device)
     return RouteCall(num_experts, group, gather_group, max_rows, runs_kernels, wrap_collective)
+
+
+def _join(
+    group: dist.ProcessGroup, gather_group: dist.ProcessGroup, device: torch.device
+) -> tuple[dist.ProcessGroup, ExpertParts]:
+    """The group of all ranks of gather_group's groups, and which of its ranks have parts of the same experts."""
+
+    def make() -> tuple[dist.ProcessGroup, ExpertParts]:
+        rows = all_gather_data(dist.get_process_group_ranks(group), gather_group, list[int])
+        ranks = sorted(rank for row in rows for rank in row)
+        limit = timedelta(seconds=group_timeout(group))
+        # Kernels use no communicator: gloo's group serves to share memory.
+        joint = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True, group_desc="experts' parts")
+        assert isinstance(joint, dist.ProcessGroup)
+        owners = [next(row.index(rank) for row in rows if rank in row) for rank in ranks]
+        holders = [[ranks.index(row[owner]) for row in rows] for owner in range(group.size())]
+        return joint, ExpertParts(torch.tensor(owners, device=device), torch.tensor(holders, device=device))
+
+    found: tuple[dist.ProcessGroup, ExpertParts] = find_known(
+        find_name(group), device, ("moe parts", find_name(gather_group)), make
+    )
+    return found
 
 
 def find_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -120,11 +154,15 @@ def _runs_kernels(
     device: torch.device,
 ) -> bool:
     """True if kernels exchange the tokens of a call, on all ranks alike. ValueError for "kernel" if none can."""
-    if implementation == "library" or (implementation == "auto" and device.type != "cuda"):
+    # With gather_group kernels have not been measured.
+    if implementation == "library" or (
+        implementation == "auto" and (device.type != "cuda" or gather_group is not None)
+    ):
         return False
-    obstacle = "with gather_group rows are gathered by the library" if gather_group is not None else ""
-    if group is not None and not obstacle:
-        obstacle = find_group_obstacle(find_name(group), device)
+    obstacle = "gather_group without a group gathers by the library" if group is None else ""
+    if group is not None:
+        joint = group if gather_group is None else _join(group, gather_group, device)[0]
+        obstacle = find_group_obstacle(find_name(joint), device)
     if implementation == "kernel":
         if obstacle:
             raise ValueError(f'{operator}: no kernel can run: {obstacle}; implementation="library" will do')

@@ -100,13 +100,15 @@ def dispatch(
 
     gather_group: another group, whose ranks have parts of the same experts and other tokens. Its ranks' rows are
     gathered after the exchange, and `combine` sums over it on the way back (Singh, section 7.3.1). An expert's rows are
-    then in the order of that group's ranks, source ranks and tokens.
+    then in the order of that group's ranks, source ranks and tokens. Kernels send each row to all ranks that have parts
+    of its expert instead, as many bytes in one step; rows are then in the order of all these ranks' numbers in the job,
+    and a token's rank adds all parts at once, in that order too.
 
     reduce: where `combine` sums a token's rows, and the backward pass its copies' gradients, both in fp32 for 16-bit
     dtypes. "rank": each rank sums those of its experts, in the order of topk_ids, rounds, and sends one row; the
     token's rank adds up those of all ranks in their order. So the bits depend on which rank has which expert; they are
     the same in each run. "choice": all rows are sent back, and added in the order of topk_ids: the bits are those of
-    one rank with all experts (without gather_group, which sums parts of rows). Not with max_rows.
+    one rank with all experts (without gather_group, which sums parts of rows).
 
     wrap_collective: called in place of each collective, in the backward pass too, as wrap_collective(kind, make), with
     kind "all_to_all", "all_gather" or "reduce_scatter"; make() issues the collective, and its result is returned. In
@@ -115,19 +117,14 @@ def dispatch(
     other.
 
     implementation: "kernel" stores rows into the ranks' symmetric memory, and with max_rows a rank receives only its
-    own; it takes no gather_group. "library" sends them by the group's all-to-all, and with max_rows gathers all tokens.
-    "auto": the kernel between GPUs that NVLink connects, else the library. It cannot be differentiated twice.
+    own. "library" sends them by the group's all-to-all, and with max_rows gathers all tokens. "auto": the kernel
+    between GPUs that NVLink connects, if there is no gather_group, else the library. It cannot be differentiated twice.
 
     With torch.compile, a group of one rank is part of the graph; with more ranks the graph breaks here. ValueError for
     other shapes, dtypes and numbers of experts, and if ranks make different calls.
     """
     if reduce not in get_args(Reduce):
         raise ValueError(f'dispatch: reduce is "rank" or "choice", not {reduce!r}')
-    if reduce == "choice" and max_rows is not None:
-        raise ValueError(
-            'dispatch: reduce="choice" returns as many rows as there are, and not with max_rows: give reduce="rank", '
-            "or max_rows=None"
-        )
     route_call = check_call(
         "dispatch", x, topk_ids, topk_weights, num_experts, group, gather_group, max_rows, wrap_collective,
         implementation,

@@ -43,6 +43,7 @@ MAX_TOKENS = 128
 _PACKET_BYTES = 4
 _GRAIN = 16  # bytes, of which a row is a multiple: packets are stored four at a time
 _MAX_PLACES = 1024  # counts of a rank: for each of its experts, and tokens, from each rank
+_MAX_RANKS = 32  # a bit each: `SentChoices.holders`
 _MAX_COMPARED = 1 << 15  # pairs of a choice and a count in a program at once
 _FP8_CAPABILITY = (8, 9)  # the first with conversions to e4m3
 _THREADS_OF_A_WARP = 64 if torch.version.hip else 32
@@ -148,13 +149,11 @@ def dispatch_few(
         raise ValueError(
             "dispatch_few has no gradients: call it under torch.no_grad(), detach its operands, or take dispatch"
         )
-    if not 1 <= max_tokens <= MAX_TOKENS:
-        raise ValueError(f"dispatch_few: max_tokens is 1 to {MAX_TOKENS}, not {max_tokens}: for more take dispatch")
+    if type(max_tokens) is not int or not 1 <= max_tokens <= MAX_TOKENS:
+        raise ValueError(f"dispatch_few: max_tokens is 1 to {MAX_TOKENS}, not {max_tokens!r}: for more take dispatch")
     if t > max_tokens:
-        raise ValueError(
-            f"dispatch_few: this rank has {t} tokens, more than max_tokens={max_tokens}: give max_tokens={t} on all "
-            "ranks" + ("" if t <= MAX_TOKENS else f", which is at most {MAX_TOKENS}: for more take dispatch")
-        )
+        advice = f"give max_tokens={t} on all ranks" if t <= MAX_TOKENS else "take dispatch, which has no limit"
+        raise ValueError(f"dispatch_few: this rank has {t} tokens, more than max_tokens={max_tokens}: {advice}")
     if payload not in (None, FP8):
         raise ValueError(f"dispatch_few: payload is None, for x's dtype, or {FP8}, not {payload}")
     if route_call.group is None:
@@ -205,7 +204,7 @@ def _dispatch(
     k, columns = topk_ids.shape[1], x.shape[1]
     require_agreement(
         f"moe.dispatch_few of {x.dtype} [., {columns}], k={k}, {num_experts} experts, max_tokens={max_tokens}, "
-        f"payload={payload}, {'kernel' if runs_kernel else 'library'}",
+        f"payload={payload}, {topk_ids.dtype}, {topk_weights.dtype}, {'kernel' if runs_kernel else 'library'}",
         False,
         find_name(group),
         x.device,
@@ -265,6 +264,8 @@ def _find_obstacle(x: Tensor, num_experts: int, world: int, payload: torch.dtype
     if not columns or columns * size % _GRAIN:
         nearest = max(round(columns * size / _GRAIN), 1) * _GRAIN // size
         return f"it takes rows of a multiple of {_GRAIN} bytes, such as {nearest} columns, not {columns}"
+    if world > _MAX_RANKS:
+        return f"it takes up to {_MAX_RANKS} ranks, not {world}"
     if num_experts + world > _MAX_PLACES:
         return f"it takes up to {_MAX_PLACES - world} experts on {world} ranks, not {num_experts}"
     if payload is not None and x.is_cuda and (torch.version.hip or find_capability(x.device.index) < _FP8_CAPABILITY):

@@ -2,8 +2,8 @@
 """Takes tokens to a fixed number of rows on their experts' ranks, and back, so that nothing waits for the host.
 
 The library has no all-to-all whose sizes only the device knows. So all tokens are gathered, each rank selects its rows,
-and sums by token return by a reduce-scatter. A rank that needs more rows than there are records it on the device, and
-an error is raised when the host next looks (`check_rows`).
+and sums by token return by a reduce-scatter, or one row a choice by several. A rank that needs more rows than there are
+records it on the device, and an error is raised when the host next looks (`check_rows`).
 
 Synchronization: each call updates the record on the call's stream, and copies it to pinned memory. The host reads that
 memory without waiting, and so sees the records of calls that the device has finished.
@@ -11,6 +11,8 @@ memory without waiting, and so sees the records of calls that the device has fin
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from torch import Tensor
 from stretto.ops.moe.permutation import sort_by_expert
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, gather_rows, scatter_sum
 from stretto.ops.moe.sorting import sort_copies
-from stretto.ops.operator import find_group, find_known, find_name, is_kept, require_no_capture
+from stretto.ops.operator import find_group, find_known, find_name, list_kept, require_no_capture
 
 _KEY = "moe rows"
 
@@ -52,6 +54,25 @@ class FixedRoute(Route):
         for group in reversed(self.groups):
             sums = _scatter(sums, group, wrap_collective)
         return sums
+
+    def give_choices_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
+        """Return a row of each choice, to which the other ranks add zeros: see `Route`. One slot after another, so that
+        no more rows than tokens are scattered at once."""
+        rows, index = make(), self.index
+
+        def take(slot: int) -> Tensor:
+            copies = rows.index_select(0, index.positions[:, slot])
+            return copies.masked_fill(~index.is_here[:, slot, None], 0)  # no product: it may be NaN
+
+        slots = range(index.positions.shape[1])
+        return torch.stack([self.give_back(partial(take, slot), wrap_collective) for slot in slots], 1).flatten(0, 1)
+
+    @property
+    def choices(self) -> Tensor:
+        """Choices in their own order."""
+        places, k = self.index.positions.shape
+        t = places // prod(group.size() for group in self.groups)
+        return torch.arange(t * k, device=self.index.positions.device).view(t, k)
 
     def mark_excess(self, tokens: Tensor) -> Tensor:
         """The tokens, all of NaN after too many rows."""
@@ -108,7 +129,8 @@ class _Record:
     state: int64 [2, ranks], on the device. A kernel may update it, before `publish`.
     """
 
-    def __init__(self, ranks: int, device: torch.device) -> None:
+    def __init__(self, group: str, device: torch.device) -> None:
+        self._group, ranks = group, find_group(group).size()
         self.state = torch.zeros(2, ranks, dtype=torch.int64, device=device)
         self._seen = torch.zeros(2, ranks, dtype=torch.int64, pin_memory=device.type == "cuda")
 
@@ -124,7 +146,7 @@ class _Record:
         """Let the host see the state when the device has come here."""
         self._seen.copy_(self.state, non_blocking=True)
 
-    def check(self, group: dist.ProcessGroup) -> None:
+    def check(self) -> None:
         """ValueError for the first rank whose record the host can see, once."""
         needed, limits = self._seen.numpy()
         ranks = needed.nonzero()[0]
@@ -132,7 +154,7 @@ class _Record:
             return
         if self.state.is_cuda:
             torch.cuda.synchronize(self.state.device)  # no copy of an earlier call may come after the reset
-        rank, most = int(ranks[0]), int(needed.max())
+        rank, most, group = int(ranks[0]), int(needed.max()), find_group(self._group)
         message = (
             f"dispatch: rank {rank} of the group (rank {dist.get_global_rank(group, rank)} of all) needs {needed[rank]}"
             f" rows, more than max_rows={limits[rank]}: give max_rows={most} or more, or None. The output of that call "
@@ -164,17 +186,21 @@ def record_rows(group: dist.ProcessGroup, needed: Tensor, max_rows: int) -> None
 
 def look_for_errors(group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise the error of a call that the device has finished, if there is one. Nothing is waited for."""
-    if is_kept(find_name(group), device, _KEY):
-        find_record(group, device).check(group)
+    for record in list_kept(find_name(group)):
+        if isinstance(record, _Record) and record.state.device == device:
+            record.check()
 
 
-def find_record(group: dist.ProcessGroup, device: torch.device) -> _Record:
-    """The group's record, made at its first call. ValueError for a first call while a CUDA graph is captured."""
-    name = find_name(group)
+def find_record(group: dist.ProcessGroup, device: torch.device, ranks: dist.ProcessGroup | None = None) -> _Record:
+    """A record of the group's calls, made at the first. ranks: the ranks that it is of, by default the group's.
+
+    ValueError for a first call while a CUDA graph is captured.
+    """
+    of_ranks = find_name(group if ranks is None else ranks)
 
     def make() -> _Record:
         require_no_capture(device)
-        return _Record(find_group(name).size(), device)
+        return _Record(of_ranks, device)
 
-    record: _Record = find_known(name, device, _KEY, make)
+    record: _Record = find_known(find_name(group), device, (_KEY, of_ranks), make)
     return record

@@ -21,8 +21,8 @@ from stretto.memory.gpus import NCCL_BLOCKS, limit_waiting
 from stretto.ops.moe.exchange_kernel import PushedRows, StagedRows, exchange_counts, push_rows
 from stretto.ops.moe.fixed_rows import find_record
 from stretto.ops.moe.grouped.tile_order import Arrivals
-from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
-from stretto.ops.moe.permutation import choose_block, invert, spread_tokens, sum_copies
+from stretto.ops.moe.pairs import ExpertParts, Pairs, find_pairs, unpack_words
+from stretto.ops.moe.permutation import choose_block, spread_tokens, sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, require_experts
 from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_kept, find_name, find_workspace
@@ -102,8 +102,11 @@ class KernelRoute(Route):
         """Return a row of each choice: see `Route`."""
 
         def push() -> Tensor:
-            numbers = self.index.is_here.reshape(-1).cumsum(0).index_select(0, self.index.slots) - 1
-            staged = _push(self.group, make(), invert(numbers), self.table, self.choices_back, back_by=1).rows
+            order = self.index.order_rows()  # rows behind the last copy go nowhere
+            staged = _push(self.group, make(), order, self.table, self.choices_back, back_by=1).rows
+            parts = self.pairs.parts
+            if parts is not None:
+                return sum_copies(staged, self.pairs.order_parts(parts))
             return spread_tokens(staged[: self.pairs.ids.numel()])
 
         returned: Tensor = wrap_collective("all_to_all", push)
@@ -111,8 +114,11 @@ class KernelRoute(Route):
 
     @property
     def choices(self) -> Tensor:
-        """The choices' order by rank."""
-        return self.pairs.order_choices()
+        """The choices' order by rank; where parts were added, their own."""
+        ids = self.pairs.ids
+        if self.pairs.parts is None:
+            return self.pairs.order_choices()
+        return torch.arange(ids.numel(), device=ids.device).view(ids.shape)
 
     def _copy_out(self, received: Tensor) -> Tensor:
         """The places' rows in memory of their own; after too many rows with NaN, so that all products with them are."""
@@ -132,28 +138,34 @@ def find_kernel_route(
     group: dist.ProcessGroup,
     wrap_collective: CollectiveWrapper,
     topk_weights: Tensor | None = None,
+    parts: ExpertParts | None = None,
+    of_group: dist.ProcessGroup | None = None,
 ) -> KernelRoute:
     """The route of this call; topk_weights are sent with the pairs' experts.
 
-    max_rows: None to have the host read the counts, once. ValueError for ids that are no experts, where it reads.
+    max_rows: None to have the host read the counts, once. parts: of experts that several ranks of the group share, in a
+    call of of_group, with which too many rows are recorded. ValueError for ids that are no experts, where it reads.
     """
     (t, k), world, rank = topk_ids.shape, group.size(), group.rank()
-    local = num_experts // world
-    pairs = find_pairs(topk_ids, topk_weights, num_experts, world)
+    owners, copies = (world, 1) if parts is None else parts.holders.shape
+    local = num_experts // owners
+    pairs = find_pairs(topk_ids, topk_weights, num_experts, owners)
+    if parts is not None:
+        pairs = pairs.repeat(parts)
 
     def exchange() -> tuple[Tensor, ...]:
-        table = _exchange_counts(group, pairs.counts, max_rows)
+        table = _exchange_counts(group, pairs.counts, max_rows, group if of_group is None else of_group)
         return (table, table.cpu()) if max_rows is None else (table,)
 
     table, *on_host = wrap_collective("all_to_all", exchange)
     if max_rows is None:
         *sent, arriving = on_host[0].tolist()
-        require_experts(topk_ids, sum(choices for _, choices in sent[rank]), num_experts)
+        require_experts(topk_ids, sum(choices for _, choices in sent[rank]) // copies, num_experts)
         (number, rows), places = arriving[rank], max(number for number, _ in arriving)
         back, choices_back = (max(sum(one[which] for one in of_rank) for of_rank in sent) for which in (0, 1))
     else:
-        rows, places, back = max_rows, min(max_rows, max(t * world, 1)), t * min(k, world)
-        number, choices_back = places, 0
+        rows, places, back = max_rows, min(max_rows, max(t * world, 1)), t * min(k, owners) * copies
+        number, choices_back = places, t * k * copies
 
     filled, needed = (None, None) if max_rows is None else table[world, rank].unbind()
 
@@ -168,7 +180,9 @@ def find_kernel_route(
     return KernelRoute(group, pairs, table, index, places, back, choices_back, needed, given)
 
 
-def _exchange_counts(group: dist.ProcessGroup, counts: Tensor, max_rows: int | None) -> Tensor:
+def _exchange_counts(
+    group: dist.ProcessGroup, counts: Tensor, max_rows: int | None, of_group: dist.ProcessGroup
+) -> Tensor:
     """All ranks' counts [ranks, 2], and then their sums: int32 [source, destination, 2]; records more than max_rows."""
     world, name, device = group.size(), find_name(group), counts.device
 
@@ -183,7 +197,7 @@ def _exchange_counts(group: dist.ProcessGroup, counts: Tensor, max_rows: int | N
 
     block_channel = find_kept(name, device, ("moe counts",), make)
     unused = tiles.shard_tiles(0, world, 1, channels=1, fixed=True)
-    record = None if max_rows is None else find_record(group, device)
+    record = None if max_rows is None else find_record(of_group, device, group)
     state = None if record is None else record.state
     table = torch.empty(world + 1, world, 2, dtype=torch.int32, device=device)
     block_channel.check()
@@ -227,7 +241,6 @@ def _push(
     parts, channels = (max(CHANNELS, _PARTS // power), CHANNELS) if rows.is_cuda else (4, 2)
     mapping = tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
     block_channel.check()
-    tiles.join_copies(block_channel)  # of an earlier call, which an error kept from it
     try:
         slot = next(workspace.slot_cycle)
         channel = block_channel.begin(
@@ -247,6 +260,7 @@ def _push(
         key = *map(tiles.kind_of, (*pushed, *staged, table)), *constants
         with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):
             block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
+        block_channel.is_open = not waits
     except BaseException:
         abandon(name, block_channel)
         raise

@@ -5,7 +5,8 @@ On GPUs two kernels find them: torch's operators would be some thirty launches, 
 exchange takes. Pairs are sorted by rank, then by token, so that what a rank receives of a source is contiguous.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,6 +21,16 @@ TOKENS = tl.constexpr(128)
 _BLOCKS = tl.constexpr(256)  # whose numbers are added at once
 
 
+class ExpertParts(NamedTuple):
+    """Ranks that have parts of the same experts, as ranks of x do. Both tensors are int64.
+
+    owners: [ranks], of which of the experts' ranks each one has a part. holders: [experts' ranks, parts], its parts'.
+    """
+
+    owners: Tensor
+    holders: Tensor
+
+
 @dataclass(frozen=True)
 class Pairs:
     """This rank's pairs of its tokens with `ranks` ranks.
@@ -28,7 +39,7 @@ class Pairs:
     rank; is_pair: bool [t, ranks], whether there is one. tokens: int64 [t * min(k, ranks)], the token of each pair, and
     words: int32 [., k or 2 k], its experts as its rank numbers them (`local` for those that it does not have), then its
     weights as bits of fp32, if they are sent; both arbitrary beyond the last pair. counts: int32 [ranks,
-    2], pairs with each rank, and choices.
+    2], pairs with each rank, and choices. parts: None where each expert is whole on a rank.
     """
 
     ids: Tensor
@@ -38,11 +49,40 @@ class Pairs:
     tokens: Tensor
     words: Tensor
     counts: Tensor
+    parts: ExpertParts | None = None
 
     def order_choices(self) -> Tensor:
         """The position of each choice among all of them, sorted by rank, then token and slot: int64 [t, k]."""
-        ranks = self.counts.shape[0]
+        ranks = self.counts.shape[0] if self.parts is None else self.parts.holders.shape[0]
         return sort_by_expert(_find_owners(self.ids, self.local, ranks), ranks).positions
+
+    def order_parts(self, parts: ExpertParts) -> Tensor:
+        """The positions of each choice's parts, as `order_choices`, of all ranks: int64 [t * k, parts]."""
+        choices, holders = self.counts[:, 1], parts.holders
+        before = choices.cumsum(0) - choices
+        of_owners = choices.index_select(0, holders[:, 0])
+        shifts = before[holders] - (of_owners.cumsum(0) - of_owners)[:, None]  # from places of whole experts' ranks
+        owners = _find_owners(self.ids, self.local, len(holders)).reshape(-1).clamp(max=len(holders) - 1)
+        return self.order_choices().reshape(-1, 1) + shifts.index_select(0, owners)
+
+    def repeat(self, parts: ExpertParts) -> "Pairs":
+        """The pairs with the ranks that have parts of experts, of these with ranks that would have them whole."""
+        counts = self.counts.index_select(0, parts.owners)
+        ends, own_ends = counts[:, 0].cumsum(0), self.counts[:, 0].cumsum(0)
+        shifts = ends - counts[:, 0] - (own_ends - self.counts[:, 0]).index_select(0, parts.owners)
+        numbers = (self.numbers.index_select(1, parts.owners) + shifts).clamp(min=0)
+        places = torch.arange(len(self.tokens) * parts.holders.shape[1], device=ends.device)
+        ranks = torch.searchsorted(ends, places, right=True).clamp(max=len(ends) - 1)
+        found = (places - shifts.index_select(0, ranks)).clamp(0, max(len(self.tokens) - 1, 0))
+        return replace(
+            self,
+            numbers=numbers,
+            is_pair=self.is_pair.index_select(1, parts.owners),
+            tokens=self.tokens.index_select(0, found),
+            words=self.words.index_select(0, found),
+            counts=counts,
+            parts=parts,
+        )
 
 
 def find_pairs(topk_ids: Tensor, topk_weights: Tensor | None, num_experts: int, ranks: int) -> Pairs:

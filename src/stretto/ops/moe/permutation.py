@@ -90,12 +90,6 @@ def sort_by_expert(topk_ids: Tensor, num_experts: int) -> CopyOrder:
     return CopyOrder(slots, positions, offsets)
 
 
-def invert(permutation: Tensor) -> Tensor:
-    """The inverse of a permutation, int64 [n]."""
-    numbers = torch.arange(permutation.shape[0], device=permutation.device)
-    return torch.empty_like(numbers).scatter_(0, permutation, numbers)
-
-
 def copy_tokens(x: Tensor, order: CopyOrder) -> Tensor:
     """The copies of x's tokens in this order, with a gradient."""
     result: Tensor = _Permute.apply(x, order.positions)

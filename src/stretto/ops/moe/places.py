@@ -8,7 +8,7 @@ of the tokens returns as sums do.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -32,7 +32,7 @@ from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call
 from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.moe.tensor_parallel import choose_implementation, find_tiles, gather_multiply, multiply_scatter
 from stretto.ops.moe.tensor_parallel_kernels import Routed, multiply_leaving, push_tokens
-from stretto.ops.operator import find_group, find_known, find_name
+from stretto.ops.operator import find_group, find_name
 from stretto.tiles import INTERPRETED
 
 _PART_OF_GPU = 6  # of which one is left to what returns under a product
@@ -115,7 +115,7 @@ class Places:
         route, found = self.route, list[Arrivals]()
         if route is None:
             return tokens, None
-        if not isinstance(route, KernelRoute) or tokens.dtype not in DTYPES:
+        if not isinstance(route, KernelRoute) or not self._overlaps(tokens):
             return route.mark_excess(route.send(lambda: tokens, self.wrap_collective)), None
 
         def push() -> Tensor:
@@ -126,6 +126,25 @@ class Places:
 
         rows: Tensor = self.wrap_collective("all_to_all", push)
         return rows, found[0] if found else None
+
+    def begin(self, tokens: Tensor, columns: int, *, is_ahead: bool) -> tuple[Callable[[], Tensor], Arrivals | None]:
+        """As `start`, with a function that returns the rows; nothing may overwrite the tokens before it is called.
+
+        is_ahead: the caller does something else before, so that it pays to use a side stream for any exchange.
+        """
+        is_ahead = is_ahead and self.route is not None and not self._overlaps(tokens)
+        found: list[Arrivals | None] = []
+
+        def start() -> Tensor:
+            rows, arrivals = self.start(tokens, columns)
+            found.append(arrivals)
+            return rows
+
+        return run_beside(start, tokens, is_ahead=is_ahead), found[0]
+
+    def _overlaps(self, tokens: Tensor) -> bool:
+        """True if the kernels' exchange sends rows while grouped kernels multiply them."""
+        return isinstance(self.route, KernelRoute) and tokens.dtype in DTYPES
 
     def give_back(self, rows: Tensor) -> Tensor:
         """Sum what the ranks have for each token's places, at its rank, as `return_sums` does."""
@@ -139,18 +158,21 @@ class Places:
             return 0
         return count_processors(positions.device.index) // _PART_OF_GPU
 
-    def start_back(self, rows: Tensor) -> Callable[[], Tensor]:
-        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before."""
-        room = self.room
-        if not room or not isinstance(self.route, KernelRoute):
-            returned = self.give_back(rows)
-            return lambda: returned
-        return self.route.start_back(rows, self.wrap_collective, room)
+    def start_back(self, rows: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
+        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before.
 
-    def start_product_back(self, rows: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+        is_ahead: the caller does more than a product before, so that it pays to use a side stream for any exchange.
+        """
+        room = self.room
+        if room and isinstance(self.route, KernelRoute):
+            return self.route.start_back(rows, self.wrap_collective, room)
+        return run_beside(lambda: self.give_back(rows), rows, is_ahead=is_ahead and self.route is not None)
+
+    def start_product_back(self, rows: Tensor, weight: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
         """Multiply experts' rows, and begin to return each place's sum, as `start_back` does."""
         index, is_here = self.index, None if self.route is None else self.index.is_here
-        return self.start_back(sum_copies(grouped_matmul(rows, weight, index.offsets), index.positions, None, is_here))
+        sums = sum_copies(grouped_matmul(rows, weight, index.offsets), index.positions, None, is_here)
+        return self.start_back(sums, is_ahead=is_ahead)
 
     def multiply_and_give_back(
         self,
@@ -180,8 +202,7 @@ class Places:
         if len(parts) == 1:
             return self.give_back(multiply_all())
         assert isinstance(self.route, KernelRoute)
-        device, activated = index.positions.device, activate()
-        side: SideStream = find_known(find_name(self.route.group), device, "moe returns", lambda: SideStream(device))
+        side, activated = _find_side_stream(index.positions.device), activate()
         # All are kept until the side stream has read them.
         rows = [grouped_matmul(activated, weight[:, parts[0]], index.offsets)]
         out = rows[0].new_empty(self.route.pairs.numbers.shape[0], weight.shape[1])
@@ -237,10 +258,10 @@ class ColumnPlaces(Places):
         rows: Tensor = self.wrap_collective("all_gather", push)
         return rows, found[0] if found else None
 
-    def start_product_back(self, rows: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    def start_product_back(self, rows: Tensor, weight: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
         """As of `Places`; where a kernel has multiplied, all is done."""
         found = self._multiply_leaving(lambda: rows, weight, None)
-        return super().start_product_back(rows, weight) if found is None else lambda: found
+        return super().start_product_back(rows, weight, is_ahead=is_ahead) if found is None else lambda: found
 
     def multiply_and_give_back(
         self,
@@ -293,6 +314,31 @@ class ColumnPlaces(Places):
         return choose_implementation(
             operator, like, weight, self.index.positions, self.group, run, options, is_transposed=is_transposed
         )
+
+
+@cache
+def _find_side_stream(device: torch.device) -> SideStream:
+    return SideStream(device)
+
+
+def run_beside(make: Callable[[], Tensor], reads: Tensor, *, is_ahead: bool) -> Callable[[], Tensor]:
+    """What returns the tensor that `make` makes: on GPUs, if is_ahead, on a side stream that is joined then.
+
+    reads: what it reads, which is not freed before.
+    """
+    if not is_ahead or not reads.is_cuda:
+        made = make()
+        return lambda: made
+    side = _find_side_stream(reads.device)
+    side.open()
+    with side:
+        made = make()
+    return partial(_join, side, made, reads)
+
+
+def _join(side: SideStream, made: Tensor, _reads: Tensor) -> Tensor:
+    side.join()
+    return made
 
 
 def find_places(

@@ -65,9 +65,10 @@ class ReplicaPlacement:
 def place_replicas(loads: Sequence[float], ranks: int, spare: int) -> ReplicaPlacement:
     """Place replicas for these loads, the choices of each expert: ranks hold experts evenly, and `spare` replicas each.
 
-    Greedy: from the busiest rank to the idlest with a free place, the part of an expert that brings one of both nearest
-    to the mean, until that helps no more. All ranks give the same loads, and so get the same placement. ValueError for
-    numbers of experts that the ranks do not divide, negative loads, and fewer than 0 replicas.
+    (Of all other ranks' experts at most.) Greedy: from the busiest rank to the idlest with a free place, the part of an
+    expert that brings one of both nearest to the mean, until that helps no more. All ranks give the same loads, and so
+    get the same placement. ValueError for numbers of experts that the ranks do not divide, negative loads, and fewer
+    than 0 replicas.
     """
     experts = len(loads)
     if ranks < 1 or experts % ranks or not experts:
@@ -77,6 +78,7 @@ def place_replicas(loads: Sequence[float], ranks: int, spare: int) -> ReplicaPla
             f"place_replicas takes loads and replicas of a rank of 0 or more, not {min(loads)} and {spare}"
         )
     local = experts // ranks
+    spare = min(spare, experts - local)  # there are no more experts of others
     width = local + spare
     home = [expert // local for expert in range(experts)]
     slots = [[home[expert] * width + expert % local] * SHARES for expert in range(experts)]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stretto.ops import operator
 from stretto.ops.moe.pairs import Pairs, find_pairs, unpack_words
-from stretto.ops.moe.permutation import invert, spread_tokens, sum_copies
+from stretto.ops.moe.permutation import spread_tokens, sum_copies
 from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.operator import find_name
 
@@ -52,6 +52,12 @@ class PlaceIndex:
     def places(self) -> Tensor:
         """The place of each row, int64 [n]."""
         return self.slots // self.positions.shape[1]
+
+    def order_rows(self) -> Tensor:
+        """The rows by place, then by slot: int64 [n]; 0 behind those of the copies that are here."""
+        rows, is_here = len(self.slots), self.is_here.reshape(-1)
+        numbers = (is_here.cumsum(0) - 1).masked_fill(~is_here, rows).clamp(max=rows)
+        return self.positions.new_zeros(rows + 1).scatter_(0, numbers, self.positions.reshape(-1))[:rows]
 
 
 class Route(ABC):
@@ -88,14 +94,14 @@ class Route(ABC):
         index = self.index
         return self.give_back(lambda: sum_copies(make(), index.positions, weights, index.is_here), wrap_collective)
 
+    @abstractmethod
     def give_choices_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """Return the rows that `make` returns, [n, .], one a choice: [t * k, .], in the order of `choices`."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def choices(self) -> Tensor:
         """The position of each of this rank's choices in what `give_choices_back` returns: int64 [t, k]."""
-        raise NotImplementedError
 
     def mark_excess(self, tokens: Tensor) -> Tensor:
         """The tokens of places [places, h] as `send` returned them, with NaN in each after too many rows."""
@@ -196,9 +202,9 @@ class ExactRoute(Route):
         index, longest = self.index, self.of_choices.longest
 
         def sort() -> Tensor:
-            numbers = index.is_here.reshape(-1).cumsum(0).index_select(0, index.slots) - 1
             if self.of_choices.gather_group is None:
-                return make().index_select(0, invert(numbers))
+                return make().index_select(0, index.order_rows())
+            numbers = index.is_here.reshape(-1).cumsum(0).index_select(0, index.slots) - 1
             gaps = [rank * longest - sum(self.choice_totals[:rank]) for rank in range(len(self.choice_totals))]
             ranks = index.places() // max(self.of_pairs.longest, 1)
             numbers = numbers + torch.tensor(gaps, device=numbers.device).index_select(0, ranks)

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -35,6 +35,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 # What a collective is called in a trace: this, and its kind.
 COLLECTIVE_MARK = "stretto collective "
+
+EXPERTS_MARK = "stretto experts"  # in traces, around what experts do
+
+
+def mark_experts() -> AbstractContextManager[object]:
+    """Mark what a `with` statement runs as work of experts, in traces."""
+    is_marked = not torch.compiler.is_compiling() and torch.autograd._profiler_enabled()
+    return record_function(EXPERTS_MARK) if is_marked else nullcontext()
 
 
 class _Running(threading.local):

@@ -5,6 +5,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -295,7 +296,7 @@ def accumulate(parameter: nn.Parameter, mine: Tensor, *, is_shared: bool = False
 
     is_shared: the shard is a view of a larger tensor, so that `.grad` needs its own memory.
     """
-    with torch.no_grad():
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         if parameter.grad is not None:
             local_gradient(parameter).add_(mine)
             return

@@ -117,6 +117,7 @@ class GradientReducer:
         self._users_hooks = UsersHooks(self._enter)
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
         self._scattered_over: dict[nn.Parameter, int] = {}
+        self._scales_of_shards: dict[nn.Parameter, float] = {}  # of weights' gradients, which are summed over z
         self._weights: set[nn.Parameter] = set()
         self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}
         self._unsummed: dict[nn.Parameter, None] = {}  # an ordered set: all ranks go through it in one order
@@ -144,6 +145,9 @@ class GradientReducer:
         """
         self._groups[parameter] = (*(self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1), *others)
         self._scattered_over[parameter] = scattered_over or 1
+        # What is in `.grad` is an average over z.
+        scale = self.forward_scale(parameter) / self._scattered_over[parameter] if self.averages else 1.0
+        self._scales_of_shards[parameter] = scale
         self.order.place(parameter)
         self._reductions.place(parameter)
         if scattered_over is not None:
@@ -192,13 +196,10 @@ class GradientReducer:
         ranks = self._scattered_over[parameter] * math.prod(group.size() for group in self._groups[parameter])
         return ranks / self.grid.size(LOSS)
 
-    def _scale_of_shard(self, parameter: nn.Parameter) -> float:
-        """The factor of a weight's gradient that is summed over z: what is in `.grad` is then an average over z."""
-        return self.forward_scale(parameter) / self._scattered_over[parameter] if self.averages else 1.0
-
     def defer_hooks(self, parameter: nn.Parameter, name: str = "") -> None:
         """Have a user's hooks be called once `.grad` is final (`UsersHooks.defer`). name: for errors."""
-        if parameter in self._groups:
+        has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if has_hooks and parameter in self._groups:
             own = self._hooks.get(parameter)
             # Else autograd's gradient is final in its pass.
             is_reduced = own is not None or parameter in self._weights
@@ -306,8 +307,8 @@ class GradientReducer:
 
     def _scale_first(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[float, Tensor]:
         """The factor of a gradient's sum over z, and the gradient: fp16 is multiplied now, so that no sum overflows."""
-        scale = self._scale_of_shard(parameter)
-        is_narrow = self.precision.wire(gradient) is torch.float16 and scale != 1
+        scale = self._scales_of_shards[parameter]
+        is_narrow = scale != 1 and self.precision.wire(gradient) is torch.float16
         return (1.0, gradient * scale) if is_narrow else (scale, gradient)
 
     def _add_scatter(self, current: BackwardPass, scatter: list[StartedScatter]) -> None:

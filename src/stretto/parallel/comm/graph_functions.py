@@ -20,6 +20,7 @@ import inspect
 import itertools
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -68,7 +69,8 @@ class GraphFunction:
     def follow(self, *weights: Tensor | None) -> None:
         """Take these weights from now on: a conversion has replaced them, they were frozen or unfrozen, or the stream
         has changed: what autograd accumulates in a weight, it does on the stream on which its node was made."""
-        self.key, self.edges = torch.empty(0), ()  # frees the weights' nodes, which this may be all that keeps
+        self.key = torch.empty(0)  # frees the weights' nodes, which this may be all that keeps
+        self.edges: tuple[tuple[Any, int], ...] = ()
         self.weights = tuple(weight for weight in weights if weight is not None)
         self._needs = [weight.requires_grad for weight in self.weights]
         self._stream = current_stream(self.weights[0].device) if self.weights else None
@@ -184,7 +186,7 @@ class _FunctionCall(_GraphCall):
         self.needs_input_grad = (needs[0], False, *needs[1:])
         self._inputs = inputs[0], inputs[1] if len(inputs) > 1 else None
         try:
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 of_x, _, of_other, *_ = self.function.backward(self, gradient)
         finally:
             self._inputs = (None, None)

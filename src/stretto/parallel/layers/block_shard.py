@@ -140,6 +140,7 @@ class BlockShard:
     From where a backward pass enters the block to where its gradients are reduced, its modules hold whole tensors
     again, for code that computes parts of the block again (torch.utils.checkpoint in its forward). The attribute
     `not_held`: numbers of parameters that such code finds in another way, and that nothing else would keep so long.
+    `parametrized`: numbers of those that the forward parametrizes, which writes to them (nothing, but as no view may).
     """
 
     def __init__(
@@ -170,7 +171,9 @@ class BlockShard:
         self._was_run = False
         self._again: list[Tensor] | None = None
         self.not_held: frozenset[int] = frozenset()
+        self.parametrized: frozenset[int] = frozenset()
         self._held: ExitStack | None = None
+        self._awaited = 0  # gradients of casts, whose last one frees a block that is not sharded
         self._held_in = -1  # the backward pass
         self._holds_all = True
         self._holds_next = False  # what is gathered next, to compute the block again
@@ -275,6 +278,9 @@ class BlockShard:
             if parameter.shape[:1] == (1,):
                 mine = with_gradient_of_its_own(mine)
             wholes.append(self.precision.cast(scale_gradient(mine, self.gradients.forward_scale(parameter))))
+        for index in self.parametrized:
+            if wholes[index].requires_grad:
+                wholes[index] = torch.ops.aten._unsafe_view(wholes[index], wholes[index].shape)
         return wholes
 
     @contextmanager
@@ -308,7 +314,10 @@ class BlockShard:
                 yield wholes
         finally:  # also where torch's checkpoint ends a recomputation that has saved all, by an exception
             self._is_running = False
-            if self._holds_next and in_backward():
+            # A later block of its segment may have had it computed again before the backward pass comes to it.
+            if (self._holds_next or self.frees) and in_backward():
+                if not self._holds_next:
+                    at_end_of_backward(self._free, also_if_it_raises=True)
                 self._hold(self.places, wholes)
 
     def _hold(self, places: Sequence[ParameterPlace], wholes: Sequence[Tensor]) -> None:
@@ -326,6 +335,8 @@ class BlockShard:
         kept = None if self.frees or is_recomputed else wholes
 
         def begin(_: Tensor) -> None:
+            nonlocal kept
+            self._awaited = awaited
             if self._held is not None or self._holds_next:
                 return
             at_end_of_backward(self._free, also_if_it_raises=True)
@@ -335,19 +346,31 @@ class BlockShard:
                 return
             if kept is not None:
                 self._hold([place for place in self.places if place.number not in self.not_held], kept)
+                kept = None  # the hook outlives this pass; another one through this graph gathers them
                 return
             with torch.no_grad():
                 self._again = self.gather()
             with torch.enable_grad():
                 self._hold(self.places, self._make_whole())
 
+        def arrived(_: Tensor) -> None:
+            self._awaited -= 1
+            if not self._awaited:
+                self._free()
+
         def watch(value: Any) -> Any:
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 value.register_hook(begin)
             return value
 
+        awaited = 0
         if torch.is_grad_enabled():
             _map_leaves(watch, found)
+            # A block that is sharded is freed when its gradients are reduced.
+            for whole, parameter in () if self._sharded else zip(wholes, self.parameters, strict=True):
+                if whole.requires_grad and whole.dtype != parameter.dtype:
+                    whole.register_hook(arrived)
+                    awaited += 1
 
     def _freeing(self, wholes: Sequence[Tensor]) -> saved_tensors_hooks:
         """Have autograd save which parameter it needs, and not the whole tensor.

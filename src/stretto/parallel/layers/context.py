@@ -9,7 +9,7 @@ Between embedding and loss all but attention sees this rank's tokens alone.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,10 @@ from stretto.huggingface.linear_attention import (
 from stretto.huggingface.loss import compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.ops.attention import context_attention, list_chunks
-from stretto.ops.attention.plan import Layout
+from stretto.ops.attention.exchange import can_copy
+from stretto.ops.attention.gathered import attend_to_gathered
+from stretto.ops.attention.gathered import gather_rows as gather_seen_rows
+from stretto.ops.attention.plan import Layout, Mask
 from stretto.ops.moe.routes import call
 from stretto.parallel.comm.collectives import collective, gather_rows
 from stretto.parallel.grid import Grid
@@ -38,9 +41,12 @@ T = TypeVar("T")
 Values = TypeVar("Values")
 _IDS = ("input_ids", "tokens", "inputs_embeds")
 _POSITIONS = ("position_ids", "positions")
+_MAX_EXPANDED = 1 << 31  # numbers of a layer's keys and values: 4 GiB of 16 bits
 
 
-def cut_sequences(values: Values, grid: Grid, *, dim: int = 1, layout: Layout | None = None) -> Values:
+def cut_sequences(
+    values: Values, grid: Grid, *, dim: int = 1, layout: Layout | None = None, documents: Tensor | None = None
+) -> Values:
     """Cut this rank's part of sequences: of a tensor, or of all tensors in dicts, lists and tuples.
 
     A model that `parallelize` has put on a grid with context cuts its arguments itself. This is for what its caller
@@ -49,6 +55,8 @@ def cut_sequences(values: Values, grid: Grid, *, dim: int = 1, layout: Layout | 
 
     dim: the dim of the tokens in each tensor. layout: "zigzag" for causal models, "contiguous" for others and for those
     with layers of linear attention; by default that of the models on the grid, and "zigzag" before there are any.
+    "balanced", of tensors [batch, seq, ...], for packed rows that a causal model is given with labels. documents: of
+    these rows, as cu_seq_lens_q: where each begins, of all rows one after another, and the end of the last.
 
     Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can, for other layouts, and
     for one that no model on the grid has.
@@ -57,15 +65,25 @@ def cut_sequences(values: Values, grid: Grid, *, dim: int = 1, layout: Layout | 
     if layout is None and len(used) > 1:
         raise ValueError(f"cut_sequences: models on this grid have both layouts, {' and '.join(used)}: choose one")
     layout = layout or (used[0] if used else "zigzag")
-    if layout not in get_args(Layout):
-        raise ValueError(f'cut_sequences: layout is "zigzag" or "contiguous", not {layout!r}')
-    if layout == "zigzag" and used == ["contiguous"]:
+    if layout not in get_args(Layout) or (layout == "balanced") != (documents is not None):
         raise ValueError(
-            'cut_sequences: layout is "zigzag", but the models on this grid have contiguous parts, as linear attention '
-            'and attention in both directions need: layout="contiguous" would do'
+            f'cut_sequences: layout is "zigzag" or "contiguous", or "balanced" with documents, not {layout!r} '
+            f"with{'out' if documents is None else ''} documents"
+        )
+    if layout != "contiguous" and used == ["contiguous"]:
+        raise ValueError(
+            f'cut_sequences: layout is "{layout}", but the models on this grid have contiguous parts, as linear '
+            'attention and attention in both directions need: layout="contiguous" would do'
         )
     ranks, rank = grid.size("context"), grid.coordinate("context")
-    return tree_map(lambda leaf: _cut(leaf, ranks, rank, layout, dim) if isinstance(leaf, Tensor) else leaf, values)
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or documents is None or ranks == 1:
+            return _cut(leaf, ranks, rank, layout, dim) if isinstance(leaf, Tensor) else leaf
+        check_length(leaf.shape[1], ranks, layout)
+        return _take(leaf, _find_places(_list_documents(documents, *leaf.shape[:2]), rank, ranks))
+
+    return tree_map(cut, values)
 
 
 def check_length(length: int, ranks: int, layout: Layout) -> None:
@@ -88,11 +106,46 @@ def _cut(whole: Tensor, ranks: int, rank: int, layout: Layout, dim: int) -> Tens
     return torch.cat([whole.narrow(dim, chunk.start, chunk.stop - chunk.start) for chunk in chunks], dim)
 
 
+def _list_documents(documents: Tensor, rows: int, length: int) -> list[tuple[int, ...]]:
+    """Where the documents of each row begin, and its length. documents: of all rows, one after another."""
+    return [tuple(_of_row(documents.cpu(), row, length).tolist()) for row in range(rows)]
+
+
+def _of_row(documents: Tensor, row: int, length: int) -> Tensor:
+    return documents[(documents >= row * length) & (documents <= (row + 1) * length)] - row * length
+
+
+def _find_places(rows: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Tensor:
+    """The places of a rank's tokens in each row of packed documents, in the balanced layout: int64 [rows, part]."""
+    chunks = [list_chunks("balanced", rank, ranks, each[-1] // ranks, each) for each in rows]
+    return torch.stack([torch.cat([torch.arange(*chunk) for chunk in each]) for each in chunks])
+
+
+def _take(whole: Tensor, places: Tensor) -> Tensor:
+    """The tokens at places [rows or 1, part] of a tensor [rows or 1, seq, ...]."""
+    rows = torch.arange(max(len(whole), len(places)), device=whole.device)
+    return whole.expand(len(rows), *whole.shape[1:])[rows[:, None], places.to(whole.device)]
+
+
+def _make_mask(documents: Tensor | None) -> Mask:
+    """The mask of causal attention to one row."""
+    return Mask(True, None, None if documents is None else tuple(documents.tolist()))
+
+
+class _SequenceBatch(NamedTuple):
+    """A batch's layout and documents. name: of the argument that has the tokens."""
+
+    name: str
+    layout: Layout
+    documents: Tensor | None
+    begins: Tensor | None
+
+
 class SequenceParts:
     """Cuts a model's sequences among the ranks of context, and computes its attention over all of them.
 
     The layout is zig-zag for a causal model, and contiguous for any other, and for one with layers of linear attention,
-    which pass states in the order of the sequence.
+    which pass states in the order of the sequence; `_choose_layout` balances packed rows.
     """
 
     def __init__(self, model: nn.Module, grid: Grid) -> None:
@@ -102,31 +155,57 @@ class SequenceParts:
         self.is_causal = not self.is_pretrained or of_transformers.is_causal(model)
         has_states = self.is_pretrained and bool(linear_attentions_of(model))
         self.layout: Layout = "zigzag" if self.is_causal and not has_states else "contiguous"
-        grid.context_layouts.add(self.layout)
         self._has_states = has_states
         self._least_length = self.group.size() * positions_before(model) if has_states else 1
         self._missing_packages = packages_for_documents(model) if has_states else []
         self._signature = inspect.signature(model.forward)
+        self.has_dropout = False
+        self.expanded = 0  # numbers of a token's keys and values that a rank makes of latents, if these travel
+        # Of rows that are balanced, in the last pass: their documents, and the places of this rank's tokens.
+        self._packed: list[tuple[int, ...]] | None = None
+        self._places: Tensor | None = None
         self._gives_documents = False  # to the forward pass that runs
         self._reads_documents = False  # attention was given some by the model's code
 
-    def cut(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of the sequences in a tensor."""
-        return _cut(whole, self.group.size(), self.group.rank(), self.layout, dim)
+    def _choose_layout(self, given: Mapping[str, Any], documents: Tensor | None) -> Layout:
+        """The layout of one batch: balanced for packed rows, if the model itself compares its logits with the labels
+        that are cut with them. A caller who compares logits cuts zig-zag (`cut_sequences`), and so do dropout's masks.
+        """
+        has_labels = given.get("labels") is not None or given.get("shift_labels") is not None
+        balances = self.layout == "zigzag" and documents is not None and has_labels and not self.has_dropout
+        return "balanced" if balances else self.layout
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of the sequences in a tensor [batch, seq, ...]."""
+        if self._places is None:
+            return _cut(whole, self.group.size(), self.group.rank(), self.layout, 1)
+        return _take(whole, self._places)
 
     def join(self, part: Tensor, length: int) -> Tensor:
-        """The whole [batch, length, ...] of all ranks' parts of it; other tensors as they are. Without a gradient."""
+        """The whole [batch, length, ...] of all ranks' parts of it, of the last forward pass; other tensors as they
+        are. Without a gradient."""
         ranks = self.group.size()
         if part.dim() < 2 or part.shape[1] * ranks != length:
             return part
         rows = gather_rows(part.detach().movedim(1, 0).contiguous(), length, self.group)
-        places = torch.cat([self.places_of(part.shape[1], rank) for rank in range(ranks)])
-        return rows[places.argsort().to(rows.device)].movedim(0, 1)
+        places = [
+            self.places_of(part.shape[1], rank)[None]
+            if self._packed is None
+            else _find_places(self._packed, rank, ranks)
+            for rank in range(ranks)
+        ]
+        return _take(rows.movedim(0, 1), torch.cat(places, 1).argsort(1))
 
     def places_of(self, part: int, rank: int | None = None) -> Tensor:
-        """The places in the whole sequence of a rank's part of so many tokens, int64 [part], on the CPU."""
+        """The places in a whole sequence, if it is not balanced, of a rank's part of so many tokens, int64 [part], on
+        the CPU."""
         rank = self.group.rank() if rank is None else rank
         return _cut(torch.arange(part * self.group.size()), self.group.size(), rank, self.layout, 0)
+
+    def cut_targets_of(self, model: nn.Module, given: Mapping[str, Any], labels: Tensor) -> Tensor:
+        """`cut_targets`, for the forward pass to come, of these arguments."""
+        self._arrange(model, given)
+        return self.cut_targets(model, labels)
 
     def cut_targets(self, model: nn.Module, whole: Tensor) -> Tensor:
         """The targets [batch, seq / context] of this rank's tokens, of labels that the model itself would shift."""
@@ -145,6 +224,41 @@ class SequenceParts:
         Raises ValueError for arguments that cannot be cut.
         """
         given = self._bind(args, kwargs)
+        name, layout, documents, begins = self._arrange(model, given)
+        rows, length = given[name].shape[:2]
+        labels = given.get("labels")
+        shapes = ((rows, length), (1, length))
+        found = {
+            key: self.cut(value) if isinstance(value, Tensor) and tuple(value.shape[:2]) in shapes else value
+            for key, value in given.items()
+        }
+        is_shifted = self.is_pretrained and given.get("shift_labels") is None and compares_with_next(model)
+        if is_shifted and isinstance(labels, Tensor):
+            found["labels"] = found["shift_labels"] = self.cut_targets(model, labels)
+        at = next((name for name in _POSITIONS if name in self._signature.parameters), None)
+        if at is not None and found.get(at) is None:
+            here = self.cut(torch.arange(length, device=given[name].device)[None])
+            found[at] = here[0] if at == "positions" else here
+        self._gives_documents = documents is not None
+        if documents is not None:
+            found |= {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents}
+        if layout != self.layout:
+            found["context_layout"] = layout  # for attention, which may be recomputed after another batch
+        is_small = 0 < rows * length * self.expanded <= _MAX_EXPANDED
+        if is_small and (documents is None or rows == 1):
+            gather = partial(self._gather_latents, _make_mask(documents), layout)
+            found["context_latents"] = of_transformers.LatentCache(gather)
+        if self._has_states:
+            found["use_cache"] = False  # also where it is one of **kwargs: a cache would keep states of parts
+            found.pop("seq_idx", None)
+            if begins is not None:
+                found["seq_idx"] = self._cut_documents(model, begins).to(given[name].device)
+        if "use_cache" in self._signature.parameters:  # of keys and values that nothing would read
+            found.setdefault("use_cache", False)
+        return found
+
+    def _arrange(self, model: nn.Module, given: Mapping[str, Any]) -> _SequenceBatch:
+        """Read a batch, which then is what `cut` cuts."""
         name = next((name for name in _IDS if isinstance(given.get(name), Tensor)), None)
         if name is None or given[name].dim() < 2:
             raise ValueError(f"with context, the model's forward takes one of {', '.join(_IDS)}, [batch, seq, ...]")
@@ -162,30 +276,12 @@ class SequenceParts:
         if self.is_pretrained:
             of_transformers.refuse_arguments(model, given, length)
             documents, begins = of_transformers.find_documents(given, rows, length)
-        labels = given.get("labels")
-        shapes = ((rows, length), (1, length))
-        found = {
-            key: self.cut(value) if isinstance(value, Tensor) and tuple(value.shape[:2]) in shapes else value
-            for key, value in given.items()
-        }
-        is_shifted = self.is_pretrained and given.get("shift_labels") is None and compares_with_next(model)
-        if is_shifted and isinstance(labels, Tensor):
-            found["labels"] = found["shift_labels"] = self.cut_targets(model, labels)
-        at = next((name for name in _POSITIONS if name in self._signature.parameters), None)
-        if at is not None and found.get(at) is None:
-            here = self.cut(torch.arange(length, device=given[name].device), 0)
-            found[at] = here if at == "positions" else here.unsqueeze(0)
-        self._gives_documents = documents is not None
-        if documents is not None:
-            found |= {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents}
-        if self._has_states:
-            found["use_cache"] = False  # also where it is one of **kwargs: a cache would keep states of parts
-            found.pop("seq_idx", None)
-            if begins is not None:
-                found["seq_idx"] = self._cut_documents(model, begins).to(given[name].device)
-        if "use_cache" in self._signature.parameters:  # of keys and values that nothing would read
-            found.setdefault("use_cache", False)
-        return found
+        layout = self._choose_layout(given, documents)
+        self._packed = self._places = None
+        if layout == "balanced" and documents is not None:
+            self._packed = _list_documents(documents, rows, length)
+            self._places = _find_places(self._packed, self.group.rank(), self.group.size()).to(given[name].device)
+        return _SequenceBatch(name, layout, documents, begins)
 
     def _cut_documents(self, model: nn.Module, begins: Tensor) -> Tensor:
         """For linear attention, where the documents of this rank's tokens begin."""
@@ -223,18 +319,25 @@ class SequenceParts:
         window: int | None = None,
         documents: Tensor | None = None,
         sinks: Tensor | None = None,
+        layout: Layout | None = None,
+        is_gathered: bool = False,
     ) -> Tensor:
         """Attention [batch, heads, seq / context, size] of this rank's queries to all ranks' keys and values.
 
         documents: the first tokens of the documents of all rows, one after another, and the end of the last, int32
-        [documents + 1].
+        [documents + 1]. layout: None for the model's. is_gathered: whether keys and values are
+        of latents that `_gather_latents` has brought.
         """
+        if is_gathered:
+            self._reads_documents |= documents is not None
+            mask = _make_mask(documents)
+            return attend_to_gathered(query, key, value, self.group, mask, layout=layout or self.layout, scale=scale)
         attend = partial(
             context_attention,
             group=self.group,
             causal=self.is_causal,
             scale=scale,
-            layout=self.layout,
+            layout=layout or self.layout,
             window=window,
             sinks=sinks,
             # A compiler takes no function as an operator's argument, and counts no collectives.
@@ -247,9 +350,12 @@ class SequenceParts:
             return attend(query, key, value, documents=documents)
         length, parts = query.shape[2] * self.group.size(), []
         for row in range(len(query)):
-            own = documents[(documents >= row * length) & (documents <= (row + 1) * length)] - row * length
-            parts.append(attend(*(each[row : row + 1] for each in (query, key, value)), documents=own))
+            own = (each[row : row + 1] for each in (query, key, value))
+            parts.append(attend(*own, documents=_of_row(documents, row, length)))
         return torch.cat(parts)
+
+    def _gather_latents(self, mask: Mask, layout: Layout, latents: Tensor) -> Tensor:
+        return gather_seen_rows(latents, self.group, mask, layout=layout, wrap_collective=self._run_collective)
 
     def _run_collective(self, kind: str, make: Callable[[], T]) -> T:
         """Mark a collective of attention as one over context. Recomputation cannot keep what it brings: that is in
@@ -287,21 +393,28 @@ def require_context(model: nn.Module, grid_sizes: Mapping[str, int]) -> None:
         raise ValueError(f"context is {context}, but {refusal}; choose context=1")
 
 
-def prepare_context(model: nn.Module, grid: Grid) -> SequenceParts:
+def install_linear_attention(model: nn.Module, parts: SequenceParts) -> None:
     """Have linear attention run over the ranks of context. Before anything wraps the forward of these layers."""
-    parts = SequenceParts(model, grid)
+    parts.grid.context_layouts.add(parts.layout)
     if parts.is_pretrained:
         replace_scans(model, LinearAttentionParts(parts.group))
-    return parts
 
 
-def install_context(model: nn.Module, parts: SequenceParts) -> None:
-    """Have a model's forward cut the sequences that it is given, and its attention run over the ranks of context."""
+def install_context(model: nn.Module, parts: SequenceParts, *, expands_again: bool) -> None:
+    """Have a model's forward cut the sequences that it is given, and its attention run over the ranks of context.
+
+    expands_again: whether blocks are recomputed, so that keys which ranks make of others' latents are one layer's. Then
+    latents travel in place of keys, unless copy engines bring keys under attention.
+    """
     if parts.is_pretrained:
         of_transformers.replace_attention(model, parts.attend)
+        expanded = of_transformers.count_expanded(model) if expands_again and parts.is_causal else 0
+        if expanded and not can_copy(parts.group.group_name, parts.grid.device):
+            parts.expanded = expanded // parts.grid.size("x")
     for module in model.modules():
         if isinstance(module, ParallelDropout):
             module.place_tokens = parts.places_of
+            parts.has_dropout |= module.p > 0
         elif not parts.is_pretrained and hasattr(module, "attend"):
             module.attend = parts.attend  # type: ignore[assignment]
 
@@ -310,5 +423,5 @@ def install_context(model: nn.Module, parts: SequenceParts) -> None:
         return (), parts.cut_arguments(model, args, kwargs)
 
     model.register_forward_pre_hook(cut, with_kwargs=True)
-    if parts.is_pretrained:
+    if parts.is_pretrained and of_transformers.attentions_of(model):  # a stage may have linear attention alone
         model.register_forward_hook(torch.compiler.disable(lambda model, *_: parts.check_documents(model)))

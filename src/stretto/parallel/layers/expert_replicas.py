@@ -16,22 +16,28 @@ from stretto.parallel.comm.kept_outputs import run_once
 class ExpertReplicas:
     """The placement of replicas among a group's ranks, and choices of each expert since it was made.
 
-    over_x: ranks that have other tokens of the same experts, and so need the same placement; or None. counts: int64
-    [experts], on the device; None while nothing is measured.
+    over_x: ranks that have other tokens of the same experts, and so need the same placement; or None. placed: for
+    passes from now on. counts: int64 [experts], on the device; None while nothing is measured.
     """
 
     def __init__(self, group: dist.ProcessGroup, over_x: dist.ProcessGroup | None) -> None:
         self._group, self._over_x = group, over_x
-        self.placement: ReplicaPlacement | None = None
+        self.placed: ReplicaPlacement | None = None
         self.counts: Tensor | None = None
 
+    @property
+    def placement(self) -> ReplicaPlacement | None:
+        """The placement; while a block is computed again, that of its forward pass."""
+        return run_once(lambda: self.placed)
+
     def note(self, ids: Tensor, experts: int) -> None:
-        """Count this rank's choices, once where a block is computed again."""
-        if self.counts is not None:
-            run_once(self._add, ids.flatten().long(), experts)
+        """Count this rank's choices, if any are counted now, and once where a block is computed again."""
+        run_once(self._add, ids, experts)
 
     def _add(self, ids: Tensor, experts: int) -> None:
-        assert self.counts is not None
+        if self.counts is None:
+            return
+        ids = ids.flatten().long()
         if not self.counts.numel():
             self.counts = ids.new_zeros(experts)
         self.counts.scatter_add_(0, ids, torch.ones_like(ids))
@@ -54,8 +60,9 @@ class ExpertReplicas:
 
     def place(self, loads: list[int], spare: int) -> ReplicaPlacement:
         """Place replicas for these loads, and begin to count anew."""
-        self.placement, self.counts = place_replicas(loads, self._group.size(), spare), torch.empty(0)
-        return self.placement
+        placement = place_replicas(loads, self._group.size(), spare)
+        self.placed, self.counts = placement, torch.empty(0)
+        return placement
 
 
 def balance_experts(model: nn.Module, replicas: int = 1) -> Mapping[str, float]:
@@ -64,14 +71,15 @@ def balance_experts(model: nn.Module, replicas: int = 1) -> Mapping[str, float]:
     model: of `parallelize`, with experts divided among ranks (expert > 1). replicas: how many experts of other ranks
     each rank may hold beside its own; 0 ends it. The first call begins to measure. In each forward pass the weights of
     replicas are sent to their ranks, and in the backward pass their gradients home; parameters, their gradients and the
-    optimizer's states stay as they are. Losses differ by rounding alone, and with expert_reduce="choice" a token's
-    outputs are added in the same order. The host waits for the device once. All ranks call it.
+    optimizer's states stay as they are. With expert_reduce="choice" a token's outputs are added in the same order;
+    gradients of replicated experts are added in parts, so that they, and losses after the step, differ by rounding. The
+    host waits for the device once. All ranks call it.
 
     Returns, of each module, the load of the busiest rank over the mean with these replicas, for the measured loads.
     ValueError for fewer than 0 replicas, and for experts with biases.
     """
-    if replicas < 0:
-        raise ValueError(f"balance_experts: a rank holds 0 or more replicas, not {replicas}")
+    if type(replicas) is not int or replicas < 0:
+        raise ValueError(f"balance_experts: a rank holds 0 or more replicas, not {replicas!r}")
     found: dict[str, ExpertReplicas] = {}
     for name, module in model.named_modules():
         if isinstance(held := getattr(module, "replicas", None), ExpertReplicas):
@@ -86,5 +94,5 @@ def balance_experts(model: nn.Module, replicas: int = 1) -> Mapping[str, float]:
         busiest[name] = max(of_ranks) * len(of_ranks) / max(sum(of_ranks), 1)
     for name, each in found.items():
         if name not in busiest:
-            each.placement, each.counts = None, torch.empty(0) if replicas else None
+            each.placed, each.counts = None, torch.empty(0) if replicas else None
     return busiest

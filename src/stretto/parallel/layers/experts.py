@@ -40,10 +40,18 @@ from stretto.ops.moe import (
 from stretto.ops.moe.activation import is_silu
 from stretto.ops.moe.experts import differentiate_gate, gate_tokens
 from stretto.ops.moe.grouped.matmul import take_rows
-from stretto.ops.moe.permutation import sum_dtype
-from stretto.ops.moe.places import Places, find_places
+from stretto.ops.moe.grouped.tile_order import Arrivals
+from stretto.ops.moe.permutation import multiply_copies, sum_copies, sum_dtype
+from stretto.ops.moe.places import Places, find_places, run_beside
 from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient
-from stretto.parallel.comm.collectives import Pending, all_reduce, collective, own, start_all_reduce
+from stretto.parallel.comm.collectives import (
+    Pending,
+    all_reduce,
+    collective,
+    mark_experts,
+    own,
+    start_all_reduce,
+)
 from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, keep_output
 from stretto.parallel.grid import Grid
@@ -173,12 +181,42 @@ class _Multiply(torch.autograd.Function):
         return None if pending is None else pending.wait(), None, None, None
 
 
-class _MultiplyTokens(torch.autograd.Function):
-    """The weighted sum of each token's experts, SiLU-gated MLPs: x [t, h]. Saves places' tokens, and gate and up.
+@dataclass
+class _Returning:
+    """Gradients on their way back to tokens' ranks, between the two halves of a backward pass.
 
-    Products begin on tokens, and on gradients of sums, that have arrived; the tokens' gradients return under the
-    gradient of the first product's weight. Takes the DTensor parameters themselves, as `_Multiply` does, and gathers
-    them in its order.
+    needs_x, needs_weights: whether there are such gradients. is_ahead: whether something else runs on their way.
+    finish: returns x's. of_weights: those of places' weights, or of_own_weights: of this rank's tokens'.
+    """
+
+    needs_x: bool
+    needs_weights: bool
+    is_ahead: bool
+    finish: Callable[[], Tensor] | None = None
+    of_weights: Tensor | None = None
+    of_own_weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Tokens on their way to their experts' ranks, between the two halves of a forward pass.
+
+    weights: of places. receive, arrivals: of `Places.begin`. own_weights: of this rank's tokens, for sums of choices.
+    """
+
+    places: Places
+    weights: Tensor
+    receive: Callable[[], Tensor]
+    arrivals: Arrivals | None
+    returning: _Returning
+    own_weights: Tensor | None = None
+
+
+class _SendTokens(torch.autograd.Function):
+    """Begins to send tokens x [t, h] and their weights [t, k] to places; backward, awaits their gradients.
+
+    Returns a tensor [1] for the functions that take what it has sent, of which only the gradient's way matters. What is
+    between the two runs while tokens travel, and in the backward pass while their gradients do.
     """
 
     @staticmethod
@@ -186,12 +224,46 @@ class _MultiplyTokens(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weights: Tensor,
-        up: Tensor,
-        down: Tensor,
         places: Places,
-        products: Sequence[ExpertProduct],
+        columns: int,
+        is_ahead: bool,
+        note: Callable[[_Sent], None],
     ) -> Tensor:
-        is_recorded, index = bool(ctx.next_functions), places.index
+        """columns: of `Places.start`. is_ahead: something else is called before the products. note: takes what they
+        need."""
+        needs_x, needs_weights, *_ = ctx.needs_input_grad
+        ctx.places, ctx.returning = places, _Returning(needs_x, needs_weights, is_ahead)
+        weights = places.send_weights(weights)
+        note(_Sent(places, weights, *places.begin(x, columns, is_ahead=is_ahead), ctx.returning))
+        return x.new_empty(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        returning: _Returning = ctx.returning
+        of_x = None if returning.finish is None else returning.finish()
+        of_weights = returning.of_own_weights
+        if returning.of_weights is not None:
+            of_weights = ctx.places.give_back(returning.of_weights)
+        returning.finish = returning.of_weights = returning.of_own_weights = None
+        return of_x, of_weights, None, None, None, None
+
+
+class _MultiplyTokens(torch.autograd.Function):
+    """The weighted sum of each sent token's experts, SiLU-gated MLPs. Saves places' tokens, and gate and up.
+
+    Products begin on tokens, and on gradients of sums, that have arrived; the tokens' gradients return under the
+    gradient of the first product's weight, and what else runs before the backward pass of `_SendTokens`. Takes the
+    DTensor parameters themselves, as `_Multiply` does, and gathers them in its order.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, handle: Tensor, up: Tensor, down: Tensor, x: Tensor, sent: _Sent, products: Sequence[ExpertProduct]
+    ) -> Tensor:
+        is_recorded, places, index = bool(ctx.next_functions), sent.places, sent.places.index
+        weights, arrivals = sent.weights, sent.arrivals
+        tokens = x if places.route is None else sent.receive()
         of_up, of_down = products
         placement = of_up.placement
         is_here = None if places.route is None else index.is_here
@@ -206,14 +278,13 @@ class _MultiplyTokens(torch.autograd.Function):
         def activate() -> Tensor:
             return gated_activation(inner) if gated is None else gated
 
-        weights = places.send_weights(weights)
-        tokens, arrivals = places.start(x, up.shape[1])
         gate_up = of_up.gather(up, placement, is_recorded=is_recorded)
         inner = keep_output("product", gate)
         if arrivals is not None:
             arrivals.keep(tokens)
         whole_down = of_down.gather(down, placement, is_recorded=is_recorded)
         ctx.products, ctx.up, ctx.down, ctx.places, ctx.placement = products, up, down, places, placement
+        ctx.returning = sent.returning
         kept = [one if products[0].keeps_weights else None for one in (gate_up, whole_down)]  # both do, or none
         ctx.save_for_backward(tokens, weights, inner, index.slots, index.positions, is_here, index.offsets, *kept)
         return places.multiply_and_give_back(activate, whole_down, weights, keep_output if is_recomputed() else None)
@@ -224,6 +295,7 @@ class _MultiplyTokens(torch.autograd.Function):
         of_up, of_down = ctx.products
         tokens, weights, inner, slots, positions, is_here, offsets, up, down = ctx.saved_tensors
         places: Places = ctx.places
+        returning: _Returning = ctx.returning
         placement: ReplicaPlacement | None = ctx.placement
         gradient, arrivals = places.start(gradient.contiguous(), ctx.down.shape[2], keeps=False)
         numbers = (slots // positions.shape[1]).to(torch.int32)
@@ -232,22 +304,85 @@ class _MultiplyTokens(torch.autograd.Function):
         of_inner, gated, products = differentiate_gate(gradient, down, offsets, inner, numbers, factors, arrivals)
         if arrivals is not None:
             arrivals.wait()
-        if is_asked_for(ctx, 3):
-            of_down.make_weight_gradient(ctx.down, gated, take_rows(gradient, numbers), offsets, placement)
-        of_tokens = of_weights = None
-        if ctx.needs_input_grad[0]:
-            up = of_up.gather(ctx.up, placement) if up is None else up
-            finish = places.start_product_back(of_inner, up.transpose(1, 2))
         if is_asked_for(ctx, 2):
-            room = places.room if ctx.needs_input_grad[0] else 0
+            of_down.make_weight_gradient(ctx.down, gated, take_rows(gradient, numbers), offsets, placement)
+        needs_x = ctx.needs_input_grad[0] and returning.needs_x
+        if needs_x:
+            up = of_up.gather(ctx.up, placement) if up is None else up
+            transposed = up.transpose(1, 2)
+            returning.finish = places.start_product_back(of_inner, transposed, is_ahead=returning.is_ahead)
+        if is_asked_for(ctx, 1):
+            room = places.room if needs_x else 0
             of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, placement, numbers, room)
-        if ctx.needs_input_grad[0]:
-            of_tokens = finish()
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[0] and returning.needs_weights:
             of_weights = products.index_select(0, positions.reshape(-1)).view_as(weights).to(weights.dtype)
-            of_weights = of_weights if is_here is None else of_weights.masked_fill(~is_here, 0)
-            of_weights = places.give_back(of_weights)
-        return of_tokens, of_weights, None, None, None, None
+            returning.of_weights = of_weights if is_here is None else of_weights.masked_fill(~is_here, 0)
+        return torch.zeros(1, dtype=gradient.dtype, device=gradient.device), None, None, None, None, None
+
+
+class _CopyRows(torch.autograd.Function):
+    """A row for each choice of the sent tokens; backward, they are summed, and begin to return."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, sent: _Sent, reduce: ExpertReduce) -> Tensor:
+        ctx.places, ctx.returning, ctx.reduce = sent.places, sent.returning, reduce
+        tokens, route = sent.receive(), sent.places.route
+        assert route is not None
+        if sent.arrivals is not None:
+            sent.arrivals.keep(tokens)
+        return route.spread(tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        places: Places = ctx.places
+        returning: _Returning = ctx.returning
+        route, index, gradient = places.route, places.index, gradient.contiguous()
+        assert route is not None
+
+        def give_back() -> Tensor:
+            if ctx.reduce == "choice":
+                return sum_copies(route.give_choices_back(lambda: gradient, places.wrap_collective), route.choices)
+            return route.sum_back(lambda: gradient, None, places.wrap_collective)
+
+        if returning.needs_x and returning.is_ahead and ctx.reduce == "rank":
+            sums = sum_copies(gradient, index.positions, None, index.is_here)
+            returning.finish = places.start_back(sums, is_ahead=True)
+        elif returning.needs_x:
+            returning.finish = run_beside(give_back, gradient, is_ahead=returning.is_ahead)
+        return gradient.new_zeros(1), None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """Weighted sums of rows at their tokens' ranks; backward, the tokens' gradients go forward again."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, rows: Tensor, sent: _Sent, reduce: ExpertReduce) -> Tensor:
+        places, route = sent.places, sent.places.route
+        assert route is not None
+        ctx.places, ctx.returning, ctx.reduce = places, sent.returning, reduce
+        if reduce == "rank":
+            ctx.save_for_backward(sent.weights, rows if sent.returning.needs_weights else None)
+            return route.sum_back(lambda: rows, sent.weights, places.wrap_collective)
+        returned = route.give_choices_back(lambda: rows, places.wrap_collective)
+        ctx.save_for_backward(sent.weights, returned if sent.returning.needs_weights else None)
+        return sum_copies(returned, route.choices, sent.own_weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        places: Places = ctx.places
+        returning: _Returning = ctx.returning
+        route, index, gradient = places.route, places.index, gradient.contiguous()
+        assert route is not None
+        weights, rows = ctx.saved_tensors
+        tokens = route.send(lambda: gradient, places.wrap_collective, lends=True)
+        of_rows = route.spread(tokens, weights)
+        if returning.needs_weights and ctx.reduce == "rank":
+            returning.of_weights = multiply_copies(tokens, rows, index.positions, index.is_here)
+        elif returning.needs_weights:
+            returning.of_own_weights = multiply_copies(gradient, rows, route.choices).to(weights.dtype)
+        return gradient.new_zeros(1), of_rows, None, None
 
 
 class _AddBias(torch.autograd.Function):
@@ -368,9 +503,16 @@ class ParallelExperts(ShardedModule):
         self.plan = plan
         self.replicas = None if plan.group is None else ExpertReplicas(plan.group, plan.flow.gather_over)
         self.products = {name: replace(product, replicas=self.replicas) for name, product in products.items()}
-        self.in_graphs: GraphCode = GraphCode(
-            self._send_and_compute, *self.weights_in_graphs(), keeps_inputs=lambda: gradients.deferred is not None
-        )
+        self.starts_early = False  # something runs between `start` and the products
+        self._sent: list[_Sent] = []  # by `_start`, until `_finish`
+        make = partial(GraphCode, keeps_inputs=lambda: gradients.deferred is not None)
+        self._gathers_tokens = self._find_gathers_tokens()
+        # On the group of expert nothing else is called, whatever is called between `start` and the products.
+        self.can_start = plan.group is not None
+        code: Callable[..., Tensor] = self._multiply_tokens if self._gathers_tokens else self._multiply_rows
+        code = self._finish if self.can_start else code
+        self.in_graphs: GraphCode = make(code, *self.weights_in_graphs())
+        self._start_in_graphs = make(self._start)
 
     @property
     def has_biases(self) -> bool:
@@ -380,9 +522,12 @@ class ParallelExperts(ShardedModule):
     def weights_in_graphs(self) -> Sequence[Tensor]:
         return self.get_parameter(self._up), self.get_parameter(self._down)
 
-    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, started: Tensor | None = None
+    ) -> Tensor:
         if not self.is_being_traced():
-            return self._forward_on_grid(hidden, top_k_index, top_k_weights)
+            with mark_experts():
+                return self._forward_on_grid(hidden, top_k_index, top_k_weights, started)
         up, down = (local(self.get_parameter(name)) for name in (self._up, self._down))
         x, ids = hidden.to(up.dtype).flatten(0, -2), self._known(top_k_index)
         found = dispatch(x, ids, self.num_experts, max_rows=self.plan.max_rows)
@@ -393,16 +538,31 @@ class ParallelExperts(ShardedModule):
         y = combine(self._add_bias(self._down, rows, found.offsets, biases), found.handle, top_k_weights)
         return y.view(hidden.shape)
 
-    def _forward_on_grid(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def _forward_on_grid(
+        self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, started: Tensor | None
+    ) -> Tensor:
         if self.plan.checks_features:
             check_features(hidden, "y", self.plan.name)
         x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
-        run = partial(self.in_graphs, x.shape) if torch.compiler.is_compiling() else self._send_and_compute
-        y = run(x, top_k_weights, top_k_index, *self._biases())
+        inputs: tuple[Tensor, ...] = x, top_k_weights, top_k_index
+        if self.can_start:
+            started = _run(self._start_in_graphs, (1,), *inputs) if started is None else started
+            # A compiler keeps the tokens' memory until this has read it. Their gradients go by `started`.
+            inputs = started, x.detach()
+        y = _run(self.in_graphs, x.shape, *inputs, *self._biases())
         return note_features(y.view(hidden.shape), "y")
 
-    def _send_and_compute(self, x: Tensor, weights: Tensor, ids: Tensor, *biases: Tensor) -> Tensor:
-        """The output [t, h / y], as the plan says where tokens go."""
+    def start(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Begin to send tokens, where `can_start`. The next call takes the same arguments, and what this returns.
+
+        What is called between the two runs while tokens travel, and backward while their gradients do.
+        """
+        x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
+        with mark_experts():
+            return _run(self._start_in_graphs, (1,), x, top_k_weights, top_k_index)
+
+    def _take_part(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens, weights and choices that this rank sends."""
         plan, flow = self.plan, self.plan.flow
         if plan.group is not None and plan.max_rows is None and x.is_cuda:
             self._refuse_capture()
@@ -418,15 +578,18 @@ class ParallelExperts(ShardedModule):
             x, weights = sum_gradient(x, flow.sum_tokens_over), sum_gradient(weights, flow.sum_tokens_over)
         if self.replicas is not None:
             self.replicas.note(ids, self.num_experts)
-        multiply = self._multiply_tokens if self._gathers_tokens() else self._multiply_rows
-        y = multiply(x, ids, weights, biases)
+        return x, weights, ids
+
+    def _complete(self, y: Tensor, x: Tensor) -> Tensor:
+        """The output for the tokens x, of that for those that this rank has sent."""
+        flow = self.plan.flow
         if flow.cut_over is not None:
-            y = gather_tokens(y, tokens, flow.cut_over)
+            y = gather_tokens(y, x.shape[0], flow.cut_over)
         if flow.sum_tokens_over is not None:
             y = _SumTokens.apply(y, flow.sum_tokens_over)
         return y
 
-    def _gathers_tokens(self) -> bool:
+    def _find_gathers_tokens(self) -> bool:
         """True if the products gather tokens by index: nothing is done between them but SiLU gates."""
         plan, is_plain = self.plan, self._own_gate is None and not self._bias_scales
         is_summed = plan.over_y is not None or plan.flow.sum_rows_over is not None
@@ -434,9 +597,14 @@ class ParallelExperts(ShardedModule):
         is_gated = is_plain and self._up == "gate_up_proj" and is_silu(self.act_fn)
         return is_gated and not is_transposed and not is_summed and plan.reduce == "rank"
 
-    def _multiply_tokens(self, x: Tensor, ids: Tensor, weights: Tensor, _biases: Sequence[Tensor]) -> Tensor:
-        """The output for tokens that are sent, once to a rank, and gathered there by the products."""
+    def _multiply_tokens(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The output for tokens that are sent once to a rank, and gathered there by the products."""
+        return self._finish(self._start(x, weights, ids), x)
+
+    def _start(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Begin to send tokens, once to a rank."""
         plan, gather_group = self.plan, self.plan.flow.gather_over
+        x, weights, ids = self._take_part(x, weights, ids)
         is_alone = plan.group is None and gather_group is None
         overlaps = self.products[self._up].hides_all_reduce
         places = find_places(
@@ -448,9 +616,22 @@ class ParallelExperts(ShardedModule):
             wrap_collective=_wrap_collective,
             implementation="auto" if plan.group is not None or overlaps else "library",
         )
-        parameters = map(self.get_parameter, self.products)
-        y: Tensor = _MultiplyTokens.apply(x, weights, *parameters, places, tuple(self.products.values()))
-        return y
+        columns = self.get_parameter(self._up).shape[1]
+        handle: Tensor = _SendTokens.apply(x, weights, places, columns, self.starts_early, self._sent.append)
+        if plan.reduce == "choice":  # a copy: a compiled graph may overwrite its memory before the sums
+            self._sent[-1] = replace(self._sent[-1], own_weights=weights.detach().clone())
+        return handle
+
+    def _finish(self, handle: Tensor, x: Tensor, *biases: Tensor) -> Tensor:
+        """The output for the tokens x, which `_start` has begun to send."""
+        sent, self._sent = self._sent[-1], []  # there may be one whose call an error has ended
+        if self._gathers_tokens:
+            parameters, products = map(self.get_parameter, self.products), tuple(self.products.values())
+            return self._complete(_MultiplyTokens.apply(handle, *parameters, x, sent, products), x)
+        rows = self._multiply_experts(
+            _CopyRows.apply(handle, sent, self.plan.reduce), sent.places.index.offsets, biases
+        )
+        return self._complete(_SumRows.apply(handle, rows, sent, self.plan.reduce), x)
 
     def _find_slots(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, int]:
         """(choices, their weights, experts that they are among), replicas of experts counted, if there are any."""
@@ -471,24 +652,28 @@ class ParallelExperts(ShardedModule):
             return max(gather_group.size() * ids.numel(), 1)
         return plan.max_rows
 
-    def _multiply_rows(self, x: Tensor, ids: Tensor, weights: Tensor, biases: Sequence[Tensor]) -> Tensor:
+    def _multiply_rows(self, x: Tensor, weights: Tensor, ids: Tensor, *biases: Tensor) -> Tensor:
         """The output for tokens that are copied for each of their experts, and sent as the plan says."""
         plan = self.plan
+        part, weights, ids = self._take_part(x, weights, ids)
         slots, _, count = self._find_slots(ids, weights)
         found = dispatch(
-            x,
+            part,
             slots,
             count,
             plan.group,
             topk_weights=weights,
-            max_rows=plan.max_rows if plan.reduce == "choice" else self._count_rows(ids),
+            max_rows=self._count_rows(ids),
             gather_group=plan.flow.gather_over,
             reduce=plan.reduce,
             wrap_collective=_wrap_collective,
         )
-        inner = self._activate(self._multiply(self._up, found.rows, found.offsets, biases))
-        rows = self._multiply(self._down, inner, found.offsets, biases)
-        return combine(rows, found.handle, weights, plan.group, wrap_collective=_wrap_collective)
+        rows = self._multiply_experts(found.rows, found.offsets, biases)
+        return self._complete(combine(rows, found.handle, weights, plan.group, wrap_collective=_wrap_collective), x)
+
+    def _multiply_experts(self, rows: Tensor, offsets: Tensor, biases: Sequence[Tensor]) -> Tensor:
+        inner = self._activate(self._multiply(self._up, rows, offsets, biases))
+        return self._multiply(self._down, inner, offsets, biases)
 
     def _multiply(self, name: str, rows: Tensor, offsets: Tensor, biases: Sequence[Tensor]) -> Tensor:
         output: Tensor = _Multiply.apply(rows, self.get_parameter(name), offsets, self.products[name])
@@ -536,6 +721,11 @@ class ParallelExperts(ShardedModule):
     def extra_repr(self) -> str:
         shapes = [(name, tuple(p.shape), tuple(local(p).shape)) for name, p in self.named_parameters(recurse=False)]
         return ", ".join(f"{name}={whole} of which {here} here" for name, whole, here in shapes)
+
+
+def _run(code: GraphCode, shape: Sequence[int], *inputs: Tensor) -> Tensor:
+    """Run code that returns a tensor of this shape, as one operator of a graph that is being traced."""
+    return code(shape, *inputs) if torch.compiler.is_compiling() else code.code(*inputs)
 
 
 def _wrap_collective(kind: str, make: Callable[[], T]) -> T:

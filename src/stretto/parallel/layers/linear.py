@@ -220,7 +220,8 @@ class LinearPlan:
         if not self.matmuls.is_on and dtype is None and a.is_contiguous():
             return a @ b  # the same product of two matrices
         product = self.matmuls.multiply(self.linear_index, role, a.flatten(0, -2), b, dtype=dtype)
-        return torch.ops.aten._unsafe_view(product, (*a.shape[:-1], b.shape[1]))  # type: ignore[no-any-return]
+        whole: Tensor = torch.ops.aten._unsafe_view(product, (*a.shape[:-1], b.shape[1]))
+        return whole
 
     def _multiply_and_sum(self, x: Tensor, matrix: Tensor) -> Tensor:
         """The output x @ matrix, summed over the output's ranks."""

@@ -187,7 +187,7 @@ class LinearAttentionParts:
         if seq_idx is not None:
             decays = decays * (seq_idx < self._begins(x.shape[1]))[..., None]
         size = last.shape[2] * last.shape[3]
-        sent = torch.cat((last.flatten(2), decays[:, -1, :, None].to(last.dtype)), 2)
+        sent = torch.cat((last.flatten(2), decays[:, -1, :, None]), 2)
         outputs, received = _pass(outputs, sent, self.group.size(), self.group)
         if not len(received):
             return outputs

@@ -50,15 +50,15 @@ class WeightShard:
             found = self.gatherer.gather(self, parameter)
             return found if not self.dim else found._replace(rows=found.rows.transpose(0, self.dim).contiguous())
 
-        def make() -> GatheredWeight:
-            if is_recorded:
-                return GatheredWeight(cast(parameter, self.precision.compute))
-            return GatheredWeight(self.precision.cast(local(parameter)))
-
         # One low-precision copy for all micro-batches in flight.
         if isinstance(self.gatherer, StepGatherer) and self.gatherer.is_keeping:
-            return self.gatherer.keep(self, version_of(parameter), make)
-        return make()
+            return self.gatherer.keep(self, version_of(parameter), partial(self._cast, parameter, is_recorded))
+        return self._cast(parameter, is_recorded)
+
+    def _cast(self, parameter: Tensor, is_recorded: bool) -> GatheredWeight:
+        if is_recorded:
+            return GatheredWeight(cast(parameter, self.precision.compute))
+        return GatheredWeight(self.precision.cast(local(parameter)))
 
     def was_overwritten(self, version: Version | None) -> bool:
         """True if rows of `GatheredWeight.version` have been overwritten with other numbers since."""

@@ -87,7 +87,8 @@ class BatchCutter:
             return
         is_shifted = is_pretrained_model(self.model) and compares_with_next(self.model)
         if self._parts is not None:
-            step.targets = [self._parts.cut_targets(self.model, part) for part in step.targets]
+            calls = zip(step.calls, step.targets, strict=True)
+            step.targets = [self._parts.cut_targets_of(self.model, *each) for each in calls]
             is_shifted = False
         found = [_count_valid(part, is_shifted=is_shifted) for part in step.targets]
         mine = torch.stack(found).to(self.grid.device)

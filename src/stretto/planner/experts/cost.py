@@ -112,7 +112,8 @@ def _list_messages(
     kinds = "all_to_all", "all_to_all"
     is_far = gpus_per_node is not None and ranks_in_node(grid, gpus_per_node) < grid.expert
     if options.expert_rows is not None and (gathers or is_far):
-        there = back = tokens * grid.expert * grid.expert_x / x  # all tokens of the group
+        there = tokens * grid.expert * grid.expert_x / x  # all tokens of the group
+        back = there * shape.active if options.expert_reduce == "choice" else there
         kinds = "all_gather", "reduce_scatter"
     others = (grid.expert - 1) / grid.expert / (grid.expert_x if is_distinct else 1)
     for is_forward in (True, False):

@@ -90,7 +90,6 @@ class Staging:
         self.device = device
         self._buffers: dict[Key, Tensor] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._began: torch.cuda.Event | None = None
         self._copied: torch.cuda.Event | None = None
 
     @property
@@ -122,8 +121,7 @@ class Staging:
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            self._began, self._copied = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
-            self._began.record(self._stream)
+            self._copied = torch.cuda.Event(blocking=True)
         copies: dict[Key, LocalBox] = {}
         on_host = []
         for name, whole in state.items():
@@ -170,13 +168,6 @@ class Staging:
         """Wait until the values of the last copy are there. Any thread may call it."""
         if self._copied is not None:
             self._copied.synchronize()
-
-    def copy_seconds(self) -> float | None:
-        """Seconds that the last copy took on the device, when it has ended; None on a CPU."""
-        if self._began is None or self._copied is None:
-            return None
-        self._copied.synchronize()
-        return self._began.elapsed_time(self._copied) / 1e3
 
 
 def _in_groups(keys: Iterable[Key], sizes: Mapping[Key, int]) -> Iterable[list[Key]]:

@@ -48,7 +48,7 @@ COPY_ENGINE_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel", "begin_
 STEP_MARK, GROUP_MARK = "stretto step ", "stretto group "
 _STEP = re.compile(re.escape(STEP_MARK) + r"(\d+)")
 _WAIT = re.compile(r"stretto waited (\d+\.\d+) (\d+\.\d+)")  # stretto.parallel.pipeline marks them
-_EXPERTS = "stretto experts"  # stretto.models.moe marks them
+_EXPERTS = "stretto experts"  # stretto.parallel.comm.collectives marks them
 _COPY_DIRECTION = re.compile(r"HtoD|DtoH")  # in "Memcpy HtoD (Pinned -> Device)"
 
 

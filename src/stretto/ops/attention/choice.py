@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selects the way of a call of context attention: the fastest measured, else one predicted from the machine's speeds.
+
+Measured times are those of `tune_attention`, and of first calls with STRETTO_CONFIRM=1; all ranks take rank 0's.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from stretto.ops import confirmation
+from stretto.ops.choices import can_time_calls, find_way, group_speeds
+from stretto.ops.operator import exchange_text, find_group, find_known, require_agreement
+from stretto.ops.prediction import FITTED, Speeds
+from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
+
+logger = logging.getLogger("stretto.ops")
+
+# A layer's keys and values are gathered where they take at most so many bytes: a ring holds two ranks' of them.
+_GATHERED_BYTES = 4 << 30
+_NEAR = 1.5  # a measurement counts for sequences of up to so many times the length, or as short
+_CLEARLY_FASTER = 0.9  # the predicted part of the default's time with which another way is taken
+_BACKWARD = 2.5  # products of a backward pass for each one forward
+
+Times = dict[tuple[str, int], dict[str, float]]
+"""Seconds by (the call's kind, positions of a rank) and way."""
+
+
+class AttentionProblem(NamedTuple):
+    """A call of one rank: shapes of q, k and v, of `length` positions. trains: whether it is differentiated."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    size: int
+    value_size: int
+    dtype: torch.dtype
+    causal: bool
+    window: int | None
+    trains: bool
+    ranks: int
+
+    @property
+    def kind(self) -> str:
+        """All but the length, as a store names it."""
+        mask = f"window {self.window}" if self.window is not None else "causal" if self.causal else "full"
+        return (
+            f"context_attention {self.batch}x{self.heads}/{self.kv_heads}x{self.size}/{self.value_size} "
+            f"{str(self.dtype).removeprefix('torch.')} {mask}{' training' * self.trains} {self.ranks} ranks"
+        )
+
+    @property
+    def degree(self) -> int:
+        """The number of ranks that exchange heads."""
+        return math.gcd(self.heads, self.kv_heads, self.ranks)
+
+    def list_ways(self) -> list[str]:
+        """The ways that a call may take, the default first."""
+        whole = self.batch * self.kv_heads * self.length * self.ranks * (self.size + self.value_size)
+        gathers = whole * self.dtype.itemsize <= _GATHERED_BYTES
+        return ["all_gather"] * gathers + ["ring"] + ["ulysses"] * (self.degree > 1)
+
+
+def choose_way(
+    call: AttentionProblem, group: str, device: torch.device, run: Callable[[str], object] | None = None
+) -> str:
+    """The way of a call: that of an equal earlier one, a checkpoint's, the fastest measured, or the predicted one.
+
+    run: computes the call a way, to time it. Collective at a group's first call, and with `run` at the first of a kind.
+    """
+    ways = call.list_ways()
+    if call.ranks == 1 or (device.type == "cpu" and not find_times(group, device)):
+        return ways[0]
+    name = f"{call.kind} length={call.length}"
+    return find_way(name, ways, partial(_choose, call, ways, group, device, run), group, device)
+
+
+def _choose(
+    call: AttentionProblem, ways: list[str], group: str, device: torch.device, run: Callable[[str], object] | None
+) -> str:
+    times = find_times(group, device)
+    measured = _find_nearest(call, ways, times)
+    if measured is None and run is not None:
+        _confirm(call, ways, group, device, run, times)
+        measured = _find_nearest(call, ways, times)
+    speeds = group_speeds(group, device)
+    if measured is None and speeds is not None:
+        seconds = {way: predict(call, way, speeds) for way in ways}
+        best = min(ways, key=seconds.__getitem__)
+        chosen = best if seconds[best] < _CLEARLY_FASTER * seconds[ways[0]] else ways[0]
+    else:
+        chosen = ways[0] if measured is None else min(measured, key=measured.__getitem__)
+    logger.debug("group %s: %s runs as %s: %s", group, call.kind, chosen, measured or "predicted")
+    return chosen
+
+
+def _confirm(
+    call: AttentionProblem,
+    ways: list[str],
+    group: str,
+    device: torch.device,
+    run: Callable[[str], object],
+    times: Times,
+) -> None:
+    """Time the call in all ways, if all ranks can, and keep the times. Collective."""
+    if not require_agreement(call.kind, False, group, device, can_measure=can_time_calls(device)).is_measured:
+        return
+    seconds = confirmation.measure_choices([partial(run, way) for way in ways], group, device)
+    if seconds is None:
+        logger.warning("%s is not confirmed: some rank could not time it, and runs as predicted", call.kind)
+        return
+    keep_times(call, dict(zip(ways, seconds, strict=True)), times, group, device)
+
+
+def keep_times(
+    call: AttentionProblem,
+    seconds: dict[str, float],
+    times: Times,
+    group: str,
+    device: torch.device,
+    store: TuningStore | None = None,
+) -> None:
+    """Keep seconds by way, the same on all ranks, for the group's later calls, and in rank 0's store for later runs."""
+    times[call.kind, call.length] = seconds
+    if dist.get_rank(find_group(group)) == 0:
+        _autotuner(device, store).keep((call.kind, call.length), seconds)
+
+
+def find_times(group: str, device: torch.device) -> Times:
+    """The group's measured times, which it may add to. Collective at its first call."""
+
+    def agree() -> Times:
+        members = find_group(group)
+        read = _autotuner(device).read() if dist.get_rank(members) == 0 else {}
+        rows = json.loads(exchange_text(json.dumps([[*key, times] for key, times in read.items()]), group, device)[0])
+        return {(kind, length): times for kind, length, times in rows}
+
+    found: Times = find_known(group, device, "attention's times", agree)
+    return found
+
+
+def _find_nearest(call: AttentionProblem, ways: list[str], times: Times) -> dict[str, float] | None:
+    """The times of the ways at the nearest length that was measured, if it is near enough."""
+    lengths = [length for kind, length in times if kind == call.kind and set(ways) & set(times[kind, length])]
+    nearest = min(lengths, key=lambda length: abs(math.log(length / call.length)), default=0)
+    if not 1 / _NEAR <= nearest / call.length <= _NEAR:
+        return None
+    return {way: seconds for way, seconds in times[call.kind, nearest].items() if way in ways}
+
+
+def predict(call: AttentionProblem, way: str, speeds: Speeds) -> float:
+    """Seconds of a call: products, and what of its exchange they do not hide."""
+    whole = call.length * call.ranks
+    seen = whole / 2 if call.causal else whole
+    others = (whole - call.length) * (0.75 if call.causal else 1.0)  # keys that a rank needs of others, zig-zag
+    if call.window is not None:
+        seen, others = min(seen, call.window), min(others, 2.0 * call.window)
+    row = call.batch * call.kv_heads * (call.size + call.value_size) * call.dtype.itemsize
+    flops = 2 * call.batch * call.heads * call.length * seen * (call.size + call.value_size)
+    products, exchange = flops / (FITTED.product * speeds.flops), others * row / speeds.link
+    backward = _BACKWARD * call.trains
+    if way == "ulysses":
+        sizes = (call.heads + call.kv_heads) * (call.size + call.value_size)
+        sent = call.batch * call.length * sizes * call.dtype.itemsize * (call.degree - 1) / call.degree
+        heads = 4 * FITTED.library + sent / (FITTED.library_link * speeds.link)  # q, k, v and the output
+        sets = call.ranks // call.degree
+        return (1 + backward) * products + (1 + call.trains) * heads + _expose(products, exchange, sets, 1, backward)
+    steps = call.ranks - 1 if way == "ring" else 1
+    merged = steps * 2 * call.batch * call.heads * call.length * call.value_size * 4  # fp32, read and written
+    exposed = _expose(products, exchange, call.ranks, steps, backward)
+    return (1 + backward) * products + merged / (FITTED.memory * speeds.memory) + exposed
+
+
+def _expose(products: float, exchange: float, ranks: int, steps: int, backward: float) -> float:
+    """Exposed seconds of an exchange: forward under a rank's own keys, or others' of the step before; backward keys and
+    their gradients under half as much each."""
+    if ranks == 1:
+        return 0.0
+    forward = steps * max(0.0, exchange / steps - products / ranks)
+    return forward + (2 * steps * max(0.0, exchange / steps - backward * products / ranks / 2) if backward else 0.0)
+
+
+def _autotuner(device: torch.device, store: TuningStore | None = None) -> Autotuner[tuple[str, int], str]:
+    return Autotuner(machine_key(device), TimeKeys(_name_time, _parse_time_key), store)
+
+
+def _name_time(problem: tuple[str, int], way: str) -> str:
+    kind, length = problem
+    return f"{kind} length={length} by {way}"
+
+
+def _parse_time_key(key: str) -> tuple[tuple[str, int], str]:
+    """The problem and the way. ValueError for any other key, since anyone may have written the file."""
+    problem, _, way = key.rpartition(" by ")
+    kind, _, length = problem.rpartition(" length=")
+    if not kind.startswith("context_attention ") or not length.isdecimal() or not int(length):
+        raise ValueError(f"{key!r} names no times of attention")
+    return (kind, int(length)), way

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated joint schedules against times by hand, and what the command prints of them."""
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.cli import app
+from stretto.collectives.algorithms import find
+from stretto.collectives.joint import join
+from stretto.simulator.network import parse_topology
+from stretto.simulator.schedules.joint import ProductCosts, simulate_joint
+from stretto.simulator.schedules.simulate import PACKET_BYTES
+
+# A row takes 2 us to multiply. It has 50 bytes where it is gathered, and 80 in the product.
+COSTS = ProductCosts(flops=1e9, memory=1e18, columns=40, depth=25, itemsize=2)
+
+
+def simulate(operator, name, ranks, rows, bandwidth):
+    topology = parse_topology(f"switch:{ranks}", bandwidth=bandwidth, latency=0.0)
+    return simulate_joint(join(operator, find(name).compile(ranks=ranks), rows, 4), topology, COSTS)
+
+
+def test_a_gathers_last_rows_come_before_its_product_needs_them():
+    found = simulate("all_gather_matmul", "direct-all-gather", 2, 100, 100e6)
+    assert found.product == pytest.approx(400e-6)
+    assert found.seconds == pytest.approx(400e-6, rel=1e-3)
+    assert [(one.rank, one.number) for one in sorted(found.tiles, key=lambda one: one.start)][:2] == [(0, 0), (1, 1)]
+
+
+def test_the_last_chunk_of_a_sum_travels_behind_its_product():
+    found = simulate("matmul_reduce_scatter", "ring-reduce-scatter", 2, 100, 20e6)
+    arrival = 50 * 2e-6 + 50 * 80 / 20e6  # the peer's chunk is multiplied first, and then sent
+    assert found.exposed == pytest.approx(
+        arrival - 200e-6, abs=1.01 * PACKET_BYTES / 20e6
+    )  # a switch passes packets on
+
+
+def test_movers_take_their_part_of_the_product():
+    topology = parse_topology("switch:2", bandwidth=1e15, latency=0.0)
+    joint = join("all_gather_matmul", find("direct-all-gather").compile(ranks=2), 100, 4)
+    slower = ProductCosts(COSTS.flops, COSTS.memory, COSTS.columns, COSTS.depth, movers=0.2)
+    assert simulate_joint(joint, topology, slower).seconds == pytest.approx(400e-6 / 0.8, rel=1e-3)
+
+
+def test_another_number_of_ranks_and_impossible_costs_are_refused():
+    joint = join("all_gather_matmul", find("direct-all-gather").compile(ranks=2), 100, 4)
+    with pytest.raises(ValueError, match="has 2 ranks, the topology 3 devices"):
+        simulate_joint(joint, parse_topology("switch:3", bandwidth=1e9, latency=0.0), COSTS)
+    for changes, words in (({"flops": 0.0}, "flops"), ({"movers": 1.0}, "movers"), ({"columns": 0}, "columns")):
+        with pytest.raises(ValueError, match=words):
+            ProductCosts(**{"flops": 1.0, "memory": 1.0, "columns": 1, "depth": 1} | changes)
+
+
+def test_the_command_draws_a_schedule_inside_an_operator(tmp_path):
+    picture = tmp_path / "joint.svg"
+    options = ["--ranks", "4", "--operator", "all_gather_matmul", "--sizes", "1024x512x256", "-o", str(picture)]
+    done = CliRunner().invoke(app, ["collective", "show", "ring-all-gather", *options])
+    assert done.exit_code == 0, done.output
+    assert "ring-all-gather in all_gather_matmul, 1024 x 512 x 256, 4 ranks of dgx-h200" in done.output
+    assert "rank 3" in picture.read_text()
+    for given, words in (
+        (["--operator", "all_gather_matmull"], "takes no schedule"),
+        (["--operator", "matmul_all_reduce"], "takes a schedule of an allreduce"),
+        (["--operator", "all_gather_matmul", "--sizes", "4x4"], "MxNxK"),
+        (["--operator", "all_gather_matmul", "--sizes", "1026x4x4"], "1028 will do"),
+    ):
+        done = CliRunner().invoke(app, ["collective", "show", "ring-all-gather", "--ranks", "4", *given])
+        assert done.exit_code == 2
+        assert words in done.output
