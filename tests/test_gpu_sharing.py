@@ -281,7 +281,7 @@ def test_a_process_that_has_waited_does_not_keep_others_waiting(kernel_cache, mo
         path = compiling.put("code", "kernel.cubin")
         compiling.put_group("kernel.json", {"kernel.cubin": path})
         # All managers live on, as in a process whose garbage is not collected.
-        assert not wait(found, timeout=5).not_done
+        assert not wait(found, timeout=LIMIT).not_done
     assert [each.result() for each in found] == [{"kernel.cubin": path}] * 2
 
 

@@ -274,6 +274,7 @@ def compile_layers() -> list[tuple[list[str], float]]:
     return found
 
 
+@pytest.mark.long
 def test_compiled_layers_are_the_graphs_of_their_own_modules(ranks):
     (((graphs, loss), (fused_graphs, fused_loss)),) = ranks(1).run(compile_layers)
     assert len(graphs) == 2

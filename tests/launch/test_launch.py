@@ -82,7 +82,7 @@ def is_alive(pid: int) -> bool:
 
 
 def assert_nothing_left(out: Path, processes: list[int]) -> None:
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + LIMIT
     while forks_processes() and any(map(is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not [pid for pid in processes if is_alive(pid)]

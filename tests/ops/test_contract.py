@@ -310,6 +310,7 @@ def train_biases():
             torch.testing.assert_close(biases[name].grad, alone[name].grad)
 
 
+@pytest.mark.long
 def test_an_mlps_biases_may_be_all_that_is_trained(interpret):
     interpret(2, train_biases)
 

@@ -25,8 +25,8 @@ from tests.parallel.training import distance
 VOCAB, TOKENS = 61, torch.arange(2 * 17).view(2, 17) * 7 % 61
 
 
-def make_gpt(layers: int = 2) -> nn.Module:
-    return GPT(gpt(layers=layers, positions="rotary", activation="swiglu", norm="rmsnorm"))
+def make_gpt() -> nn.Module:
+    return GPT(gpt(layers=2, positions="rotary", activation="swiglu", norm="rmsnorm"))
 
 
 def make_qwen() -> nn.Module:
@@ -145,7 +145,7 @@ def test_operators_of_compiled_blocks_run_without_wrappers_in_python(ranks):
 def differences_of_compiled_model() -> list[str]:
     """Return which gradients of a compiled model on two ranks differ from the model's, before and after an edit."""
     grid, found = Grid(z=2), []
-    model = parallelize(make_gpt(layers=1), grid)
+    model = parallelize(make_gpt(), grid)
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         seen = []

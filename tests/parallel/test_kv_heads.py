@@ -86,6 +86,7 @@ def check(ranks: MakeRanks, count: int, cases: list[tuple[Sizes, Case]]) -> None
     assert found == [([], len(cases) if rank == 0 else 0) for rank in range(count)]
 
 
+@pytest.mark.long
 def test_models_train_with_copied_kv_heads_as_on_one_rank(ranks: MakeRanks) -> None:
     check(ranks, 4, ON_FOUR)
 

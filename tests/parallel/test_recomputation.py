@@ -177,9 +177,9 @@ def calls_of_a_block(sizes: Sizes, recompute: str, shards: bool) -> tuple[Counte
     [
         (X2, False),
         pytest.param(Y2, False, marks=pytest.mark.long),
-        pytest.param(X2, True, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param((1, 2, 2, 1), True, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param((1, 2, 1, 2), False, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param(X2, True, marks=pytest.mark.long),
+        pytest.param((1, 2, 2, 1), True, marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 1, 2), False, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

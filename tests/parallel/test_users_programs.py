@@ -221,7 +221,7 @@ def wrong_results(sizes: dict[str, int]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("count", "sizes"),
-    [(2, {"z": 2}), (2, {"data": 2}), pytest.param(4, {"data": 2, "z": 2}, marks=pytest.mark.long)],
+    [(2, {"z": 2}), (2, {"data": 2}), pytest.param(4, {"data": 2, "z": 2}, marks=pytest.mark.exhaustive)],
     ids=str,
 )
 def test_programs_that_go_other_ways_train_as_in_one_process(ranks, count, sizes):

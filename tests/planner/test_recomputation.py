@@ -63,7 +63,7 @@ def measure(sizes: dict[str, int], config: GPTConfig, recompute: str, options: d
 @pytest.mark.parametrize(
     ("grid", "config", "options"),
     [
-        pytest.param({"x": 2}, CONFIG, {}, marks=pytest.mark.long),
+        pytest.param({"x": 2}, CONFIG, {}, marks=pytest.mark.exhaustive),
         pytest.param({"y": 2}, GATED, {}, marks=pytest.mark.long),
         pytest.param({"x": 2}, GATED, {"shard_sequence": True}, marks=pytest.mark.exhaustive),
         pytest.param({"x": 2, "y": 2}, CONFIG, {"shard_sequence": True}, marks=pytest.mark.exhaustive),

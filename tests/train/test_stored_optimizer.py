@@ -261,6 +261,7 @@ def test_incompatible_options_raise(tmp_path: Path, overrides: list[str], messag
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("clip", ["none", "0.5"])
+@pytest.mark.long
 def test_steps_on_the_host_give_what_steps_on_the_device_do(ranks: Any, tmp_path: Path, clip: str) -> None:
     common = ["train.dtype=fp32", f"train.clip={clip}"]
     runs = {

@@ -100,6 +100,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
     assert not list(tmp_path.glob("**/*.so"))
 
 
+@pytest.mark.long
 def test_a_process_that_never_leaves_its_group_ends_well():
     done = run_python(START + RUN)
     assert (done.returncode, done.stdout) == (0, "{('allreduce', 'schedule ring-all-reduce'): 1}\n"), done.stderr

@@ -166,7 +166,8 @@ def multiply_while_rows_arrive(is_fixed):
     return same
 
 
-@pytest.mark.parametrize("is_fixed", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("is_fixed", [False, True])
 def test_products_wait_for_the_rows_that_they_need(interpret, is_fixed):
     assert interpret(3, multiply_while_rows_arrive, is_fixed) == [[True] * 8] * 3
 

@@ -65,19 +65,23 @@ def test_a_model_whose_blocks_are_recomputed_is_freed(ranks):
     assert ranks(2).run(count_models_in_memory, {"data": 2}) == [0, 0]
 
 
-@pytest.mark.long
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ({"data": 2, "x": 2, "expert": 2}, {}),
-        ({"data": 2, "x": 2, "expert": 2}, {"drop_duplicates": False, "reshard": "after_forward"}),
-        ({"x": 2, "z": 2, "expert": 2}, {"shard_sequence": True}),
-        ({"x": 2, "z": 2, "expert": 4, "expert_tensor": "fold"}, {}),
-        ({"y": 2, "z": 2, "expert": 2}, {}),
-        ({"data": 2, "z": 2, "expert": 2}, {"reshard": "gradients_after_step"}),
-        ({"x": 2, "z": 2}, {}),
-        ({"data": 2, "expert": 2}, {"expert_rows": 256}),
+        pytest.param({"x": 2}, {}, marks=pytest.mark.long),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ({"data": 2, "x": 2, "expert": 2}, {}),
+                ({"data": 2, "x": 2, "expert": 2}, {"drop_duplicates": False, "reshard": "after_forward"}),
+                ({"x": 2, "z": 2, "expert": 2}, {"shard_sequence": True}),
+                ({"x": 2, "z": 2, "expert": 4, "expert_tensor": "fold"}, {}),
+                ({"y": 2, "z": 2, "expert": 2}, {}),
+                ({"data": 2, "z": 2, "expert": 2}, {"reshard": "gradients_after_step"}),
+                ({"x": 2, "z": 2}, {}),
+                ({"data": 2, "expert": 2}, {"expert_rows": 256}),
+            )
+        ),
     ],
     ids=str,
 )

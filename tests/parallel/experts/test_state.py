@@ -205,6 +205,7 @@ def train_stored(sizes: dict[str, Any], options: StateOptions) -> dict[str, Tens
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [GRIDS[1], GRIDS[2], {"data": 2, "z": 2, "expert": 2}], ids=str)
+@pytest.mark.long
 def test_optimizer_state_on_the_host_and_in_buckets_trains_as_on_one_rank(ranks, sizes):
     (expected,) = ranks(1).run(train_stored, {}, StateOptions("device"))
     options = StateOptions("host", bucket_size=512, coarsening=2)

@@ -269,6 +269,7 @@ def later_connections() -> None:
         assert re.search(r"stage 1 uses tensors of an earlier stage.*skips the cut before that block", text)
 
 
+@pytest.mark.long
 def test_a_connection_of_a_later_step_is_sent_or_refused(ranks):
     ranks(2).run(later_connections, timeout=60)
 

@@ -225,7 +225,7 @@ def train_without_parameters(what: str) -> tuple[bool, float, list[str]]:
 
     Returns whether this rank is in a group that decides in message-driven order, the last loss, and what it trains.
     """
-    grid = Grid(pipe=2, data=1 if what == "no parameters" else 2, timeout=20)
+    grid = Grid(pipe=2, data=1 if what == "no parameters" else 2, timeout=120)
     start = nested("bbww") if what == "no parameters" else gpt(num_experts=4, moe_layers="from:2", tie_embeddings=False)
     frozen = ("to_logits", "scale") if what == "no parameters" else ("blocks.2", "blocks.3", "norm", "head")
     for name, parameter in start.named_parameters():
