@@ -449,7 +449,7 @@ def test_peak_memory_of_a_model_without_roles_is_within_5_percent_of_what_real_r
     ids=str,
 )
 @pytest.mark.parametrize("by_blocks", [False, True])
-def test_peak_memory_of_experts_is_within_6_percent_of_what_real_ranks_hold(
+def test_peak_memory_of_experts_is_within_8_percent_of_what_real_ranks_hold(
     ranks, grid, micro_batch, options, by_blocks
 ):
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
@@ -462,7 +462,7 @@ def test_peak_memory_of_experts_is_within_6_percent_of_what_real_ranks_hold(
     # on GPUs, as it is planned, its input in bf16.
     norms = 0 if by_blocks or "y" in grid else 2 if "recompute" in options else 2 * architecture.layers
     of_cpus = norms * 3 * architecture.hidden * micro_batch * 64 * 2
-    assert expected.peak_memory + of_cpus == pytest.approx(seen, rel=0.06)
+    assert expected.peak_memory + of_cpus == pytest.approx(seen, rel=0.08)
 
 
 def test_messages_in_flight_match_the_gradients():
