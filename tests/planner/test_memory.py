@@ -458,7 +458,7 @@ def test_peak_memory_of_experts_is_within_8_percent_of_what_real_ranks_hold(
     expected = predict(architecture, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
     given = {"recompute": "none"} | options | ({"blocks": ["model.layers.*"]} if by_blocks else {})
     seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, kind="GPT-OSS", **given))
-    # On CPUs a norm whose features are all on a rank keeps its input and what it multiplies by its weight, both in fp32;
+    # On CPUs a norm whose features are all on a rank keeps its input and what its weight multiplies, both in fp32;
     # on GPUs, as it is planned, its input in bf16.
     norms = 0 if by_blocks or "y" in grid else 2 if "recompute" in options else 2 * architecture.layers
     of_cpus = norms * 3 * architecture.hidden * micro_batch * 64 * 2
