@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize, weight_norm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -138,6 +139,8 @@ def refusals(sizes: dict[str, int]) -> dict[str, str]:
     try_on("data of another shape", lambda m: setattr(m[0].weight, "data", torch.ones(2)))
     try_on("of no block", lambda m: register_forward_method(nn.Linear(2, 2), "forward"))
     try_on("no method", lambda m: register_forward_method(m, "fovard"))
+    with compiled_autograd._enable(lambda graph: graph):
+        try_on("compiled autograd", lambda _: None)
     nested = chain()
     for block in nested:
         parallelize(block, grid)
@@ -169,6 +172,7 @@ def test_programs_that_would_be_silently_wrong_are_refused_with_what_to_do(ranks
         assert "has no method 'fovard'; did you mean 'forward'?" in messages["no method"]
         assert "0.weight of this Sequential is on a grid already" in messages["nested"]
         assert "0.weight of this FSDPSequential is a DTensor" in messages["fully_shard"]
+        assert "compiled autograd (torch._dynamo.config.compiled_autograd) cannot" in messages["compiled autograd"]
         assert "layers (ModuleList) has no forward" in messages["a list as a block"]
         assert "register_forward_method(module, name)" in messages["method"]
         assert "cast those in its Opaque yourself" in messages["opaque"]

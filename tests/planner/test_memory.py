@@ -449,17 +449,20 @@ def test_peak_memory_of_a_model_without_roles_is_within_5_percent_of_what_real_r
     ids=str,
 )
 @pytest.mark.parametrize("by_blocks", [False, True])
-def test_peak_memory_of_experts_is_within_10_percent_of_what_real_ranks_hold(
+def test_peak_memory_of_experts_is_within_8_percent_of_what_real_ranks_hold(
     ranks, grid, micro_batch, options, by_blocks
 ):
     sizes = {"data": 1, "x": 1, "y": 1, "z": 1} | grid
     architecture = replace(read_architecture(GPT_OSS, 64), is_sharded_by_blocks=by_blocks)
     cluster = replace(H200X4_FULL, in_node=PCI_EXPRESS)
     expected = predict(architecture, cluster, grid=grid, batch=16, seq_len=64, micro_batch=micro_batch, **options)
-    options = {"recompute": "none"} | options | ({"blocks": ["model.layers.*"]} if by_blocks else {})
-    seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, kind="GPT-OSS", **options))
-    # On CPUs norms whose features are all on a rank keep two copies in fp32, which are not counted.
-    assert expected.peak_memory == pytest.approx(seen, rel=0.1)
+    given = {"recompute": "none"} | options | ({"blocks": ["model.layers.*"]} if by_blocks else {})
+    seen = max(ranks(prod(sizes.values())).run(peak_of_a_step, sizes, 16, micro_batch, kind="GPT-OSS", **given))
+    # On CPUs a norm whose features are all on a rank keeps its input and what its weight multiplies, both in fp32;
+    # on GPUs, as it is planned, its input in bf16.
+    norms = 0 if by_blocks or "y" in grid else 2 if "recompute" in options else 2 * architecture.layers
+    of_cpus = norms * 3 * architecture.hidden * micro_batch * 64 * 2
+    assert expected.peak_memory + of_cpus == pytest.approx(seen, rel=0.08)
 
 
 def test_messages_in_flight_match_the_gradients():

@@ -36,6 +36,12 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
             "torch.func (grad, vmap, jvp, ...) was called over a parallelized model, whose gradients ranks reduce "
             "outside of such transforms: call the model, and backward()"
         )
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.compiled_autograd_enabled:
+        raise ValueError(
+            "compiled autograd (torch._dynamo.config.compiled_autograd) cannot trace the hooks by which a parallelized "
+            "model reduces gradients: turn it off; torch.compile(model), or of its blocks, works without it"
+        )
     if torch.is_anomaly_enabled():
         allow_anomaly_checks()
     note_forward(model)

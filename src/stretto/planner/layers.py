@@ -210,9 +210,8 @@ class AttentionLayer(BlockLayer):
         # Queries, keys, values, and the result; and of each head a sum of exponentials in fp32.
         keys = self.keys_in(grid)
         kept = (2 * self.queries + 2 * keys + STATISTIC * self.heads) / grid.x
-        if (
-            self.is_rotary and not self.is_fused
-        ):  # rotated copies; the values' views keep the whole product of qkv alive
+        if self.is_rotary and self.fuses_qkv and not self.is_fused:
+            # Rotated copies, while the values' views keep the whole product of qkv alive.
             kept += (self.queries + keys) / grid.x
         if self.fuses_qkv and self.kv_heads < self.heads and not self.is_rotary:
             kept += self.queries / grid.x  # grouped queries are copied out of the fused product

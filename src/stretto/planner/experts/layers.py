@@ -149,7 +149,10 @@ class MoeLayer(BlockLayer):
         # Plain operations also keep gate and up as clamped, the gate's sigmoid, and both factors.
         inner = 7 if shape.has_biases else 3 if shape.is_gated else 2
         of_rows = self._rows(grid) * (2 * hidden + inner * ffn)
-        of_router = STATISTIC * (self.hidden + 2 * shape.experts) / token_parts
+        # GPT-OSS's takes what the experts take, and keeps its choices alone: numbers of experts, and of rows in int64.
+        of_router = (
+            10 * shape.active if shape.has_biases else STATISTIC * (self.hidden + 2 * shape.experts)
+        ) / token_parts
         whole_input = self.hidden / token_parts * (grid.y > 1)
         shared = self.shared.kept(grid, token_parts) if self.shared else 0.0
         return of_rows + of_router + whole_input + shared
