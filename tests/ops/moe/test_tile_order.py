@@ -181,19 +181,20 @@ def return_in_parts():
     sent, numbers = places.route.send(lambda: x, call), places.index.places().to(torch.int32)
     config, parts = GroupedConfig(BLOCKS, stores_by_tma=True), []
 
-    def product(part, room):
-        parts.append((part, room))
-        return multiply(config, sent, weight[:, part], places.index.offsets, numbers)
+    rows = sent[numbers.long()]
+
+    def product(rows, of_part, offsets, room=0):
+        parts.append((of_part.shape[1], room))
+        return multiply(config, rows, of_part.contiguous(), offsets)
 
     everyones = places.send_weights(weights)
-    whole = places.multiply_and_give_back(product, everyones, 40)
     side = mock.MagicMock()
-    with (
-        mock.patch.multiple(module_of_places, _LEAST_COLUMNS=16, _LEAST_NUMBERS=0, SideStream=lambda _: side),
-        mock.patch.object(Places, "room", 22),
-    ):
-        divided = places.multiply_and_give_back(product, everyones, 40)
-    assert parts == [(slice(0, 40), 0), (slice(0, 32), 0), (slice(32, 40), 22)]
+    divides = {"_LEAST_COLUMNS": 16, "_LEAST_NUMBERS": 0, "SideStream": lambda _: side}
+    with mock.patch.object(module_of_places, "grouped_matmul", product):
+        whole = places.multiply_and_give_back(lambda: rows, weight, everyones)
+        with mock.patch.multiple(module_of_places, **divides), mock.patch.object(Places, "room", 22):
+            divided = places.multiply_and_give_back(lambda: rows, weight, everyones)
+    assert parts == [(40, 0), (32, 0), (8, 22)]
     assert [name for name, *_ in side.mock_calls] == ["open", "__enter__", "__exit__"] * 2 + ["join"]
     return torch.equal(whole, divided)
 

@@ -48,7 +48,7 @@ from stretto.parallel.experts.products import (
     MultiplyRows,
     MultiplyTokens,
     SendTokens,
-    SentTokens,
+    PendingTokens,
     SumRows,
     SumTokens,
     keep_collective,
@@ -155,7 +155,7 @@ class ParallelExperts(ShardedModule):
         self.replicas = None if plan.group is None else ExpertReplicas(plan.group, plan.flow.gather_over)
         self.products = {name: replace(product, replicas=self.replicas) for name, product in products.items()}
         self.starts_early = False  # something runs between `start` and the products
-        self._sent: list[SentTokens] = []  # by `_start`, until `_finish`
+        self._sent: list[PendingTokens] = []  # by `_start`, until `_finish`
         make = partial(GraphCode, keeps_inputs=lambda: gradients.deferred is not None)
         self._gathers_tokens = self._find_gathers_tokens()
         # On the group of expert nothing else is called, whatever is called between `start` and the products.

@@ -176,7 +176,7 @@ class _Returning:
 
 
 @dataclass(frozen=True)
-class SentTokens:
+class PendingTokens:
     """Tokens on their way to their experts' ranks, between the two halves of a forward pass.
 
     weights: of places. receive, arrivals: of `Places.begin`. own_weights: of this rank's tokens, for sums of choices.
@@ -205,14 +205,14 @@ class SendTokens(torch.autograd.Function):
         places: Places,
         columns: int,
         is_ahead: bool,
-        note: Callable[[SentTokens], None],
+        note: Callable[[PendingTokens], None],
     ) -> Tensor:
         """columns: of `Places.start`. is_ahead: something else is called before the products. note: takes what they
         need."""
         needs_x, needs_weights, *_ = ctx.needs_input_grad
         ctx.places, ctx.returning = places, _Returning(needs_x, needs_weights, is_ahead)
         weights = places.send_weights(weights)
-        note(SentTokens(places, weights, *places.begin(x, columns, is_ahead=is_ahead), ctx.returning))
+        note(PendingTokens(places, weights, *places.begin(x, columns, is_ahead=is_ahead), ctx.returning))
         return x.new_empty(1)
 
     @staticmethod
@@ -242,7 +242,7 @@ class MultiplyTokens(torch.autograd.Function):
         up: Tensor,
         down: Tensor,
         x: Tensor,
-        sent: SentTokens,
+        sent: PendingTokens,
         products: Sequence[ExpertProduct],
     ) -> Tensor:
         is_recorded, places, index = bool(ctx.next_functions), sent.places, sent.places.index
@@ -308,7 +308,7 @@ class CopyRows(torch.autograd.Function):
     """A row for each choice of the sent tokens; backward, they are summed, and begin to return."""
 
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, sent: SentTokens, reduce: ExpertReduce) -> Tensor:
+    def forward(ctx: Any, handle: Tensor, sent: PendingTokens, reduce: ExpertReduce) -> Tensor:
         ctx.places, ctx.returning, ctx.reduce = sent.places, sent.returning, reduce
         tokens, route = sent.receive(), sent.places.route
         assert route is not None
@@ -341,7 +341,7 @@ class SumRows(torch.autograd.Function):
     """Weighted sums of rows at their tokens' ranks; backward, the tokens' gradients go forward again."""
 
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, rows: Tensor, sent: SentTokens, reduce: ExpertReduce) -> Tensor:
+    def forward(ctx: Any, handle: Tensor, rows: Tensor, sent: PendingTokens, reduce: ExpertReduce) -> Tensor:
         places, route = sent.places, sent.places.route
         assert route is not None
         ctx.places, ctx.returning, ctx.reduce = places, sent.returning, reduce

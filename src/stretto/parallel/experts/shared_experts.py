@@ -62,7 +62,7 @@ class _Proxy(Proxy):
         return _Shape(self, name) if name == "shape" else super().__getattr__(name)
 
 
-class _Tracer(Tracer):
+class _BlockTracer(Tracer):
     """Records a module's own code, and takes its submodules as they are."""
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
@@ -90,7 +90,7 @@ class _Tracer(Tracer):
 def _record(block: nn.Module, *, is_training: bool) -> Graph:
     before, block.training = block.training, is_training
     try:
-        return _Tracer().record(block)
+        return _BlockTracer().record(block)
     finally:
         block.training = before
 
