@@ -16,8 +16,8 @@ A message has memory of its own, where nothing else is written in the call, so n
 is gathered lies in its place among the gathered rows, and moves on from there. Element i of a chunk depends on element
 i of others alone: a program does the same elements of all of a rank's moves, in their order.
 
-Waits cannot form a cycle: moves of all ranks follow one order, the verified schedule's, level by level (`lower_to_
-fused_program`). `verify_joint` proves it, and that every tile and every move has its data, of the tables that will run.
+Waits cannot form a cycle: moves of all ranks follow one order, the verified schedule's, level by level. `verify_joint`
+proves it, and that every tile and every move has its data, of the tables that will run.
 """
 
 from collections import defaultdict
