@@ -132,7 +132,7 @@ def all_gather_matmul(
     """
     name, how = find_name(group), encode_implementation(implementation)
     if schedule is not None:
-        how = encode_schedule("all_gather_matmul", schedule, how, find_group(name).size())
+        how = encode_schedule("all_gather_matmul", schedule, how, name)
     if not isinstance(weight, Tensor):
         return _multiply_several(x, weight, bias, out, group, saves_gathered, how)
     rows = flatten_rows("all_gather_matmul", x)

@@ -74,7 +74,7 @@ def matmul_all_reduce(
     """
     how, name = encode_implementation(implementation), find_name(group)
     if schedule is not None:
-        how = encode_schedule("matmul_all_reduce", schedule, how, find_group(name).size())
+        how = encode_schedule("matmul_all_reduce", schedule, how, name)
     if grad_convention not in GRAD_CONVENTIONS:
         raise ValueError(f"grad_convention is one of {', '.join(GRAD_CONVENTIONS)}, not {grad_convention!r}")
     rows = flatten_rows("matmul_all_reduce", x)

@@ -107,7 +107,7 @@ def matmul_reduce_scatter(
     """
     how, name = encode_implementation(implementation), find_name(group)
     if schedule is not None:
-        how = encode_schedule("matmul_reduce_scatter", schedule, how, find_group(name).size())
+        how = encode_schedule("matmul_reduce_scatter", schedule, how, name)
     rows = flatten_rows("matmul_reduce_scatter", x)
     first = divide_first_dim("matmul_reduce_scatter", x, group) if x.dim() > 2 or out is not None else 0
     if out is not None:

@@ -149,16 +149,19 @@ def test_schedules_that_an_operator_cannot_have_are_refused(interpret):
 
 
 def differentiate():
-    """Gradients of a product with a schedule, and of the same one without."""
-    rank = dist.get_rank()
-    found = []
-    for schedule in ("ring-all-gather", None):
-        generator = torch.Generator().manual_seed(rank)
+    """Gradients of a product with a schedule, compiled with another, and without any: whether they are the same."""
+    found, ring = [], find("ring-all-gather").compile(ranks=2)
+    for schedule, is_compiled in (("ring-all-gather", False), (ring, True), (None, False)):
+        generator = torch.Generator().manual_seed(dist.get_rank())
         x, weight = (torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((6, 16), (8, 16)))
-        ops.all_gather_matmul(x, weight, schedule=schedule).square().sum().backward()
-        found.append((x.grad, weight.grad))
-    return [torch.allclose(*pair, atol=1e-4) for pair in zip(*found, strict=True)]
+
+        def run(x, weight):
+            return ops.all_gather_matmul(x, weight, schedule=schedule).square().sum()  # noqa: B023
+
+        (torch.compile(run, backend="aot_eager", fullgraph=True) if is_compiled else run)(x, weight).backward()
+        found.append(torch.cat([x.grad.flatten(), weight.grad.flatten()]))
+    return [torch.allclose(one, found[-1], atol=1e-4) for one in found]
 
 
-def test_gradients_are_those_without_a_schedule(interpret):
-    assert interpret(2, differentiate) == [[True, True]] * 2
+def test_gradients_are_those_without_a_schedule_and_compiled_calls_have_one_graph(interpret):
+    assert interpret(2, differentiate) == [[True, True, True]] * 2

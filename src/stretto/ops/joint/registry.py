@@ -14,6 +14,7 @@ from stretto.collectives.joint.schedule import require_collective
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify
 from stretto.ops.config import KernelConfig, decode
+from stretto.ops.operator import find_group
 
 CANDIDATES = {
     "all_gather_matmul": ("direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"),
@@ -27,13 +28,14 @@ _names: dict[int, tuple[Schedule, str]] = {}  # by the schedule's id, which live
 
 
 @torch.compiler.assume_constant_result
-def encode_schedule(operator: str, schedule: str | Schedule, how: str, ranks: int) -> str:
-    """The `implementation` of a call by this schedule: a configuration that names it. how: the caller's, encoded.
+def encode_schedule(operator: str, schedule: str | Schedule, how: str, group: str) -> str:
+    """The `implementation` of a group's call by this schedule: a configuration that names it. how: the caller's.
 
     ValueError for a schedule that is not proved right, or does another collective, and for implementation="library".
     """
     if how == "library":
         raise ValueError(f'{operator}: a schedule runs in a kernel: leave out implementation="library", or schedule')
+    ranks = find_group(group).size()
     config = KernelConfig() if how in ("auto", "kernel") else decode(how)
     made = _compile(operator, schedule, ranks) if isinstance(schedule, str) else schedule
     if not isinstance(made, Schedule):
