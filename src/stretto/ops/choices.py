@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.collectives.joint.schedule import require_operator
 from stretto.memory import failures, is_debugging, shared_gpus
 from stretto.memory.gpus import count_processors, find_capability, find_obstacle
 from stretto.memory.plain_data import all_gather_data
@@ -38,8 +39,8 @@ from stretto.ops.config import (
     find_refusal,
 )
 from stretto.ops.gemm import takes_tma
-from stretto.ops.joint.registry import is_runnable
-from stretto.ops.operator import find_group, require_agreement, require_no_capture
+from stretto.ops.joint.registry import find_schedule, is_runnable
+from stretto.ops.operator import FP8, find_group, require_agreement, require_no_capture
 from stretto.ops.prediction import (
     Speeds,
     find_speeds,
@@ -248,6 +249,8 @@ def _choose(
     if config is not None:
         if config.implementation == "kernel":
             _require_kernel(known, problem)
+        if config.schedule:
+            _require_schedule(problem, config.schedule)
         if problem.returns_gathered:  # the host does not know the slot that programs gather into
             config = config._replace(transfer="copies", direction="push")
         if config.blocks is None and config != LIBRARY:
@@ -268,6 +271,13 @@ def _choose(
     if known.obstacle:
         return LIBRARY, known.obstacle
     return measured or default_config(problem, machine)
+
+
+def _require_schedule(problem: GemmProblem, schedule: str) -> None:
+    if problem.dtype == FP8:
+        raise ValueError(f"{problem.operator} of fp8 takes no schedule: leave {schedule!r} out of the configuration")
+    require_operator(problem.operator)
+    find_schedule(problem.operator, schedule, problem.world)
 
 
 def _require_kernel(known: _GroupChoices, problem: GemmProblem) -> None:

@@ -8,7 +8,19 @@ import pytest
 from tests.collectives.joint.random_algorithms import COLLECTIVES, random_schedule
 
 from stretto.collectives import verify
-from stretto.collectives.joint.schedule import LANDED, NOBODY, join, require_collective
+from stretto.collectives.algorithms import find
+from stretto.collectives.joint.schedule import (
+    INPUT,
+    LANDED,
+    NOBODY,
+    OUTPUT,
+    Destination,
+    Move,
+    Rows,
+    Source,
+    join,
+    require_collective,
+)
 from stretto.collectives.joint.verifier import verify_joint
 
 SEED = random.randrange(2**31)
@@ -206,3 +218,71 @@ def test_broken_ones_are_refused_by_name(break_it):
         assert errors, (joint, changed)
         assert all("rank" in error for error in errors)
         broken += 1
+
+
+def agree_on_no_signal(joint):
+    """A message that nobody signals, and for which nobody's channel is waited for."""
+    (to,), (_, add) = joint.ranks[1].moves[0].destinations, joint.ranks[0].moves
+    joint = change_move(joint, 1, 0, destinations=(to._replace(channel=NOBODY),))
+    sources = tuple(one._replace(channel=NOBODY) if one.sender == 1 else one for one in add.sources)
+    return change_move(joint, 0, 1, sources=sources)
+
+
+def signal_before_the_second_place(joint):
+    """A move that gives one signal for two places."""
+    (to,) = joint.ranks[0].moves[0].destinations
+    there = Rows(LANDED, joint.landed_rows, joint.landed_rows + to.rows.stop - to.rows.start)
+    joint = replace(joint, landed_rows=there.stop)
+    return change_move(joint, 0, 0, destinations=(to, to._replace(rows=there)))
+
+
+def signal_of_a_tile_to_another(joint):
+    tile, *others = joint.ranks[0].tiles
+    return change_plan(joint, 0, tiles=(tile._replace(sender=1), *others))
+
+
+def read_other_elements(joint):
+    """A sum that is kept, and read again in parts: a program of several has not written all that it reads."""
+    *moves, add = joint.ranks[0].moves
+    joint = replace(joint, landed_rows=joint.landed_rows + 4)
+    kept = Rows(LANDED, joint.landed_rows - 4, joint.landed_rows)
+    parts = [(Rows(LANDED, kept.start + at, kept.start + at + 2), Rows(OUTPUT, at, at + 2)) for at in (0, 2)]
+    store = [Move((Source(part),), (Destination(0, to),)) for part, to in parts]
+    return change_plan(joint, 0, moves=(*moves, add._replace(destinations=(Destination(0, kept),)), *store))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (agree_on_no_signal, "waits for a rank on no channel"),
+        (signal_before_the_second_place, "move 0 and rank 0, move 0 signal channel"),
+        (signal_of_a_tile_to_another, "signals rank 1"),
+        (read_other_elements, "before they are there"),
+    ],
+)
+def test_what_only_a_kernel_would_meet_is_refused(break_it, words):
+    joint = join("matmul_reduce_scatter", find("ring-reduce-scatter").compile(ranks=2), 8, 4)
+    assert verify_joint(joint) == []
+    assert words in verify_joint(break_it(joint))[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "area"), [(Source(Rows(LANDED, 0, 8)), LANDED), (Source(Rows(INPUT, 0, 8)), OUTPUT)]
+)
+def test_a_gather_of_what_copy_engines_cannot_order_is_refused(source, area):
+    """They make copies of a rank's own rows first, and all of them to gathered rows."""
+    joint = replace(join("all_gather_matmul", find("ring-all-gather").compile(ranks=2), 8, 4), landed_rows=24)
+    start = 16 if area == LANDED else 0
+    extra = Move((source,), (Destination(0, Rows(area, start, start + 8)),))
+    errors = verify_joint(change_plan(joint, 0, moves=(*joint.ranks[0].moves, extra)))
+    assert "is not a copy of x" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"reduction": "max"}, "schedule of 'max'"), ({"in_place": False, "out_of_place": False}, "meant for no call")],
+)
+def test_schedules_of_other_sums_and_of_no_calls_are_refused(changes, words):
+    schedule = replace(find("ring-all-reduce").compile(ranks=2), **changes)
+    with pytest.raises(ValueError, match=words):
+        require_collective("matmul_all_reduce", schedule, 2)

@@ -14,6 +14,9 @@ from tests.ops.operands import BLOCKS, lie, random_operands, relative_error
 from stretto import ops
 from stretto.collectives import read_schedule, write_schedule
 from stretto.collectives.algorithms import find
+from stretto.ops.config import decode
+from stretto.ops.joint import kernel
+from stretto.ops.joint.registry import encode_schedule
 
 OPERATORS = {
     "all_gather_matmul": ("direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"),
@@ -143,6 +146,38 @@ def test_schedules_that_an_operator_cannot_have_are_refused(interpret):
                 "leave out",
                 "algorithm's name or a compiled Schedule",
             ),
+            strict=True,
+        ):
+            assert words in message
+
+
+def refuse_configurations():
+    """What calls are refused with whose configuration has a schedule of another group or operator, or no use for it."""
+    x, weight, scales = torch.ones(4, 16), torch.ones(8, 16), (torch.ones(4), torch.ones(8))
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True).group_name
+    how, fp8 = decode(encode_schedule("all_gather_matmul", "ring-all-gather", "kernel", alone)), torch.float8_e4m3fn
+    found = []
+
+    def note(run, *operands, **options):
+        with pytest.raises(ValueError) as refusal:
+            run(*operands, **options)
+        found.append(str(refusal.value))
+
+    note(ops.all_gather_matmul, x, weight, implementation=how)
+    note(ops.matmul_all_reduce, x, weight, implementation=how._replace(schedule="nonsense"))
+    note(ops.all_gather_scaled_matmul, x.to(fp8), weight.to(fp8), *scales, implementation=how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_MOST_MOVED", 12)
+        note(ops.matmul_all_reduce, x, weight, schedule="ring-all-reduce")
+    ops.matmul_all_reduce(x, weight, schedule="ring-all-reduce")
+    return found
+
+
+def test_configurations_with_a_schedule_of_no_use_are_refused(interpret):
+    for found in interpret(2, refuse_configurations):
+        for message, words in zip(
+            found,
+            ("a schedule of 1 ranks", "no schedule 'nonsense'", "fp8 takes no schedule", "2 times as many instances"),
             strict=True,
         ):
             assert words in message

@@ -155,6 +155,12 @@ def require_operator(operator: str) -> None:
 def require_collective(operator: str, schedule: Schedule, ranks: int) -> None:
     """ValueError unless the schedule does the operator's collective, on so many ranks."""
     given, kind = schedule.collective, COLLECTIVES[operator]
+    if not (schedule.in_place or schedule.out_of_place):  # of which `verify` proves nothing
+        raise ValueError(f"{operator}: {schedule.name} is meant for no call: make in_place or out_of_place true")
+    if kind != "allgather" and schedule.reduction not in (None, "sum"):
+        raise ValueError(
+            f"{operator} adds up, and {schedule.name} is a schedule of {schedule.reduction!r}: give one of a sum"
+        )
     if given.ranks != ranks:
         raise ValueError(
             f"{operator}: {schedule.name} is a schedule of {given.ranks} ranks, and the group has {ranks}: compile it "

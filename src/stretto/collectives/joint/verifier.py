@@ -80,10 +80,23 @@ def _find_bad_places(joint: JointSchedule) -> Iterator[str]:
                     yield f"{name} cannot write to {_show(one.rows)} of rank {one.rank}"
             if any(one.rows.area == OUTPUT for one in move.sources):
                 yield f"{name} reads the output"
+            if any((one.sender == NOBODY) != (one.channel == NOBODY) for one in move.sources):
+                yield f"{name} waits for a rank on no channel, or on a channel for no rank"
+            if joint.is_gather and not _is_copy(move):  # copy engines make these, the ones of x first
+                yield f"{name} is not a copy of x, or of what it waits for, to gathered rows"
             for channel in [one.channel for one in move.sources] + [one.channel for one in move.destinations]:
                 if not NOBODY <= channel < joint.channels:
                     yield f"{name}: there is no channel {channel} of {joint.channels}"
         yield from _find_bad_tiles(joint, rank)
+
+
+def _is_copy(move: Move) -> bool:
+    """True if copy engines can make it, in whatever order those of the rank's own rows come."""
+    return (
+        len(move.sources) == 1
+        and (move.sources[0].rows.area == INPUT) == (move.sources[0].sender == NOBODY)
+        and all(one.rows.area == LANDED for one in move.destinations)
+    )
 
 
 def _find_bad_tiles(joint: JointSchedule, rank: int) -> Iterator[str]:
@@ -96,6 +109,8 @@ def _find_bad_tiles(joint: JointSchedule, rank: int) -> Iterator[str]:
     for tile in tiles:
         if not 0 < tile.stop - tile.start <= joint.block_rows or not 0 <= tile.channel < joint.channels:
             yield f"rank {rank}: there is no tile of rows {tile.start} to {tile.stop - 1} on channel {tile.channel}"
+        if not joint.is_gather and tile.sender != rank:
+            yield f"rank {rank}: the tile of rows {tile.start} to {tile.stop - 1} signals rank {tile.sender}"
 
 
 def _find_collisions(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
@@ -113,9 +128,10 @@ def _find_collisions(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
             for to in move.destinations:
                 if to.channel == NOBODY:
                     continue
-                before = signals.setdefault((to.rank, rank, to.channel), _name(rank, number))
-                if before != _name(rank, number):
-                    yield f"{_name(rank, number)} and {before} signal channel {to.channel} of rank {to.rank}"
+                signal = to.rank, rank, to.channel
+                if signal in signals:  # of one move too: copy engines would give it after the first of two copies
+                    yield f"{_name(rank, number)} and {signals[signal]} signal channel {to.channel} of rank {to.rank}"
+                signals[signal] = _name(rank, number)
 
 
 def _find_blind_reads(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
@@ -123,7 +139,8 @@ def _find_blind_reads(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
     givers: dict[_Signal, tuple[int, int]] = {}
     for rank, plan in enumerate(joint.ranks):
         for number, move in enumerate(plan.moves):
-            givers.update({(one.rank, rank, one.channel): (rank, number) for one in move.destinations})
+            to = (one for one in move.destinations if one.channel != NOBODY)
+            givers.update({(one.rank, rank, one.channel): (rank, number) for one in to})
     for rank, plan in enumerate(joint.ranks):
         channels = {} if joint.is_gather else _list_tile_channels(joint, rank)
         for number, move in enumerate(plan.moves):
@@ -136,7 +153,12 @@ def _find_blind_reads(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
                     written = writes.find(rank, source.rows)
                     is_seen = written is not None and (
                         givers.get((rank, source.sender, source.channel)) == (written.rank, written.number)
-                        or (source.sender == NOBODY and written.rank == rank and written.number < number)
+                        or (  # a program reads only the elements that it has written: the same of all rows
+                            source.sender == NOBODY
+                            and written.rank == rank
+                            and written.number < number
+                            and written.rows == source.rows
+                        )
                     )
                 if not is_seen:
                     yield f"{_name(rank, number)} reads {_show(source.rows)} before they are there"

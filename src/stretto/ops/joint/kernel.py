@@ -32,6 +32,7 @@ from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, fin
 from stretto.tiles import kind_of
 
 _MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 8192)  # elements that a program adds and stores
+_MOST_MOVED = (1 << 31) - (1 << 24)  # elements of a move: with the last step of 2,048 programs, in 32 bits
 _INPUT = tl.constexpr(INPUT)
 _OUTPUT = tl.constexpr(OUTPUT)
 
@@ -171,6 +172,8 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     programs = max(2, limit_waiting(blocks.programs, x.device))
     by_copies = joint.is_gather and config.transfer == "copies"
     movers = 0 if by_copies else min(config.movers, programs // 2)
+    if movers:
+        _require_countable(joint, width)
     tables: _Tables = find_known(
         group, x.device, ("joint", joint, weight.shape[0], blocks.n, movers, block_channel.channels),
         lambda: _make_tables(
@@ -258,6 +261,22 @@ def find_joint(operator: str, schedule: str, ranks: int, rows: int, block_rows: 
             "signals: compile it with fewer instances, or chunks"
         )
     return joint
+
+
+def _require_countable(joint: JointSchedule, width: int) -> None:
+    """ValueError where programs would move more elements at a time than they can count."""
+    if joint.rows * width <= _MOST_MOVED:  # no chunk has more rows
+        return
+    rows = max(
+        (one.rows.stop - one.rows.start for plan in joint.ranks for move in plan.moves for one in move.sources),
+        default=0,
+    )
+    if rows * width > _MOST_MOVED:
+        times = divide_up(rows * width, _MOST_MOVED)
+        raise ValueError(
+            f"{joint.operator}: {joint.name} moves {rows} rows of {width} elements at a time, and programs up to "
+            f"{_MOST_MOVED} elements: compile it with {times} times as many instances, or chunks"
+        )
 
 
 def _find_bias_rows(joint: JointSchedule, rank: int) -> tuple[int, int]:

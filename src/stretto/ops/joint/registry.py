@@ -78,6 +78,7 @@ def find_schedule(operator: str, name: str, ranks: int) -> Schedule:
         algorithm = name.rpartition(" ")[0]
         if algorithm not in ALGORITHMS or _register(_compile(operator, algorithm, ranks)) != name:
             raise ValueError(f"no schedule {name!r} was given to an operator in this process: give schedule= again")
+    require_collective(operator, _schedules[name], ranks)  # it may have been given to another operator, or group
     return _schedules[name]
 
 
