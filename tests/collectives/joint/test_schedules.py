@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.collectives.joint.random_algorithms import COLLECTIVES, random_schedule
 
-from stretto.collectives import verify
+from stretto.collectives import AllReduce, verify
 from stretto.collectives.algorithms import find
 from stretto.collectives.joint.schedule import (
     INPUT,
@@ -286,3 +286,8 @@ def test_schedules_of_other_sums_and_of_no_calls_are_refused(changes, words):
     schedule = replace(find("ring-all-reduce").compile(ranks=2), **changes)
     with pytest.raises(ValueError, match=words):
         require_collective("matmul_all_reduce", schedule, 2)
+
+
+def test_a_collective_of_other_name_whose_sums_have_another_order_is_the_same():
+    same = replace(AllReduce(2, 2), name="custom", expected=lambda rank, index: ((1, index), (0, index)))
+    require_collective("matmul_all_reduce", replace(find("ring-all-reduce").compile(ranks=2), collective=same), 2)

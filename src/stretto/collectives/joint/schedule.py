@@ -168,11 +168,11 @@ def require_collective(operator: str, schedule: Schedule, ranks: int) -> None:
         )
     wanted = _make_collective(kind, ranks, given)
     if wanted is None or any(
-        given.expected(rank, index) != wanted.expected(rank, index)
+        sorted(given.expected(rank, index) or ()) != sorted(wanted.expected(rank, index) or ())
         for rank in range(ranks)
         for index in range(given.output_chunks)
     ):
-        raise ValueError(f"{operator} takes a schedule of an {kind}, and {schedule.name} is one of an {given.name}")
+        raise ValueError(f"{operator} takes a schedule of an {kind}, and {schedule.name} is one of {given.name!r}")
 
 
 def _make_collective(kind: str, ranks: int, like: Collective) -> Collective | None:

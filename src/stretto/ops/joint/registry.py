@@ -24,7 +24,9 @@ CANDIDATES = {
 """The algorithms that a tuner measures inside an operator, of those that take nothing but a number of ranks."""
 
 _schedules: dict[str, Schedule] = {}
-_names: dict[int, tuple[Schedule, str]] = {}  # by the schedule's id, which lives as long as it is here
+_names: dict[tuple[str, int, int], tuple[Schedule, str]] = {}
+"""By operator, ranks, and the id of a schedule that is right for them, which lives as long as it is here."""
+_MAX_NAMES = 1024  # of schedules that may be compiled anew for each call
 
 
 @torch.compiler.assume_constant_result
@@ -40,8 +42,7 @@ def encode_schedule(operator: str, schedule: str | Schedule, how: str, group: st
     made = _compile(operator, schedule, ranks) if isinstance(schedule, str) else schedule
     if not isinstance(made, Schedule):
         raise ValueError(f"{operator}: schedule is an algorithm's name or a compiled Schedule, not {made!r}")
-    require_collective(operator, made, ranks)
-    return config._replace(schedule=_register(made)).encode()
+    return config._replace(schedule=_register(operator, made, ranks)).encode()
 
 
 @lru_cache(maxsize=256)
@@ -57,18 +58,21 @@ def _compile(operator: str, name: str, ranks: int) -> Schedule:
         ) from error
 
 
-def _register(schedule: Schedule) -> str:
-    """Verify a schedule, once, and keep it under a name that says what it holds."""
-    known = _names.get(id(schedule))
+def _register(operator: str, schedule: Schedule, ranks: int) -> str:
+    """Check a schedule, once, for the operator on so many ranks; keep it under a name that says what it holds."""
+    known = _names.get((operator, ranks, id(schedule)))
     if known is not None:
         return known[1]
+    require_collective(operator, schedule, ranks)
     verification = verify(schedule)
     if not verification.ok:
         raise ValueError(f"{schedule.name} is refused: {verification.errors[0]}")
     digest = hashlib.sha256(repr((schedule.ranks, schedule.in_place)).encode()).hexdigest()[:12]
     name = f"{schedule.name} {digest}"
     _schedules.setdefault(name, schedule)
-    _names[id(schedule)] = schedule, name
+    if len(_names) == _MAX_NAMES:
+        _names.clear()
+    _names[operator, ranks, id(schedule)] = schedule, name
     return name
 
 
@@ -76,7 +80,7 @@ def find_schedule(operator: str, name: str, ranks: int) -> Schedule:
     """The schedule that an operator was given under that name, or a known algorithm's. ValueError for any other."""
     if name not in _schedules:
         algorithm = name.rpartition(" ")[0]
-        if algorithm not in ALGORITHMS or _register(_compile(operator, algorithm, ranks)) != name:
+        if algorithm not in ALGORITHMS or _register(operator, _compile(operator, algorithm, ranks), ranks) != name:
             raise ValueError(f"no schedule {name!r} was given to an operator in this process: give schedule= again")
     require_collective(operator, _schedules[name], ranks)  # it may have been given to another operator, or group
     return _schedules[name]
@@ -94,4 +98,4 @@ def is_runnable(operator: str, name: str, ranks: int) -> bool:
 def list_candidates(operator: str, ranks: int) -> list[str]:
     """The names of schedules that a tuner measures inside an operator."""
     names = CANDIDATES[operator] if ranks > 1 else ()
-    return [_register(_compile(operator, name, ranks)) for name in names]
+    return [_register(operator, _compile(operator, name, ranks), ranks) for name in names]
