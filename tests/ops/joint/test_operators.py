@@ -14,6 +14,7 @@ from tests.ops.operands import BLOCKS, lie, random_operands, relative_error
 from stretto import ops
 from stretto.collectives import read_schedule, write_schedule
 from stretto.collectives.algorithms import find
+from stretto.ops import operator as operator_module
 from stretto.ops.config import decode
 from stretto.ops.joint import kernel
 from stretto.ops.joint.registry import encode_schedule
@@ -181,6 +182,22 @@ def test_configurations_with_a_schedule_of_no_use_are_refused(interpret):
             strict=True,
         ):
             assert words in message
+
+
+def multiply_again():
+    """How many tables calls of one kind keep, whose joint schedule was forgotten, as that of many sizes is."""
+    x, weight, counts = torch.ones(4, 16), torch.ones(8, 16), []
+    for _ in range(2):
+        kernel.find_joint.cache_clear()
+        kernel.join.cache_clear()
+        ops.all_gather_matmul(x, weight, schedule="ring-all-gather")
+        counts.append(len(operator_module._find_cache(dist.group.WORLD.group_name).kept))
+    return counts
+
+
+def test_calls_of_one_kind_keep_one_set_of_tables(interpret):
+    for first, second in interpret(2, multiply_again):
+        assert first == second
 
 
 def differentiate():

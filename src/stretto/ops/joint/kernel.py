@@ -175,7 +175,9 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     if movers:
         _require_countable(joint, width)
     tables: _Tables = find_known(
-        group, x.device, ("joint", joint, weight.shape[0], blocks.n, movers, block_channel.channels),
+        group, x.device,
+        ("joint", operator, config.schedule, x.shape[0], blocks.m, weight.shape[0], blocks.n, movers,
+         block_channel.channels),
         lambda: _make_tables(
             joint, block_channel.channels, rank, divide_up(weight.shape[0], blocks.n), max(movers, 1), x.device
         ),
