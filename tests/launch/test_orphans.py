@@ -93,7 +93,9 @@ def listening(pid: int) -> set[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("torchrun", [(), TORCHRUN], ids=["launch", "torchrun"])
+@pytest.mark.parametrize(
+    "torchrun", [(), pytest.param(TORCHRUN, marks=pytest.mark.exhaustive)], ids=["launch", "torchrun"]
+)
 def test_ranks_whose_launcher_is_killed_save_and_leave_nothing(tmp_path: Path, torchrun: tuple[str, ...]) -> None:
     out = tmp_path / "out"
     configure(out)

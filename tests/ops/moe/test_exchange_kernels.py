@@ -60,7 +60,7 @@ def compare_with_library(case, dtype, options):
     [
         pytest.param(Case((2, 0, 3), 2, 6), torch.bfloat16, {"reduce": "rank"}, marks=pytest.mark.long),
         (Case((2, 5), 2, 4), torch.float32, {"reduce": "choice"}),
-        pytest.param(Case((3, 4), 2, 4, range(2, 4)), torch.float32, {"reduce": "rank"}, marks=pytest.mark.long),
+        pytest.param(Case((3, 4), 2, 4, range(2, 4)), torch.float32, {"reduce": "rank"}, marks=pytest.mark.exhaustive),
         (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16}),
         (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16, "reduce": "choice"}),
     ],

@@ -167,7 +167,7 @@ def multiply_while_rows_arrive(is_fixed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("is_fixed", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_products_wait_for_the_rows_that_they_need(interpret, is_fixed):
     assert interpret(3, multiply_while_rows_arrive, is_fixed) == [[True] * 8] * 3
 
