@@ -313,8 +313,15 @@ def show(
 
         if operator is not None:
             require_drawing()
+            if only is not None:
+                raise ValueError(
+                    "--only is for a schedule's steps: leave it out with --operator, which shows all ranks"
+                )
+            sizes, cluster = sizes or "8192x12288x12288", cluster or "dgx-h200"
             _show_in_operator(schedule, operator, sizes, cluster, picture)
             return
+        if sizes is not None or cluster is not None:
+            raise ValueError("--sizes and --cluster are of --operator: name one, as all_gather_matmul")
         layout = lay_out(schedule, picture, shown)
         require_drawing()
 

@@ -63,6 +63,8 @@ def test_the_command_draws_a_schedule_inside_an_operator(tmp_path):
         (["--operator", "matmul_all_reduce"], "takes a schedule of an allreduce"),
         (["--operator", "all_gather_matmul", "--sizes", "4x4"], "MxNxK"),
         (["--operator", "all_gather_matmul", "--sizes", "1026x4x4"], "1028 will do"),
+        (["--operator", "all_gather_matmul", "--only", "0-1"], "leave it out"),
+        (["--sizes", "8x8x8"], "are of --operator"),
     ):
         done = CliRunner().invoke(app, ["collective", "show", "ring-all-gather", "--ranks", "4", *given])
         assert done.exit_code == 2
