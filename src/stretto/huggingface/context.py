@@ -268,7 +268,6 @@ def _attend(
     cu_seq_lens_q: Tensor | None = None,
     context_layout: Layout | None = None,
     context_latents: LatentCache | None = None,
-    context_padding: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     attend: Attend | None = getattr(module, "attend_over_context", None)
@@ -287,6 +286,8 @@ def _attend(
         query, key, value, scale=scaling, window=sliding_window, documents=cu_seq_lens_q, sinks=s_aux,
         layout=context_layout, is_gathered=is_gathered,
     )  # fmt: skip
-    if context_padding is not None:  # padding before a row sees nothing, and the first token's loss is of its logits
-        out = out.masked_fill(context_padding[:, None, :, None], 0)
+    if (
+        padding := others.get("context_padding")
+    ) is not None:  # padding before a row sees nothing, and the first token's loss is of its logits
+        out = out.masked_fill(padding[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous(), None
