@@ -286,8 +286,7 @@ def _attend(
         query, key, value, scale=scaling, window=sliding_window, documents=cu_seq_lens_q, sinks=s_aux,
         layout=context_layout, is_gathered=is_gathered,
     )  # fmt: skip
-    if (
-        padding := others.get("context_padding")
-    ) is not None:  # padding before a row sees nothing, and the first token's loss is of its logits
+    if (padding := others.get("context_padding")) is not None:
+        # Padding before a row sees nothing, and the first token's loss is of its logits.
         out = out.masked_fill(padding[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous(), None
