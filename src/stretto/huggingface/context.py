@@ -118,9 +118,15 @@ def _drops(module: nn.Module) -> bool:
     return any((getattr(each, "p", each) or 0.0) > 0 for each in found)
 
 
-def refuse_arguments(model: nn.Module, given: Mapping[str, Any], length: int) -> None:
+def refuse_arguments(model: Any, given: Mapping[str, Any], length: int) -> None:
     """Raise ValueError for arguments of a model's forward that sequences which are cut do not take."""
     kind = type(model).__name__
+    if model.config._attn_implementation != NAME:  # attention would be to this rank's part alone
+        raise ValueError(
+            f"{kind} on a grid with context has the attn_implementation {NAME!r}, but its configuration now says "
+            f"{model.config._attn_implementation!r}, as another model set that shares it: "
+            f"model.set_attn_implementation({NAME!r}) would do, and copy.deepcopy(config) for the other model"
+        )
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     cache = given.get("past_key_values")
     if cache is not None and cache is not cache_of_nothing():
@@ -268,8 +274,8 @@ def _attend(
     if attend is None:
         raise ValueError(
             f"this {type(module).__name__} has the attn_implementation {NAME!r} of a model that parallelize has put on "
-            "a grid with context: set another one (model.set_attn_implementation('sdpa')), or build the model "
-            "from a configuration of its own"
+            "a grid with context, and shares its configuration: build it from copy.deepcopy(config), with "
+            "attn_implementation='sdpa'"
         )
     if attention_mask is not None:
         raise ValueError(_OWN_MASK)
@@ -280,4 +286,7 @@ def _attend(
         query, key, value, scale=scaling, window=sliding_window, documents=cu_seq_lens_q, sinks=s_aux,
         layout=context_layout, is_gathered=is_gathered,
     )  # fmt: skip
+    if (padding := others.get("context_padding")) is not None:
+        # Padding before a row sees nothing, and the first token's loss is of its logits.
+        out = out.masked_fill(padding[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous(), None

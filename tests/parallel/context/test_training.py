@@ -415,7 +415,6 @@ def losses_of_padded(family: str) -> tuple[float, float, float]:
     mask[0, 11:] = 0
     mask[1, :3] = 0
     labels = tokens.masked_fill(mask == 0, -100)
-    labels[1, 3] = -100  # transformers asks the last token of the padding for it
     plain = FAMILIES[family]()
     state = plain.state_dict()
     expected = plain(input_ids=tokens, attention_mask=mask, labels=labels).loss.item()
@@ -470,6 +469,10 @@ def layouts_and_messages() -> dict[str, Any]:
     with pytest.raises(ValueError) as caught:
         cut_sequences(tokens, grid, dim=0, layout="zig-zag")
     refusals.append(str(caught.value))
+    type(llama)(llama.config).set_attn_implementation("sdpa")  # the two models share a configuration
+    with pytest.raises(ValueError) as caught:
+        llama(input_ids=given)
+    refusals.append(str(caught.value))
     return {
         "members": [torch.distributed.get_process_group_ranks(grid.group(name)) for name in groups],
         "cut": [cut_sequences(tokens, grid, dim=0, layout=layout).tolist() for layout in ("zigzag", "contiguous")],
@@ -486,7 +489,7 @@ def test_the_layout_of_ranks_and_tokens_what_is_sent_and_batches_that_are_refuse
         # Of 2 rows and 2 blocks, keys and values of 32 features in fp32, of 8 tokens: all are needed by the first rank,
         # and of its own the first part alone.
         assert found["sent"] == [2 * 2 * 2 * 32 * 4 * tokens for tokens in (4, 8)][context]
-        length, middle, own, last, cache, documents, rows, layout = found["refusals"]
+        length, middle, own, last, cache, documents, rows, layout, shared = found["refusals"]
         assert "6 tokens are not divisible by 4" in length
         assert "4 and 8 are the nearest that are" in length
         assert "padding between tokens of one row" in middle
@@ -495,6 +498,7 @@ def test_the_layout_of_ranks_and_tokens_what_is_sent_and_batches_that_are_refuse
         assert "takes no past_key_values" in cache
         assert "with documents, not 'zig-zag' without documents" in layout
         assert "ranks that differ only in x, y or context were given different rows" in rows
+        assert "configuration now says 'sdpa', as another model set that shares it" in shared
         assert "cu_seq_lens_q is [0, 16], but must be the first tokens of all documents of 2 rows" in documents
 
 

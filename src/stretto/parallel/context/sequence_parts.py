@@ -142,7 +142,7 @@ class SequenceParts:
         Every tensor [batch, seq, ...] is cut. Labels that the model would shift are shifted before; positions are those
         in whole sequences. Documents of packed sequences, which transformers' models recognize by `position_ids` that
         begin anew or by `cu_seq_lens_q`, go to attention as the latter, and so does padding, of `attention_mask`: it is
-        a document of its own.
+        a document of its own, and gets zeros, as attention that sees nothing.
 
         Raises ValueError for arguments that cannot be cut.
         """
@@ -165,6 +165,8 @@ class SequenceParts:
         self._gives_documents = documents is not None
         if documents is not None:
             found |= {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents}
+            if isinstance(mask := found.get("attention_mask"), Tensor):
+                found["context_padding"] = mask == 0
         if layout != self.layout:
             found["context_layout"] = layout  # for attention, which may be recomputed after another batch
         is_small = 0 < rows * length * self.expanded <= _MAX_EXPANDED
