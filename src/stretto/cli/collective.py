@@ -282,14 +282,20 @@ def show(
         ),
     ] = None,
     sizes: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="MxNxK", help="With --operator: rows of the product, and a rank's weight [n, k], in bf16."
+            metavar="MxNxK",
+            help="With --operator: rows of the product, and a rank's weight [n, k], in bf16 (default: "
+            "8192x12288x12288).",
         ),
-    ] = "8192x12288x12288",
+    ] = None,
     cluster: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="With --operator: a preset (`stretto cluster list`) or a file.")
-    ] = "dgx-h200",
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="With --operator: a preset (`stretto cluster list`) or a file (default: dgx-h200).",
+        ),
+    ] = None,
 ) -> None:
     """Draw a schedule: ranks and thread blocks as rows, steps as boxes, messages as arrows.
 
@@ -314,9 +320,7 @@ def show(
         if operator is not None:
             require_drawing()
             if only is not None:
-                raise ValueError(
-                    "--only is for a schedule's steps: leave it out with --operator, which shows all ranks"
-                )
+                raise ValueError("--only is for a schedule's steps: leave it out with --operator")
             sizes, cluster = sizes or "8192x12288x12288", cluster or "dgx-h200"
             _show_in_operator(schedule, operator, sizes, cluster, picture)
             return
