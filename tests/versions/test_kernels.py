@@ -14,6 +14,7 @@ from tests.ops import test_embedding_machine_code as embedding
 from tests.ops import test_machine_code as operators
 from tests.ops import test_put as put
 from tests.ops.attention import test_copies
+from tests.ops.joint import test_machine_code as joint
 from tests.ops.moe import test_few_tokens, test_tensor_parallel_kernels, test_tile_order
 from tests.ops.test_put import kernels, stubs  # noqa: F401  (fixtures)
 from tests.stress.kernels import list_kernels
@@ -235,6 +236,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.embedding.forward_kernel.pool_alone": launch_pooling_alone,
     "ops.embedding.forward_kernel.pool_and_send": lambda: Launch(
         forward_kernel.pool_and_send, embedding.forward_arguments(weighted=True), {"num_warps": 1, "num_stages": 1}
+    ),
+    "ops.joint.kernel.joint_gemm": lambda: Launch(
+        joint.joint_gemm,
+        joint.joint_arguments(operators.NARROW, is_gather=False),
+        {"num_warps": operators.NARROW.num_warps, "num_stages": operators.NARROW.num_stages},
     ),
     "ops.matmul_reduce_scatter.gemm_reduce_scatter": lambda: launch_operator("scatter", operators.WIDE),
     "ops.matmul_reduce_scatter_copies.add_tiles": launch_added_tiles,
