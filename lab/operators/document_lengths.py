@@ -28,13 +28,12 @@ PILE = (
     (1.59, 4.46),  # HackerNews
     (0.88, 1.78),  # Enron Emails
 )
-BYTES_PER_TOKEN = 4
 
 
 def draw_documents(total: int, seed: int) -> tuple[int, ...]:
-    """Where packed documents begin in a sequence, then its length, at which the last one is cut."""
+    """Where packed documents begin in a sequence of tokens of 4 bytes, then its length, where the last one is cut."""
     random, starts = Random(seed), [0]
     while starts[-1] < total:
         _, size = random.choices(PILE, [whole / size for whole, size in PILE])[0]
-        starts.append(min(total, starts[-1] + round(size * 1024 / BYTES_PER_TOKEN)))
+        starts.append(min(total, starts[-1] + round(size * 1024 / 4)))
     return tuple(starts)

@@ -73,8 +73,6 @@ TRANSFORMERS: Mapping[str, Transformer] = {
         small=_SMALL | {"head_dim": 16} | _SMALL_EXPERTS,
     ),
 }
-FIGURE_11 = ("gpt3-6.7b", "llama2-7b", "llama2-13b", "llama3-8b", "gemma-7b")
-"""TileLink's dense models, by the name of each; its figure has their training on 8 and 16 H800."""
 
 
 def make_transformer(name: str, layers: int, *, is_small: bool) -> "nn.Module":
