@@ -108,7 +108,7 @@ def _measure_with_nvshmem(ranks: int, cases: Sequence[Case], measure: Measure) -
 
 
 def _attempt(measure: Callable[..., Case], case: Case, head: str = "") -> Case:
-    """What was measured of a case, or the reason why it was not."""
+    """Say what was measured of a case, or why it was not."""
     try:
         return measure(**case)
     except FAILURES as error:

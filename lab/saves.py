@@ -170,7 +170,7 @@ def _time_saves(setting: SavesSetting, task: GPTTask, out: Path) -> Iterator[Sav
 
 BENCH = Bench(
     "saves",
-    """What a checkpoint adds to a step, synchronous and asynchronous; with --kills N, kill -9 during saves.
+    """Measure what a checkpoint adds to a step, synchronous and asynchronous; with --kills N, kill -9 during saves.
 
     --kills runs on processes of the CPU alone, and needs no GPU.
     """,

@@ -132,7 +132,7 @@ class JointSchedule:
         return self.rows // len(self.ranks) if self.operator == "matmul_reduce_scatter" else self.product_rows
 
 
-class _Chunks(NamedTuple):
+class _ChunkRows(NamedTuple):
     """Where a collective's chunks begin and end: chunk i is the (i % per_block)-th of a block of so many rows."""
 
     per_block: int
@@ -198,7 +198,7 @@ def join(operator: str, schedule: Schedule, rows: int, block_rows: int) -> Joint
     ranks = collective.ranks
     is_gather = operator == "all_gather_matmul"
     of_block = rows // ranks if operator == "matmul_reduce_scatter" else rows
-    chunks = _Chunks(count_block_chunks(collective), of_block)
+    chunks = _ChunkRows(count_block_chunks(collective), of_block)
     fused = lower_to_fused_program(schedule, in_place=schedule.in_place)
     gathered = rows * ranks if is_gather else 0
     lowerings = [
@@ -230,7 +230,7 @@ class _Lowering:
         name: str,
         collective: Collective,
         program: FusedRankProgram,
-        chunks: _Chunks,
+        chunks: _ChunkRows,
         gathered_rows: int,
         *,
         is_gather: bool,
@@ -452,7 +452,7 @@ def _find_critical_paths(plans: list[tuple[Move, ...]], times: _Times) -> dict[t
 
 
 def _cut_tiles(
-    chunks: _Chunks, order: list[int], arrivals: dict[int, int], rank: int, block_rows: int
+    chunks: _ChunkRows, order: list[int], arrivals: dict[int, int], rank: int, block_rows: int
 ) -> Iterator[RowTile]:
     """The rows of tiles of the chunks in this order; arrivals: who brings each chunk, if not this rank's tiles."""
     for index in order:

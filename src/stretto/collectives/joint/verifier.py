@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifies a joint schedule: of the tables that will run, not of the schedule from which they were made.
 
-Checked are: that every place is written once in a call;
-that a move, or a tile, waits for the signal of whoever writes what it reads, and so sees exactly that; that no two
-give one signal; that the output is what the collective says; and that all of it ends, when one program takes a
-rank's moves and another its tiles, each in their order: more programs only add to what can go on.
+It checks that every place is written once in a call; that a move, or a tile, waits for the signal of whoever writes
+what it reads, and so sees exactly that; that no two give one signal; that the output is what the collective specifies;
+and that the call ends even if one program takes all of a rank's moves, and another one its tiles, each in their order:
+more programs only allow more to run.
 """
 
 from bisect import bisect_right
@@ -41,7 +41,7 @@ class _Writes:
             listed.sort()
 
     def find(self, rank: int, rows: Rows) -> _Written | None:
-        """What was written there and holds all of these rows; None if no single place does."""
+        """Find the move that wrote all of these rows there; None if no single one did."""
         listed = self.found.get((rank, rows.area), [])
         at = bisect_right(listed, rows.start, key=lambda written: written.rows.start) - 1
         return listed[at] if at >= 0 and rows.stop <= listed[at].rows.stop else None
@@ -180,7 +180,7 @@ def _list_tile_channels(joint: JointSchedule, rank: int) -> dict[int, Rows]:
 
 
 _Value = Counter[tuple[int, int]]
-"""What rows hold: for each rank whose rows were added there, how much later its row is, and how often it was added."""
+"""The content of rows: for each rank whose rows were added there, how much later its row is; and how often."""
 
 
 def _find_wrong_rows(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
@@ -219,7 +219,7 @@ def _find_wrong_rows(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
 
 
 def _find_wanted(joint: JointSchedule, rank: int, rows: Rows) -> _Value:
-    """What these gathered rows, or rows of the output, should hold."""
+    """Return what these gathered rows, or rows of the output, should hold."""
     world = len(joint.ranks)
     if joint.is_gather:
         owner = rows.start // joint.rows

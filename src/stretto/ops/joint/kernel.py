@@ -144,7 +144,7 @@ def run_move(channel, sources, destinations, tables, inputs, landed, out, move):
 
 
 class _Tables(NamedTuple):
-    """What a rank's kernel takes of a joint schedule, on its device. counts: as `BlockChannel.begin` takes them."""
+    """A rank's part of a joint schedule on its device, as a kernel reads it. counts: of `BlockChannel.begin`."""
 
     row_tiles: tiles.DynamicMapping
     sources: tiles.DynamicMapping
@@ -209,10 +209,11 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )  # fmt: skip
-        tiles.join_copies(block_channel)
     except BaseException:
         abandon(group, block_channel)
         raise
+    finally:  # also after a failed launch: x may be freed once the current stream has passed here
+        tiles.join_copies(block_channel)
     return landed[: joint.product_rows]
 
 

@@ -307,7 +307,7 @@ class ColumnPlaces(Places):
         *,
         is_transposed: bool,
     ) -> str:
-        """What "auto" is; on CPUs that interpret no kernels, the library, of which nobody need be told."""
+        """Choose what "auto" is; on CPUs that interpret no kernels, the library, of which nobody need be told."""
         if not (like.is_cuda or INTERPRETED) or like.dtype not in DTYPES:
             return LIBRARY.encode()
         options = "in a layer"
@@ -322,7 +322,7 @@ def _find_side_stream(device: torch.device) -> SideStream:
 
 
 def run_beside(make: Callable[[], Tensor], reads: Tensor, *, is_ahead: bool) -> Callable[[], Tensor]:
-    """What returns the tensor that `make` makes: on GPUs, if is_ahead, on a side stream that is joined then.
+    """Begin to make a tensor, and return what returns it: on GPUs, if is_ahead, on a side stream that is joined then.
 
     reads: what it reads, which is not freed before.
     """

@@ -71,7 +71,7 @@ def _exchange(sent: Tensor, receives: Sequence[int], sends: Sequence[int], group
     return all_to_all(sent.new_empty(sum(receives)), sent, receives, sends, group)
 
 
-class _Documents(NamedTuple):
+class _DocumentStarts(NamedTuple):
     """Documents of a rank's part of rows, one row after another.
 
     starts: int64 [documents + 1], where each begins, and the end of the last. first: int64 [rows], the first document
@@ -88,7 +88,7 @@ class LinearAttentionParts:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._numbered: tuple[weakref.ref[Tensor], _Documents] | None = None
+        self._numbered: tuple[weakref.ref[Tensor], _DocumentStarts] | None = None
 
     def convolve(
         self,
@@ -204,7 +204,7 @@ class LinearAttentionParts:
         return self.group.rank() * length
 
     @torch.compiler.disable
-    def _find_documents(self, seq_idx: Tensor) -> _Documents:
+    def _find_documents(self, seq_idx: Tensor) -> _DocumentStarts:
         """The documents, found once for all layers: the host waits for their number."""
         if self._numbered is None or self._numbered[0]() is not seq_idx:
             begins = torch.ones_like(seq_idx, dtype=torch.bool)
@@ -214,5 +214,5 @@ class LinearAttentionParts:
             first[0] = 0
             goes_on = seq_idx[:, 0] < self._begins(seq_idx.shape[1])
             starts = torch.cat((starts, starts.new_tensor([seq_idx.numel()])))
-            self._numbered = weakref.ref(seq_idx), _Documents(starts, first, goes_on)
+            self._numbered = weakref.ref(seq_idx), _DocumentStarts(starts, first, goes_on)
         return self._numbered[1]

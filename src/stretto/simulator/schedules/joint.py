@@ -87,7 +87,7 @@ def simulate_joint(joint: "JointSchedule", topology: NetworkTopology, costs: Pro
     ranks = len(joint.ranks)
     if ranks != topology.devices:
         raise ValueError(f"{joint.name} has {ranks} ranks, the topology {topology.devices} devices: give it {ranks}")
-    graph = _Graph(joint, costs)
+    graph = _JointGraph(joint, costs)
     graph.build()
     execution = execute(graph.builder.build(), EventDrivenNetwork(topology, PACKET_BYTES))
     starts, ends = execution.starts, execution.ends
@@ -104,7 +104,7 @@ def simulate_joint(joint: "JointSchedule", topology: NetworkTopology, costs: Pro
     return JointTime(execution.fidelity, last, product, tiles, moves)
 
 
-class _Graph:
+class _JointGraph:
     """The operations of all ranks. tiles: by (rank, chunk), of its rows of tiles; moves: by (rank, number)."""
 
     def __init__(self, joint: "JointSchedule", costs: ProductCosts) -> None:
