@@ -79,6 +79,10 @@ Slots = Annotated[
 Waive = Annotated[
     list[str] | None, typer.Option(help="A check whose failure is not an error: replica_consistency. May be repeated.")
 ]
+MaybeClusterName = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="NAME|FILE", help="A preset (`stretto cluster list`) or a cluster file."),
+]
 LimitsOf = Annotated[str | None, typer.Option("--limits", help="Also check the limits of a runtime; supported: rccl.")]
 MaxFileBytes = Annotated[int, typer.Option(help="Files larger than this are rejected.", min=1)]
 
@@ -286,16 +290,10 @@ def show(
         typer.Option(
             metavar="MxNxK",
             help="With --operator: rows of the product, and a rank's weight [n, k], in bf16 (default: "
-            "8192x12288x12288).",
+            "8192x12288x12288, and --cluster dgx-h200).",
         ),
     ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="With --operator: a preset (`stretto cluster list`) or a file (default: dgx-h200).",
-        ),
-    ] = None,
+    cluster: MaybeClusterName = None,
 ) -> None:
     """Draw a schedule: ranks and thread blocks as rows, steps as boxes, messages as arrows.
 

@@ -11,6 +11,7 @@ from stretto.cli.collective import (
     Gpus,
     InPlace,
     MaxFileBytes,
+    MaybeClusterName,
     Name,
     Nodes,
     Ranks,
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
 _SHOWN = 8
 ClusterName = Annotated[
     str, typer.Option("--cluster", metavar="NAME|FILE", help="A preset (`stretto cluster list`) or a cluster file.")
-]
-MaybeClusterName = Annotated[
-    str | None,
-    typer.Option("--cluster", metavar="NAME|FILE", help="A preset (`stretto cluster list`) or a cluster file."),
 ]
 Costs = Annotated[
     str,
