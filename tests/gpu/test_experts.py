@@ -21,7 +21,7 @@ from stretto.ops.moe import places
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.optim import AdamW
 from stretto.parallel import CapturedStep, Grid, clip_grad_norm_, parallelize
-from stretto.parallel.layers import experts
+from stretto.parallel.experts import module as experts
 from stretto.parallel.layout import local
 from tests.gpu.test_exchange import poison_buffers
 from tests.parallel import moe_families

@@ -28,7 +28,7 @@ def measure_errors(dtype: torch.dtype) -> list[float]:
     """Errors of results and gradients, in units of what a rounding allows."""
     errors = []
     for batch, seq, groups, queries, dim in SHAPES:
-        angles = fused.rotary_angles(seq, dim, torch.device("cuda"))
+        angles = fused.rotary_angles(torch.arange(seq, device="cuda"), dim)
         qkv = draw(1, batch, seq, groups, queries + 2, dim, dtype=dtype).requires_grad_()
         wide = qkv.detach().double().requires_grad_()
         expected = expect_heads(wide, angles, queries)
@@ -98,7 +98,7 @@ def test_a_model_trains_as_with_the_operators(run_ranks: Callable[..., list[Any]
 
 def replay() -> bool:
     """True if a captured graph gives the bits of a call that is not captured, for new inputs."""
-    angles = fused.rotary_angles(64, 128, torch.device("cuda"))
+    angles = fused.rotary_angles(torch.arange(64, device="cuda"), 128)
     qkv = draw(1, 2, 64, 2, 6, 128, dtype=torch.bfloat16).requires_grad_()
     gate, up = (draw(seed, 300, 1408, dtype=torch.bfloat16).requires_grad_() for seed in (2, 3))
 

@@ -36,7 +36,7 @@ def pass_around(kind: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     before, behind = (rank - 1) % world, (rank + 1) % world
     used = []
-    with TRANSPORTS[kind](device=device) as transport:
+    with TRANSPORTS[kind](None, device=device) as transport:
         for step in range(4):
             transport.begin_step({before: rounds})
             value = torch.zeros(5 << 20, device=device)  # 20 MB: several slots
