@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts whose tokens move by a schedule, in Triton's interpreter: the bits of the direct exchange, on 2 to 8 ranks."""
+"""Experts whose tokens move by a schedule, interpreted: the bits of the direct exchange, on 2 to 8 ranks."""
 
 import random
 from collections import Counter
@@ -12,7 +12,6 @@ from tests.collectives.joint.random_algorithms import random_all_to_all
 from tests.ops.moe.oracle import draw, make_layer
 from tests.ops.moe.test_exchange import Case, part
 
-from stretto import ops
 from stretto.collectives.algorithms import find
 from stretto.ops import moe
 from stretto.ops.moe import kernel_route

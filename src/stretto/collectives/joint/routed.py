@@ -55,7 +55,7 @@ class Hop(NamedTuple):
     channel: int = NOBODY
 
 
-class Message(NamedTuple):
+class RoutedMessage(NamedTuple):
     """Hops to places of one area of the receiver, which gets the signal `channel` of this sender."""
 
     hops: tuple[Hop, ...]
@@ -70,7 +70,7 @@ class RankRoutes(NamedTuple):
     (sender, channel) of the message that brings each chunk, by its place among those that arrive.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[RoutedMessage, ...]
     forwarded: tuple[int, ...]
     arrivals: tuple[tuple[int, int], ...]
 
@@ -161,7 +161,7 @@ def route(schedule: Schedule) -> RoutedSchedule:
     forwarded = [[value for value in passed_on if value[0] == rank] for rank in range(world)]
     numbers = {value: number for values in forwarded for number, value in enumerate(values)}
 
-    messages: list[list[Message]] = [[] for _ in range(world)]
+    messages: list[list[RoutedMessage]] = [[] for _ in range(world)]
     brought: dict[Value, tuple[int, int]] = {}
     used = [0] * world
     for _, sender, receiver, area, of_group in groups:
@@ -175,7 +175,7 @@ def route(schedule: Schedule) -> RoutedSchedule:
             to = outputs[hop.received] if area == ARRIVED else numbers[hop.received]
             hops.append(Hop(chunk, *place, to, *brought.get(hop.sent, ())))
         brought.update((hop.received, (sender, channel)) for hop in of_group)
-        messages[sender].append(Message(tuple(hops), receiver, area, channel))
+        messages[sender].append(RoutedMessage(tuple(hops), receiver, area, channel))
     arrivals = [[(NOBODY, NOBODY)] * (world * pieces) for _ in range(world)]
     for (target, value), number in outputs.items():
         arrivals[target][number] = brought[target, value]
@@ -199,10 +199,12 @@ def _group_hops(
             groups.append(_Group(0, rank, rank, ARRIVED, [hop]))
     for (rank, block, _), values in trace.steps.items():
         peer = schedule.ranks[rank].thread_blocks[block].send_peer
+        if peer is None:
+            continue
         found: dict[tuple[int, int], list[_Hop]] = defaultdict(list)
-        for value in values if peer is not None else ():
-            hop = hops.pop(((rank, value), peer), None)  # another step may store the value, and send nothing
-            if hop is not None:
+        for value in values:
+            if ((rank, value), peer) in hops:  # else it is one that no output needs
+                hop = hops.pop(((rank, value), peer))
                 found[find_piece(hop.sent), ARRIVED if hop.received in outputs else FORWARDED].append(hop)
         for (_, area), of_message in found.items():
             level = max(levels.get(hop.sent, 0) for hop in of_message)

@@ -13,24 +13,24 @@ every place then holds its chunk.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from stretto.collectives.joint.routed import ARRIVED, FORWARDED, GIVEN, Hop, Message, RoutedSchedule, count_pairs
+from stretto.collectives.joint.routed import ARRIVED, FORWARDED, GIVEN, Hop, RoutedMessage, RoutedSchedule, count_pairs
 from stretto.collectives.joint.schedule import NOBODY
 
 _AREAS = {GIVEN: "given", FORWARDED: "forwarded", ARRIVED: "arrived"}
 
 
-class _Writer(NamedTuple):
+class _Brought(NamedTuple):
     """The message that writes a place."""
 
     sender: int
-    message: Message
+    message: RoutedMessage
 
 
 def verify_routed(routed: RoutedSchedule) -> list[str]:
     """Verify it; returns what is wrong, each with its rank and its message, or nothing."""
     if errors := list(_find_bad_places(routed)):
         return errors
-    writers: dict[tuple[int, int, int], _Writer] = {}  # by receiver, area and place
+    writers: dict[tuple[int, int, int], _Brought] = {}  # by receiver, area and place
     errors = [*_find_collisions(routed, writers), *_find_blind_reads(routed, writers)]
     return errors or list(_find_cycles(routed))
 
@@ -39,7 +39,7 @@ def _name(rank: int, number: int) -> str:
     return f"rank {rank}, message {number}"
 
 
-def _list_hops(routed: RoutedSchedule) -> Iterator[tuple[int, str, Message, Hop]]:
+def _list_hops(routed: RoutedSchedule) -> Iterator[tuple[int, str, RoutedMessage, Hop]]:
     for rank, routes in enumerate(routed.ranks):
         for number, message in enumerate(routes.messages):
             for hop in message.hops:
@@ -79,14 +79,14 @@ def _find_bad_places(routed: RoutedSchedule) -> Iterator[str]:
                 yield f"{name} {what} chunk {hop.chunk} at place {at} of what is {_AREAS[area]}, which is {is_of}"
 
 
-def _find_collisions(routed: RoutedSchedule, writers: dict[tuple[int, int, int], _Writer]) -> Iterator[str]:
+def _find_collisions(routed: RoutedSchedule, writers: dict[tuple[int, int, int], _Brought]) -> Iterator[str]:
     """Find places that are written twice or never, and signals that two messages give; note who writes what."""
-    signals: dict[tuple[int, int, int], Message] = {}
+    signals: dict[tuple[int, int, int], RoutedMessage] = {}
     for rank, name, message, hop in _list_hops(routed):
         place = message.receiver, message.area, hop.to
         if place in writers:
             yield f"{name} writes to a place that rank {writers[place].sender} writes to, of rank {message.receiver}"
-        writers[place] = _Writer(rank, message)
+        writers[place] = _Brought(rank, message)
         signal = message.receiver, rank, message.channel
         if signals.setdefault(signal, message) is not message:
             yield f"{name} gives the signal of another message: channel {message.channel} of rank {message.receiver}"
@@ -97,7 +97,7 @@ def _find_collisions(routed: RoutedSchedule, writers: dict[tuple[int, int, int],
                     yield f"rank {rank}: chunk {chunk}, place {at} of what is {_AREAS[area]}, is sent by no message"
 
 
-def _find_blind_reads(routed: RoutedSchedule, writers: dict[tuple[int, int, int], _Writer]) -> Iterator[str]:
+def _find_blind_reads(routed: RoutedSchedule, writers: dict[tuple[int, int, int], _Brought]) -> Iterator[str]:
     """Find hops and tiles that wait for another message than the one that writes what they read."""
 
     def is_seen(rank: int, area: int, at: int, sender: int, channel: int) -> bool:

@@ -179,8 +179,8 @@ def require_collective(operator: str, schedule: Schedule, ranks: int) -> None:
     ):
         would_do = ", ".join(name for name in ALGORITHMS if name.replace("-", "").endswith(kind))
         raise ValueError(
-            f"{operator} takes a schedule of an {kind}, and {schedule.name} is one of {given.name!r}: of the algorithms "
-            f"these would do: {would_do}"
+            f"{operator} takes a schedule of an {kind}, and {schedule.name} is one of {given.name!r}: "
+            f"of the algorithms these would do: {would_do}"
         )
 
 

@@ -62,6 +62,24 @@ class HopTables(NamedTuple):
     count: Any
 
 
+class MoveSizes(NamedTuple):
+    """Kernel argument, compiled in: how a launch of `move_rows` reads its table, and cuts rows.
+
+    which: the number of the table that says how many rows there are; is_transposed: of [target, source]. pieces: of a
+    pair's rows; parts, channels: of a piece; longest: chunks of a list, a power of two. A program loads rows x block
+    numbers before it stores them.
+    """
+
+    which: Any
+    is_transposed: Any
+    pieces: Any
+    parts: Any
+    channels: Any
+    longest: Any
+    rows: Any
+    block: Any
+
+
 class RoutedTables(NamedTuple):
     """A rank's routed schedule on its device.
 
@@ -89,16 +107,11 @@ class RoutedTables(NamedTuple):
 
 
 @triton.jit
-def move_rows(  # type: ignore[no-untyped-def]
-    channel, sources, destinations, arrivals, tables, given, landed, table, arriving,
-    WHICH: tl.constexpr, TRANSPOSED: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr,
-    LONGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def move_rows(channel, sources, destinations, arrivals, tables, given, landed, table, sizes, arriving):  # type: ignore[no-untyped-def]
     """Send `GivenRows` to their ranks' `LandedRows`, by the hops of a routed schedule.
 
-    table: int32 [source, target, 2]: number WHICH says how many rows each rank has for each other one; TRANSPOSED: of
-    the table's [target, source]. A chunk has PARTS parts, signalled by CHANNELS channels. A program loads ROWS x BLOCK
-    numbers before it stores them.
+    table: int32 [source, target, 2], how many rows each rank has for each other one, as `MoveSizes` reads it. A chunk
+    has `parts` parts, signalled by `channels` channels.
     Order: that of `HopTables.parts`: message after message, of each all hops' first parts first.
     Signals: each part of a hop once, also an empty one, at the receiver, after its stores ("p2p").
     Waits: a part that is passed on waits for the signal of that part of the message that brought it; at the end, each
@@ -109,17 +122,21 @@ def move_rows(  # type: ignore[no-untyped-def]
     all ranks have begun this call, or the one after the slot's last, and so have read, and passed on, what it held.
     """
     unknown: tl.constexpr = float("nan") if given.rows.dtype.element_ty.is_floating() else 0
+    rows: tl.constexpr = sizes.rows
+    block: tl.constexpr = sizes.block
     task = tiles.claim(channel)
     while task < tables.count:
         following = tiles.claim(channel)
         entry = tl.load(tables.parts + task)
-        hop, part = entry // PARTS, entry % PARTS
-        tile = hop * CHANNELS + part // (PARTS // CHANNELS)
+        hop, part = entry // sizes.parts, entry % sizes.parts
+        tile = hop * sizes.channels + part // (sizes.parts // sizes.channels)
         word = tables.hops + hop * _HOP
         chunk, area, to_area = tl.load(word), tl.load(word + 1), tl.load(word + 2)
-        first = _sum_sizes(channel, table, tables, word + 3, WHICH, TRANSPOSED, PIECES, PARTS, LONGEST, ROWS)
-        base = _sum_sizes(channel, table, tables, word + 5, WHICH, TRANSPOSED, PIECES, PARTS, LONGEST, ROWS)
-        size, part_rows = _find_size(channel, table, chunk, WHICH, TRANSPOSED, PIECES, PARTS, ROWS)
+        first, base = (
+            _sum_sizes(channel, table, tables, sizes, word + 3),
+            _sum_sizes(channel, table, tables, sizes, word + 5),
+        )
+        size, part_rows = _find_size(channel, table, sizes, chunk)
         is_given, arrives = area == _GIVEN, to_area == _ARRIVED
         # What is passed on lies behind what arrives.
         first += tl.where(is_given | (area == _ARRIVED), 0, landed.capacity)
@@ -128,16 +145,16 @@ def move_rows(  # type: ignore[no-untyped-def]
         ready = tiles.consumer_tile_wait(channel, sources, tile)
         there = tiles.peer_pointer(channel, landed.rows, tiles.tile_rank(destinations, tile))
         publishes = tiles.may_publish(channel)  # memory may hold another call's rows after a failed wait
-        for start in range(part * part_rows, tl.minimum((part + 1) * part_rows, size), ROWS):
-            at = start + tl.arange(0, ROWS)
+        for start in range(part * part_rows, tl.minimum((part + 1) * part_rows, size), rows):
+            at = start + tl.arange(0, rows)
             row, target = (first + at).to(tl.int64), (base + at).to(tl.int64)
             is_known = (at < size) & ((row < given.known) | (is_given == 0))
             is_landed = row < landed.capacity + landed.forwarded
             is_stored = (at < size) & (target < end) & publishes
             if given.positions is not None:
                 row = tl.load(given.positions + row, mask=is_known & is_given, other=0) + tl.where(is_given, 0, row)
-            for column in range(0, given.columns, BLOCK):
-                place = column + tl.arange(0, BLOCK)
+            for column in range(0, given.columns, block):
+                place = column + tl.arange(0, block)
                 is_column = (place < given.columns)[None, :]
                 offsets = row[:, None] * given.columns + place[None, :]
                 mask = is_known[:, None] & is_column
@@ -157,31 +174,25 @@ def move_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _find_size(  # type: ignore[no-untyped-def]
-    channel, table, chunk, WHICH: tl.constexpr, TRANSPOSED: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """(rows of each chunk, rows of each of its parts): a pair's rows are in PIECES x PARTS parts of whole ROWS."""
-    pair = chunk // PIECES
-    source, target = pair // channel.world, pair % channel.world
-    at = target * channel.world + source if TRANSPOSED else pair
-    count = tl.load(table + at * 2 + WHICH)
-    part_rows = tl.cdiv(tl.cdiv(count, PIECES * PARTS), ROWS) * ROWS
-    size = tl.minimum(tl.maximum(count - chunk % PIECES * PARTS * part_rows, 0), PARTS * part_rows)
-    return size, part_rows
+def _find_size(channel, table, sizes, chunk):  # type: ignore[no-untyped-def]
+    """(rows of a chunk, rows of each of its parts): a pair's rows are cut into all its pieces' parts, of whole rows."""
+    pair = chunk // sizes.pieces
+    if sizes.is_transposed:
+        pair = pair % channel.world * channel.world + pair // channel.world
+    count = tl.load(table + pair * 2 + sizes.which)
+    part_rows = tl.cdiv(tl.cdiv(count, sizes.pieces * sizes.parts), sizes.rows) * sizes.rows
+    begin = chunk % sizes.pieces * sizes.parts * part_rows
+    return tl.minimum(tl.maximum(count - begin, 0), sizes.parts * part_rows), part_rows
 
 
 @triton.jit
-def _sum_sizes(  # type: ignore[no-untyped-def]
-    channel, table, tables, word, WHICH: tl.constexpr, TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
-    PARTS: tl.constexpr, LONGEST: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+def _sum_sizes(channel, table, tables, sizes, word):  # type: ignore[no-untyped-def]
     """The rows of the chunks of `tables.lists` from number word[0] to number word[1] - 1."""
-    at = tl.load(word) + tl.arange(0, LONGEST)
+    longest: tl.constexpr = sizes.longest
+    at = tl.load(word) + tl.arange(0, longest)
     is_before = at < tl.load(word + 1)
-    chunks = tl.load(tables.lists + at, mask=is_before, other=0)
-    sizes, _ = _find_size(channel, table, chunks, WHICH, TRANSPOSED, PIECES, PARTS, ROWS)
-    return tl.sum(tl.where(is_before, sizes, 0), 0)
+    found, _ = _find_size(channel, table, sizes, tl.load(tables.lists + at, mask=is_before, other=0))
+    return tl.sum(tl.where(is_before, found, 0), 0)
 
 
 @lru_cache(maxsize=64)
@@ -297,7 +308,16 @@ def launch_moves(
     waits: for all that arrives here.
     """
     arriving = tables.arrivals.rank.numel() if waits else 0
-    constants = which, is_transposed, tables.pieces, tables.parts, tables.channels, tables.longest, rows, block
-    arguments = channel, tables.sources, tables.destinations, tables.arrivals, tables.hops, given, landed, table
-    key = *map(tiles.kind_of, (*tables.hops, *given, *landed, table, arriving)), *constants
-    block_channel.launch(move_rows, key, programs, (*arguments, arriving, *constants), num_warps=16)
+    sizes = which, is_transposed, tables.pieces, tables.parts, tables.channels, tables.longest, rows, block
+    arguments = (
+        channel, tables.sources, tables.destinations, tables.arrivals, tables.hops, given, landed, table,
+        fix_sizes(*sizes), arriving,
+    )  # fmt: skip
+    key = *map(tiles.kind_of, (*tables.hops, *given, *landed, table, arriving)), *sizes
+    block_channel.launch(move_rows, key, programs, arguments, num_warps=16)
+
+
+@lru_cache(maxsize=256)
+def fix_sizes(*sizes: int) -> MoveSizes:
+    """The sizes as constants."""
+    return MoveSizes(*map(tl.constexpr, sizes))

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.collectives.schedule import Schedule
 from stretto.memory import group_timeout
 from stretto.memory.copy_engine import has_nvlink
-from stretto.collectives.schedule import Schedule
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops.choices import find_group_obstacle
 from stretto.ops.joint.registry import name_schedule
@@ -67,8 +67,9 @@ class RouteCall(NamedTuple):
                 joint, parts = self.group, None
                 if self.gather_group is not None:
                     joint, parts = _join(self.group, self.gather_group, x.device)
-                shared = parts, self.group, self.schedule
-                return find_kernel_route(*arguments, max_rows, joint, wrap, topk_weights, *shared)
+                return find_kernel_route(
+                    *arguments, max_rows, joint, wrap, topk_weights, parts, self.group, schedule=self.schedule
+                )
             if max_rows is None:
                 return find_route(*arguments, self.group, self.gather_group, wrap, topk_weights)
             shards, shard = (1, 0) if self.group is None else (self.group.size(), self.group.rank())

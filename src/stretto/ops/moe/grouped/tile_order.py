@@ -249,8 +249,10 @@ def _find_channel(  # type: ignore[no-untyped-def]
 def await_channels(channel, counters, low, high, CHANNELS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait until the rows of channels `low` to `high` - 1, of all sources' CHANNELS each, have arrived ("p2p").
 
-    counters: int32 [world * CHANNELS], the counter of each channel among all of this rank, where a source's rows come
-    from another rank than the source; None for each source's own. Returns (an int32 0 to add to the offset of what is loaded after, whether all rows of all sources have arrived).
+    counters: int32 [world * CHANNELS], the counter of each channel among all of this rank, where rows come from another
+    rank than their source; None for each source's own.
+
+    Returns (an int32 0 to add to the offset of what is loaded after, whether all rows of all sources have arrived).
     LANES: a power of two, at least the channels of all and the program's threads. One look reads all signals at once.
     Order: what is loaded through the zero, after the stores before the signals: each thread reads its signals with
     acquire at system scope, and the sum over threads that makes the zero has a barrier of the block.
