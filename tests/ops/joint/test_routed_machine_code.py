@@ -22,7 +22,7 @@ def move_arguments(positions=True):
     sizes = 0, False, tables.pieces, tables.parts, tables.channels, tables.longest, ROWS, BLOCK
     signals = tables.sources, tables.destinations, tables.arrivals
     landed = LandedRows(half.clone(), 8192, 4096)
-    return make_channel("p2p"), *signals, tables.hops, given, landed, words, fix_sizes(*sizes), 128
+    return make_channel("p2p"), *signals, tables.hops, given, landed, words, fix_sizes(*sizes), None, 128
 
 
 def test_rows_are_loaded_after_their_wait_and_stored_before_their_signal_in_wide_pieces(tmp_path):

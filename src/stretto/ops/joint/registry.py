@@ -40,6 +40,7 @@ def encode_schedule(operator: str, schedule: str | Schedule, how: str, group: st
     return config._replace(schedule=name).encode()
 
 
+@torch.compiler.assume_constant_result
 def name_schedule(operator: str, schedule: str | Schedule, how: str, ranks: int) -> str:
     """The name, for `find_schedule`, of the schedule of a call of so many ranks. Errors are those of `encode_schedule`.
 

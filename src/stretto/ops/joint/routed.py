@@ -85,8 +85,8 @@ class RoutedTables(NamedTuple):
 
     sources, destinations, arrivals: the signals that each hop waits for and gives, and of the chunks that arrive, a
     tile for each of the `channels` of a chunk. counters: the places of the latter among all counters of this rank.
-    counts: of `BlockChannel.begin`. longest: chunks of a list, a power of two. pieces: of a pair of ranks; parts: of a
-    piece.
+    counts: of `BlockChannel.begin`. given: the signal of the rows for each rank, None if they are there at the
+    beginning. longest: chunks of a list, a power of two. pieces: of a pair of ranks; parts: of a piece.
     """
 
     hops: HopTables
@@ -95,6 +95,7 @@ class RoutedTables(NamedTuple):
     arrivals: tiles.DynamicMapping
     counters: Tensor
     counts: Tensor
+    given: tiles.DynamicMapping | None
     longest: int
     pieces: int
     parts: int
@@ -107,14 +108,16 @@ class RoutedTables(NamedTuple):
 
 
 @triton.jit
-def move_rows(channel, sources, destinations, arrivals, tables, given, landed, table, sizes, arriving):  # type: ignore[no-untyped-def]
+def move_rows(channel, sources, destinations, arrivals, tables, given, landed, table, sizes, permit, arriving):  # type: ignore[no-untyped-def]
     """Send `GivenRows` to their ranks' `LandedRows`, by the hops of a routed schedule.
 
     table: int32 [source, target, 2], how many rows each rank has for each other one, as `MoveSizes` reads it. A chunk
-    has `parts` parts, signalled by `channels` channels.
+    has `parts` parts, signalled by `channels` channels. permit: None, or int32 [1], 0 in a call that ranks do not make
+    together, of which nothing is sent or awaited.
     Order: that of `HopTables.parts`: message after message, of each all hops' first parts first.
     Signals: each part of a hop once, also an empty one, at the receiver, after its stores ("p2p").
-    Waits: a part that is passed on waits for the signal of that part of the message that brought it; at the end, each
+    Waits: a part that is passed on waits for the signal of that part of the message that brought it, and one of given
+    rows, where another kernel makes them, for its signal, which waits for nothing; at the end, each
     program waits for its share of the `arriving` signals of what arrives here, so landed rows are complete when the
     kernel has ended (arriving: 0 for no wait). Programs claim parts in their order, and all ranks' parts have one order
     in which each needs only what comes before it (`verify_routed`), so one running program a rank is enough.
@@ -124,8 +127,11 @@ def move_rows(channel, sources, destinations, arrivals, tables, given, landed, t
     unknown: tl.constexpr = float("nan") if given.rows.dtype.element_ty.is_floating() else 0
     rows: tl.constexpr = sizes.rows
     block: tl.constexpr = sizes.block
+    count = tables.count + tl.program_id(0) * 0
+    if permit is not None:
+        count = tl.where(tl.load(permit) != 0, count, 0)
     task = tiles.claim(channel)
-    while task < tables.count:
+    while task < count:
         following = tiles.claim(channel)
         entry = tl.load(tables.parts + task)
         hop, part = entry // sizes.parts, entry % sizes.parts
@@ -169,7 +175,7 @@ def move_rows(channel, sources, destinations, arrivals, tables, given, landed, t
                 )
         tiles.producer_tile_notify(channel, destinations, tile, "p2p")
         task = following
-    for index in range(tl.program_id(0), arriving, tl.num_programs(0)):
+    for index in range(tl.program_id(0), tl.where(count > 0, arriving, 0), tl.num_programs(0)):
         tiles.consumer_tile_wait(channel, arrivals, index)
 
 
@@ -281,6 +287,7 @@ def make_tables(
         look_up(span(*arrival) for arrival in plan.arrivals),
         table(sender * capacity + at for arrival in plan.arrivals for sender, at, _ in span(*arrival)),
         counts.to(device),
+        None if given_signals is None else look_up([(rank, begin + to, begin + to + 1)] for to in range(world)),
         triton.next_power_of_2(max(map(len, lists))),
         routed.pieces,
         of_piece,
@@ -302,18 +309,19 @@ def launch_moves(
     block: int,
     *,
     waits: bool,
+    permit: Tensor | None = None,
 ) -> None:
     """Launch `move_rows` in a call that has begun; given: `GivenRows`, or whatever has its fields.
 
-    waits: for all that arrives here.
+    which, is_transposed, rows, block: of `MoveSizes`. waits: for all that arrives here.
     """
     arriving = tables.arrivals.rank.numel() if waits else 0
     sizes = which, is_transposed, tables.pieces, tables.parts, tables.channels, tables.longest, rows, block
     arguments = (
         channel, tables.sources, tables.destinations, tables.arrivals, tables.hops, given, landed, table,
-        fix_sizes(*sizes), arriving,
+        fix_sizes(*sizes), permit, arriving,
     )  # fmt: skip
-    key = *map(tiles.kind_of, (*tables.hops, *given, *landed, table, arriving)), *sizes
+    key = *map(tiles.kind_of, (*tables.hops, *given, *landed, table, permit, arriving)), *sizes
     block_channel.launch(move_rows, key, programs, arguments, num_warps=16)
 
 
