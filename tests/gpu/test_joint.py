@@ -12,10 +12,12 @@ from stretto import ops
 from stretto.collectives import Schedule
 from stretto.collectives.algorithms import find
 from stretto.ops import moe
+from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.operator import list_channels
 from tests.collectives.joint.random_algorithms import random_all_to_all, random_schedule
 from tests.gpu.sharing import GpuRanks
 from tests.gpu.test_moe import no_host_waits
+from tests.ops.embedding.jagged import Kind, fill_case, look_up_case
 
 SEED = random.randrange(2**31)
 pytestmark = pytest.mark.ranks(2, 4, own=(2, 4), among=(2, 3, 4, 8))
@@ -54,6 +56,9 @@ def poison() -> None:
     for purpose, channel in list_channels(dist.group.WORLD.group_name):  # type: ignore[union-attr]
         if purpose == "copy_engine":
             channel.tensor((channel.num_bytes - channel._signal_bytes,), torch.uint8).fill_(0xFF)
+    for ring in find_output_rings(dist.group.WORLD.group_name):  # type: ignore[union-attr]
+        if not ring.outputs:
+            ring.slots.fill_(0xFF)
     torch.cuda.synchronize()
     dist.barrier()
 
@@ -227,4 +232,74 @@ def replay_experts(seed: int) -> list[bool]:
 def test_captured_experts_wait_for_no_host_and_replay(gpu_pool: GpuRanks, world: int) -> None:
     print(f"seed {SEED}")
     for same in gpu_pool.run(world, replay_experts, SEED):
+        assert all(same), same
+
+
+def make_kinds() -> list[Kind]:
+    """Look-ups of tables of unequal and of equal dims, and of ranks without any."""
+    world = dist.get_world_size()
+    unequal: list[list[tuple[int, int]]] = [[(1, 4), (300, 92), (50, 252)], [(5000, 64)], [], [(3, 8), (70, 32)]]
+    return [
+        Kind([unequal[rank % 4] for rank in range(world)], 48 * world, torch.float32, torch.int64, "mean", True, 20),
+        Kind([[(1000, 128)] * 3] * world, 64 * world, torch.bfloat16, torch.int32, "sum", False, 70),
+    ]
+
+
+def count_wrong_look_ups(seed: int) -> int:
+    """The number of look-ups by schedules whose bits, or gradients, are not those of the kernels' own exchange."""
+    rank, wrong = dist.get_rank(), 0
+    generator = torch.Generator().manual_seed(rank)
+    for kind in make_kinds():
+        for schedule in make_all_to_alls(seed):
+            for turn in range(6):
+                case = fill_case(kind, turn, "cuda")
+                case.seed = kind.batch  # one name for a kind's tables
+                found = []
+                if turn == 4:
+                    poison()
+                for options in ({"schedule": schedule}, {}):
+                    torch.cuda._sleep(int(torch.randint(0, 2_000_000, (), generator=generator)))
+                    tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
+                    out = look_up_case(case, tables, **options)
+                    out.backward(case.grad.chunk(dist.get_world_size())[rank].to(out.dtype))
+                    found.append([out.detach().clone(), *(table.grad for table in tables)])
+                wrong += not all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    ops.check_indices()
+    return wrong
+
+
+def test_vectors_that_move_by_a_schedule_are_exact(gpu_pool: GpuRanks, world: int) -> None:
+    print(f"seed {SEED}")
+    assert gpu_pool.run(world, count_wrong_look_ups, SEED) == [0] * world
+
+
+def replay_look_ups(seed: int) -> list[bool]:
+    """Whether replays of captured look-ups are right, of other rows each time."""
+    same, kind = [], make_kinds()[1]
+    for number, schedule in enumerate(make_all_to_alls(seed)):
+        case = fill_case(kind, number, "cuda")
+        case.seed = kind.batch
+        own = case.owners[dist.get_rank()]
+        with torch.no_grad():
+            for _ in range(3):  # kernels are compiled, and memory allocated
+                look_up_case(case, schedule=schedule)
+            torch.cuda.synchronize()
+            dist.barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                replayed = look_up_case(case, schedule=schedule)
+            for _ in range(4):
+                own.indices.random_(0, 1000)
+                wanted = look_up_case(case).clone()
+                graph.replay()
+                same.append(torch.equal(replayed, wanted))
+        torch.cuda.synchronize()
+        del graph, replayed
+    ops.check_indices()
+    return same
+
+
+def test_captured_look_ups_replay(gpu_pool: GpuRanks, world: int) -> None:
+    print(f"seed {SEED}")
+    for same in gpu_pool.run(world, replay_look_ups, SEED):
         assert all(same), same

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from stretto.collectives import Schedule
 from stretto.collectives.algorithms import find
 from stretto.ops import moe
 from stretto.ops.moe.grouped.matmul import compute_product
@@ -104,6 +105,14 @@ class ExchangeCase(StressCase):
             moe.check_rows(self._team.group)
 
 
+def compile_all_to_all(algorithm: str, ranks: int) -> Schedule:
+    """The schedule of the direct all-to-all, in pieces, or of the two-step one: of two nodes, if there can be."""
+    if algorithm.startswith("two-step"):
+        nodes = 2 if ranks % 2 == 0 else ranks
+        return find(algorithm).compile(nodes=nodes, gpus=ranks // nodes)
+    return find(algorithm).compile(ranks=ranks, instances=3)
+
+
 class ScheduleCase(ExchangeCase):
     """The same by two products, and by an all-to-all's schedule: direct, in pieces, or of two steps."""
 
@@ -112,11 +121,7 @@ class ScheduleCase(ExchangeCase):
         one = torch.eye(self._columns, device=team.device, dtype=torch.bfloat16)
         self._weight = torch.stack([one * (team.rank * LOCAL + expert + 1) for expert in range(LOCAL)])
         self._ones = one.repeat(LOCAL, 1, 1)
-        nodes = 2 if team.world % 2 == 0 else team.world
-        two_steps = {"nodes": nodes, "gpus": team.world // nodes}
-        pieces = {"ranks": team.world, "instances": 3}
-        options = two_steps if algorithm.startswith("two-step") else pieces
-        self._schedule = find(algorithm).compile(**options)  # type: ignore[arg-type]
+        self._schedule = compile_all_to_all(algorithm, team.world)
 
     def call(self, entry: int) -> Sequence[Check]:
         """Enqueue the call with input number `entry`, and pair its results with the expected ones."""

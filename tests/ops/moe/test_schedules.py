@@ -81,3 +81,42 @@ def test_experts_whose_tokens_move_by_a_schedule_have_the_bits_of_the_direct_exc
         for same, moves in found:
             assert all(same), same
             assert moves >= 4
+
+
+def refuse():
+    """What each wrong schedule is refused with."""
+    x, ids, weight = torch.ones(4, 8), torch.tensor([[0, 1]] * 4), torch.ones(2, 8, 8)
+    found, pair = [], dist.new_group([0, 1])
+    for schedule, options in (
+        ("ring-all-gather", {}),
+        (find("all-to-next").compile(nodes=1, gpus=2), {}),
+        (find("direct-all-to-all").compile(ranks=3), {}),
+        ("two-step-all-to-all", {}),
+        ("direct-all-to-al", {}),
+        ("direct-all-to-all", {"implementation": "library"}),
+        ("direct-all-to-all", {"gather_group": pair}),
+        (find("direct-all-to-all").compile(ranks=2, instances=80), {}),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            moe.dispatch_grouped_matmul(x, ids, weight, dist.group.WORLD, schedule=schedule, **options)
+        found.append(str(refusal.value))
+    return found
+
+
+def test_schedules_that_experts_cannot_have_are_refused(interpret):
+    for found in interpret(2, refuse):
+        for message, words in zip(
+            found,
+            (
+                "would do: direct-all-to-all, two-step-all-to-all",
+                "all-to-next is one of 'alltonext'",
+                "a schedule of 3 ranks, and the group has 2",
+                "it takes nodes, gpus",
+                "direct-all-to-all",
+                "leave out",
+                "leave out gather_group",
+                "compile it with fewer instances",
+            ),
+            strict=True,
+        ):
+            assert words in message

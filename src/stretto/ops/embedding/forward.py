@@ -125,8 +125,16 @@ def look_up_and_send(
     announced = placement.announce(needs_grad=needs_grad)
     if launch.moves is not None:
         channel = _begin(launch, placement, 0, announced, call_permit)
-        return _pool_and_move(launch, launch.moves, channel, tables, placement, Bags(indices, offsets, weights),
-                              describe_pooling(config, mode, checks), config)
+        return _pool_and_move(
+            launch,
+            launch.moves,
+            channel,
+            tables,
+            placement,
+            Bags(indices, offsets, weights),
+            describe_pooling(config, mode, checks),
+            config,
+        )
     offset, finish = ring.take(shape, placement.dtype)
     channel = _begin(launch, placement, offset // UNIT.value, announced, call_permit)
     kernel_tables = describe_tables(tables, launch.first_column, placement.local_batch, placement.width, total)
