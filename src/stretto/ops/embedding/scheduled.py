@@ -69,8 +69,8 @@ class ScheduledMoves(NamedTuple):
         programs = limit_waiting(NCCL_BLOCKS, device) if pooled.is_cuda else 2
         given = GivenRows(pooled, None, self.columns, pooled.numel() // self.columns)
         launch_moves(
-            self.ring.channel, channel, self.tables, given, self.landed, self.table, programs, 0, False, rows, block,
-            waits=True, permit=permit,
+            self.ring.channel, channel, self.tables, given, self.landed, self.table, programs, (rows, block),
+            permit=permit,
         )  # fmt: skip
 
     def collect(self, placement: EmbeddingPlacement) -> Tensor:

@@ -303,20 +303,18 @@ def launch_moves(
     landed: LandedRows,
     table: Tensor,
     programs: int,
-    which: int,
-    is_transposed: bool,
-    rows: int,
-    block: int,
+    tile: tuple[int, int],
     *,
-    waits: bool,
+    by: tuple[int, bool] = (0, False),
+    waits: bool = True,
     permit: Tensor | None = None,
 ) -> None:
     """Launch `move_rows` in a call that has begun; given: `GivenRows`, or whatever has its fields.
 
-    which, is_transposed, rows, block: of `MoveSizes`. waits: for all that arrives here.
+    tile: rows and block of `MoveSizes`; by: which, and is_transposed. waits: for all that arrives here.
     """
     arriving = tables.arrivals.rank.numel() if waits else 0
-    sizes = which, is_transposed, tables.pieces, tables.parts, tables.channels, tables.longest, rows, block
+    sizes = *by, tables.pieces, tables.parts, tables.channels, tables.longest, *tile
     arguments = (
         channel, tables.sources, tables.destinations, tables.arrivals, tables.hops, given, landed, table,
         fix_sizes(*sizes), permit, arriving,

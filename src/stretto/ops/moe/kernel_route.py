@@ -306,8 +306,8 @@ def _push(
                 block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
             else:
                 landed = LandedRows(staging, capacity, forwarded)
-                how = back_by or 0, back_by is not None, tile_rows, block
-                launch_moves(block_channel, channel, tables, pushed, landed, table, programs, *how, waits=waits)
+                by, tile = (back_by or 0, back_by is not None), (tile_rows, block)
+                launch_moves(block_channel, channel, tables, pushed, landed, table, programs, tile, by=by, waits=waits)
         block_channel.is_open = not waits
     except BaseException:
         abandon(name, block_channel)
