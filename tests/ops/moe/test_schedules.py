@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts whose tokens move by a schedule, interpreted: the bits of the direct exchange, on 2 to 8 ranks."""
+"""Experts whose tokens move by a schedule, interpreted: the bits of the direct exchange, 2 to 8 ranks."""
 
 import random
 from collections import Counter
@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives.joint.random_algorithms import random_all_to_all
+from tests.ops.embedding import test_schedules as look_ups
 from tests.ops.moe.oracle import draw, make_layer
 from tests.ops.moe.test_exchange import Case, part
+from tests.pool import Pool
+from tests.processes import shared_server
 
 from stretto.collectives.algorithms import find
 from stretto.ops import moe
@@ -71,7 +74,6 @@ RANK, CHOICE, BF16, FP32 = {}, {"reduce": "choice"}, torch.bfloat16, torch.float
         (4, [(Case((2, 5, 0, 9), 2, 8), BF16, (2, 2), RANK)]),
         (4, [(Case((3, 3, 3, 3), 2, 4), FP32, (2, 2), {"max_rows": 24})]),
         (4, [(Case((2, 1, 6, 3), 2, 8), BF16, (SEED, 4, 1), RANK)]),
-        (8, [(Case((2, 1, 0, 3, 1, 4, 2, 1), 2, 8), BF16, (2, 4), RANK)]),
     ],
     ids=str,
 )  # fmt: skip
@@ -81,6 +83,20 @@ def test_experts_whose_tokens_move_by_a_schedule_have_the_bits_of_the_direct_exc
         for same, moves in found:
             assert all(same), same
             assert moves >= 4
+
+
+@pytest.mark.exhaustive
+def test_tokens_and_vectors_go_by_two_nodes_of_four_ranks():
+    print(f"seed {SEED}")
+    pool = Pool(8, {"TRITON_INTERPRET": "1"}, modules=["stretto.ops"], python=shared_server("torch").python)
+    try:
+        case = Case((2, 1, 0, 3, 1, 4, 2, 1), 2, 8)
+        for ((same, moves),) in pool.run(8, compare_with_direct, (case, BF16, (2, 4), RANK), timeout=600.0):
+            assert all(same), same
+            assert moves >= 4
+        assert pool.run(8, look_ups.compare_with_direct, SEED % 1000, ["two-step"], timeout=600.0) == [[]] * 8
+    finally:
+        pool.close()
 
 
 def refuse():
