@@ -10,6 +10,8 @@ from functools import cached_property
 import torch.distributed as dist
 
 from stretto.cluster.local_ranks import name_node
+from stretto.memory import exchange
+from stretto.memory.plain_data import all_gather_data
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,14 @@ def find_nodes(hosts: Sequence[Host]) -> Nodes:
     if is_crowded and all(host.agent is not None for host in hosts):
         return Nodes.of_hosts([(host.machine, host.agent) for host in hosts])
     return Nodes.of_hosts(machines)
+
+
+def exchange_hosts(group: dist.ProcessGroup, timeout: float, what: str = "") -> list[tuple[str, Host]]:
+    """All-gather `what` and the host of each rank of the group, in rank order. PeerError for ranks that do not come."""
+    mine, kind = (what, Host.of_this_process()), tuple[str, Host]
+    if "gloo" in dist.get_backend_config(group):
+        return exchange(mine, group, timeout, kind)
+    return all_gather_data(mine, group, kind)  # only gloo has a barrier that names the missing ranks
 
 
 def _integer(variable: str) -> int | None:
