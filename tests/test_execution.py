@@ -31,6 +31,9 @@ def test_each_option_is_described_once_and_an_unknown_policy_is_refused():
         assert f"{name}: {option_help(name)}" in " ".join((ExecutionOptions.__doc__ or "").split())
     with pytest.raises(ValueError, match="reshard is 'never', but must be one of after_forward, after_backward"):
         ExecutionOptions(reshard="never")
+    for wrong in ("yes", 1, None):
+        with pytest.raises(ValueError, match=f"two_level is {wrong!r}, but must be 'auto', True or False"):
+            ExecutionOptions(two_level=wrong)
 
 
 def test_copy_engines_alone_hide_nothing():

@@ -268,12 +268,12 @@ def test_starting_does_not_wait_for_other_ranks(ranks):
     assert ranks(4).run(leave_while_it_runs)[1:] == [False] * 3
 
 
-def use_a_subgroup_of_scattered_nodes() -> list[object]:
-    """Ranks 1 to 6 are a group on two hosts, in turns."""
+def use_a_subgroup_of_scattered_nodes(hosts: str) -> list[object]:
+    """Ranks 1 to 6 are a group on two hosts."""
     group = dist.new_group(list(range(1, 7)))
     if dist.get_rank() in (0, 7):
         return []
-    host = Host(f"host {dist.get_rank() % 2}", 3, None)
+    host = Host(hosts[dist.get_rank() - 1], 3, None)
     with mock.patch.object(Host, "of_this_process", return_value=host):
         two = TwoLevelGroup(group)
     output = torch.empty(6 * 5, dtype=torch.int32)
@@ -290,8 +290,10 @@ def use_a_subgroup_of_scattered_nodes() -> list[object]:
 
 
 def test_nodes_are_found_from_hosts_and_need_not_be_neighbours(ranks):
-    found = ranks(8).run(use_a_subgroup_of_scattered_nodes)
+    found = ranks(8).run(use_a_subgroup_of_scattered_nodes, "ababab")
     assert found[1:7] == [[Nodes(((0, 2, 4), (1, 3, 5)))]] * 6
+    found = ranks(8).run(use_a_subgroup_of_scattered_nodes, "abbbaa")  # a later node's rank may be lower
+    assert found[1:7] == [[Nodes(((0, 4, 5), (1, 2, 3)))]] * 6
 
 
 def find_this_host() -> tuple[int, int]:

@@ -42,15 +42,16 @@ flat), `work` (starts collectives in order, waits with a time limit), `inter_nod
 `buffers` (splits, views and reduces tensors); `nodes` finds which ranks share a node.
 """
 
-from stretto.collectives.two_level.group import TwoLevelCall, TwoLevelGroup
+from stretto.collectives.two_level.group import Levels, TwoLevelCall, TwoLevelGroup
 from stretto.collectives.two_level.inter_node import GroupTransport, Message, Transport
 from stretto.collectives.two_level.model import TYPICAL, Links, choose, predict
-from stretto.collectives.two_level.nodes import Nodes
+from stretto.collectives.two_level.nodes import Nodes, exchange_hosts, name_nodes
 from stretto.collectives.two_level.work import MessageWork, Work
 
 __all__ = [
     "TYPICAL",
     "GroupTransport",
+    "Levels",
     "Links",
     "Message",
     "MessageWork",
@@ -60,5 +61,7 @@ __all__ = [
     "TwoLevelGroup",
     "Work",
     "choose",
+    "exchange_hosts",
+    "name_nodes",
     "predict",
 ]

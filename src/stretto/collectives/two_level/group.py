@@ -171,7 +171,7 @@ class TwoLevelGroup:
         after it.
         """
         _check_pair("output", output, "input", input, self.world)
-        chosen = self._choose("all_gather", input, algorithm)
+        chosen = self.choose("all_gather", input, algorithm)
         shard, whole = input.detach().view(-1), output.detach().view(self.world, -1)
 
         def run(deadline: Deadline) -> None:
@@ -198,7 +198,7 @@ class TwoLevelGroup:
         """
         reduction = check_reduction(op, input.dtype)
         _check_pair("input", input, "output", output, self.world)
-        chosen = self._choose("reduce_scatter", output, algorithm)
+        chosen = self.choose("reduce_scatter", output, algorithm)
         shard, whole = output.detach().view(-1), input.detach().view(self.world, -1)
 
         def run(deadline: Deadline) -> None:
@@ -222,7 +222,7 @@ class TwoLevelGroup:
         reduction = check_reduction(op, tensor.dtype)
         _check_contiguous("tensor", tensor)
         elements = -(-tensor.numel() // self.world)
-        chosen = self._choose("all_reduce", tensor, algorithm)
+        chosen = self.choose("all_reduce", tensor, algorithm)
         flat = tensor.detach().view(-1)
 
         def run(deadline: Deadline) -> None:
@@ -245,6 +245,18 @@ class TwoLevelGroup:
                 flat.copy_(padded[: flat.numel()])
 
         return self._start("all_reduce", chosen, run, (tensor,), async_op)
+
+    def choose(self, collective: Collective, tensor: Tensor, algorithm: RequestedAlgorithm = "auto") -> Algorithm:
+        """The algorithm of a call. tensor: an all-gather's input, a reduce-scatter's output, or what is all-reduced."""
+        if algorithm not in ("auto", *ALGORITHMS):
+            raise ValueError(f"algorithm is {algorithm!r}: must be auto, {', '.join(ALGORITHMS)}")
+        if self.nodes.count == 1:
+            return "flat"
+        if algorithm != "auto":
+            return cast(InterNodeAlgorithm, algorithm)
+        # An all-reduce is given the whole tensor, the other collectives one rank's part.
+        shard_bytes = tensor.numel() * tensor.element_size() / (self.world if collective == "all_reduce" else 1)
+        return choose(collective, shard_bytes, self.nodes.count, self.nodes.size, self.links, self._algorithms)
 
     def close(self) -> None:
         """Wait for all collectives that were started, and destroy the sub-groups; all ranks call it."""
@@ -349,17 +361,6 @@ class TwoLevelGroup:
             num_bytes = elements * whole.element_size()
             parts = choose_parts(collective, chosen, num_bytes, self.nodes.count, self.nodes.size, self.links)
         return list(split_range(elements, -(-elements // parts)))
-
-    def _choose(self, collective: Collective, tensor: Tensor, algorithm: RequestedAlgorithm) -> Algorithm:
-        if algorithm not in ("auto", *ALGORITHMS):
-            raise ValueError(f"algorithm is {algorithm!r}: must be auto, {', '.join(ALGORITHMS)}")
-        if self.nodes.count == 1:
-            return "flat"
-        if algorithm != "auto":
-            return cast(InterNodeAlgorithm, algorithm)
-        # An all-reduce is given the whole tensor, the other collectives one rank's part.
-        shard_bytes = tensor.numel() * tensor.element_size() / (self.world if collective == "all_reduce" else 1)
-        return choose(collective, shard_bytes, self.nodes.count, self.nodes.size, self.links, self._algorithms)
 
     def _start(
         self,

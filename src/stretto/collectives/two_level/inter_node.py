@@ -157,6 +157,10 @@ class InterNodeGroup:
     transport: Transport
     part_bytes: int
 
+    def member(self, node: int) -> int:
+        """The number of a node's rank in the inter-node group, which torch numbers in the order of ranks."""
+        return sorted(self.ranks).index(self.ranks[node])
+
 
 def inter_node_all_gather(
     slots: Tensor, steps: Sequence[InterNodeStep], group: InterNodeGroup, deadline: Deadline
@@ -220,4 +224,5 @@ def _ranges(tensor: Tensor, group: InterNodeGroup) -> list[tuple[int, int]]:
 
 def _messages(tensor: Tensor, peer: int, group: InterNodeGroup) -> list[Message]:
     flat = tensor.view(-1)
-    return [Message(as_bytes(flat[begin:end]), peer, part) for part, (begin, end) in enumerate(_ranges(flat, group))]
+    member = group.member(peer)
+    return [Message(as_bytes(flat[begin:end]), member, part) for part, (begin, end) in enumerate(_ranges(flat, group))]

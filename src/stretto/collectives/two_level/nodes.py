@@ -97,20 +97,25 @@ class Host:
         return cls(node, _integer("LOCAL_WORLD_SIZE"), _integer("GROUP_RANK"))
 
 
-def find_nodes(hosts: Sequence[Host]) -> Nodes:
-    """The nodes of ranks with these hosts.
+def name_nodes(hosts: Sequence[Host]) -> list[Hashable]:
+    """Name the node of each of these ranks of a job.
 
     A node is what `name_node` says: a machine, or what STRETTO_NODES declares. If one seems to have more ranks than its
     launcher started there (several machines with one name, or several agents that stand for nodes), each of torchrun's
-    agents is a node instead. ValueError for nodes of unequal size.
+    agents is a node instead.
     """
     machines = [host.machine for host in hosts]
     is_crowded = any(
         host.local_world_size is not None and machines.count(host.machine) > host.local_world_size for host in hosts
     )
     if is_crowded and all(host.agent is not None for host in hosts):
-        return Nodes.of_hosts([(host.machine, host.agent) for host in hosts])
-    return Nodes.of_hosts(machines)
+        return [(host.machine, host.agent) for host in hosts]
+    return list(machines)
+
+
+def find_nodes(hosts: Sequence[Host]) -> Nodes:
+    """The nodes of ranks with these hosts, by `name_nodes`. ValueError for nodes of unequal size."""
+    return Nodes.of_hosts(name_nodes(hosts))
 
 
 def exchange_hosts(group: dist.ProcessGroup, timeout: float, what: str = "") -> list[tuple[str, Host]]:
