@@ -7,7 +7,8 @@ import pytest
 
 from lab.two_level.crossovers import find_crossovers
 from stretto.cluster import Cluster
-from stretto.collectives.two_level import Links, Nodes, choose, model, predict
+from stretto.cluster import two_level as model
+from stretto.collectives.two_level import Links, Nodes, choose, predict
 from stretto.collectives.two_level.buffers import SlotRange, split_range, split_slots
 from stretto.collectives.two_level.inter_node import InterNodeStep, all_gather_steps, reduce_scatter_steps
 from stretto.collectives.two_level.nodes import Host, find_nodes

@@ -42,9 +42,9 @@ flat), `work` (starts collectives in order, waits with a time limit), `inter_nod
 `buffers` (splits, views and reduces tensors); `nodes` finds which ranks share a node.
 """
 
+from stretto.cluster.two_level import TYPICAL, Links, choose, predict
 from stretto.collectives.two_level.group import Levels, TwoLevelCall, TwoLevelGroup
 from stretto.collectives.two_level.inter_node import GroupTransport, Message, Transport
-from stretto.collectives.two_level.model import TYPICAL, Links, choose, predict
 from stretto.collectives.two_level.nodes import Nodes, exchange_hosts, name_nodes
 from stretto.collectives.two_level.work import MessageWork, Work
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.cluster.two_level import ALGORITHMS, TYPICAL, Algorithm, Collective, Links, choose, choose_parts
 from stretto.collectives.two_level.buffers import (
     DEFAULT_PART_BYTES,
     Reduction,
@@ -38,7 +39,6 @@ from stretto.collectives.two_level.intra_node import (
     intra_node_all_gather,
     intra_node_reduce_scatter,
 )
-from stretto.collectives.two_level.model import ALGORITHMS, TYPICAL, Algorithm, Collective, Links, choose, choose_parts
 from stretto.collectives.two_level.nodes import Nodes, exchange_hosts, find_nodes
 from stretto.collectives.two_level.work import Deadline, InlineRunner, SerialRunner, Work
 from stretto.memory import PeerError, find_own_rank, shared_gpus

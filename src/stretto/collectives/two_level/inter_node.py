@@ -15,46 +15,18 @@ Synchronization: a rank waits for what a step receives before the next step, whi
 sends only at the end, because no slot that was sent is written again in the same collective.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.cluster.two_level import InterNodeAlgorithm, InterNodeStep, all_gather_steps
 from stretto.collectives.two_level.buffers import Reduction, accumulate, as_bytes, split_range
 from stretto.collectives.two_level.work import Deadline, MessageWork
-
-InterNodeAlgorithm = Literal["ring", "recursive"]
-
-
-@dataclass(frozen=True)
-class InterNodeStep:
-    """One step of an all-gather on node n of N.
-
-    Sends slots `source` to `source + blocks - 1` to node n - distance, and receives as many from node n + distance into
-    `target` and following. A reduce-scatter sends `target` and following to node n + distance, and adds what node n -
-    distance sends into `source` and following.
-    """
-
-    distance: int
-    source: int
-    target: int
-    blocks: int
-
-
-def all_gather_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[InterNodeStep, ...]:
-    """The steps of an all-gather of one slot a node. Before them a node has its slot 0, after them all slots.
-
-    ring: N - 1 steps of one slot. recursive: ceil(log2 N) steps, each of which doubles what a node has: recursive
-    doubling (Singh, section 6.2.3). That algorithm pairs nodes that differ in one bit of their number, and so needs N
-    to be a power of two; here each step's partners are `distance` apart on a ring (Bruck et al., "Efficient algorithms
-    for all-to-all communications in multiport message-passing systems", 1997). For a power of two this takes as many
-    steps and bytes, it works for every N, and each node always sends N - 1 slots.
-    """
-    return tuple(_ring(nodes) if algorithm == "ring" else _recursive(nodes))
 
 
 def reduce_scatter_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[InterNodeStep, ...]:
@@ -63,19 +35,6 @@ def reduce_scatter_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[Int
     recursive: recursive halving (section 6.2.3), for every N as in `all_gather_steps`.
     """
     return all_gather_steps(algorithm, nodes)[::-1]
-
-
-def _ring(nodes: int) -> Iterator[InterNodeStep]:
-    for slot in range(nodes - 1):
-        yield InterNodeStep(distance=1, source=slot, target=slot + 1, blocks=1)
-
-
-def _recursive(nodes: int) -> Iterator[InterNodeStep]:
-    held = 1
-    while held < nodes:
-        blocks = min(held, nodes - held)
-        yield InterNodeStep(distance=held, source=0, target=held, blocks=blocks)
-        held += blocks
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from stretto.axes import BATCH, LOSS, REPLICAS, axes_of
+from stretto.cluster.two_level import ALGORITHMS
 from stretto.collectives.two_level import Levels, Nodes, TwoLevelGroup, Work, exchange_hosts, name_nodes
-from stretto.collectives.two_level.model import ALGORITHMS
 from stretto.execution import TwoLevel
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class TwoLevels:
     """The two-level groups of a grid, by the names of the process groups whose collectives they run.
 
     Its methods begin a collective of a process group in two levels; None where the library's own is to run it: the
-    group has no two levels, or the model of both (`stretto.collectives.two_level.model`) predicts that to be faster.
+    group has no two levels, or the model of both (`stretto.cluster.two_level`) predicts that to be faster.
     """
 
     def __init__(self, groups: Mapping[str, TwoLevelGroup]) -> None:

@@ -8,14 +8,14 @@ GPU library.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, cast
 
-from stretto.cluster import Cluster
-from stretto.collectives.two_level.inter_node import InterNodeAlgorithm, all_gather_steps
+from stretto.cluster.cluster import Cluster
 
+InterNodeAlgorithm = Literal["ring", "recursive"]
 Algorithm = Literal["ring", "recursive", "flat"]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 ALGORITHMS: tuple[Algorithm, ...] = ("recursive", "ring", "flat")
@@ -182,3 +182,43 @@ def _flat(shard_bytes: float, nodes: int, size: int, links: Links) -> float:
         free = [start + serial for start, (_, serial) in zip(begin, hops, strict=True)]
         arrived = [end + latency for end, (latency, _) in zip(free, hops, strict=True)]
     return max(arrived)
+
+
+@dataclass(frozen=True)
+class InterNodeStep:
+    """One step of an all-gather on node n of N.
+
+    Sends slots `source` to `source + blocks - 1` to node n - distance, and receives as many from node n + distance into
+    `target` and following. A reduce-scatter sends `target` and following to node n + distance, and adds what node n -
+    distance sends into `source` and following.
+    """
+
+    distance: int
+    source: int
+    target: int
+    blocks: int
+
+
+def all_gather_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[InterNodeStep, ...]:
+    """The steps of an all-gather of one slot a node. Before them a node has its slot 0, after them all slots.
+
+    ring: N - 1 steps of one slot. recursive: ceil(log2 N) steps, each of which doubles what a node has: recursive
+    doubling (Singh, section 6.2.3). That algorithm pairs nodes that differ in one bit of their number, and so needs N
+    to be a power of two; here each step's partners are `distance` apart on a ring (Bruck et al., "Efficient algorithms
+    for all-to-all communications in multiport message-passing systems", 1997). For a power of two this takes as many
+    steps and bytes, it works for every N, and each node always sends N - 1 slots.
+    """
+    return tuple(_ring(nodes) if algorithm == "ring" else _recursive(nodes))
+
+
+def _ring(nodes: int) -> Iterator[InterNodeStep]:
+    for slot in range(nodes - 1):
+        yield InterNodeStep(distance=1, source=slot, target=slot + 1, blocks=1)
+
+
+def _recursive(nodes: int) -> Iterator[InterNodeStep]:
+    held = 1
+    while held < nodes:
+        blocks = min(held, nodes - held)
+        yield InterNodeStep(distance=held, source=0, target=held, blocks=blocks)
+        held += blocks
