@@ -19,6 +19,7 @@ InterNodeAlgorithm = Literal["ring", "recursive"]
 Algorithm = Literal["ring", "recursive", "flat"]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 ALGORITHMS: tuple[Algorithm, ...] = ("recursive", "ring", "flat")
+LEVELED: tuple[Algorithm, ...] = ("recursive", "ring")
 PARTS = (1, 2, 4, 8)
 """Parts of a buffer that the two levels may pipeline."""
 

@@ -7,7 +7,7 @@ from typing import cast
 
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster, MeasuredCollective
-from stretto.cluster.two_level import ALGORITHMS, Collective, Links, choose, choose_parts, predict
+from stretto.cluster.two_level import LEVELED, Collective, Links, choose, choose_parts, predict
 from stretto.execution import TwoLevel
 from stretto.planner.communication import Rates, group_bandwidth, network_bandwidth, slowest_rate
 from stretto.planner.experts.cost import all_to_all_seconds, group_of_replicas, group_of_shards, ranks_in_node
@@ -48,19 +48,19 @@ def collective_seconds(
     if not leaves and (measured := cluster.measured_transfers(kind, preceding, size)):
         return _interpolate(measured, num_bytes)
     trips = 2 if kind == "all_reduce" else 1  # around the ring
-    if leaves and two_level is not False and group in ("z", REPLICAS):
-        shard = num_bytes / (trips * (size - 1))
-        seconds = two_level_seconds(cast(Collective, kind), shard, cluster, preceding, size, two_level)
-        if seconds is not None:
-            return seconds
     start_up = trips * (size - 1) * message_latency(cluster, leaves=leaves)
-    return start_up + num_bytes / (rate or group_bandwidth(cluster, preceding, size))
+    flat = start_up + num_bytes / (rate or group_bandwidth(cluster, preceding, size))
+    if not leaves or two_level is False or group not in ("z", REPLICAS):
+        return flat
+    shard = num_bytes / (trips * (size - 1))
+    leveled = two_level_seconds(cast(Collective, kind), shard, cluster, preceding, size)
+    return flat if leveled is None or (two_level == "auto" and flat <= leveled) else leveled
 
 
 def two_level_seconds(
-    kind: Collective, shard_bytes: float, cluster: Cluster, preceding: int, size: int, mode: TwoLevel
+    kind: Collective, shard_bytes: float, cluster: Cluster, preceding: int, size: int
 ) -> float | None:
-    """Seconds of a collective in two levels (`stretto.cluster.two_level`); None where the library's own runs it.
+    """Seconds of a collective in two levels (`stretto.cluster.two_level`); None for a group that has none.
 
     The group has `size` ranks, each `preceding` from the next, and as many groups share each node's interfaces. Ranks
     of a node that is not full, and groups with one node, have no two levels.
@@ -74,10 +74,8 @@ def two_level_seconds(
         latency=message_latency(cluster, leaves=True),
         node_bandwidth=network_bandwidth(cluster) / min(preceding, cluster.gpus_per_node),
     )
-    nodes, algorithms = size // inside, ALGORITHMS if mode == "auto" else ALGORITHMS[:2]
-    chosen = choose(kind, shard_bytes, nodes, inside, links, algorithms)
-    if chosen == "flat":
-        return None
+    nodes = size // inside
+    chosen = choose(kind, shard_bytes, nodes, inside, links, LEVELED)
     parts = choose_parts(kind, chosen, shard_bytes, nodes, inside, links)
     return predict(kind, chosen, shard_bytes, nodes, inside, links, parts)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from stretto.axes import BATCH, LOSS, REPLICAS, axes_of
-from stretto.cluster.two_level import ALGORITHMS
+from stretto.cluster.two_level import ALGORITHMS, LEVELED
 from stretto.collectives.two_level import Levels, Nodes, TwoLevelGroup, Work, exchange_hosts, name_nodes
 from stretto.execution import TwoLevel
 
@@ -108,7 +108,7 @@ def _make_groups(grid: Grid, mode: TwoLevel) -> dict[str, TwoLevelGroup]:
         mine = next((nodes for row, nodes in leveled if dist.get_rank() in row), None)
         if mine is not None:
             levels = Levels(mine, groups[0] if mine.size > 1 else None, groups[1])
-            algorithms = ("recursive", "ring") if mode is True else ALGORITHMS
+            algorithms = LEVELED if mode is True else ALGORITHMS
             limit = grid.timeout.total_seconds()
             made[group.group_name] = TwoLevelGroup(group, levels=levels, algorithms=algorithms, timeout=limit)
     return made
