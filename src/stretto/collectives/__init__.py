@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         install_folder,
         monitored_barrier,
         run_collective,
+        set_two_level,
         uninstall,
     )
 
@@ -92,6 +93,7 @@ __all__ = [
     "parallelize",
     "read_schedule",
     "run_collective",
+    "set_two_level",
     "to_xml",
     "trace",
     "uninstall",
@@ -100,5 +102,13 @@ __all__ = [
 ]
 
 # These need torch, and the rest here does not.
-_LAZY = ("call_counts", "install", "install_folder", "monitored_barrier", "run_collective", "uninstall")
+_LAZY = (
+    "call_counts",
+    "install",
+    "install_folder",
+    "monitored_barrier",
+    "run_collective",
+    "set_two_level",
+    "uninstall",
+)
 __getattr__, __dir__ = attach(__name__, dict.fromkeys(_LAZY, "stretto.collectives.backend"))

@@ -69,15 +69,19 @@ class Levels(NamedTuple):
 
 
 def check_library(level: str, name: str | None) -> None:
-    """Raise ValueError unless this is a backend that torch.distributed has here; level: the argument's name."""
-    if name is None:
-        return
+    """Raise ValueError unless torch.distributed has this backend, or these by device ("cpu:gloo,cuda:nccl"), here.
+
+    level: the argument's name.
+    """
     known = [each for each in dist.Backend.backend_list if each != "undefined"]
-    if name not in known:
-        raise ValueError(f"{level} is {name!r}, but must be a backend of torch.distributed{name_known(name, known)}")
     is_there = {"nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available, "ucc": dist.is_ucc_available}
-    if name in is_there and not is_there[name]():
-        raise ValueError(f"{level} is {name!r}, which this build of torch does not have; 'gloo' would do on CPUs")
+    for part in () if name is None else name.split(","):
+        backend = part.rpartition(":")[2]
+        if backend not in known:
+            near = name_known(backend, known)
+            raise ValueError(f"{level} is {name!r}, but must be a backend of torch.distributed{near}")
+        if backend in is_there and not is_there[backend]():
+            raise ValueError(f"{level} is {name!r}, which this build of torch does not have; 'gloo' would do on CPUs")
 
 
 class TwoLevelGroup:

@@ -72,7 +72,8 @@ class SerialRunner:
             return _StreamWork(self._stream.record_event(), self._device)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stretto-two-level")
-        return _ThreadWork(self._thread.submit(torch.no_grad()(run)))
+        # In inference mode, or this thread could not write to inference tensors.
+        return _ThreadWork(self._thread.submit(torch.inference_mode()(run)))
 
     def close(self) -> None:
         """Wait for all that was started, then end the thread."""
