@@ -27,6 +27,7 @@ from torch import Tensor
 from stretto.cluster.two_level import InterNodeAlgorithm, InterNodeStep, all_gather_steps
 from stretto.collectives.two_level.buffers import Reduction, accumulate, as_bytes, split_range
 from stretto.collectives.two_level.work import Deadline, MessageWork
+from stretto.memory import shared_gpus
 
 
 def reduce_scatter_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[InterNodeStep, ...]:
@@ -57,7 +58,8 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """Point-to-point operations of a process group: one by one on gloo, in one batch on NCCL.
+    """Point-to-point operations of a process group: one by one on gloo (of GPUs that ranks share, too), in one batch on
+    NCCL.
 
     NCCL runs a send and a receive that are issued separately one after the other, so two ranks that send to each other
     would deadlock; only in a batch do they run together. NCCL has no tags and keeps the order.
@@ -71,7 +73,7 @@ class GroupTransport:
     ) -> tuple[Sequence[MessageWork], Sequence[MessageWork]]:
         """Start all of them; `MessageWork.wait` says what waiting means."""
         messages = [*incoming, *outgoing]
-        if messages and messages[0].data.is_cuda:
+        if messages and messages[0].data.is_cuda and not shared_gpus.is_enabled():
             return self._start_batch(outgoing, incoming)
         received = [
             dist.irecv(message.data, group=self._group, group_src=message.peer, tag=message.tag) for message in incoming
