@@ -54,10 +54,17 @@ def test_a_run_file_sets_how_its_steps_execute():
         "out": "runs/one",
         "model": {"layers": 1, "hidden": 8, "heads": 1},
         "data": {"path": "python-docs"},
-        "train": {"steps": 1, "batch": 1, "seq_len": 8, "reshard": "after_forward", "recompute": "full"},
+        "train": {
+            "steps": 1,
+            "batch": 1,
+            "seq_len": 8,
+            "reshard": "after_forward",
+            "recompute": "full",
+            "two_level": "auto",
+        },
         "overlap": {"data": False},
     }
-    expected = ExecutionOptions(Overlap(data=False), reshard="after_forward", recompute="full")
+    expected = ExecutionOptions(Overlap(data=False), reshard="after_forward", recompute="full", two_level="auto")
     assert make_config(content).execution == expected
 
 

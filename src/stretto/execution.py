@@ -286,7 +286,7 @@ class ExecutionOptions:
             "help": "for the gathers and reduce-scatters of z and the sums over data, of ranks on several nodes: "
             "collectives in two levels, between nodes and inside them: `true`: always, which takes nodes of equally "
             "many ranks; `auto`: where a model of both levels predicts them to be faster than the library's own; "
-            "`false`: never ([two levels](between-nodes.md#two-levels-in-training))"
+            "`false`: never ([two levels](two-levels.md#two-levels-in-training))"
         },
     )
     stages: StageOptions = field(

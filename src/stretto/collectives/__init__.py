@@ -23,7 +23,7 @@ Modules, from a program to its run:
     backend                             torch.distributed's calls; its docstring follows one to its kernel
     limits, host_trial, host_benchmark  checks for other runtimes, and timed runs on processes of this machine
     joint                               a schedule and a GEMM's tiles over the same chunks, derived and proved
-    two_level                           collectives between and inside nodes (experimental)
+    two_level                           collectives between and inside nodes
 """
 
 from typing import TYPE_CHECKING

@@ -71,9 +71,10 @@ class TwoLevels:
         return two.all_reduce(tensor, op, async_op=True)
 
     def close(self) -> None:
-        """Wait for all that was started."""
+        """Wait for all that was started; the library runs whatever comes then."""
         for two in self.groups.values():
             two.close()
+        self.groups = {}
 
 
 def _make_groups(grid: Grid, mode: TwoLevel) -> dict[str, TwoLevelGroup]:
