@@ -214,8 +214,8 @@ def _find_block(query: _Span, key: _Span, mask: Mask) -> Block | None:
 def _split_queries(block: Block) -> Iterator[Block]:
     """Cut a block with `left` into ones that have at most as many queries as keys.
 
-    torch's flash attention sets the window to the right, which it is not given, to the number of keys. With more queries
-    than that the first ones miss keys, and the earliest of all see none: their results are NaN.
+    torch's flash attention sets the window to the right, which it is not given, to the number of keys. With more
+    queries than that the first ones miss keys, and the earliest of all see none: their results are NaN.
     """
     size = count_rows(block.keys)
     if block.left is None or count_rows(block.queries) <= size:
