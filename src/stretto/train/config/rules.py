@@ -95,6 +95,11 @@ def contradictions(config: "TrainConfig") -> list[str]:
             f"train.cuda_graph is on and model.dropout is {config.model.dropout}, but a graph would draw the same "
             "masks in every step; train.cuda_graph=false or model.dropout=0 would do"
         )
+    if run.cuda_graph and run.optimizer == "muon":
+        problems.append(
+            "train.cuda_graph is on and train.optimizer is 'muon', whose exchange a graph does not hold; "
+            "train.cuda_graph=false or train.optimizer='adamw' would do"
+        )
     for name in ("path", "evaluation_path"):
         if getattr(config.data, name) == []:
             problems.append(f"data.{name} is [], but must name at least one file or folder")
@@ -127,6 +132,11 @@ def _contradictions_of_copies(config: "TrainConfig") -> list[str]:
 def _contradictions_of_state(config: "TrainConfig") -> list[str]:
     """Check the options of separate optimizer state. Returns a message for each rule that is broken."""
     run, problems = config.train, []
+    if run.optimizer == "muon" and run.optimizer_state != "fp32":
+        problems.append(
+            f"train.optimizer is 'muon', whose state is with the weights, and train.optimizer_state is "
+            f"{run.optimizer_state!r}; 'fp32' would do, or train.optimizer='adamw'"
+        )
     if run.optimizer_state == "fp32":
         if run.dtype == "fp16":
             problems.append(
