@@ -12,6 +12,7 @@ from torch import nn
 
 from stretto.models import GPT
 from stretto.optim import Muon, RowParts, hidden_matrices
+from stretto.optim.muon import NewtonSchulz
 from stretto.parallel import Grid, gather, parallelize
 
 SEED = random.randrange(2**31)
@@ -151,7 +152,7 @@ def test_bad_input_is_refused(ranks):
     weight = nn.Parameter(torch.ones(6, 4))
     for match, options in {
         "0.95 is usual": {"momentum": 1.0},
-        "5 is usual": {"ns_steps": 0},
+        "5 is usual": {"iteration": NewtonSchulz(steps=0)},
         "match_rms_adamw, original": {"adjust_lr": "none"},
     }.items():
         with pytest.raises(ValueError, match=match):

@@ -23,7 +23,7 @@ _ROUND = 1 << 25  # numbers that an owner has at once: 64 MiB of bf16
 
 
 @dataclass(frozen=True)
-class _Part:
+class _HeldPart:
     """A part of a matrix: the same boxes on all ranks that hold it, one of which sends it to the owner."""
 
     boxes: tuple[Box, ...]
@@ -44,9 +44,9 @@ class _Matrix:
     index: int | None
     shape: tuple[int, ...]
     owner: int
-    parts: tuple[_Part, ...]
+    parts: tuple[_HeldPart, ...]
 
-    def part_of(self, rank: int) -> _Part | None:
+    def part_of(self, rank: int) -> _HeldPart | None:
         """What a rank holds of it."""
         return next((part for part in self.parts if rank in part.holders), None)
 
@@ -178,7 +178,7 @@ def _assign(layouts: Sequence[ParameterLayout], held: Sequence[Sequence[Sequence
         owner = min((rank for one in holders.values() for rank in one), key=lambda rank: (work[rank], rank))
         work[owner] += _cost(shape)
         parts = tuple(
-            _Part(boxes, tuple(ranks), owner if owner in ranks else ranks[owner % len(ranks)])
+            _HeldPart(boxes, tuple(ranks), owner if owner in ranks else ranks[owner % len(ranks)])
             for boxes, ranks in holders.items()
         )
         made.append(_Matrix(number, index, shape, owner, parts))
@@ -213,7 +213,7 @@ def _has(box: Box, index: int | None) -> bool:
     return index is None or box.offsets[0] <= index < box.offsets[0] + box.sizes[0]
 
 
-def _views(tensor: Tensor, matrix: _Matrix, part: _Part, place: str) -> Iterator[Tensor]:
+def _views(tensor: Tensor, matrix: _Matrix, part: _HeldPart, place: str) -> Iterator[Tensor]:
     """The boxes of a part in a rank's shard ("local") or in the matrix ("whole")."""
     for box in part.boxes:
         offsets, view = box.local_offsets if place == "local" else box.offsets, tensor

@@ -7,7 +7,6 @@ An update needs the whole matrix. Each matrix is brought together on one of the 
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -24,10 +23,30 @@ from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layout import ParameterLayout, has_layout, layout_of
 
 AdjustLr = Literal["match_rms_adamw", "original"]
-COEFFICIENTS = 3.4445, -4.775, 2.0315
 DEFAULT_MOMENTUM = 0.95
 _TABLES = nn.Embedding, nn.EmbeddingBag, ParallelEmbedding, ParallelPositions, ParallelHead
 _HEADS = "head", "lm_head", "embed_out", "output_projection"
+
+
+class NewtonSchulz(NamedTuple):
+    """The iteration that orthogonalizes; eps: the least norm that a matrix is divided by. Defaults are Jordan's."""
+
+    steps: int = 5
+    coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    eps: float = 1e-7
+
+    def orthogonalize(self, matrix: Tensor) -> Tensor:
+        """Bring the singular values of matrices [.., a, b] near 1, in their dtype."""
+        a, b, c = self.coefficients
+        is_tall = matrix.shape[-2] > matrix.shape[-1]
+        x = matrix.mT if is_tall else matrix
+        x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=self.eps)
+        multiply = torch.addmm if x.dim() == 2 else torch.baddbmm
+        for _ in range(self.steps):
+            gram = x @ x.mT
+            update = multiply(gram, gram, gram, beta=b, alpha=c)
+            x = multiply(x, update, x, beta=a)
+        return x.mT if is_tall else x
 
 
 class RowParts(NamedTuple):
@@ -84,8 +103,7 @@ class Muon(AdamW):
     are sent. A step is collective over the stage's ranks.
 
     adjust_lr: the factor of an update [a, b]: "match_rms_adamw", 0.2 * sqrt(max(a, b)) (Moonlight), with which
-    AdamW's learning rates do; or "original", sqrt(max(1, a / b)) (Jordan). ns_steps, ns_coefficients: of the
-    Newton-Schulz iteration.
+    AdamW's learning rates do; or "original", sqrt(max(1, a / b)) (Jordan).
 
     A group may have "row_parts", a sequence of `RowParts` (or none) for each of its parameters: weights that are
     several matrices by rows (fused queries, keys and values; gate and up), each of which is orthogonalized alone; and
@@ -102,9 +120,7 @@ class Muon(AdamW):
         *,
         momentum: float = DEFAULT_MOMENTUM,
         nesterov: bool = True,
-        ns_steps: int = 5,
-        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
-        ns_eps: float = 1e-7,
+        iteration: NewtonSchulz | None = None,
         adjust_lr: AdjustLr = "match_rms_adamw",
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -113,8 +129,9 @@ class Muon(AdamW):
     ) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}, but must be in [0, 1): 0.95 is usual")
-        if not 0 < ns_steps < 100:
-            raise ValueError(f"ns_steps is {ns_steps}, but must be 1 to 99: 5 is usual")
+        iteration = iteration or NewtonSchulz()
+        if not 0 < iteration.steps < 100:
+            raise ValueError(f"Newton-Schulz steps are {iteration.steps}, but must be 1 to 99: 5 is usual")
         if adjust_lr not in get_args(AdjustLr):
             raise ValueError(f"adjust_lr is {adjust_lr!r}, but must be one of {', '.join(get_args(AdjustLr))}")
         given = list(params)
@@ -125,8 +142,7 @@ class Muon(AdamW):
         )
         for group in self.param_groups:
             group["fused"] = False  # a skipped step is decided on the host
-        self.momentum, self.nesterov, self.adjust_lr = momentum, nesterov, adjust_lr
-        self.ns_steps, self.ns_coefficients, self.ns_eps = ns_steps, ns_coefficients, ns_eps
+        self.momentum, self.nesterov, self.adjust_lr, self.iteration = momentum, nesterov, adjust_lr, iteration
         self._matrices = [
             _find_matrix(parameter, parts or (), layout)
             for group, (row_parts, layouts) in zip(self.param_groups, taken, strict=True)
@@ -188,7 +204,7 @@ class Muon(AdamW):
 
     def _orthogonalize(self, whole: Tensor, number: int) -> Tensor:
         """The update of a parameter's matrix, or matrices, [.., a, b]: parts times their factor over the whole's."""
-        run = partial(newton_schulz, steps=self.ns_steps, coefficients=self.ns_coefficients, eps=self.ns_eps)
+        run = self.iteration.orthogonalize
         parts = self._matrices[number].parts
         if not parts:
             return run(whole)
@@ -199,24 +215,6 @@ class Muon(AdamW):
             matrix = whole[..., chosen, :]
             update[..., chosen, :] = run(matrix) * (_factor(matrix.shape, self.adjust_lr) / factor)
         return update
-
-
-def newton_schulz(
-    matrix: Tensor, steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS, eps: float = 1e-7
-) -> Tensor:
-    """Orthogonalize matrices [.., a, b] approximately: singular values go to about 1. In the matrix's dtype."""
-    a, b, c = coefficients
-    is_tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.mT if is_tall else matrix
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
-    batch = x.flatten(0, -3) if x.dim() > 2 else x
-    multiply = torch.addmm if batch.dim() == 2 else torch.baddbmm
-    for _ in range(steps):
-        gram = batch @ batch.mT
-        update = multiply(gram, gram, gram, beta=b, alpha=c)
-        batch = multiply(batch, update, batch, beta=a)
-    x = batch.view(x.shape)
-    return x.mT if is_tall else x
 
 
 def _factor(shape: Sequence[int], adjust_lr: AdjustLr) -> float:

@@ -151,7 +151,7 @@ def test_errors_have_key_value_rule_and_a_valid_value(override: str, words: str)
 
 def test_muon_has_no_separate_state() -> None:
     message = refusal("train.optimizer_state=host", "train.optimizer=muon")
-    assert "train.optimizer_state is 'host'; 'fp32' would do, or train.optimizer='adamw'" in message
+    assert "train.optimizer_state is 'host', but train.optimizer is 'muon'; train.optimizer='adamw'" in message
 
 
 def test_a_sequence_that_x_cannot_share_is_refused_with_one_that_it_can() -> None:

@@ -132,11 +132,6 @@ def _contradictions_of_copies(config: "TrainConfig") -> list[str]:
 def _contradictions_of_state(config: "TrainConfig") -> list[str]:
     """Check the options of separate optimizer state. Returns a message for each rule that is broken."""
     run, problems = config.train, []
-    if run.optimizer == "muon" and run.optimizer_state != "fp32":
-        problems.append(
-            f"train.optimizer is 'muon', whose state is with the weights, and train.optimizer_state is "
-            f"{run.optimizer_state!r}; 'fp32' would do, or train.optimizer='adamw'"
-        )
     if run.optimizer_state == "fp32":
         if run.dtype == "fp16":
             problems.append(
@@ -152,6 +147,7 @@ def _contradictions_of_state(config: "TrainConfig") -> list[str]:
         return problems
     reasons = {
         "train.dtype is 'fp64'; train.dtype='bf16', 'fp16' or 'fp32' would do": run.dtype == "fp64",
+        "train.optimizer is 'muon'; train.optimizer='adamw' or 'sgd' would do": run.optimizer == "muon",
         "train.writes_copies is on, whose copies are the weights already; train.writes_copies=false would do": (
             run.writes_copies
         ),
