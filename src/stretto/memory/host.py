@@ -84,6 +84,7 @@ class HostMemory(SymmetricMemory):
         self.size = size
         self.signals = signals
         start = _pad_bytes(len(regions), signals)
+        self._whole = regions[rank]
         self._buffers = [None if region is None else region[start : start + size] for region in regions]
         self._pads = [
             None if region is None else memoryview(region[:start].numpy()).cast("I")  # type: ignore[arg-type]
@@ -99,10 +100,8 @@ class HostMemory(SymmetricMemory):
         self.region = 0
         self._sources: dict[Hashable, tuple[int, Tensor]] = {}
         if endpoint is not None:
-            own = regions[rank]
-            assert own is not None
             near = {peer: region for peer, region in enumerate(regions) if region is not None and peer != rank}
-            self.region = endpoint.add_region(own, start, signals, near)
+            self.region = endpoint.add_region(self.whole(), start, signals, near)
 
     @classmethod
     def allocate(
@@ -162,6 +161,16 @@ class HostMemory(SymmetricMemory):
         if found is None:
             raise ValueError(f"rank {rank} is on another node: reach[{rank}] is {self.reach[rank or 0]}, by put")
         return found
+
+    def whole(self) -> Tensor:
+        """This rank's region: the counters, uint32 [world, signals], then, aligned to 64 bytes, the buffer."""
+        assert self._whole is not None
+        return self._whole
+
+    @property
+    def is_open(self) -> bool:
+        """True until `close`."""
+        return bool(self._pads)
 
     def find_source(self, key: Hashable, size: int) -> tuple[int, Tensor]:
         """Memory of this rank that `put` may read besides its buffer: its number, for `source_region`, and uint8 [size].
@@ -266,6 +275,7 @@ class HostMemory(SymmetricMemory):
                 pad.release()
         self._pads = []
         self._buffers = []
+        self._whole = None
 
 
 def allocate_in_process(world_size: int, size: int, signals: int = 0) -> tuple[HostMemory, ...]:

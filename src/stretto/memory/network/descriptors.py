@@ -29,7 +29,7 @@ WORDS = 4
 PHASE = 1 << 63
 OFFSET_BITS, REGION_BITS, RANK_BITS, SIGNAL_BITS, OPERATOR_BITS = 40, 23, 20, 20, 20
 PUT_AND_SIGNAL, PUT = 1, 2
-_KIND_SHIFT, _PEER_SHIFT, _SIGNAL_SHIFT = 60, 40, 20
+KIND_SHIFT, PEER_SHIFT, SIGNAL_SHIFT = 60, 40, 20
 CAPACITY = 1024
 
 
@@ -69,7 +69,7 @@ def pack(put: Put) -> tuple[int, int, int, int]:
     kind = PUT if put.signal is None else PUT_AND_SIGNAL
     signal = put.signal or 0
     return (
-        kind << _KIND_SHIFT | put.peer << _PEER_SHIFT | signal << _SIGNAL_SHIFT | put.operator,
+        kind << KIND_SHIFT | put.peer << PEER_SHIFT | signal << SIGNAL_SHIFT | put.operator,
         put.source_region << OFFSET_BITS | put.source,
         put.region << OFFSET_BITS | put.offset,
         put.size,
@@ -79,13 +79,13 @@ def pack(put: Put) -> tuple[int, int, int, int]:
 def unpack(words: tuple[int, int, int, int]) -> Put:
     """Read a descriptor's words, of any phase. ValueError for words that are none."""
     head, source, destination, size = (word & ~PHASE for word in words)
-    kind = head >> _KIND_SHIFT
+    kind = head >> KIND_SHIFT
     if kind not in (PUT, PUT_AND_SIGNAL) or size >> OFFSET_BITS:
         raise ValueError(f"{tuple(map(hex, words))} are no descriptor of a put")
-    signal = head >> _SIGNAL_SHIFT & (1 << SIGNAL_BITS) - 1
+    signal = head >> SIGNAL_SHIFT & (1 << SIGNAL_BITS) - 1
     offset = (1 << OFFSET_BITS) - 1
     return Put(
-        head >> _PEER_SHIFT & (1 << RANK_BITS) - 1,
+        head >> PEER_SHIFT & (1 << RANK_BITS) - 1,
         source >> OFFSET_BITS,
         source & offset,
         destination >> OFFSET_BITS,
