@@ -7,8 +7,8 @@ import logging
 import pytest
 from tests.full_disk import no_room_beyond
 
-from stretto.tuning import TuningStore
 from stretto.native_code import cache_folder
+from stretto.tuning import TuningStore
 from stretto.tuning.store import read_times
 
 

@@ -173,7 +173,7 @@ class HostMemory(SymmetricMemory):
         return bool(self._pads)
 
     def find_source(self, key: Hashable, size: int) -> tuple[int, Tensor]:
-        """Memory of this rank that `put` may read besides its buffer: its number, for `source_region`, and uint8 [size].
+        """Memory of this rank that `put` may read, too: its number, for `source_region`, and uint8 [size].
 
         The same key has the same memory, until this is closed.
         """

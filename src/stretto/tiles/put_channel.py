@@ -43,8 +43,8 @@ class PutChannel:
         whole = memory.whole()
         is_on_gpu = device.type == "cuda"
         unpin = pin_shared(whole, device) if is_on_gpu else None
-        pinned = {"dtype": torch.int64, "pin_memory": is_on_gpu}
-        words, tail = torch.zeros(CAPACITY * WORDS, **pinned), torch.zeros(1, **pinned)
+        words = torch.zeros(CAPACITY * WORDS, dtype=torch.int64, pin_memory=is_on_gpu)
+        tail = torch.zeros(1, dtype=torch.int64, pin_memory=is_on_gpu)
         self._fifo = Fifo(words.view(CAPACITY, WORDS), tail)
         state = make_state(0, device)
         self.limit = WaitLimit(state, timeout)
@@ -53,7 +53,6 @@ class PutChannel:
         self._record = failures.register(self, describe, device)
         register_record(self._record.words.data_ptr(), self)
         pad = whole[: 4 * self.world_size * (slices + slots)].view(torch.int32)
-        counters = {"dtype": torch.int32, "device": device}
         self._arguments = (
             self.rank,
             tl.constexpr(self.world_size),
@@ -69,8 +68,8 @@ class PutChannel:
             words,
             tail,
             torch.zeros(2, dtype=torch.int64, device=device),
-            torch.zeros(self.world_size * slots, **counters),
-            torch.zeros(self.world_size * slices, **counters),
+            torch.zeros(self.world_size * slots, dtype=torch.int32, device=device),
+            torch.zeros(self.world_size * slices, dtype=torch.int32, device=device),
             state,
             self._record.words,
             self._record.failed,
@@ -99,8 +98,8 @@ class PutChannel:
         """
         if (backend == "host") != bool(INTERPRETED.value):
             raise ValueError(
-                f'kernels are {"" if INTERPRETED.value else "not "}interpreted here: the backend is '
-                f'{"host" if INTERPRETED.value else "cuda"!r}, not {backend!r}'
+                f"kernels are {'' if INTERPRETED.value else 'not '}interpreted here: the backend is "
+                f"{'host' if INTERPRETED.value else 'cuda'!r}, not {backend!r}"
             )
         if not 1 <= slots <= _MAX_SLOTS:
             raise ValueError(
@@ -118,7 +117,9 @@ class PutChannel:
         _, world = find_own_rank(group)
         size = 2 * world * slots * slot_bytes
         if size > MAX_BYTES:
-            raise ValueError(f"{world} ranks with {slots} slots of {slot_bytes} bytes need {size} bytes: at most {MAX_BYTES}")
+            raise ValueError(
+                f"{world} ranks with {slots} slots of {slot_bytes} bytes need {size} bytes, and there are {MAX_BYTES}"
+            )
         timeout = group_timeout(group) if timeout is None else timeout
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "cuda" else torch.device("cpu")
         memory = HostMemory.allocate(
@@ -177,6 +178,10 @@ class PutChannel:
             num_warps=4,
         )
 
+    def break_connection(self, peer: int) -> None:
+        """Break the connection to a peer of another node, for tests: it is opened again, and nothing is lost."""
+        self._endpoint.proxy.break_connection(peer)
+
     def close(self) -> None:
         """Free the memory; no kernel of this channel may still be running."""
         self._record.close()
@@ -202,8 +207,8 @@ def _describe_failure(endpoint: Endpoint, operators: Sequence[str], words: Seque
     kind, operator, _, tile, _, peer, seen, target = words[:8]
     if kind == failures.FOLLOWED:
         return (
-            f"{endpoint.describe(endpoint.rank)}: {operators[operator]}: ended without what it waited for, since a wait "
-            "of another group had failed. The channel is broken from here on"
+            f"{endpoint.describe(endpoint.rank)}: {operators[operator]}: ended without what it waited for, since a "
+            "wait of another group had failed. The channel is broken from here on"
         )
     what = {
         OF_SLICE.value: f"a slice with signal {tile} of",

@@ -198,12 +198,12 @@ def gather_slices(puts, shard, out, words, BLOCK: tl.constexpr):  # type: ignore
             peer = (puts.rank + distance) % puts.world
             zero = await_slot(puts, program, peer)
             slot = outgoing_slice(puts, program, peer).to(tl.pointer_type(tl.int32))
-            tl.store(slot + (index + zero), value, mask=mask)
+            tl.store(tl.multiple_of(slot + zero, 16) + index, value, mask=mask)
             put_slice(puts, program, size, peer, program)
         for distance in range(1, puts.world):
             peer = (puts.rank + puts.world - distance) % puts.world
             zero = wait_slice(puts, peer, program)
             slot = arrived_slice(puts, program, peer).to(tl.pointer_type(tl.int32))
-            arrived = tl.load(slot + (index + zero), mask=mask)
+            arrived = tl.load(tl.multiple_of(slot + zero, 16) + index, mask=mask)
             tl.store(out + (peer * words + at), arrived, mask=mask)
             release_slice(puts, program, peer, program)

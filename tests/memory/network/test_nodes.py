@@ -8,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.collectives.executor import programs
+from tests.collectives.random_programs import random_program
 
-from stretto.collectives.executor import run_on_host
+from stretto.collectives import compile_program
+from stretto.collectives.executor import run_on_host, simulate
 from stretto.memory import Reach, allocate
 
 SEED = 63
@@ -53,13 +54,44 @@ def test_ranks_reach_other_nodes_by_puts(ranks, proxy):
         assert found == [[10 * call + peer + 1 for peer in range(3)] for call in range(3)]
 
 
-def run_schedules(count):
-    """Schedules on random sizes, against the same ones within one node; the names of those whose bits differ."""
-    wrong = []
-    draw = random.Random(SEED)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    names = sorted(programs.PROGRAMS)
-    for _ in range(count):
-        schedule = programs.PROGRAMS[draw.choice(names)](world)
-        print(schedule)
+def run_schedules(count, seed):
+    """Random verified programs, against the simulation of their ranks in one process; those whose bits differ."""
+    rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
+    rng = random.Random(seed)
+    while count:
+        program = random_program(rng)
+        if program.collective.ranks != world:
+            continue
+        count -= 1
+        instances, slots, elements = rng.choice((1, 2)), rng.choice((None, 1, 2)), rng.choice((1, 24, 1000))
+        schedule = compile_program(program, name="random", instances=instances, slots=slots)
+        collective = schedule.collective
+        size = elements * collective.input_chunks
+        inputs = [torch.arange(size, dtype=torch.int32) + 1000 * peer + count for peer in range(world)]
+        options = {"tile_bytes": rng.choice((64, 1 << 18)), "slots": slots}
+        right = simulate(schedule, inputs, **options)[rank]
+        if schedule.in_place:
+            output = run_on_host(schedule, inputs[rank].clone(), None, **options)
+        else:
+            output = run_on_host(schedule, inputs[rank], torch.empty_like(right), **options)
+        known = [at for at in range(collective.output_chunks) if collective.expected(rank, at) is not None]
+        parts = [one.view(collective.output_chunks, -1)[known] for one in (output, right)]
+        if not torch.equal(*parts):
+            wrong.append(count)
     return wrong
+
+
+@pytest.mark.parametrize(
+    ("count", "nodes", "proxy", "runs"),
+    [
+        (4, "2x2", "native", 8),
+        (3, "2,1", "python", 8),
+        pytest.param(2, "2x1", "native", 100, marks=pytest.mark.exhaustive),
+        pytest.param(3, "3x1", "native", 100, marks=pytest.mark.exhaustive),
+        pytest.param(4, "4x1", "python", 100, marks=pytest.mark.exhaustive),
+        pytest.param(4, "2x2", "native", 200, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_schedules_have_the_same_bits_on_several_nodes(ranks, count, nodes, proxy, runs):
+    print(f"seed {SEED}")
+    assert ranks(count).run(on_nodes, nodes, proxy, run_schedules, runs, SEED) == [[]] * count

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Work
 
 
-
 __all__ = ["CompilerError", "find_extension", "find_library", "load_extension", "make_backend"]
 
 

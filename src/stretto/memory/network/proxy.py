@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from stretto.memory.fences import find_fence
 from stretto.memory.network.descriptors import Fifo, Put, unpack
@@ -133,12 +133,12 @@ class Proxy:
 
     def _call(self, function: Callable[[], T]) -> T:
         """Run a function in the thread."""
-        results: SimpleQueue[Any] = SimpleQueue()
+        results: SimpleQueue[T] = SimpleQueue()
         self._commands.put(lambda: results.put(function()))
         self.wake()
         while self._thread.is_alive():
             with contextlib.suppress(Empty):
-                return results.get(timeout=_LONGEST_SLEEP)  # type: ignore[no-any-return]
+                return results.get(timeout=_LONGEST_SLEEP)
         raise RuntimeError(f"the proxy has ended: {self._broken or 'it was closed'}")
 
     def _wait(self, goes_on: Callable[[], bool], seconds: float) -> None:
@@ -219,9 +219,7 @@ class Proxy:
             return
         signal = NO_SIGNAL if put.signal is None else put.signal
         number = link.sent + 1
-        frame = Frame(
-            FrameKind.PUT, self._rank, number, link.received, put.region, put.offset, put.size, signal
-        )
+        frame = Frame(FrameKind.PUT, self._rank, number, link.received, put.region, put.offset, put.size, signal)
         link.transport.put(put.peer, frame, payload)
         link.sent = number
         if not link.transport.is_reliable:

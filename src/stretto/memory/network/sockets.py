@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport over TCP sockets: one connection a pair of ranks, which the lower rank opens, and opens again when it broke.
+"""Transport over TCP sockets: one connection a pair of ranks, which the lower rank opens, and again when it broke.
 
 The first frame of each side is a greeting (HELLO), with the job's token. The listener is bound to one address. A
 connection that has not greeted gets no memory but a header's and is closed after GREETING_SECONDS. A new connection
@@ -216,7 +216,7 @@ class SocketTransport(Transport):
         return True
 
     def _read_header(self, connection: _Connection) -> Frame:
-        frame = unpack_frame(connection.header, self._token)
+        frame = unpack_frame(memoryview(connection.header), self._token)
         connection.filled = 0
         if not connection.has_greeted:
             self._read_greeting(connection, frame)
