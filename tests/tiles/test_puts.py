@@ -2,13 +2,17 @@
 """Kernels that put slices through the proxy, interpreted on ranks that are declared to be several nodes."""
 
 import os
+import re
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import triton.language as tl
 
+from stretto.tiles.compile_only import compile_kernel
 from stretto.tiles.put_channel import PutChannel
+from stretto.tiles.puts import Puts, gather_slices
 
 
 def gather(proxy, sizes):
@@ -33,3 +37,24 @@ def gather(proxy, sizes):
 @pytest.mark.parametrize("proxy", ["native", pytest.param("python", marks=pytest.mark.long)])
 def test_a_kernel_gathers_from_other_nodes_and_its_own_by_puts(interpret, proxy):
     assert interpret(3, gather, proxy, [1, 300, 64, 129]) == [[]] * 3
+
+
+def launch_gather():
+    """The kernel, with its arguments and options."""
+    numbers, words, octets = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32), torch.zeros(64)
+    constants = [tl.constexpr(number) for number in (4, 8, 16384, 8, 1024)]
+    pinned = words, octets.to(torch.uint8), numbers, numbers
+    puts = Puts(0, *constants, 3, 0, *pinned, numbers, words, words, words, words, words)
+    return gather_slices, (puts, words, words, 100_000, 4096), {"num_warps": 4}
+
+
+def test_a_descriptor_follows_the_barrier_and_its_first_word_is_a_release():
+    ptx = compile_kernel(*launch_gather(), "sm_90")["ptx"]
+    events = re.findall(r"bar\.sync|st\.global\.b64|st\.global\.v4\.b32|atom\S*release\S*exch\.b64", ptx)
+    posts = [at for at, event in enumerate(events) if "release" in event]
+    assert len(posts) == 2  # a slice and a credit
+    for at in posts:
+        assert "sys" in events[at]
+        assert events[at - 3 : at] == ["st.global.b64"] * 3
+        assert events[at - 4] == "bar.sync"
+    assert "st.global.v4.b32" in events  # slots are written in whole words

@@ -178,6 +178,10 @@ class PutChannel:
             num_warps=4,
         )
 
+    def slot_memory(self) -> Tensor:
+        """This rank's slots, uint8 in host memory: [world, slots, slot_bytes] that arrive, and as many that leave."""
+        return self._memory.buffer()
+
     def break_connection(self, peer: int) -> None:
         """Break the connection to a peer of another node, for tests: it is opened again, and nothing is lost."""
         self._endpoint.proxy.break_connection(peer)
