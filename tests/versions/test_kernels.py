@@ -19,6 +19,7 @@ from tests.ops.joint import test_routed_machine_code as routed
 from tests.ops.moe import test_few_tokens, test_tensor_parallel_kernels, test_tile_order
 from tests.ops.test_put import kernels, stubs  # noqa: F401  (fixtures)
 from tests.stress.kernels import list_kernels
+from tests.tiles import test_puts
 from tests.tiles.machine_code import make_channel
 
 from stretto import tiles
@@ -291,6 +292,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     ),
     "parallel.comm.copy_engine_scatter.sum_parts": launch_sum_of_parts,
     "tiles.calls.begin_call": launch_begin_of_a_call,
+    "tiles.puts.gather_slices": lambda: Launch(*test_puts.launch_gather()),
     "tiles.signals.wait_for_all": lambda: Launch(signals.wait_for_all, (make_channel(), 2, 9), {"num_warps": 1}),
     "tiles.signals.wait_for_channel": lambda: Launch(
         signals.wait_for_channel, (make_channel(), 1, 2), {"num_warps": 1}
