@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.operator import DTYPES, show_shape
+from stretto.ops.gemm import divide_up
+from stretto.ops.operator import DTYPES, is_traced, needs_gradients, show_shape
+from stretto.tiles import INTERPRETED
+from stretto.tiles.launches import launch_cached
 
 NORMS = ("rms", "layer")
 MAX_COLUMNS = 16384  # a program keeps whole rows in registers
@@ -58,7 +61,13 @@ def invariant_norm(
     for name, one in (("weight", weight), ("bias", bias)):
         if one is not None and one.shape != x.shape[-1:]:
             raise ValueError(f"invariant_norm: {name} is [{x.shape[-1]}], not {show_shape(one)}")
-    return normalize_by_torch(x, weight, bias, Norm(norm, float(eps), float(offset), is_exact=True))
+    described = Norm(norm, float(eps), float(offset), is_exact=True)
+    if needs_gradients(x, weight, bias) or not can_launch(x) or x.shape[-1] > MAX_COLUMNS or is_traced(x, weight):
+        return normalize_by_torch(x, weight, bias, described)
+    rows = x.contiguous().view(-1, x.shape[-1])
+    normed = torch.empty_like(rows)
+    _launch(None, None, rows, weight, bias, normed, None, described)
+    return normed.view(x.shape)
 
 
 def require_norm(operator: str, norm: str, eps: float) -> None:
@@ -89,6 +98,39 @@ def require_norm_operands(operator: str, x: Tensor, m: int, n: int, operands: No
     for name, one in (("residual", residual), ("bias", bias), ("norm_weight", weight), ("norm_bias", norm_bias)):
         if one is not None and one.device != x.device:
             raise ValueError(f"{operator}: x is on {x.device} and {name} on {one.device}: move one of them")
+
+
+def add_norm(total: Tensor, operands: NormOperands, norm: Norm) -> tuple[Tensor, Tensor]:
+    """(norm of the new residual, the new residual): by one kernel on GPUs, and where kernels are interpreted."""
+    if not can_launch(total) or total.shape[-1] > MAX_COLUMNS:
+        return add_and_normalize_by_torch(total, operands, norm)
+    bias, residual, weight, norm_bias = operands
+    normed, added = torch.empty_like(residual), torch.empty_like(residual)
+    _launch(total.contiguous(), bias, residual, weight, norm_bias, normed, added, norm)
+    return normed, added
+
+
+def can_launch(x: Tensor) -> bool:
+    """True if kernels run here, and there is something to do."""
+    return x.numel() > 0 and (x.is_cuda or INTERPRETED.value)
+
+
+def _launch(
+    total: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    normed: Tensor,
+    added: Tensor | None,
+    norm: Norm,
+) -> None:
+    (rows, columns), tiling = residual.shape, tile_rows(residual.shape[1])
+    launch_cached(
+        add_and_normalize, divide_up(rows, tiling["ROWS"]),
+        total, bias, residual, weight, norm_bias, normed, added, rows, columns,
+        **describe_norm(norm), **tiling, enable_fp_fusion=not norm.is_exact,
+    )  # fmt: skip
 
 
 def add_and_normalize_by_torch(total: Tensor, operands: NormOperands, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -183,7 +225,7 @@ def add_and_normalize(  # type: ignore[no-untyped-def]
     A program has ROWS rows of BLOCK >= columns numbers. Bytes: each tensor is read or written once. Synchronization:
     none: programs own their rows.
     """
-    dtype = residual.dtype.element_ty
+    dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     there = (row < rows) & (column < columns)

@@ -60,9 +60,7 @@ class PagedCall(NamedTuple):
     is_invariant: bool
 
 
-def attend_by_kernels(
-    call: PagedCall, singles: PagedConfig | None = None, chunks: PagedConfig | None = None
-) -> Tensor:
+def attend_by_kernels(call: PagedCall, singles: PagedConfig | None = None, chunks: PagedConfig | None = None) -> Tensor:
     """The attention: [tokens, heads, d]. One launch for single tokens, one that merges their splits, one for chunks."""
     q, offsets = call.q, call.offsets
     out = torch.empty_like(q) if offsets is None else torch.zeros_like(q)  # rows behind the last offset are nobody's
