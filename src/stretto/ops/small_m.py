@@ -235,17 +235,17 @@ def _multiply_unit(  # type: ignore[no-untyped-def]
         if gemm.parts == 1:
             total, is_complete, begin = multiply_unit(gemm, stream_k, a, b, row, column, 0, begin, end)
             if is_complete:
-                _send_tile(channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype)
+                send_tile(channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype)
         else:
             totals = multiply_columns(gemm, a, b, row, column)
             begin += steps
             for part in tl.static_range(gemm.parts):
                 at = column + part * gemm.block_n
-                _send_tile(channel, gemm, exchange, slot, totals[part], row, at, pairs, publishes, dtype)
+                send_tile(channel, gemm, exchange, slot, totals[part], row, at, pairs, publishes, dtype)
 
 
 @triton.jit
-def _send_tile(  # type: ignore[no-untyped-def]
+def send_tile(  # type: ignore[no-untyped-def]
     channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype: tl.constexpr
 ):
     """Send a tile's packets to where they are added up, at place [this rank, row, pair of columns]."""

@@ -10,8 +10,22 @@ from torch import Tensor
 from stretto.ops import small_m
 from stretto.ops.choices import find_config
 from stretto.ops.config import KernelConfig, encode_implementation
-from stretto.ops.decoding.all_reduce_norm import SumOperands, launch_sums, require_no_gradients, require_same_shape
-from stretto.ops.decoding.norm import (
+from stretto.ops.decoding.all_reduce_norm import require_no_gradients, require_same_shape
+from stretto.ops.gemm import GroupProduct
+from stretto.ops.invariant.kernels import multiply_and_sum
+from stretto.ops.invariant.matmul import count_leaves, goes_by_packets, multiply_all_reduce, require_plain
+from stretto.ops.matmul_all_reduce import compute_all_reduce
+from stretto.ops.operator import (
+    abandon,
+    define_operator,
+    find_group,
+    find_name,
+    flatten_rows,
+    require_agreement,
+    require_operands,
+)
+from stretto.ops.row_sums.kernel import SumOperands, launch_sums
+from stretto.ops.row_sums.norm import (
     MAX_COLUMNS,
     Norm,
     NormOperands,
@@ -19,10 +33,6 @@ from stretto.ops.decoding.norm import (
     require_norm,
     require_norm_operands,
 )
-from stretto.ops.gemm import GroupProduct
-from stretto.ops.invariant.matmul import multiply_all_reduce, require_plain
-from stretto.ops.matmul_all_reduce import compute_all_reduce
-from stretto.ops.operator import abandon, define_operator, find_group, find_name, flatten_rows, require_operands
 from stretto.ops.scaled import scaled_matmul_all_reduce
 
 
@@ -149,8 +159,15 @@ def _compute(
 def multiply_sum_norm(
     x: Tensor, weight: Tensor, operands: NormOperands, norm: Norm, group: str, implementation: str
 ) -> tuple[Tensor, Tensor]:
-    """The invariant call."""
-    total = multiply_all_reduce(x, weight, operands.bias, group, "sum-of-losses", implementation)
+    """The invariant call: a product that sends its tiles, and a kernel for the rest, or one after another."""
+    (m, k), n, world = x.shape, weight.shape[0], find_group(group).size()
+    leaves = count_leaves("matmul_all_reduce_norm", k, world)
+    call = f"invariant matmul_all_reduce_norm m={m} n={n} k={k} {x.dtype} {(norm, implementation)}"
+    require_agreement(call, False, group, x.device)
+    if world > 1 and m and goes_by_packets("matmul_all_reduce_norm", m, n, group, x.device, implementation):
+        sums = SumOperands(*operands, torch.empty_like(operands.residual))
+        return multiply_and_sum("matmul_all_reduce_norm", "push", x, weight, leaves, sums, group, norm)
+    total = multiply_all_reduce(x, weight, operands.bias, group, "sum-of-losses", "library")
     return add_norm(total, operands._replace(bias=None), norm)
 
 

@@ -324,7 +324,7 @@ def attend_chunks(  # type: ignore[no-untyped-def]
     A sequence's tiles begin at number offsets // tokens of a tile + sequence, so that the host needs no lengths; there
     are programs without a tile. Those with many keys, the last of a chunk, begin first. Synchronization: none.
     """
-    EACH: tl.constexpr = ROWS // GROUP  # noqa: N806 - a constant
+    EACH: tl.constexpr = ROWS // GROUP
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = program % kv_heads
     tile = program // kv_heads
