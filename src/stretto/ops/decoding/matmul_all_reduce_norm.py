@@ -55,8 +55,8 @@ def matmul_all_reduce_norm(
 
     x: [..., k], weight: [n, k], as in `matmul_all_reduce`; residual: [..., n], the same on all ranks; bias: [n] of x's
     dtype, added once. norm, eps, offset, norm_weight and norm_bias are those of `all_reduce_norm`. The bits are those
-    of `matmul_all_reduce`, an addition and the norm, one after another. Few rows take two launches: a product that sends
-    its tiles as packets, and a kernel that adds them up, with residual and norm.
+    of `matmul_all_reduce`, an addition and the norm, one after another. Few rows take two launches: a product that
+    sends its tiles as packets, and a kernel that adds them up, with residual and norm.
 
     invariant: a row's bits depend neither on the number of rows nor on the other rows, nor on the number of ranks (1,
     2, 4 or 8 of the same k): see `matmul_all_reduce`. There are no gradients. ValueError for other input, PeerError for

@@ -6,6 +6,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from stretto.ops.config import IMPLEMENTATIONS
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients
 from stretto.ops.decoding.paged_kernels import PagedCall, attend_by_kernels
 from stretto.ops.operator import DTYPES, define_operator, show_shape
@@ -50,6 +51,10 @@ def paged_attention(
     "library" (flash-attn, if installed and able, else torch). There are no gradients. ValueError for other input.
     """
     require_no_gradients("paged_attention", q, key_cache, value_cache)
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"paged_attention: window is a number of tokens from 1 on, or None, not {window!r}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation is {', '.join(map(repr, IMPLEMENTATIONS))}, not {implementation!r}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     inputs = q, key_cache, value_cache, block_table, lengths, query_offsets
     return _call(*inputs, scale, window or 0, invariant, implementation)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.gemm import divide_up
-from stretto.ops.operator import DTYPES, is_traced, needs_gradients, show_shape
+from stretto.ops.operator import DTYPES, Autograd, define_operator, show_shape
 from stretto.tiles import INTERPRETED
 from stretto.tiles.launches import launch_cached
 
@@ -55,19 +55,46 @@ def invariant_norm(
 ) -> Tensor:
     """The norm of rows [..., n] with the bits of `all_reduce_norm` with invariant=True; rounded once, to x's dtype.
 
-    norm: "rms" or "layer". weight, bias: [n]. Differentiable where torch computes it.
+    norm: "rms" or "layer". weight, bias: [n] of any dtype. Differentiable, once.
     """
     require_norm("invariant_norm", norm, eps)
     for name, one in (("weight", weight), ("bias", bias)):
         if one is not None and one.shape != x.shape[-1:]:
             raise ValueError(f"invariant_norm: {name} is [{x.shape[-1]}], not {show_shape(one)}")
-    described = Norm(norm, float(eps), float(offset), is_exact=True)
-    if needs_gradients(x, weight, bias) or not can_launch(x) or x.shape[-1] > MAX_COLUMNS or is_traced(x, weight):
+    return _exact_norm(x, weight, bias, float(eps), norm, float(offset))
+
+
+def _run_exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: str, offset: float) -> Tensor:
+    described = Norm(norm, eps, offset, is_exact=True)
+    if not can_launch(x) or x.shape[-1] > MAX_COLUMNS:
         return normalize_by_torch(x, weight, bias, described)
     rows = x.contiguous().view(-1, x.shape[-1])
     normed = torch.empty_like(rows)
-    _launch(None, None, rows, weight, bias, normed, None, described)
+    _launch(None, None, rows, weight.contiguous(), bias, normed, None, described)
     return normed.view(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, *ctx.norm = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """By torch's derivatives of the norm that is not exact."""
+    eps, norm, offset = ctx.norm
+    saved = [None if one is None else one.detach().requires_grad_() for one in ctx.saved_tensors]
+    with torch.enable_grad():
+        out = normalize_by_torch(*saved, Norm(norm, eps, offset))
+    found = iter(torch.autograd.grad(out, [one for one in saved if one is not None], grad))
+    return *(None if one is None else next(found) for one in saved), None, None, None
+
+
+_exact_norm = define_operator(
+    "invariant_norm",
+    _run_exact_norm,
+    fake=lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    autograd=Autograd(_save, _differentiate),
+)
 
 
 def require_norm(operator: str, norm: str, eps: float) -> None:
@@ -149,7 +176,7 @@ def normalize_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Nor
         value = value - (_sum_exactly(value) / columns if norm.is_exact else value.mean(-1, keepdim=True))
     if norm.is_exact:
         square = _sum_exactly(value, squared=True) / columns
-        scale = 1 / torch.sqrt(square + norm.eps)
+        scale = 1 / (square + norm.eps).double().sqrt().float()  # not all of torch's roots of fp32 are the nearest
     else:
         scale = torch.rsqrt(value.square().mean(-1, keepdim=True) + norm.eps)
     out = value * scale * (weight.float() + norm.offset)
@@ -199,10 +226,7 @@ def normalize_tile(  # type: ignore[no-untyped-def]
     factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32) + OFFSET
     count = columns.to(tl.float32)
     if KIND == "layer":
-        if EXACT:
-            mean = tl.div_rn(sum_exactly(value, there, False), count)
-        else:
-            mean = tl.sum(value, 1)[:, None] / count
+        mean = tl.div_rn(sum_exactly(value, there, False), count) if EXACT else tl.sum(value, 1)[:, None] / count
         value = tl.where(there, value - mean, 0.0)
     if EXACT:
         scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_exactly(value, there, True), count) + EPS))
