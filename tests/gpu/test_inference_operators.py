@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators of inference on GPUs: beside fp64, in graphs, and the same bits in every batch, tile and number of ranks."""
+"""Operators of inference on GPUs: beside fp64, in graphs, and the same bits in every batch, tile and world."""
 
 from collections.abc import Callable
 from typing import Any
