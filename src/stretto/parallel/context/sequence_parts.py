@@ -24,7 +24,7 @@ from stretto.huggingface.linear_attention import (
     replace_scans,
 )
 from stretto.huggingface.loss import compares_with_next
-from stretto.huggingface.pretrained_model import is_pretrained_model
+from stretto.huggingface.pretrained_model import is_pretrained_model, unwrap
 from stretto.ops.attention import context_attention
 from stretto.ops.attention.exchange import can_copy
 from stretto.ops.attention.gathered import attend_to_gathered
@@ -81,7 +81,13 @@ class SequenceParts:
         self._has_states = has_states
         self._least_length = self.group.size() * positions_before(model) if has_states else 1
         self._missing_packages = packages_for_documents(model) if has_states else []
-        self._signature = inspect.signature(model.forward)
+        # Arguments have the names of the wrapper's forward, if it has any, and reach the model within by these.
+        self._signature, self._names = (
+            inspect.signature(model.forward),
+            inspect.signature(unwrap(model).forward).parameters,
+        )
+        if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in self._signature.parameters.values()):
+            self._signature = inspect.signature(unwrap(model).forward)
         self.has_dropout = False
         self.expanded = 0  # numbers of a token's keys and values that a rank makes of latents, if these travel
         # Of rows that are balanced, in the last pass: their documents, and the places of this rank's tokens.
@@ -158,7 +164,7 @@ class SequenceParts:
         is_shifted = self.is_pretrained and given.get("shift_labels") is None and compares_with_next(model)
         if is_shifted and isinstance(labels, Tensor):
             found["labels"] = found["shift_labels"] = self.cut_targets(model, labels)
-        at = next((name for name in _POSITIONS if name in self._signature.parameters), None)
+        at = next((name for name in _POSITIONS if name in self._names), None)
         if at is not None and found.get(at) is None:
             here = self.cut(torch.arange(length, device=given[name].device)[None])
             found[at] = here[0] if at == "positions" else here
@@ -178,7 +184,7 @@ class SequenceParts:
             found.pop("seq_idx", None)
             if begins is not None:
                 found["seq_idx"] = self._cut_documents(model, begins).to(given[name].device)
-        if "use_cache" in self._signature.parameters:  # of keys and values that nothing would read
+        if "use_cache" in self._names:  # of keys and values that nothing would read
             found.setdefault("use_cache", False)
         return found
 
@@ -200,7 +206,7 @@ class SequenceParts:
         documents = begins = None
         if self.is_pretrained:
             of_transformers.refuse_arguments(model, given, length)
-            documents, begins = of_transformers.find_documents(given, rows, length)
+            documents, begins = of_transformers.find_documents(model, given, rows, length)
         layout = self._choose_layout(given, documents)
         self._packed = self._places = None
         if layout == "balanced" and documents is not None:
@@ -294,7 +300,7 @@ def require_context(model: nn.Module, grid_sizes: Mapping[str, int]) -> None:
     context, kind = grid_sizes.get("context", 1), type(model).__name__
     if context == 1:
         return
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(unwrap(model).forward).parameters
     if not is_pretrained_model(model):
         attends = [module for module in model.modules() if hasattr(module, "attend")]
         if not attends or "positions" not in parameters:
