@@ -223,8 +223,8 @@ def find_documents(model: nn.Module, given: Mapping[str, Any], rows: int, length
 def _ignores_positions(model: nn.Module, given: Mapping[str, Any]) -> str | None:
     """Why plain transformers does not look for documents in the positions of such a call; None if it does."""
     inner = unwrap(model)
-    kinds = {type(module) for module in inner.modules()}
-    if not any(_masks_read_positions(kind) for kind in kinds):
+    forwards = {inspect.unwrap(type(module).forward) for module in inner.modules()}
+    if not any(map(_makes_masks_of_positions, forwards)):
         return f"the code of {type(inner).__name__} makes its masks without position_ids"
     keeps = given.get("use_cache")
     keeps = getattr(inner.config, "use_cache", False) if keeps is None else keeps
@@ -234,9 +234,8 @@ def _ignores_positions(model: nn.Module, given: Mapping[str, Any]) -> str | None
 
 
 @functools.cache
-def _masks_read_positions(kind: type[nn.Module]) -> bool:
+def _makes_masks_of_positions(forward: Callable[..., Any]) -> bool:
     """True if the code of a model's forward hands position_ids to transformers' functions that make causal masks."""
-    forward = inspect.unwrap(kind.forward)
     if not any("causal_mask" in name for name in getattr(getattr(forward, "__code__", None), "co_names", ())):
         return False
     try:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.execution import IGNORED_TARGET
+from stretto.execution import IGNORED_TARGET, MAX_EXPANDED
 from stretto.huggingface import context as of_transformers
 from stretto.huggingface.linear_attention import (
     linear_attentions_of,
@@ -47,7 +47,6 @@ from stretto.parallel.layers.dropout import ParallelDropout
 T = TypeVar("T")
 _IDS = ("input_ids", "tokens", "inputs_embeds")
 _POSITIONS = ("position_ids", "positions")
-_MAX_EXPANDED = 1 << 31  # numbers of a layer's keys and values: 4 GiB of 16 bits
 
 
 def _make_mask(documents: Tensor | None) -> Mask:
@@ -175,7 +174,7 @@ class SequenceParts:
                 found["context_padding"] = mask == 0
         if layout != self.layout:
             found["context_layout"] = layout  # for attention, which may be recomputed after another batch
-        is_small = 0 < rows * length * self.expanded <= _MAX_EXPANDED
+        is_small = 0 < rows * length * self.expanded <= MAX_EXPANDED
         if is_small and (documents is None or rows == 1):
             gather = partial(self._gather_latents, _make_mask(documents), layout)
             found["context_latents"] = of_transformers.LatentCache(gather)
