@@ -399,6 +399,8 @@ SCATTER_RING_BYTES = 256 << 20
 # Of a whole parameter of a block without roles that copy engines gather by itself: smaller ones cost the host more than
 # one message of all.
 MIN_COPIED_BYTES = 1 << 25
+# Numbers of a layer's keys and values that a rank of context makes of latents, at most: 4 GiB of 16 bits.
+MAX_EXPANDED = 1 << 31
 # What operators send within a product lies in two slots in turn, up to this size. Calls that send more use one slot and
 # begin with a barrier, whose time then matters less than the memory.
 TWO_SLOTS_BYTES = 256 << 20

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from stretto.axes import EXPERT, INNER_TO_OUTER, NAMES, REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster
+from stretto.execution import MAX_EXPANDED
 from stretto.planner.architecture import Architecture
 from stretto.planner.layers import Linear
+from stretto.planner.workload import StepConfig, StepWorkload
 
 KINDS = ("all_gather_z", "reduce_scatter_z", "all_reduce_y", "all_reduce_x", "all_reduce_data", "all_to_all", "keys")
 Rates = Mapping[str, float | None]  # bytes/s, by axis
@@ -130,12 +132,24 @@ def _block_volume(model: Architecture, grid: GridSizes, tokens: float, gathers: 
     return total
 
 
-def keys_numbers(model: Architecture, grid: GridSizes, tokens: float) -> float:
+def keys_numbers(model: Architecture, grid: GridSizes, tokens: float, *, latents: bool = False) -> float:
     """Numbers that one rank sends of one block's keys and values in its forward pass, `tokens` of them its own.
 
-    The rank that sends most, of sequences cut zig-zag: the last, whose tokens all others need.
+    The rank that sends most, of sequences cut zig-zag: the last, whose tokens all others need. latents: of these
+    (`sends_latents`).
     """
-    return (grid.context - 1) * tokens * sum(layer.exchanged_keys(grid) for layer in model.block)
+    numbers = sum(layer.latents(grid)[0] if latents else layer.exchanged_keys(grid) for layer in model.block)
+    return (grid.context - 1) * tokens * numbers
+
+
+def sends_latents(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> bool:
+    """True if ranks of context exchange latents, and make keys and values of them (`stretto.parallel.context`): of
+    blocks that are recomputed, where not too many numbers are made. has_nvlink: whether it joins these ranks, so that
+    copy engines send keys under attention."""
+    grid, (kind, *_) = workload.model.splitting_sizes(config.grid), workload.model.kinds
+    expanded = sum(layer.exchanged_keys(grid) for layer in kind.model.block if layer.latents(grid)[0])
+    pays = config.options.recomputation.is_on and config.token_parts == 1 and not has_nvlink and grid.context > 1
+    return pays and 0 < config.micro_batch * workload.seq_len * expanded <= MAX_EXPANDED
 
 
 def bandwidth(cluster: Cluster, grid: GridSizes, axis: str) -> float:
@@ -207,7 +221,12 @@ def message_numbers(model: Architecture, grid: GridSizes, tokens: float, token_p
 
 def has_nvlink_over_z(cluster: Cluster, grid: GridSizes) -> bool:
     """True if NVLink reaches all ranks of z, which are x * y apart."""
-    return cluster.has_nvlink and grid.preceding("z") * grid.z <= cluster.gpus_per_node
+    return has_nvlink_over(cluster, grid, "z")
+
+
+def has_nvlink_over(cluster: Cluster, grid: GridSizes, axis: str) -> bool:
+    """True if NVLink reaches all ranks of an axis."""
+    return cluster.has_nvlink and grid.preceding(axis) * grid[axis] <= cluster.gpus_per_node
 
 
 def bandwidths(cluster: Cluster, grid: GridSizes) -> Rates:

@@ -17,9 +17,11 @@ from stretto.planner.communication import (
     LinearTraffic,
     Rates,
     WeightTraffic,
+    has_nvlink_over,
     has_nvlink_over_z,
     keys_numbers,
     linear_traffic,
+    sends_latents,
 )
 from stretto.planner.compute import (
     BACKWARD_ATTENTION,
@@ -170,7 +172,7 @@ class _WorkloadRecorder:
         recomputes = options.recomputation.is_on
         seconds = block_seconds(self.workload, model, config, self.device)
         linears = tuple(self._linear(place, model.linears, seconds) for place in range(len(model.linears)))
-        keys = self._keys(model, seconds.attention)
+        keys = self._keys(model, seconds)
         own, own_backward = (0.0, 0.0) if keys is None else (keys.own, keys.own_backward)
         return BlockRecord(
             options,
@@ -187,18 +189,20 @@ class _WorkloadRecorder:
             keys=keys,
         )
 
-    def _keys(self, model: Architecture, attention: float) -> KeysRecord | None:
-        """What attention over context exchanges.
-
-        attention: seconds of a forward pass. To its own keys a rank attends in its part of that, cut zig-zag.
-        """
-        grid = model.splitting_sizes(self.config.grid)
-        keys = self._over("all_to_all", "context", keys_numbers(model, grid, self.tokens) * self.workload.element)
+    def _keys(self, model: Architecture, seconds: BlockSeconds) -> KeysRecord | None:
+        """What attention over context exchanges. To its own keys a rank attends in its part of all, cut zig-zag."""
+        grid, config = model.splitting_sizes(self.config.grid), self.config
+        has_nvlink = has_nvlink_over(self.cluster, config.grid, "context")
+        latents = sends_latents(self.workload, config, has_nvlink=has_nvlink)
+        numbers = keys_numbers(model, grid, self.tokens, latents=latents)
+        keys = self._over("all_to_all", "context", numbers * self.workload.element)
         if keys is None:
             return None
         place = next(place for place, linear in enumerate(model.linears) if linear.is_rowwise)
-        own = attention / grid.context
-        return KeysRecord(place, keys, own, BACKWARD_ATTENTION * own)
+        own, expands = seconds.attention / grid.context, None
+        if latents:  # of the last tokens' rank, the linear before its output's makes keys of all others' latents
+            expands = (grid.context - 1) * seconds.linears[place - 1][0]
+        return KeysRecord(place, keys, own, BACKWARD_ATTENTION * own, expands)
 
     def _statistics(self) -> GroupCollective | None:
         y = self.config.grid.y
