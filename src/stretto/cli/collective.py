@@ -459,7 +459,7 @@ def _cleaning_up_when_ended() -> Iterator[None]:
 def _agree_to_run(script: Path, *, is_agreed: bool) -> None:
     """Ask before a script is run for the first time, or after a change. ValueError without a terminal."""
     from stretto.cluster import read_bounded
-    from stretto.tuning.store import cache_folder
+    from stretto.native_code import cache_folder
 
     try:
         content = read_bounded(script, MAX_SCRIPT_BYTES, "a script")
