@@ -80,6 +80,7 @@ ANSWERS = (
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --dtype fp7", REFUSED, "fp7"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --memory all", REFUSED, "can be auto"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --pipe all", REFUSED, "--pipe is 'all'"),
+    Answer(f"plan {STEP} --two-level yes", REFUSED, "--two-level is 'yes', but must be auto, true or false"),
     Answer(
         "plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --optimizer-state disk",
         REFUSED,
