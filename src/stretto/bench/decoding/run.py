@@ -110,7 +110,7 @@ def measure_attention(setting: DecodingSetting, m: int, device: torch.device) ->
     yield row | _time(runs, setting)
     if not setting.has_variants or device.type != "cuda":
         return
-    variants = [
+    configs = [
         PagedConfig(SINGLES.rows, depth, warps, stages, programs)
         for depth, warps in ((32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8))
         for stages in (2, 3, 4)
@@ -121,7 +121,7 @@ def measure_attention(setting: DecodingSetting, m: int, device: torch.device) ->
         call = PagedCall(q, keys, values, tables[next(turns[0])], lengths, None, setting.size**-0.5, 0, False)
         return attend_by_kernels(call, config)
 
-    yield from _time_variants(row, {_name(one): partial(attend_by, one) for one in variants}, setting)
+    yield from _time_variants(row, {_name(one): partial(attend_by, one) for one in configs}, setting)
 
 
 def measure_products(setting: DecodingSetting, m: int, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -160,7 +160,7 @@ def measure_products(setting: DecodingSetting, m: int, device: torch.device) -> 
             continue
         leaves = ops.LEAVES // world
         first = choose_blocks(m, n, k // leaves, dtype.itemsize, 132)
-        variants = {
+        variants: dict[str, Callable[[], Any]] = {
             f"{leaves} leaves, {_name(blocks)}": partial(_multiply, x, turns, leaves, blocks)
             for width in (16, 32, 64, 128)
             for deep in (64, 128)

@@ -95,14 +95,14 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     operands = NormOperands(bias, residual, norm_weight, norm_bias)
     _require(x, operands, norm, eps)
-    world, described = find_group(group).size(), Norm(norm, eps, offset, invariant)
+    (m, n), world, described = x.shape, find_group(group).size(), Norm(norm, eps, offset, invariant)
     if invariant:
         count_leaves("all_reduce_norm", LEAVES, world)
     wire = torch.float32 if invariant else x.dtype
     call = f"all_reduce_norm {list(x.shape)} {x.dtype} {(norm, bias is None, invariant, implementation)}"
     require_agreement(call, False, group, x.device)
     obstacle = find_group_obstacle(group, x.device)
-    if not obstacle and not fits_packets(*x.shape, wire, world):
+    if not obstacle and not fits_packets(m, n, wire, world):
         obstacle = f"{list(x.shape)} of {wire} from {world} ranks are more than packets are for"
     if implementation == "kernel" and obstacle:
         raise ValueError(f'all_reduce_norm: no kernel can run: {obstacle}; implementation="library" can')
@@ -112,7 +112,7 @@ def _run(
         else:
             total = all_reduce(x, group)
         return add_norm(total, operands, described)
-    workspace = find_workspace(group, x.device, count_bytes("push", *x.shape, world, wire), "packets")
+    workspace = find_workspace(group, x.device, count_bytes("push", m, n, world, wire), "packets")
     channel = workspace.channel.enter("all_reduce_norm", "p2p")
     try:
         sums = SumOperands(*operands, torch.empty_like(residual))
@@ -127,7 +127,7 @@ def _require(x: Tensor, operands: NormOperands, norm: str, eps: float) -> None:
     if x.dtype not in DTYPES:
         raise ValueError(f"all_reduce_norm takes {', '.join(map(str, DTYPES))}, not {x.dtype}: convert x")
     require_place("all_reduce_norm", x)
-    require_norm_operands("all_reduce_norm", x, *x.shape, operands)
+    require_norm_operands("all_reduce_norm", x, x.shape[0], x.shape[1], operands)
 
 
 def _fake(

@@ -98,7 +98,7 @@ def scaled_matmul_all_reduce_norm(
     require_same_shape("scaled_matmul_all_reduce_norm", (*x.shape[:-1], weight.shape[0]), residual)
     rows = residual.flatten(0, -2)
     operands = NormOperands(None, rows, norm_weight, norm_bias)
-    require_norm_operands("scaled_matmul_all_reduce_norm", rows, *rows.shape, operands)
+    require_norm_operands("scaled_matmul_all_reduce_norm", rows, rows.shape[0], rows.shape[1], operands)
     total = scaled_matmul_all_reduce(
         x, weight, x_scale, weight_scale, group, bias=bias, out_dtype=residual.dtype, implementation=implementation
     )

@@ -101,9 +101,9 @@ def _attend_by_library(call: PagedCall) -> Tensor:
         return attend_by_torch(*call[:-1])
     if call.keys.shape[1] % FLASH_PAGE or importlib.util.find_spec("flash_attn") is None:
         return attend_by_torch(*call[:-1])
-    from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
+    from flash_attn import flash_attn_with_kvcache
 
-    return flash_attn_with_kvcache(  # type: ignore[no-any-return]
+    return flash_attn_with_kvcache(
         call.q[:, None], call.keys, call.values, cache_seqlens=call.lengths, block_table=call.table,
         softmax_scale=call.scale, causal=True, window_size=(call.window - 1 if call.window else -1, -1),
     )[:, 0]  # fmt: skip

@@ -83,8 +83,11 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """By torch's derivatives of the norm that is not exact."""
     eps, norm, offset = ctx.norm
     saved = [None if one is None else one.detach().requires_grad_() for one in ctx.saved_tensors]
+    x, weight, bias = saved
+    assert x is not None
+    assert weight is not None
     with torch.enable_grad():
-        out = normalize_by_torch(*saved, Norm(norm, eps, offset))
+        out = normalize_by_torch(x, weight, bias, Norm(norm, eps, offset))
     found = iter(torch.autograd.grad(out, [one for one in saved if one is not None], grad))
     return *(None if one is None else next(found) for one in saved), None, None, None
 
