@@ -8,18 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.inference.plain_tmp import paged_attention
+from stretto.ops import paged_attention
 
 
 class StepTokens(NamedTuple):
     """Where the tokens of a step are kept, and what they attend to; int32 but for `places`.
 
-    places: int64 [tokens], rows of the cache. starts: [rows + 1], the first token of each row of the batch. lengths:
-    [rows], how many tokens of its request the cache holds with this step's. block_table: [rows, pages], its pages.
+    places: int64 [tokens], rows of the cache. starts: [rows + 1], the first token of each row of the batch; None if each
+    row has one. lengths: [rows], how many tokens of its request the cache holds with this step's. block_table: [rows,
+    pages], its pages.
     """
 
     places: Tensor
-    starts: Tensor
+    starts: Tensor | None
     lengths: Tensor
     block_table: Tensor
 
@@ -56,7 +57,7 @@ class LayerCache:
         self.keys.flatten(0, 1).index_copy_(0, tokens.places, key)
         self.values.flatten(0, 1).index_copy_(0, tokens.places, value)
         return paged_attention(
-            query,
+            query.contiguous(),
             self.keys,
             self.values,
             tokens.block_table,

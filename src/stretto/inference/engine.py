@@ -98,6 +98,12 @@ class Engine:
         self._lockstep = _Lockstep(self)
         probes = self._runner.probe(len(attentions_of(model)))
         shapes, (like, *_) = zip(*((probe.shape, probe.like) for probe in probes), strict=True)
+        for shape in shapes:
+            if shape.key != shape.value:
+                raise ValueError(
+                    f"{type(model).__name__} has keys of {shape.key} features and values of {shape.value} (latent "
+                    "attention), but a paged cache has those of one size"
+                )
         self._runner.allocate(shapes, like, self._pages + 1)
         self._runner.is_captured = capture and grid.device.type == "cuda" and not _waits_for_counts(model)
         self._batches = _batch_sizes(max_batch)

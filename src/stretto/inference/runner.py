@@ -170,7 +170,8 @@ class Runner:
         ids = torch.where(ids == FROM_FEED, self._feed[slot_of], ids)
         pages = block_table[row_of, positions // self.page].long()
         places = pages * self.page + positions % self.page
-        self._step.tokens = StepTokens(places, starts.int(), lengths.int(), block_table)
+        offsets = None if rows == tokens else starts.int()
+        self._step.tokens = StepTokens(places, offsets, lengths.int(), block_table)
         try:
             given: dict[str, Any] = {"logits_to_keep": last} if self._keeps else {}
             output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **given)
