@@ -14,6 +14,7 @@ from torch import nn
 from stretto.huggingface.context import attentions_of
 from stretto.huggingface.paged_attention import refusal_of_decoding
 from stretto.huggingface.pretrained_model import is_pretrained_model
+from stretto.inference.fused_blocks import BlockFuser
 from stretto.inference.requests import Request, Sampling, parse_prompt
 from stretto.inference.runner import Drawn, HostStep, Runner, describe
 from stretto.inference.sampling import VocabularyPart
@@ -96,7 +97,8 @@ class Engine:
         self._max_batch = max_batch
         self._in_flight: tuple[list[Part], Drawn] | None = None
         self._lockstep = _Lockstep(self)
-        probes = self._runner.probe(len(attentions_of(model)))
+        fuser = BlockFuser(model, grid.group("x"))
+        probes = self._runner.probe(len(attentions_of(model)), fuser)
         shapes, (like, *_) = zip(*((probe.shape, probe.like) for probe in probes), strict=True)
         for shape in shapes:
             if shape.key != shape.value:
@@ -104,6 +106,7 @@ class Engine:
                     f"{type(model).__name__} has keys of {shape.key} features and values of {shape.value} (latent "
                     "attention), but a paged cache has those of one size"
                 )
+        fuser.fuse()
         self._runner.allocate(shapes, like, self._pages + 1)
         self._runner.is_captured = capture and grid.device.type == "cuda" and not _waits_for_counts(model)
         self._batches = _batch_sizes(max_batch)

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stretto.huggingface.paged_attention import attend_to_pages
 from stretto.inference.cache import CacheShape, CurrentStep, LayerCache, ShapeProbe, StepTokens
+from stretto.inference.fused_blocks import BlockFuser
 from stretto.inference.sampling import (
     RandomRows,
     VocabularyPart,
@@ -110,20 +112,17 @@ class Runner:
         self.layers: list[LayerCache] = []
 
     @torch.no_grad()
-    def probe(self, count: int) -> list[ShapeProbe]:
+    def probe(self, count: int, fuser: BlockFuser) -> list[ShapeProbe]:
         """Run a token through the model with probes in place of its `count` attentions. Collective."""
-        from stretto.huggingface.paged_attention import attend_to_pages
-
         probes = [ShapeProbe() for _ in range(count)]
         attend_to_pages(self.model, probes)
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self.model(input_ids=zero, position_ids=zero, use_cache=False)
+        with fuser.watch():
+            self.model(input_ids=zero, position_ids=zero, use_cache=False)
         return probes
 
     def allocate(self, shapes: Sequence[CacheShape], like: Tensor, pages: int) -> None:
         """Allocate the cache, and have the model attend to it."""
-        from stretto.huggingface.paged_attention import attend_to_pages
-
         self.layers = [LayerCache(shape, pages, self.page, like, self._step) for shape in shapes]
         attend_to_pages(self.model, self.layers)
 
