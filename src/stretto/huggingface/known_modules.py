@@ -60,13 +60,14 @@ def _is_gated(forward: Callable[..., Any]) -> bool:
 
 
 def is_pre_norm_block(layer: nn.Module) -> bool:
-    """True if a layer computes h = x + self_attn(input_layernorm(x)), and h + mlp(post_attention_layernorm(h)).
+    """True if a layer's class computes h = x + self_attn(input_layernorm(x)), and h + mlp(post_attention_layernorm(h)).
 
     Whatever these four are; it hands attention hidden_states and its other arguments by name, and takes the first of
     what attention returns.
     """
     parts = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-    return has_own_forward(layer) and all(hasattr(layer, part) for part in parts) and _is_pre_norm(type(layer).forward)
+    # What transformers wraps around it checkpoints activations.
+    return all(hasattr(layer, part) for part in parts) and _is_pre_norm(inspect.unwrap(type(layer).forward))
 
 
 @functools.cache
