@@ -12,6 +12,7 @@ from stretto.cli.settings_command import BenchApp
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesSetting
     from stretto.bench.embedding.settings import EmbeddingSetting
+    from stretto.bench.inference.settings import InferenceSetting
     from stretto.bench.operators.settings import OperatorsSetting
     from stretto.bench.training.settings import ThroughputSetting
 
@@ -66,3 +67,11 @@ def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
     from stretto.bench.operators.run import bench_operators
 
     return bench_operators(ranks, out, setting)
+
+
+@benches.command("inference", "stretto.bench.inference.settings", needs=Needs.RANKS, count=benches.count_ranks)
+def inference(ranks: int, setting: InferenceSetting, out: Path) -> Any:
+    """Tokens a second and time to the first token of an engine, compared with transformers' generate."""
+    from stretto.bench.inference.run import bench_inference
+
+    return bench_inference(ranks, out, setting)
