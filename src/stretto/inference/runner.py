@@ -187,13 +187,16 @@ class Runner:
         """Draw the tokens of rows that are random, in place of the best ones."""
         at, temperature, top_p, top_k, seed, place = zip(*step.random, strict=True)
         reals = self._upload([*temperature, *top_p], torch.float64).view(2, -1)
-        integers = self._upload([*at, *(step.slots[row] for row in at), *top_k, *seed, *place], torch.int64).view(5, -1)
-        rows, slots = integers[:2]
+        slots = [step.slots[row] for row in at]
+        rows, slot, seeds, places, counts = self._upload([*at, *slots, *seed, *place, *top_k], torch.int64).view(5, -1)
         chosen = logits[rows]
-        found = draw_tokens(chosen, RandomRows(*reals, *integers[2:]), self.part)
+        how = RandomRows(
+            reals[0], seeds, places, counts if any(top_k) else None, reals[1] if min(top_p) < 1 else None
+        )
+        found = draw_tokens(chosen, how, self.part)
         drawn.index_copy_(0, rows, found)
         logs.index_copy_(0, rows, log_probabilities(chosen, found, self.part))
-        self._feed.index_copy_(0, slots, found)
+        self._feed.index_copy_(0, slot, found)
 
     def _upload(self, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Numbers on the device. The host does not wait; torch keeps its memory until the copy is done."""

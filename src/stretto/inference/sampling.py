@@ -31,14 +31,18 @@ class VocabularyPart(NamedTuple):
 
 
 class RandomRows(NamedTuple):
-    """Parameters of rows that are drawn at random, each [rows]: temperature and top_p float64; top_k (0: all), seed
-    and place, the number of the token in its request, int64."""
+    """Parameters of rows that are drawn at random, each [rows]: temperature and top_p float64; seed, place (the number
+    of the token in its request) and top_k (0: all) int64. top_p, top_k: None where no row has one."""
 
     temperature: Tensor
-    top_p: Tensor
-    top_k: Tensor
     seed: Tensor
     place: Tensor
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+
+    def take(self, part: slice | Tensor) -> "RandomRows":
+        """Some of the rows."""
+        return RandomRows(*(None if each is None else each[part] for each in self))  # type: ignore[arg-type]
 
 
 def best_tokens(scores: Tensor, part: VocabularyPart) -> Tensor:
@@ -71,34 +75,29 @@ def log_probabilities(logits: Tensor, tokens: Tensor, part: VocabularyPart) -> T
 
 def draw_tokens(logits: Tensor, rows: RandomRows, part: VocabularyPart) -> Tensor:
     """Draw a token of each row of logits [rows, vocabulary here]: int64 [rows]."""
-    length = max(1, _LARGEST_SLICE // part.longest)  # the same on all ranks
-    drawn = [
-        _draw(logits[start : start + length], RandomRows(*(each[start : start + length] for each in rows)), part)
-        for start in range(0, len(logits), length)
-    ]
-    return torch.cat(drawn)
+    length = max(1, _LARGEST_SLICE // max(part.longest, 1 << _DIGITS[0][1]))  # the same on all ranks
+    parts = [slice(start, start + length) for start in range(0, len(logits), length)]
+    return torch.cat([_draw(logits[some], rows.take(some), part) for some in parts])
 
 
 def _draw(logits: Tensor, rows: RandomRows, part: VocabularyPart) -> Tensor:
     scaled = _never_empty(logits.double() / rows.temperature.unsqueeze(1))
     ids = torch.arange(scaled.shape[1], device=scaled.device) + part.first
     scores = scaled + _gumbel_noise(rows.seed, rows.place, ids)
+    if rows.top_k is None and rows.top_p is None:
+        return best_tokens(scores, part)
     keys = _ordered(scaled.float())
-    is_kept = keys >= _find_kth(keys, rows.top_k, part.group).unsqueeze(1)
-    highest = all_reduce(scaled.amax(1), part.group, dist.ReduceOp.MAX)
-    mass = ((scaled - highest.unsqueeze(1)).exp() * _MASS_SCALE).long() * is_kept
-    total = all_reduce(mass.sum(1), part.group)
-    # All of it, where a sum in floating point might round beyond what there is.
-    target = torch.where(rows.top_p < 1, (rows.top_p * total).ceil().long(), 0)
-    threshold = _find_threshold(keys, mass, target, part.group)
-    is_kept &= (keys >= threshold.unsqueeze(1)) | (rows.top_p >= 1).unsqueeze(1)
+    is_kept = torch.ones_like(keys, dtype=torch.bool)
+    if rows.top_k is not None:
+        threshold = _find_threshold(keys, torch.ones_like(keys), rows.top_k, part.group)
+        is_kept = (keys >= threshold.unsqueeze(1)) | (rows.top_k == 0).unsqueeze(1)
+    if rows.top_p is not None:
+        highest = all_reduce(scaled.amax(1), part.group, dist.ReduceOp.MAX)
+        mass = ((scaled - highest.unsqueeze(1)).exp() * _MASS_SCALE).long() * is_kept
+        total = all_reduce(mass.sum(1), part.group)
+        threshold = _find_threshold(keys, mass, (rows.top_p * total).ceil().long(), part.group)
+        is_kept &= (keys >= threshold.unsqueeze(1)) | (rows.top_p >= 1).unsqueeze(1)
     return best_tokens(scores.masked_fill(~is_kept, -torch.inf), part)
-
-
-def _find_kth(keys: Tensor, top_k: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The k-th highest key of each row; 0 for rows that take all."""
-    found = _find_threshold(keys, torch.ones_like(keys), top_k, group)
-    return torch.where(top_k > 0, found, 0)
 
 
 def _find_threshold(keys: Tensor, mass: Tensor, target: Tensor, group: dist.ProcessGroup) -> Tensor:
