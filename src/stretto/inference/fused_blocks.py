@@ -122,7 +122,7 @@ class JoinedWeights:
         self._bias = None if linears[0].bias is None else torch.cat([_bias_of(each).detach() for each in linears])
         for parameters, whole in (([each.weight for each in linears], self._weight), (self._biases(), self._bias)):
             for parameter, view in zip(parameters, () if whole is None else whole.split(self._sizes), strict=True):
-                _become_view(local(parameter), view)
+                _become_view(parameter, view)
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
         for number, linear in enumerate(linears):
@@ -229,6 +229,7 @@ def _bias_of(linear: ParallelLinear) -> Tensor:
 
 
 @torch.no_grad()
-def _become_view(shard: Tensor, view: Tensor) -> None:
+def _become_view(parameter: Any, view: Tensor) -> None:
     """Have a parameter's shard be a view of another tensor, which has its numbers."""
-    shard.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())  # type: ignore[call-overload]
+    shard: Any = parameter._local_tensor  # to_local would return an alias, whose storage is its own
+    shard.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())

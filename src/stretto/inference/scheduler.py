@@ -52,10 +52,8 @@ class Scheduler:
 
     def __init__(self, slots: int, pages: int, page: int, chunk: int) -> None:
         self._page, self._chunk = page, chunk
-        self._slots = list(reversed(range(slots)))
-        self._pages = list(reversed(range(SCRATCH_PAGE + 1, SCRATCH_PAGE + 1 + pages)))
-        self._queue: deque[Request] = deque()
-        self._running: list[Place] = []
+        self._counts = slots, pages
+        self.clear()
 
     @property
     def has_requests(self) -> bool:
@@ -104,9 +102,12 @@ class Scheduler:
             self._pages += reversed(place.pages)
 
     def clear(self) -> None:
-        """Drop all requests."""
-        self._queue.clear()
-        self.release(list(self._running))
+        """Drop all requests: ranks whose requests differed agree again on the next slots and pages."""
+        slots, pages = self._counts
+        self._slots = list(reversed(range(slots)))
+        self._pages = list(reversed(range(SCRATCH_PAGE + 1, SCRATCH_PAGE + 1 + pages)))
+        self._queue: deque[Request] = deque()
+        self._running: list[Place] = []
 
 
 def _has_work(place: Place) -> bool:
