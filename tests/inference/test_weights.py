@@ -139,7 +139,7 @@ def test_patches_that_do_not_fit_are_refused_and_change_nothing() -> None:
         ([], {}, "must be all ranks' of one step"),
         ([second], {"after": 0}, "the last one was of step 0: 1 is next"),
         ([save({"step": torch.tensor([1])})], {}, "have 0 of the 32 numbers of weight"),
-        ([damaged(first, gaps=torch.full((40,), 3, dtype=torch.uint8))], {}, "does not fit this model's weight"),
+        ([damaged(first, gaps=torch.full((40,), 3, dtype=torch.uint8))], {}, "does not fit"),
         ([damaged(first, box=torch.tensor([[0, 0], [9, 8]]))], {}, "does not fit"),
         ([damaged(first, box=torch.tensor([[-1, 0], [4, 8]]))], {}, "does not fit"),
         ([damaged(first, values=torch.ones(3))], {}, "does not fit"),
