@@ -56,9 +56,7 @@ def _of_all(patch: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
-def test_graphs_give_the_tokens_of_transformers(
-    run_ranks: Callable[..., list[Any]], world: int, family: str
-) -> None:
+def test_graphs_give_the_tokens_of_transformers(run_ranks: Callable[..., list[Any]], world: int, family: str) -> None:
     plain = make(family)
     expected = [continued(plain, prompt, NEW) for prompt in prompts(3, LENGTHS)]
     with torch.no_grad():

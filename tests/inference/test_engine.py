@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import Ranks
+from tests.parallel import hugging_face
 from torch import Tensor, nn
 
 from stretto.inference import Engine, Request
 from stretto.parallel import Grid, parallelize
-from tests.conftest import Ranks
-from tests.parallel import hugging_face
 
 MakeRanks = Callable[[int], Ranks]
 NEW = 64
@@ -158,7 +158,9 @@ def misuse() -> dict[str, str]:
     engine.submit([1, 2, 3 + grid.coordinate("x")], 4)
     said["others"] = refusal(engine.step)
     said["alone"] = refusal(lambda: engine.generate([[1]] * (1 + grid.coordinate("x")), 4))
-    said["after"] = str(engine.generate([[1, 2]], 3) == Engine(parallelize(make("llama"), grid), 2, 64).generate([[1, 2]], 3))
+    said["after"] = str(
+        engine.generate([[1, 2]], 3) == Engine(parallelize(make("llama"), grid), 2, 64).generate([[1, 2]], 3)
+    )
     long = Engine(parallelize(make("llama"), grid), 2, 3200)
     said["positions"] = refusal(lambda: long.submit([1] * 390, 40))
     for axis in ("y", "z"):
@@ -238,7 +240,9 @@ def generate_to_the_end(end: int) -> Tensor:
     model = parallelize(make("qwen3_moe"), grid := Grid(data=2, expert=2))
     row = torch.tensor([prompts(8, (6, 6))[grid.coordinate("data")]])
     mask = torch.ones_like(row)
-    return model.generate(row, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0)
+    return model.generate(
+        row, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0
+    )
 
 
 def test_transformers_generate_ends_on_all_ranks_where_experts_are_divided(ranks: MakeRanks) -> None:

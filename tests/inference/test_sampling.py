@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import Ranks
 from torch import Tensor
 
 from stretto.inference.requests import Sampling
 from stretto.inference.sampling import RandomRows, VocabularyPart, best_tokens, draw_tokens, log_probabilities
 from stretto.parallel import Grid
 from stretto.parallel.comm.collectives import NO_GROUP
-from tests.conftest import Ranks
 
 MakeRanks = Callable[[int], Ranks]
 SEED = 11

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
+from tests.conftest import Ranks
+from tests.inference.test_engine import make, prompts
 from torch import nn
 
 from stretto.inference import Engine, WeightChanges, apply_patches, copy_weights
 from stretto.inference.weights import _decode_gaps, _encode_gaps
 from stretto.parallel import Grid, gather, parallelize
-from tests.conftest import Ranks
-from tests.inference.test_engine import make, prompts
 
 MakeRanks = Callable[[int], Ranks]
 STEPS = 6
@@ -32,7 +32,9 @@ def differ(one: nn.Module, other: nn.Module, dtype: torch.dtype) -> list[str]:
     return [
         name
         for name, parameter in one.named_parameters()
-        if not torch.equal(gather(parameter).to(dtype).view(torch.int16), gather(others[name]).to(dtype).view(torch.int16))
+        if not torch.equal(
+            gather(parameter).to(dtype).view(torch.int16), gather(others[name]).to(dtype).view(torch.int16)
+        )
     ]
 
 
@@ -82,9 +84,7 @@ def follow_all(cases: list[Any]) -> list[Any]:
     return [follow(*case) for case in cases]
 
 
-@pytest.mark.parametrize(
-    "cases", [GRIDS[:1], pytest.param(GRIDS[1:], marks=pytest.mark.long)], ids=["llama", "others"]
-)
+@pytest.mark.parametrize("cases", [GRIDS[:1], pytest.param(GRIDS[1:], marks=pytest.mark.long)], ids=["llama", "others"])
 def test_an_engine_on_another_grid_follows_training_in_bits(ranks: MakeRanks, cases: list[Any]) -> None:
     by_rank = ranks(4).run(follow_all, cases, timeout=300)
     for number, case in enumerate(cases):

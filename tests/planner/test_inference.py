@@ -42,14 +42,16 @@ def test_lengths_that_are_equally_likely_are_averaged() -> None:
     (both,) = plan(prompts=[512, 4096], contexts=[512, 4096], batch=32)
     assert both.first_token.total == pytest.approx((short.first_token.total + long.first_token.total) / 2)
     assert both.token.total == pytest.approx((short.token.total + long.token.total) / 2)
-    assert both.fits and both.cache_tokens == short.cache_tokens
+    assert both.fits
+    assert both.cache_tokens == short.cache_tokens
 
 
 def test_the_cache_takes_what_weights_leave_and_x_shares_it() -> None:
     one, two, sixteen = (plan(gpus=gpus, contexts=[1])[0] for gpus in (1, 2, 8))
     assert 0.85 * (141e9 - 2 * 8.03e9) / CACHED < one.cache_tokens < (141e9 - 2 * 8.03e9) / CACHED
     assert 2.1 < two.cache_tokens / one.cache_tokens < 2.3
-    assert sixteen.grid["x"] == 8 and sixteen.cache_tokens > 8 * one.cache_tokens
+    assert sixteen.grid["x"] == 8
+    assert sixteen.cache_tokens > 8 * one.cache_tokens
     assert not plan("llama-2-70b")[0].fits  # 138 GB of weights
 
 
@@ -73,7 +75,8 @@ def test_sums_cost_more_over_pci_express_than_over_nvlink_and_experts_read_those
     (one,), (many,) = (plan("qwen3-30b-a3b", batch=batch) for batch in (1, 512))
     assert one.token.limit < 0.2 * many.token.limit  # 8 of 128 experts
     expert = [each for each in plan("qwen3-30b-a3b", gpus=4, batch=64) if each.grid.get("expert") == 4]
-    assert expert and all(each.token.communication > 0 for each in expert)
+    assert expert
+    assert all(each.token.communication > 0 for each in expert)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +99,6 @@ def test_what_cannot_be_planned_is_refused(model: str, options: dict[str, Any], 
 def test_json_has_seconds_and_numbers() -> None:
     (found,) = plan()
     read = json.loads(json.dumps(found.as_dict()))
-    assert read["token_total"] == found.token.total and read["grid"]["x"] == 1 and read["fits"] is True
+    assert read["token_total"] == found.token.total
+    assert read["grid"]["x"] == 1
+    assert read["fits"] is True

@@ -192,10 +192,10 @@ def plan(
     if inference:
         of_training = {"CONFIG.toml": config, "--seq-len": seq_len, "--optimizer": optimizer, "--pipe": pipe}
         of_training |= {"--recompute": recompute, "--expert": expert, "--memory": memory, "--reshard": reshard}
-        asked = {"model": model, "cluster": cluster, "prompt": prompt, "context": context, "batch": batch}
+        requests = {"model": model, "cluster": cluster, "prompt": prompt, "context": context, "batch": batch}
         with refusing_bad_input(as_json=as_json):
             _refuse_others("--inference", of_training)
-            _plan_inference(asked, gpus, tpot, dtype or "bf16", top, as_json=as_json)
+            _plan_inference(requests, gpus, tpot, dtype or "bf16", top, as_json=as_json)
         return
     with refusing_bad_input(as_json=as_json):
         _refuse_others("a training plan; --inference takes them", {"--prompt": prompt, "--tpot": tpot})

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from stretto.ops import paged_attention
@@ -14,9 +13,9 @@ from stretto.ops import paged_attention
 class StepTokens(NamedTuple):
     """Where the tokens of a step are kept, and what they attend to; int32 but for `places`.
 
-    places: int64 [tokens], rows of the cache. starts: [rows + 1], the first token of each row of the batch; None if each
-    row has one. lengths: [rows], how many tokens of its request the cache holds with this step's. block_table: [rows,
-    pages], its pages.
+    places: int64 [tokens], rows of the cache. starts: [rows + 1], the first token of each row of the batch; None if
+    each row has one. lengths: [rows], how many tokens of its request the cache holds with this step's. block_table:
+    [rows, pages], its pages.
     """
 
     places: Tensor

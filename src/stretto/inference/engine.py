@@ -18,7 +18,7 @@ from stretto.inference.fused_blocks import BlockFuser
 from stretto.inference.requests import Request, Sampling, parse_prompt
 from stretto.inference.runner import Drawn, HostStep, Runner, describe
 from stretto.inference.sampling import VocabularyPart
-from stretto.inference.scheduler import Part, Scheduler
+from stretto.inference.scheduler import Part, Place, Scheduler
 from stretto.inference.weights import apply_patches, copy_weights
 from stretto.parallel.comm.collectives import NO_GROUP, gather_rows
 from stretto.parallel.experts.module import ParallelExperts
@@ -72,7 +72,9 @@ class Engine:
                     f"{axis}=1 would do, with x or data for its ranks (`copy_weights` brings weights from any grid)"
                 )
         if state.options.shard_sequence:
-            raise ValueError("shard_sequence is on, but the tokens of a step are any number; shard_sequence=False would do")
+            raise ValueError(
+                "shard_sequence is on, but the tokens of a step are any number; shard_sequence=False would do"
+            )
         if not is_pretrained_model(model):
             raise ValueError(f"{type(model).__name__} is not a transformers model, whose attention an engine replaces")
         if refusal := refusal_of_decoding(model, list(inspect.signature(model.forward).parameters)):
@@ -86,7 +88,7 @@ class Engine:
         self._longest = min(self._cache_tokens, limit or self._cache_tokens)
         self._limit = limit
         self._stop = _stop_tokens(model)
-        head = model.get_output_embeddings()
+        head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         part = VocabularyPart(0, self.vocab, NO_GROUP)
         if isinstance(head, ParallelHead):
             head.gathers_logits = False
@@ -127,7 +129,7 @@ class Engine:
         prompts: lists or tensors of token ids; those of this rank's data coordinate. Prompt i is drawn with the seed
         `seed` + i; other arguments are `submit`'s. Raises what `submit` does, before any is run. Collective.
         """
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop}
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop}
         requests = [
             self._parse(prompt, max_new_tokens, seed=seed + number, **options) for number, prompt in enumerate(prompts)
         ]
@@ -155,8 +157,8 @@ class Engine:
         model's own). Raises ValueError for an empty prompt, ids outside of the vocabulary, and a request that is longer
         than the cache or the model's positions.
         """
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop": stop}
-        request = self._parse(prompt, max_new_tokens, log_probabilities=log_probabilities, **options)
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        request = self._parse(prompt, max_new_tokens, stop=stop, log_probabilities=log_probabilities, **options)
         self._scheduler.submit(request)
         return request
 
@@ -236,7 +238,7 @@ class Engine:
     def _take(self, parts: Sequence[Part], drawn: Drawn) -> None:
         """Give requests the tokens that a step has drawn, and free the places of those that are done."""
         tokens, logs = drawn.wait()
-        done = []
+        done: list[Place] = []
         for part, token, log in zip(parts, tokens, logs, strict=False):  # rows that fill the batch come last
             request = part.place.request
             if part.draws and not request.is_done:  # it may have ended a step before the host knew

@@ -6,14 +6,14 @@
 - In blocks of Llama's form, the product that ends attention or the MLP, its sum over x, the residual and the next norm
   are `ops.matmul_all_reduce_norm`.
 
-What may be fused is seen in one pass of the model (`watch`): which linears got one and the same input, whether a block's
-attention and MLP return what a rowwise linear returned, and which norm takes a block's output. What a model's code
-computes in some other way stays as it is.
+What may be fused is seen in one pass of the model (`watch`): which linears got one and the same input, whether the
+attention and the MLP of a block return what a rowwise linear returned, and which norm takes a block's output. What a
+model's code computes in some other way stays as it is.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,8 @@ class BlockFuser:
         self._group = group
         self._linears = [module for module in model.modules() if _is_plain_linear(module)]
         self._norms = [module for module in model.modules() if _is_plain_norm(module)]
-        self._blocks = [module for module in model.modules() if is_pre_norm_block(module)]
-        self._mlps = [module for module in model.modules() if is_of_gated_mlps(module)]
+        self._blocks: list[Any] = [module for module in model.modules() if is_pre_norm_block(module)]
+        self._mlps: list[Any] = [module for module in model.modules() if is_of_gated_mlps(module)]
         # The tensors themselves, which must live on so that no other takes their place in memory.
         self._inputs: dict[nn.Module, Tensor] = {}
         self._outputs: dict[nn.Module, Any] = {}
@@ -45,9 +45,8 @@ class BlockFuser:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Note inputs and outputs of one pass."""
-        watched = [*self._linears, *self._norms, *self._blocks]
-        for block in self._blocks:
-            watched += [block.self_attn, block.mlp]
+        parts = [part for block in self._blocks for part in (block.self_attn, block.mlp)]
+        watched: list[nn.Module] = [*self._linears, *self._norms, *self._blocks, *parts]
         handles = [module.register_forward_hook(self._note, with_kwargs=True) for module in watched]
         try:
             yield
@@ -62,11 +61,11 @@ class BlockFuser:
 
     def fuse(self) -> None:
         """Fuse what was seen."""
-        joined = {module: each for each in self._join_linears() for module in each.linears}
+        joined: dict[Any, JoinedWeights] = {each: both for both in self._join_linears() for each in both.linears}
         for mlp in self._mlps:
-            both = joined.get(mlp.gate_proj), joined.get(mlp.up_proj)
-            if both[0] is not None and both[0] is both[1] and both[0].linears == [mlp.gate_proj, mlp.up_proj]:
-                _fuse_gate(mlp, both[0])
+            both = joined.get(mlp.gate_proj)
+            if both is not None and both.linears == [mlp.gate_proj, mlp.up_proj]:
+                _fuse_gate(mlp, both)
         for block in self._blocks:
             self._fuse_block(block)
         self._inputs.clear()
@@ -116,7 +115,7 @@ class JoinedWeights:
 
     def __init__(self, linears: Sequence[ParallelLinear]) -> None:
         self.linears = list(linears)
-        parts = [local(linear.weight) for linear in linears]
+        parts = [local(linear.weight) for linear in self.linears]
         self._sizes = [len(part) for part in parts]
         self._weight = torch.cat([part.detach() for part in parts])
         self._bias = None if linears[0].bias is None else torch.cat([_bias_of(each).detach() for each in linears])
@@ -126,10 +125,10 @@ class JoinedWeights:
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
         for number, linear in enumerate(linears):
-            linear.forward = self._forward_of(number)
+            linear.forward = self._forward_of(number)  # type: ignore[method-assign]
 
     def _biases(self) -> list[Tensor]:
-        return [linear.bias for linear in self.linears if linear.bias is not None]
+        return [bias for linear in self.linears if isinstance(bias := linear.bias, Tensor)]
 
     def multiply(self, x: Tensor) -> Tensor:
         """All of them, one after another in the last dim."""
@@ -155,14 +154,14 @@ class _EndOfBlock:
         self._is_left_out = False
         self._normed: tuple[Tensor, Tensor] | None = None
         own, own_norm = linear.forward, norm.forward
-        linear.forward = lambda x: x if self._is_left_out else own(x)
+        linear.forward = lambda x: x if self._is_left_out else own(x)  # type: ignore[method-assign]
 
         def find_norm(x: Tensor) -> Tensor:
             """What is known of the norm's input; each output is used once."""
             known, self._normed = self._normed, None
             return known[1] if known is not None and known[0] is x else own_norm(x)
 
-        norm.forward = find_norm
+        norm.forward = find_norm  # type: ignore[method-assign]
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -206,7 +205,7 @@ def _fuse_gate(mlp: Any, both: JoinedWeights) -> None:
     mlp.forward = forward
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
+def _is_plain_linear(module: nn.Module) -> TypeGuard[ParallelLinear]:
     """True for a linear whose shards are multiplied as they are."""
     if not isinstance(module, ParallelLinear) or isinstance(module, ParallelHead | CompressingLinear):
         return False
@@ -215,7 +214,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return not (is_cast or module.plan.used_rows or module._forward_hooks or module._forward_pre_hooks)
 
 
-def _is_plain_norm(module: nn.Module) -> bool:
+def _is_plain_norm(module: nn.Module) -> TypeGuard[ParallelNorm]:
     return isinstance(module, ParallelNorm) and module.weight is not None and not module._forward_hooks
 
 

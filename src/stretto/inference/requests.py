@@ -25,7 +25,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature is {self.temperature}, but must be finite and at least 0 (0: the best token)")
+            raise ValueError(
+                f"temperature is {self.temperature}, but must be finite and at least 0 (0: the best token)"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}, but must be at least 1, or None for all tokens")
         if not 0 < self.top_p <= 1:
@@ -79,5 +81,7 @@ def parse_prompt(prompt: Any, vocab: int) -> list[int]:
         if not isinstance(token, int) or isinstance(token, bool):
             raise ValueError(f"a prompt has {token!r}, but must be token ids, integers: one list for each prompt")
         if not 0 <= token < vocab:
-            raise ValueError(f"token {token} of a prompt is outside the vocabulary [0, {vocab}); {vocab - 1} is its last")
+            raise ValueError(
+                f"token {token} of a prompt is outside the vocabulary [0, {vocab}); {vocab - 1} is its last"
+            )
     return ids

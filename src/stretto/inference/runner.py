@@ -33,7 +33,8 @@ class HostStep(NamedTuple):
     """A step as the host describes it; lists of Python numbers, so that ranks can compare them.
 
     ids, positions, rows: of each token; its row of the batch. counts: tokens of each row. slots, lengths: of each row.
-    random: (row, temperature, top_p, top_k, seed, place) of rows that are drawn at random.
+    random: (row, temperature, top_p, top_k, seed, place) of rows that are drawn at random. is_decoding: all tokens were
+    drawn before.
     """
 
     ids: list[int]
@@ -44,6 +45,7 @@ class HostStep(NamedTuple):
     lengths: list[int]
     random: list[tuple[int, float, float, int, int, int]]
     is_decoding: bool
+    wants_log_probabilities: bool
 
     @property
     def numbers(self) -> list[int]:
@@ -56,22 +58,24 @@ class HostStep(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The tokens [rows] that a step has drawn, float64 with their log-probabilities, on the way to the host."""
+    """The tokens [1, rows] that a step has drawn, float64, on the way to the host; and their log-probabilities [1,
+    rows] below them, if they were asked for."""
 
     values: Tensor
     arrived: "torch.cuda.Event | None"
 
     def wait(self) -> tuple[list[int], list[float]]:
-        """Wait for them: (tokens, log-probabilities)."""
+        """Wait for them: (tokens, log-probabilities, or zeros)."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        tokens, logs = self.values.tolist()
-        return [int(token) for token in tokens], logs
+        tokens, *logs = self.values.tolist()
+        return [int(token) for token in tokens], logs[0] if logs else [0.0] * len(tokens)
 
 
 def describe(parts: Sequence[Part], rows: int, scratch: int) -> HostStep:
     """Describe a step of these parts, filled up to `rows` with rows of the slot `scratch`."""
-    step = HostStep([], [], [], [], [], [], [], all(not part.is_prompt for part in parts))
+    wants_logs = any(part.draws and part.place.request.wants_log_probabilities for part in parts)
+    step = HostStep([], [], [], [], [], [], [], all(not part.is_prompt for part in parts), wants_logs)
     for row, part in enumerate(parts):
         request, end = part.place.request, part.start + part.count
         step.ids.extend(request.prompt[part.start : end] if part.is_prompt else [FROM_FEED])
@@ -109,6 +113,7 @@ class Runner:
         self._feed = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._table = torch.full((slots + 1, width), SCRATCH_PAGE, dtype=torch.int32, device=device)
         self._graphs: dict[int, CapturedStep] = {}
+        self._static_logits: dict[int, Tensor] = {}
         self.layers: list[LayerCache] = []
 
     @torch.no_grad()
@@ -139,13 +144,17 @@ class Runner:
         rows, tokens = len(step.counts), len(step.ids)
         if step.is_decoding and self.is_captured:
             if rows not in self._graphs:
-                self._graphs[rows] = CapturedStep(lambda numbers: self._compute(numbers, rows, rows))
-            drawn, logs, logits = self._graphs[rows](numbers)
+                self._graphs[rows] = CapturedStep(lambda numbers: (self._compute_static(numbers, rows),))
+            (drawn,) = self._graphs[rows](numbers)
+            logits = self._static_logits[rows]
         else:
-            drawn, logs, logits = self._compute(numbers, tokens, rows)
+            drawn, logits = self._compute(numbers, tokens, rows)
         if step.random:
-            self._draw_random(step, logits, drawn, logs)
-        values = torch.stack((drawn.double(), logs.double()))
+            self._draw_random(step, logits, drawn)
+        rows_of_values = [drawn.double()]
+        if step.wants_log_probabilities:
+            rows_of_values.append(log_probabilities(logits, drawn, self.part).double())
+        values = torch.stack(rows_of_values)
         if self.device.type == "cpu":
             return Drawn(values, None)
         there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -159,9 +168,15 @@ class Runner:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
+        self._static_logits.clear()
 
-    def _compute(self, numbers: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The best tokens [rows], their log-probabilities, and the logits [rows, vocabulary here]. Feeds the first."""
+    def _compute_static(self, numbers: Tensor, rows: int) -> Tensor:
+        """What a graph captures: the best tokens. Its logits stay where they are, for draws after a replay."""
+        drawn, self._static_logits[rows] = self._compute(numbers, rows, rows)
+        return drawn
+
+    def _compute(self, numbers: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tensor]:
+        """The best tokens [rows], which the next step is fed, and the logits [rows, vocabulary here]."""
         sizes = [tokens, tokens, tokens, rows + 1, rows, rows, rows]
         ids, positions, row_of, starts, lengths, slots, last = numbers.split(sizes)
         block_table = self._table[slots]
@@ -179,23 +194,19 @@ class Runner:
         logits = output.logits[0] if self._keeps else output.logits[0, last]
         logits = logits.float()
         drawn = best_tokens(logits, self.part)
-        logs = log_probabilities(logits, drawn, self.part)
         self._feed.index_copy_(0, slots, drawn)
-        return drawn, logs, logits
+        return drawn, logits
 
-    def _draw_random(self, step: HostStep, logits: Tensor, drawn: Tensor, logs: Tensor) -> None:
+    def _draw_random(self, step: HostStep, logits: Tensor, drawn: Tensor) -> None:
         """Draw the tokens of rows that are random, in place of the best ones."""
         at, temperature, top_p, top_k, seed, place = zip(*step.random, strict=True)
         reals = self._upload([*temperature, *top_p], torch.float64).view(2, -1)
         slots = [step.slots[row] for row in at]
         rows, slot, seeds, places, counts = self._upload([*at, *slots, *seed, *place, *top_k], torch.int64).view(5, -1)
         chosen = logits[rows]
-        how = RandomRows(
-            reals[0], seeds, places, counts if any(top_k) else None, reals[1] if min(top_p) < 1 else None
-        )
+        how = RandomRows(reals[0], seeds, places, counts if any(top_k) else None, reals[1] if min(top_p) < 1 else None)
         found = draw_tokens(chosen, how, self.part)
         drawn.index_copy_(0, rows, found)
-        logs.index_copy_(0, rows, log_probabilities(chosen, found, self.part))
         self._feed.index_copy_(0, slot, found)
 
     def _upload(self, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:

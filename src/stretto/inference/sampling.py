@@ -46,7 +46,8 @@ class RandomRows(NamedTuple):
 
 
 def best_tokens(scores: Tensor, part: VocabularyPart) -> Tensor:
-    """The tokens with the highest scores [rows, vocabulary here] of all ranks, the first of equal ones: int64 [rows]."""
+    """The tokens with the highest scores [rows, vocabulary here] of all ranks, the first of equal ones: int64
+    [rows]."""
     if not scores.shape[1]:  # of a short vocabulary the last ranks have nothing
         scores = scores.new_full((len(scores), 1), -torch.inf)
     best = scores.amax(1)

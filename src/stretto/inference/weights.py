@@ -261,7 +261,7 @@ def _parse_change(key: str, tensors: Mapping[str, Tensor], parameters: Mapping[s
     if is_valid:
         offsets, sizes = (tuple(part) for part in box.tolist())
         limits = zip(offsets, sizes, shape, strict=True)
-        is_valid = all(0 <= first and 0 < size and first + size <= limit for first, size, limit in limits)
+        is_valid = all(first >= 0 and size > 0 and first + size <= limit for first, size, limit in limits)
     places = _decode_gaps(gaps) if is_valid else gaps
     if not is_valid or len(places) != len(values) or (len(places) and int(places[-1]) >= prod(sizes)):
         raise ValueError(f"the part {key!r} of a patch does not fit this model's {name}, {list(shape)}")

@@ -147,8 +147,7 @@ def _refuse(model: Architecture, lengths: Lengths) -> None:
 def _grids(model: Architecture, counts: Iterable[int]) -> Iterator[GridSizes]:
     for count in counts:
         for x in divisors(count):
-            for grid in list_expert_grids(model, GridSizes(data=count // x, x=x)):
-                yield grid
+            yield from list_expert_grids(model, GridSizes(data=count // x, x=x))
 
 
 def _predict(
@@ -249,17 +248,17 @@ class _Rank:
         """The products, element-wise kernels and sums of all blocks, for so many tokens."""
         grid, element = self._grid, self._element
         for kind in self._model.kinds:
-            of_block, shards = _Work(), 0
+            of_block, sums = _Work(), 0
             for linear in kind.model.linears:
                 k, n = linear.inputs / linear.input_shards(grid), linear.local_outputs(grid)
                 self._product(of_block, tokens, n, k)
-                shards += linear.input_shards(grid) > 1
+                sums += linear.input_shards(grid) > 1
             moves = sum(layer.element_wise(grid, 1)[0] for layer in kind.model.block) * tokens * element
             of_block.seconds += self._device.traffic(moves)
             if (layer := kind.model.moe_layer) is not None:
                 self._experts(of_block, layer, tokens)
-                shards += grid.expert_x > 1
-            of_block.communication += shards * self._sum_over_x(tokens * self._model.hidden * element)
+                sums += grid.expert_x > 1
+            of_block.communication += sums * self._sum_over_x(tokens * self._model.hidden * element)
             for name in vars(work):
                 setattr(work, name, getattr(work, name) + kind.blocks * getattr(of_block, name))
 

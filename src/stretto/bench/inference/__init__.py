@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench inference`: an engine's steps, beside transformers' `generate` and what the GPU's data sheet allows."""
+"""`stretto bench inference`: an engine's steps, beside transformers' `generate` and the GPU's data sheet."""

@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,15 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
             write_result(out, "inference", COLUMNS, rows, ranks=ranks, model=setting.model, layers=setting.layers)
 
     for batch in setting.batches:
-        runs: dict[str, Callable[[], float]] = {"stretto": lambda batch=batch: _decode(engine, setting, batch)}
+        runs: dict[str, Callable[[], float]] = {"stretto": partial(_decode, engine, setting, batch)}
         if plain is not None:
-            runs["generate"] = lambda batch=batch: _generate(plain, setting, batch)
+            runs["generate"] = partial(_generate, plain, setting, batch)
         predicted = _predict(setting, ranks, setting.prompts[0], batch)
         record(f"decode {batch}", None if predicted is None else predicted[1], _time(runs, setting.rounds), batch)
     for length in setting.prompts:
-        runs = {"stretto": lambda length=length: _prefill(engine, length)}
+        runs = {"stretto": partial(_prefill, engine, length)}
         if plain is not None:
-            runs["generate"] = lambda length=length: _prefill_by_generate(plain, length)
+            runs["generate"] = partial(_prefill_by_generate, plain, length)
         predicted = _predict(setting, ranks, length, 1)
         record(f"prefill {length}", None if predicted is None else predicted[0], _time(runs, setting.rounds), length)
     engine.close()
