@@ -156,5 +156,5 @@ def test_models_with_other_parameters_are_refused() -> None:
     for other in (make("qwen3"), make("llama", num_hidden_layers=3), make("llama", intermediate_size=64)):
         with pytest.raises(ValueError, match="must have the same parameters"):
             copy_weights(other, target)
-    with pytest.raises(ValueError, match="16-bit weights, not torch.float32"):
+    with pytest.raises(ValueError, match=r"16-bit weights, not torch\.float32"):
         WeightChanges(target, torch.float32)

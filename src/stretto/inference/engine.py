@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stretto.huggingface.attention.paged_attention import refusal_of_decoding
 from stretto.huggingface.context import attentions_of
-from stretto.huggingface.paged_attention import refusal_of_decoding
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.inference.fused_blocks import BlockFuser
 from stretto.inference.requests import Request, Sampling, parse_prompt

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stretto.huggingface.paged_attention import attend_to_pages
+from stretto.huggingface.attention.paged_attention import attend_to_pages
 from stretto.inference.cache import CacheShape, CurrentStep, LayerCache, ShapeProbe, StepTokens
 from stretto.inference.fused_blocks import BlockFuser
 from stretto.inference.sampling import (

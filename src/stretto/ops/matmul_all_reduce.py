@@ -108,7 +108,7 @@ def _run(
     """The output, in `out` if there is one."""
 
     def compute(config: KernelConfig, out: Tensor | None = None) -> Tensor:
-        return _compute(config, x, weight, bias, group, out)
+        return compute_all_reduce(config, x, weight, bias, group, out)
 
     # The convention is among the options since ranks compare them: their backward passes would wait for each other.
     config = find_config(
@@ -118,7 +118,7 @@ def _run(
     return compute(config, out)
 
 
-def _compute(
+def compute_all_reduce(
     config: KernelConfig, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, out: Tensor | None
 ) -> Tensor:
     """The output by this configuration, in `out` if there is one."""

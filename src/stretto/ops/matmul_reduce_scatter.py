@@ -104,8 +104,8 @@ def matmul_reduce_scatter(
     or a default), "kernel" (Stretto's, or it raises), "library" (a GEMM, then a reduce-scatter) or a `KernelConfig`.
     schedule: how sums travel: a reduce-scatter's algorithm by name, or any verified `Schedule` of one, which says in
     what order they are added, and rounded at each hop (docs/tutorial-kernel.md). invariant: the bits of a row depend
-    neither on the other rows nor on the number of ranks, as in `matmul_all_reduce`. ValueError for other input (m that the
-    group does not divide, say) and for a rank outside of the group; PeerError for a rank that does not call. Flux,
+    neither on the other rows nor on the number of ranks, as in `matmul_all_reduce`. ValueError for other input (m that
+    the group does not divide, say) and for a rank outside of the group; PeerError for a rank that does not call. Flux,
     sections 3.2 and 4.
     """
     how, name = encode_implementation(implementation), find_name(group)

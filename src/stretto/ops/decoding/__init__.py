@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators of inference: products and sums with the norm that follows them, and attention to a paged cache.
 
-norm                    residual and norm of a tile of rows, for kernels and for torch
 all_reduce_norm         all-reduce + residual + norm, in one launch for few rows
 matmul_all_reduce_norm  the same after a product, in two launches
 paged_attention         the attention operator: checks, choice, split of the work
@@ -10,8 +9,8 @@ paged_kernels           its kernels
 
 from stretto.ops.decoding.all_reduce_norm import all_reduce_norm
 from stretto.ops.decoding.matmul_all_reduce_norm import matmul_all_reduce_norm, scaled_matmul_all_reduce_norm
-from stretto.ops.decoding.norm import invariant_norm
 from stretto.ops.decoding.paged_attention import paged_attention
+from stretto.ops.row_sums.norm import invariant_norm
 
 __all__ = [
     "all_reduce_norm",

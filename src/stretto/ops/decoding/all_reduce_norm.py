@@ -5,25 +5,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.ops.choices import find_group_obstacle
 from stretto.ops.config import encode_implementation
-from stretto.ops.decoding.norm import (
-    Norm,
-    NormOperands,
-    add_and_normalize_by_torch,
-    require_norm,
-    require_norm_operands,
-)
+from stretto.ops.invariant.matmul import LEAVES, count_leaves
 from stretto.ops.invariant.ranks import reduce_by_tree
 from stretto.ops.operator import (
     DTYPES,
+    abandon,
     all_reduce,
     define_operator,
+    find_group,
     find_name,
+    find_workspace,
     flatten_rows,
     needs_gradients,
+    require_agreement,
     require_place,
     show_shape,
 )
+from stretto.ops.row_sums.kernel import SumOperands, fits_packets, launch_sums
+from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm, require_norm, require_norm_operands
+from stretto.ops.small_m import count_bytes
 
 
 def all_reduce_norm(
@@ -93,12 +95,31 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     operands = NormOperands(bias, residual, norm_weight, norm_bias)
     _require(x, operands, norm, eps)
+    (m, n), world, described = x.shape, find_group(group).size(), Norm(norm, eps, offset, invariant)
     if invariant:
-        total = reduce_by_tree(x.float(), bias, x.dtype, group)
-        operands = operands._replace(bias=None)
-    else:
-        total = all_reduce(x, group)
-    return add_and_normalize_by_torch(total, operands, Norm(norm, eps, offset, invariant))
+        count_leaves("all_reduce_norm", LEAVES, world)
+    wire = torch.float32 if invariant else x.dtype
+    call = f"all_reduce_norm {list(x.shape)} {x.dtype} {(norm, bias is None, invariant, implementation)}"
+    require_agreement(call, False, group, x.device)
+    obstacle = find_group_obstacle(group, x.device)
+    if not obstacle and not fits_packets(m, n, wire, world):
+        obstacle = f"{list(x.shape)} of {wire} from {world} ranks are more than packets are for"
+    if implementation == "kernel" and obstacle:
+        raise ValueError(f'all_reduce_norm: no kernel can run: {obstacle}; implementation="library" can')
+    if implementation == "library" or obstacle or not x.numel():
+        if invariant:
+            total, operands = reduce_by_tree(x.float(), bias, x.dtype, group), operands._replace(bias=None)
+        else:
+            total = all_reduce(x, group)
+        return add_norm(total, operands, described)
+    workspace = find_workspace(group, x.device, count_bytes("push", m, n, world, wire), "packets")
+    channel = workspace.channel.enter("all_reduce_norm", "p2p")
+    try:
+        sums = SumOperands(*operands, torch.empty_like(residual))
+        return launch_sums(workspace, channel, x, sums, wire, by_tree=invariant, norm=described)
+    except BaseException:
+        abandon(group, workspace.channel)
+        raise
 
 
 def _require(x: Tensor, operands: NormOperands, norm: str, eps: float) -> None:
@@ -106,7 +127,7 @@ def _require(x: Tensor, operands: NormOperands, norm: str, eps: float) -> None:
     if x.dtype not in DTYPES:
         raise ValueError(f"all_reduce_norm takes {', '.join(map(str, DTYPES))}, not {x.dtype}: convert x")
     require_place("all_reduce_norm", x)
-    require_norm_operands("all_reduce_norm", x, *x.shape, operands)
+    require_norm_operands("all_reduce_norm", x, x.shape[0], x.shape[1], operands)
 
 
 def _fake(

@@ -1,11 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of new tokens to a paged cache of keys and values: single tokens and chunks of prompts in one call."""
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
+from stretto.ops.config import IMPLEMENTATIONS
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients
+from stretto.ops.decoding.paged_kernels import PagedCall, attend_by_kernels
 from stretto.ops.operator import DTYPES, define_operator, show_shape
+from stretto.tiles import INTERPRETED
+
+MAX_SIZE = 256
+"""Of a head: a program keeps its queries' results in registers."""
+
+FLASH_PAGE = 256
+"""flash-attn's pages are multiples of it."""
 
 
 def paged_attention(
@@ -40,6 +51,10 @@ def paged_attention(
     "library" (flash-attn, if installed and able, else torch). There are no gradients. ValueError for other input.
     """
     require_no_gradients("paged_attention", q, key_cache, value_cache)
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"paged_attention: window is a number of tokens from 1 on, or None, not {window!r}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation is {', '.join(map(repr, IMPLEMENTATIONS))}, not {implementation!r}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     inputs = q, key_cache, value_cache, block_table, lengths, query_offsets
     return _call(*inputs, scale, window or 0, invariant, implementation)
@@ -58,7 +73,40 @@ def _run(
     implementation: str,
 ) -> Tensor:
     _require(q, key_cache, value_cache, block_table, lengths, query_offsets)
-    return attend_by_torch(q, key_cache, value_cache, block_table, lengths, query_offsets, scale, window)
+    call = PagedCall(
+        q, key_cache, value_cache, block_table, lengths, query_offsets, scale, window, is_invariant=invariant
+    )
+    obstacle = _find_obstacle(call)
+    if implementation == "library" or (implementation == "auto" and obstacle):
+        return _attend_by_library(call)
+    if obstacle:
+        raise ValueError(f'paged_attention: no kernel can run: {obstacle}; implementation="library" can')
+    return attend_by_kernels(call)
+
+
+def _find_obstacle(call: PagedCall) -> str:
+    """Why the kernels cannot run this call; "" if they can."""
+    if call.q.device.type == "cpu" and not INTERPRETED.value:
+        return "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
+    if call.q.shape[2] > MAX_SIZE:
+        return f"heads have up to {MAX_SIZE} numbers, not {call.q.shape[2]}"
+    if call.keys.stride() != call.values.stride():
+        return f"the caches have different strides, {call.keys.stride()} and {call.values.stride()}"
+    return ""
+
+
+def _attend_by_library(call: PagedCall) -> Tensor:
+    """By flash-attn, where it is installed and takes the call, else by torch."""
+    if call.is_invariant or call.offsets is not None or not call.q.is_cuda or call.q.dtype == torch.float32:
+        return attend_by_torch(*call[:-1])
+    if call.keys.shape[1] % FLASH_PAGE or importlib.util.find_spec("flash_attn") is None:
+        return attend_by_torch(*call[:-1])
+    from flash_attn import flash_attn_with_kvcache
+
+    return flash_attn_with_kvcache(
+        call.q[:, None], call.keys, call.values, cache_seqlens=call.lengths, block_table=call.table,
+        softmax_scale=call.scale, causal=True, window_size=(call.window - 1 if call.window else -1, -1),
+    )[:, 0]  # fmt: skip
 
 
 def attend_by_torch(
@@ -118,7 +166,7 @@ def _require(
             f"{show_shape(q)}, {show_shape(key_cache)} and {show_shape(value_cache)}"
         )
     heads, size = q.shape[1:]
-    page_size, kv_heads = key_cache.shape[1:3]
+    kv_heads = key_cache.shape[2]
     if key_cache.shape[3] != size or heads % kv_heads:
         raise ValueError(
             f"paged_attention: q has {heads} heads of {size} and the cache {kv_heads} of {key_cache.shape[3]}: the "

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from stretto.huggingface.attention.linear_attention import linear_attentions_of
 from stretto.huggingface.context import DEPENDS_ON_LENGTH, attentions_of, is_causal, passes_window
-from stretto.huggingface.linear_attention import linear_attentions_of
 
 NAME = "stretto_paged"
 """The `attn_implementation` of models that an engine runs."""

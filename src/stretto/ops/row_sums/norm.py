@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.operator import DTYPES, show_shape
+from stretto.ops.gemm import divide_up
+from stretto.ops.operator import DTYPES, Autograd, define_operator, show_shape
+from stretto.tiles import INTERPRETED
+from stretto.tiles.launches import launch_cached
 
 NORMS = ("rms", "layer")
 MAX_COLUMNS = 16384  # a program keeps whole rows in registers
@@ -52,13 +55,49 @@ def invariant_norm(
 ) -> Tensor:
     """The norm of rows [..., n] with the bits of `all_reduce_norm` with invariant=True; rounded once, to x's dtype.
 
-    norm: "rms" or "layer". weight, bias: [n]. Differentiable where torch computes it.
+    norm: "rms" or "layer". weight, bias: [n] of any dtype. Differentiable, once.
     """
     require_norm("invariant_norm", norm, eps)
     for name, one in (("weight", weight), ("bias", bias)):
         if one is not None and one.shape != x.shape[-1:]:
             raise ValueError(f"invariant_norm: {name} is [{x.shape[-1]}], not {show_shape(one)}")
-    return normalize_by_torch(x, weight, bias, Norm(norm, float(eps), float(offset), is_exact=True))
+    return _exact_norm(x, weight, bias, float(eps), norm, float(offset))
+
+
+def _run_exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: str, offset: float) -> Tensor:
+    described = Norm(norm, eps, offset, is_exact=True)
+    if not can_launch(x) or x.shape[-1] > MAX_COLUMNS:
+        return normalize_by_torch(x, weight, bias, described)
+    rows = x.contiguous().view(-1, x.shape[-1])
+    normed = torch.empty_like(rows)
+    _launch(None, None, rows, weight.contiguous(), bias, normed, None, described)
+    return normed.view(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, *ctx.norm = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """By torch's derivatives of the norm that is not exact."""
+    eps, norm, offset = ctx.norm
+    saved = [None if one is None else one.detach().requires_grad_() for one in ctx.saved_tensors]
+    x, weight, bias = saved
+    assert x is not None
+    assert weight is not None
+    with torch.enable_grad():
+        out = normalize_by_torch(x, weight, bias, Norm(norm, eps, offset))
+    found = iter(torch.autograd.grad(out, [one for one in saved if one is not None], grad))
+    return *(None if one is None else next(found) for one in saved), None, None, None
+
+
+_exact_norm = define_operator(
+    "invariant_norm",
+    _run_exact_norm,
+    fake=lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    autograd=Autograd(_save, _differentiate),
+)
 
 
 def require_norm(operator: str, norm: str, eps: float) -> None:
@@ -91,6 +130,39 @@ def require_norm_operands(operator: str, x: Tensor, m: int, n: int, operands: No
             raise ValueError(f"{operator}: x is on {x.device} and {name} on {one.device}: move one of them")
 
 
+def add_norm(total: Tensor, operands: NormOperands, norm: Norm) -> tuple[Tensor, Tensor]:
+    """(norm of the new residual, the new residual): by one kernel on GPUs, and where kernels are interpreted."""
+    if not can_launch(total) or total.shape[-1] > MAX_COLUMNS:
+        return add_and_normalize_by_torch(total, operands, norm)
+    bias, residual, weight, norm_bias = operands
+    normed, added = torch.empty_like(residual), torch.empty_like(residual)
+    _launch(total.contiguous(), bias, residual, weight, norm_bias, normed, added, norm)
+    return normed, added
+
+
+def can_launch(x: Tensor) -> bool:
+    """True if kernels run here, and there is something to do."""
+    return x.numel() > 0 and (x.is_cuda or INTERPRETED.value)
+
+
+def _launch(
+    total: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    normed: Tensor,
+    added: Tensor | None,
+    norm: Norm,
+) -> None:
+    (rows, columns), tiling = residual.shape, tile_rows(residual.shape[1])
+    launch_cached(
+        add_and_normalize, divide_up(rows, tiling["ROWS"]),
+        total, bias, residual, weight, norm_bias, normed, added, rows, columns,
+        **describe_norm(norm), **tiling, enable_fp_fusion=not norm.is_exact,
+    )  # fmt: skip
+
+
 def add_and_normalize_by_torch(total: Tensor, operands: NormOperands, norm: Norm) -> tuple[Tensor, Tensor]:
     """(norm of the new residual, the new residual), by torch; total: [m, n], of the sum's dtype."""
     bias, residual, weight, norm_bias = operands
@@ -107,7 +179,7 @@ def normalize_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Nor
         value = value - (_sum_exactly(value) / columns if norm.is_exact else value.mean(-1, keepdim=True))
     if norm.is_exact:
         square = _sum_exactly(value, squared=True) / columns
-        scale = 1 / torch.sqrt(square + norm.eps)
+        scale = 1 / (square + norm.eps).double().sqrt().float()  # not all of torch's roots of fp32 are the nearest
     else:
         scale = torch.rsqrt(value.square().mean(-1, keepdim=True) + norm.eps)
     out = value * scale * (weight.float() + norm.offset)
@@ -157,10 +229,7 @@ def normalize_tile(  # type: ignore[no-untyped-def]
     factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32) + OFFSET
     count = columns.to(tl.float32)
     if KIND == "layer":
-        if EXACT:
-            mean = tl.div_rn(sum_exactly(value, there, False), count)
-        else:
-            mean = tl.sum(value, 1)[:, None] / count
+        mean = tl.div_rn(sum_exactly(value, there, False), count) if EXACT else tl.sum(value, 1)[:, None] / count
         value = tl.where(there, value - mean, 0.0)
     if EXACT:
         scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_exactly(value, there, True), count) + EPS))
@@ -183,7 +252,7 @@ def add_and_normalize(  # type: ignore[no-untyped-def]
     A program has ROWS rows of BLOCK >= columns numbers. Bytes: each tensor is read or written once. Synchronization:
     none: programs own their rows.
     """
-    dtype = residual.dtype.element_ty
+    dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     there = (row < rows) & (column < columns)
