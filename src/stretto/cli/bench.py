@@ -11,9 +11,8 @@ from stretto.cli.settings_command import BenchApp
 
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesSetting
-    from stretto.bench.decoding.settings import DecodingSetting
+    from stretto.bench.decoding.settings import DecodingSetting, InferenceSetting
     from stretto.bench.embedding.settings import EmbeddingSetting
-    from stretto.bench.inference.settings import InferenceSetting
     from stretto.bench.operators.settings import OperatorsSetting
     from stretto.bench.training.settings import ThroughputSetting
 
@@ -78,9 +77,9 @@ def decoding(ranks: int, setting: DecodingSetting, out: Path) -> Any:
     return bench_decoding(ranks, out, setting)
 
 
-@benches.command("inference", "stretto.bench.inference.settings", needs=Needs.RANKS, count=benches.count_ranks)
+@benches.command("inference", "stretto.bench.decoding.settings", needs=Needs.RANKS, count=benches.count_ranks)
 def inference(ranks: int, setting: InferenceSetting, out: Path) -> Any:
     """Tokens a second and time to the first token of an engine, compared with transformers' generate."""
-    from stretto.bench.inference.run import bench_inference
+    from stretto.bench.decoding.engine import bench_inference
 
     return bench_inference(ranks, out, setting)

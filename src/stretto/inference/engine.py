@@ -16,9 +16,9 @@ from stretto.huggingface.context import attentions_of
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.inference.fused_blocks import BlockFuser
 from stretto.inference.requests import Request, Sampling, parse_prompt
-from stretto.inference.runner import Drawn, HostStep, Runner, describe
+from stretto.inference.runner import Drawn, HostStep, StepRunner, describe
 from stretto.inference.sampling import VocabularyPart
-from stretto.inference.scheduler import Part, Place, Scheduler
+from stretto.inference.scheduler import Place, Scheduler, StepPart
 from stretto.inference.weights import apply_patches, copy_weights
 from stretto.parallel.comm.collectives import NO_GROUP, gather_rows
 from stretto.parallel.experts.module import ParallelExperts
@@ -94,10 +94,10 @@ class Engine:
             head.gathers_logits = False
             x = grid.communicator("x")
             part = VocabularyPart(head.first_row, -(-head.vocab // x.size()), x)
-        self._runner = Runner(model, part, grid.device, slots=max_batch, longest=self._longest, page=page)
+        self._runner = StepRunner(model, part, grid.device, slots=max_batch, longest=self._longest, page=page)
         self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
         self._max_batch = max_batch
-        self._in_flight: tuple[list[Part], Drawn] | None = None
+        self._in_flight: tuple[list[StepPart], Drawn] | None = None
         self._lockstep = _Lockstep(self)
         fuser = BlockFuser(model, grid.group("x"))
         probes = self._runner.probe(len(attentions_of(model)), fuser)
@@ -229,13 +229,13 @@ class Engine:
                 )
         return request
 
-    def _rows(self, parts: Sequence[Part]) -> int:
+    def _rows(self, parts: Sequence[StepPart]) -> int:
         """Rows of the step: of one that only decodes, those of its CUDA graph."""
         if self._runner.is_captured and not any(part.is_prompt for part in parts):
             return self._batches[bisect_left(self._batches, max(1, len(parts)))]
         return max(1, len(parts))
 
-    def _take(self, parts: Sequence[Part], drawn: Drawn) -> None:
+    def _take(self, parts: Sequence[StepPart], drawn: Drawn) -> None:
         """Give requests the tokens that a step has drawn, and free the places of those that are done."""
         tokens, logs = drawn.wait()
         done: list[Place] = []

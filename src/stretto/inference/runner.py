@@ -22,7 +22,7 @@ from stretto.inference.sampling import (
     draw_tokens,
     log_probabilities,
 )
-from stretto.inference.scheduler import SCRATCH_PAGE, Part, Place
+from stretto.inference.scheduler import SCRATCH_PAGE, Place, StepPart
 from stretto.parallel.capture import CapturedStep
 
 FROM_FEED = -1
@@ -72,7 +72,7 @@ class Drawn(NamedTuple):
         return [int(token) for token in tokens], logs[0] if logs else [0.0] * len(tokens)
 
 
-def describe(parts: Sequence[Part], rows: int, scratch: int) -> HostStep:
+def describe(parts: Sequence[StepPart], rows: int, scratch: int) -> HostStep:
     """Describe a step of these parts, filled up to `rows` with rows of the slot `scratch`."""
     wants_logs = any(part.draws and part.place.request.wants_log_probabilities for part in parts)
     step = HostStep([], [], [], [], [], [], [], all(not part.is_prompt for part in parts), wants_logs)
@@ -97,7 +97,7 @@ def describe(parts: Sequence[Part], rows: int, scratch: int) -> HostStep:
     return step
 
 
-class Runner:
+class StepRunner:
     """A model, its cache and its graphs. slots: requests at a time, of at most `longest` tokens each."""
 
     def __init__(

@@ -27,7 +27,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """The tokens [start, start + count) of a request that a step computes. ends_prompt, or a token that was drawn
     before: the step draws the next token of the request (`draws`)."""
 
@@ -76,18 +76,18 @@ class Scheduler:
         self._running += joined
         return joined
 
-    def next_parts(self) -> list[Part]:
+    def next_parts(self) -> list[StepPart]:
         """The parts of the next step, which count as launched from now on."""
         parts = []
         for place in self._running:
             if place.computed == len(place.request.prompt) and _has_work(place):
-                parts.append(Part(place, place.computed + place.drawn - 1, 1, draws=True))
+                parts.append(StepPart(place, place.computed + place.drawn - 1, 1, draws=True))
         left = max(1, self._chunk - len(parts))
         for place in self._running:
             length = len(place.request.prompt)
             count = min(left, length - place.computed)
             if count > 0:
-                parts.append(Part(place, place.computed, count, draws=place.computed + count == length))
+                parts.append(StepPart(place, place.computed, count, draws=place.computed + count == length))
                 left -= count
         for part in parts:
             part.place.computed += part.count if part.is_prompt else 0

@@ -282,8 +282,8 @@ class _Rank:
             dense = self._device.grouped_matmul(experts, rows, n, k) if rows > 1 else 0.0
             work.seconds += max(dense if chosen > 0.99 * experts else 0.0, num_bytes / self._read)
         if grid.expert > 1:
-            sent = tokens * min(shape.active, grid.expert) * layer.hidden * self._element
-            sent *= (grid.expert - 1) / grid.expert
+            rows = tokens * min(shape.active, grid.expert) * (grid.expert - 1) / grid.expert
+            sent = rows * layer.hidden * self._element
             work.communication += 2 * self._collective("all_to_all", EXPERT, sent)
 
     def _head(self, work: _Work, rows: int) -> None:
