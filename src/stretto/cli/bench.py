@@ -11,7 +11,7 @@ from stretto.cli.settings_command import BenchApp
 
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesSetting
-    from stretto.bench.decoding.settings import DecodingSetting
+    from stretto.bench.decoding.settings import DecodingSetting, InferenceSetting
     from stretto.bench.embedding.settings import EmbeddingSetting
     from stretto.bench.operators.settings import OperatorsSetting
     from stretto.bench.training.settings import ThroughputSetting
@@ -75,3 +75,11 @@ def decoding(ranks: int, setting: DecodingSetting, out: Path) -> Any:
     from stretto.bench.decoding.run import bench_decoding
 
     return bench_decoding(ranks, out, setting)
+
+
+@benches.command("inference", "stretto.bench.decoding.settings", needs=Needs.RANKS, count=benches.count_ranks)
+def inference(ranks: int, setting: InferenceSetting, out: Path) -> Any:
+    """Tokens a second and time to the first token of an engine, compared with transformers' generate."""
+    from stretto.bench.decoding.engine import bench_inference
+
+    return bench_inference(ranks, out, setting)
