@@ -167,10 +167,10 @@ def multiply_sum_norm(
     call = f"invariant matmul_all_reduce_norm m={m} n={n} k={k} {x.dtype} {(norm, implementation)}"
     require_agreement(call, False, group, x.device)
     if world > 1 and m and goes_by_packets("matmul_all_reduce_norm", m, n, group, x.device, implementation):
-        bias, residual, *weights = operands
+        bias, residual, norm_weight, norm_bias = operands
 
         def add(rows: slice) -> tuple[Tensor, Tensor]:
-            sums = SumOperands(bias, residual[rows], *weights, torch.empty_like(residual[rows]))
+            sums = SumOperands(bias, residual[rows], norm_weight, norm_bias, torch.empty_like(residual[rows]))
             return multiply_and_sum("matmul_all_reduce_norm", "push", x[rows], weight, leaves, sums, group, norm)
 
         return add_in_parts(add, m, count_rows_at_a_time(n, torch.float32, world))
