@@ -12,10 +12,13 @@ from stretto.cli.settings_command import BenchApp
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesSetting
     from stretto.bench.embedding.settings import EmbeddingSetting
+    from stretto.bench.network.settings import NetworkSetting
     from stretto.bench.operators.settings import OperatorsSetting
     from stretto.bench.training.settings import ThroughputSetting
 
-benches = BenchApp("Measure this machine: collectives, operators, look-ups and training, with their peers.", "results")
+benches = BenchApp(
+    "Measure this machine: collectives, operators, look-ups, training and puts, with their peers.", "results"
+)
 app = benches.app
 
 
@@ -66,3 +69,11 @@ def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
     from stretto.bench.operators.run import bench_operators
 
     return bench_operators(ranks, out, setting)
+
+
+@benches.command("network", "stretto.bench.network.settings")
+def network(setting: NetworkSetting, out: Path) -> Any:
+    """Puts between two declared nodes of this machine, compared with plain sockets: rates, latency, an idle proxy."""
+    from stretto.bench.network.run import bench_network
+
+    return bench_network(out, setting)

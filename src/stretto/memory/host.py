@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.cluster.host_memory import host_memory_available
-from stretto.cluster.local_ranks import name_node
+from stretto.cluster.local_ranks import count_local_ranks, name_node
 from stretto.memory.fences import find_fence
 from stretto.memory.groups import exchange, find_own_rank, require_same, timed_barrier
 from stretto.memory.network.descriptors import Put
@@ -300,6 +300,7 @@ def _reserve(descriptor: int, total: int, world_size: int) -> Exception | None:
 
 
 def _require_available(total: int, world_size: int) -> None:
+    world_size = min(world_size, count_local_ranks() or world_size)  # those of other machines have memory of their own
     available = host_memory_available()
     if total * world_size > available.bytes:
         raise ValueError(

@@ -2,6 +2,7 @@
 """Two proxies over a network that reorders, delays and breaks; mutated frames and descriptors; strangers."""
 
 import contextlib
+import ctypes
 import random
 import socket
 import struct
@@ -13,10 +14,11 @@ from tests.memory.network.relay import Relay
 from tests.processes import LIMIT
 
 from stretto.memory.network.descriptors import PHASE, Fifo, Put, pack, unpack
-from stretto.memory.network.frames import HEADER_BYTES, Frame, FrameError, FrameKind, pack_frame, unpack_frame
+from stretto.memory.network.frames import HEADER_BYTES, FrameError, FrameKind, PutFrame, pack_frame, unpack_frame
+from stretto.memory.network.interfaces import find_interface
 from stretto.memory.network.native import NativeProxy
 from stretto.memory.network.proxy import Proxy
-from stretto.memory.network.transport import LOCAL_REGIONS, Region
+from stretto.memory.network.transport import LOCAL_REGIONS, PutRegion
 
 TOKEN = bytes(range(16))
 SEED = random.randrange(2**31)
@@ -46,7 +48,7 @@ class Pair:
         for rank, proxy in enumerate(self.proxies):
             self.regions[rank].zero_()
             proxy.connect({1 - rank: addresses[1 - rank]})
-            proxy.add_region(Region(0, self.regions[rank], PAD, SIGNALS, {}))
+            proxy.add_region(PutRegion(0, self.regions[rank], PAD, SIGNALS, {}))
             proxy.add_fifo(self.fifos[rank], False)
 
     def post(self, rank, put):
@@ -123,7 +125,7 @@ def test_a_short_outage_harms_nothing_and_a_longer_one_is_reported_on_both_sides
 def greet(pair, source=0, token=TOKEN):
     """A connection to rank 1's proxy that has greeted as rank 0."""
     client = socket.create_connection(pair.proxies[1].address, timeout=LIMIT)
-    client.sendall(pack_frame(Frame(FrameKind.HELLO, source), token))
+    client.sendall(pack_frame(PutFrame(FrameKind.HELLO, source), token))
     return client
 
 
@@ -145,7 +147,7 @@ def test_strangers_are_closed_and_disturb_nobody(kind):
         for source in (1, 2, 2**32 - 1):
             assert read_all(greet(pair, source=source)) == b""
         first_put = socket.create_connection(pair.proxies[1].address, timeout=LIMIT)
-        first_put.sendall(pack_frame(Frame(FrameKind.PUT, 0, 2, size=8, signal=0), TOKEN) + bytes(8))
+        first_put.sendall(pack_frame(PutFrame(FrameKind.PUT, 0, 2, size=8, signal=0), TOKEN) + bytes(8))
         assert read_all(first_put) == b""
         silent = [socket.create_connection(pair.proxies[1].address, timeout=LIMIT) for _ in range(80)]
         assert read_all(silent[0]) == b""  # the oldest of more than 64
@@ -180,13 +182,13 @@ class Target:
         self.region = self.memory[CANARY : CANARY + PAD + SIZE]
         self.region.zero_()
         self.proxy.connect({0: ("127.0.0.1", 9)})
-        self.proxy.add_region(Region(0, self.region, PAD, SIGNALS, {}))
+        self.proxy.add_region(PutRegion(0, self.region, PAD, SIGNALS, {}))
 
     def send(self, *frames):
         """Send headers and payloads on a new connection; returns once all were read."""
         with socket.create_connection(self.proxy.address, timeout=LIMIT) as client:
             with contextlib.suppress(ConnectionError):
-                client.sendall(pack_frame(Frame(FrameKind.HELLO, 0), TOKEN))
+                client.sendall(pack_frame(PutFrame(FrameKind.HELLO, 0), TOKEN))
                 for frame in frames:
                     client.sendall(frame)
                 client.shutdown(socket.SHUT_WR)
@@ -205,7 +207,7 @@ def send_mutated_frames(kind, count):
         target, frames = Target(kind), []
         for number in range(1, 21):
             size = rng.choice((0, 1, 100, SIZE))
-            frame = Frame(FrameKind.PUT, 0, number, 0, 0, rng.randrange(SIZE - size + 1), size, 1)
+            frame = PutFrame(FrameKind.PUT, 0, number, 0, 0, rng.randrange(SIZE - size + 1), size, 1)
             header = pack_frame(frame, TOKEN)
             frames.append((mutate(rng, header) if rng.random() < 0.2 else header) + bytes(size))
         target.send(*frames)
@@ -227,7 +229,7 @@ OUTSIDE = {
 def test_a_frame_outside_of_its_region_is_refused_and_its_sender_given_up(kind):
     for fields in OUTSIDE.values():
         target = Target(kind)
-        frame = Frame(FrameKind.PUT, 0, 1, signal=0)._replace(**fields)
+        frame = PutFrame(FrameKind.PUT, 0, 1, signal=0)._replace(**fields)
         target.send(pack_frame(frame, TOKEN) + b"\1" * frame.size)
         assert target.proxy.failure(0).startswith("a frame of it is invalid: "), fields
         assert not target.region.any()
@@ -238,7 +240,7 @@ def test_a_frame_outside_of_its_region_is_refused_and_its_sender_given_up(kind):
 def test_a_put_that_has_come_before_is_not_written_again(kind):
     target = Target(kind)
     for value in (1, 2):
-        target.send(pack_frame(Frame(FrameKind.PUT, 0, 1, size=8, signal=0), TOKEN) + bytes([value] * 8))
+        target.send(pack_frame(PutFrame(FrameKind.PUT, 0, 1, size=8, signal=0), TOKEN) + bytes([value] * 8))
     assert target.region[PAD : PAD + 8].tolist() == [1] * 8
     assert target.region[:PAD].view(torch.int32)[0] == 1
     target.end()
@@ -282,16 +284,50 @@ def test_100_000_mutated_frames_and_descriptors_write_nothing_outside(kind):
     read_mutated_descriptors(kind, 50_000)
 
 
+def test_the_native_proxy_works_while_python_holds_the_interpreter():
+    """Descriptors are written, and a second passes, in calls that do not release the GIL."""
+    holding = ctypes.PyDLL(None)
+    with Pair("native") as pair:
+        pair.post(0, Put(1, 0, 0, 0, 0, 0, 0))
+        wait_for(lambda: pair.seen(1, 0) == 1)
+        pair.proxies[0].add_fifo(fifo := Fifo.allocate(64), True)
+        prepared = Fifo.allocate(64)
+        for _ in range(60):
+            prepared.post(Put(1, 0, 0, 0, 0, 1000, 0), LIMIT)
+        counters = memoryview(pair.regions[1][:PAD].numpy()).cast("I")
+        target, source = ctypes.c_void_p(fifo.words.data_ptr()), ctypes.c_void_p(prepared.words.data_ptr())
+        holding.memmove(target, source, ctypes.c_size_t(60 * 32))
+        holding.usleep(1_000_000)
+        assert counters[0] == 61
+        pair.proxies[0].remove_fifo(fifo)
+
+
+def test_the_interface_is_the_jobs(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert find_interface(is_one_machine=True) == ("lo", "127.0.0.1")
+    with pytest.raises(ValueError, match="neither GLOO_SOCKET_IFNAME nor MASTER_ADDR says"):
+        find_interface(is_one_machine=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ValueError, match="which this machine reaches over loopback: set GLOO_SOCKET_IFNAME"):
+        find_interface(is_one_machine=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert find_interface(is_one_machine=False) == ("lo", "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(ValueError, match=r"'eth77', which is no interface with an IPv4 address: .*lo.* have one"):
+        find_interface(is_one_machine=True)
+
+
 def test_descriptors_and_frames_are_read_as_they_were_written():
     rng = random.Random(SEED)
     for _ in range(200):
         numbers = [rng.randrange(1 << bits) for bits in (20, 23, 40, 23, 40, 40)]
         put = Put(*numbers, rng.choice((None, rng.randrange(1 << 20))), rng.randrange(1 << 20))
         assert unpack(tuple(word | PHASE for word in pack(put))) == put
-        frame = Frame(FrameKind.PUT, *(rng.randrange(1 << bits) for bits in (32, 64, 64, 32, 64, 30, 32)))
+        frame = PutFrame(FrameKind.PUT, *(rng.randrange(1 << bits) for bits in (32, 64, 64, 32, 64, 30, 32)))
         assert unpack_frame(pack_frame(frame, TOKEN), TOKEN) == frame
     with pytest.raises(ValueError, match="a put's offset is 1099511627776, and must have 40 bits: 1099511627775 would"):
         pack(Put(0, 0, 0, 0, 1 << 40, 0, None))
     with pytest.raises(FrameError, match="token"):
-        unpack_frame(pack_frame(Frame(FrameKind.ACK, 0), bytes(16)), TOKEN)
-    assert len(pack_frame(Frame(FrameKind.ACK, 0), TOKEN)) == HEADER_BYTES == 64
+        unpack_frame(pack_frame(PutFrame(FrameKind.ACK, 0), bytes(16)), TOKEN)
+    assert len(pack_frame(PutFrame(FrameKind.ACK, 0), TOKEN)) == HEADER_BYTES == 64

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stretto bench network`: two ranks of this machine, declared to be two nodes, put to each other and send by sockets.
+
+Both go over loopback, both ways at once. The rates are of whole puts with their signals, with two puts in flight; the
+latency is half of a round trip of 8 bytes. An idle proxy also looks at a FIFO that kernels could write to.
+"""
+
+import os
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from stretto.bench.harness import Column, print_row, print_table, run_ranks, write_result
+from stretto.bench.interleaved import name_size
+from stretto.bench.network.settings import NetworkSetting
+from stretto.memory import HostMemory, allocate
+from stretto.memory.network.descriptors import Fifo
+from stretto.memory.network.endpoint import PROXY_VARIABLE
+from stretto.memory.plain_data import all_gather_data
+
+COLUMNS = (
+    Column("what", "what"),
+    Column("size", "size"),
+    Column("sockets", "plain sockets", "{:.3g}"),
+    Column("native", "puts", "{:.3g}"),
+    Column("python", "puts, proxy in Python", "{:.3g}"),
+    Column("ratio", "puts / sockets", "{:.2f}"),
+)
+_IN_FLIGHT = 4
+_ROUND_TRIPS = 500
+_ROUNDS = 3
+_TIMEOUT = 60.0
+
+
+def bench_network(out: Path, setting: NetworkSetting) -> list[dict[str, Any]]:
+    """Measure, print the table, write the JSON. Returns the rows."""
+    rows: list[dict[str, Any]] = run_ranks(2, _measure_all, setting, trains=False)
+    print_table("Puts between two declared nodes of this machine, over loopback", COLUMNS, rows)
+    write_result(out, "network", COLUMNS, rows)
+    return rows
+
+
+def _measure_all(setting: NetworkSetting) -> list[dict[str, Any]]:
+    dist.init_process_group("gloo")
+    os.environ["STRETTO_NODES"] = "2x1"
+    peer = 1 - dist.get_rank()
+    connection = _connect(peer)
+    rows = []
+    memories: dict[str, HostMemory] = {}
+    idle: dict[str, float] = {}
+    for name in setting.proxies:
+        os.environ[PROXY_VARIABLE] = name
+        group = dist.new_group()  # whose endpoint has this proxy
+        memory = allocate(2 * _IN_FLIGHT * setting.largest, group, signals=2, timeout=_TIMEOUT)
+        assert isinstance(memory, HostMemory)
+        memories[name] = memory
+        idle[name] = _measure_idle(memory, setting.idle_seconds)
+    for size in setting.sizes:
+        count = max(setting.megabytes * 1_000_000 // size, 2 * _IN_FLIGHT)
+        runs: dict[str, Callable[[], float]] = {"sockets": partial(_send_all, connection, size, count)}
+        for name, memory in memories.items():
+            runs[name] = partial(_put_all, memory, peer, size, count)
+        found = _time(runs)
+        rates = {name: 2 * size * count / seconds / 1e9 for name, seconds in found.items()}
+        rows.append(_row("both ways, GB/s", rates, name_size(size)))
+        print_row(rows[-1])
+    runs = {"sockets": partial(_bounce, connection)}
+    for name, memory in memories.items():
+        runs[name] = partial(_bounce_puts, memory, peer)
+    found = _time(runs)
+    rows.append(_row("latency, us", {name: seconds / _ROUND_TRIPS / 2 * 1e6 for name, seconds in found.items()}, "8 B"))
+    print_row(rows[-1])
+    rows.append(_row("idle proxy, % of a core", idle, None))
+    print_row(rows[-1])
+    connection.close()
+    return rows
+
+
+def _row(what: str, values: dict[str, float], size: str | None) -> dict[str, Any]:
+    puts = values.get("native", values.get("python"))
+    ratio = puts / values["sockets"] if puts is not None and "sockets" in values else None
+    return {"what": what, "size": size, **values, "ratio": ratio}
+
+
+def _time(runs: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """The median seconds of each run, in rounds over all of them."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(_ROUNDS):
+        for name, run in runs.items():
+            dist.barrier()
+            times[name].append(run())
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _connect(peer: int) -> socket.socket:
+    """A TCP connection between the two ranks, over loopback."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ports = all_gather_data(listener.getsockname()[1], None, int)
+    if peer == 1:
+        connection = socket.create_connection(("127.0.0.1", ports[1]))
+    else:
+        connection, _ = listener.accept()
+    listener.close()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _send_all(connection: socket.socket, size: int, count: int) -> float:
+    """Seconds to send and receive so many messages, at once."""
+    outgoing, incoming = bytes(size), memoryview(bytearray(size))
+    started = time.perf_counter()
+    sender = threading.Thread(target=lambda: [connection.sendall(outgoing) for _ in range(count)])
+    sender.start()
+    left = count * size
+    while left:
+        left -= connection.recv_into(incoming[: min(left, size)])
+    sender.join()
+    return time.perf_counter() - started
+
+
+def _put_all(memory: HostMemory, peer: int, size: int, count: int) -> float:
+    """Seconds to put and to receive so many slices, at once, in slots that the peer gives back."""
+    base, freed = memory.seen(peer, 0), memory.seen(peer, 1)
+    started = time.perf_counter()
+    sent = taken = 0
+    while sent < count or taken < count:
+        if sent < count and (memory.seen(peer, 1) - freed & 0xFFFFFFFF) + _IN_FLIGHT > sent:
+            slot = sent % _IN_FLIGHT * size
+            memory.put(peer, slot, _IN_FLIGHT * size + slot, size, 0)
+            sent += 1
+        elif taken < (memory.seen(peer, 0) - base & 0xFFFFFFFF):
+            taken += 1
+            memory.signal(peer, 1)
+        else:
+            time.sleep(2e-5)
+    memory.wait(peer, 1, freed + count, _TIMEOUT)
+    return time.perf_counter() - started
+
+
+def _bounce(connection: socket.socket) -> float:
+    """Seconds of so many round trips of 8 bytes."""
+    is_first = dist.get_rank() == 0
+    started = time.perf_counter()
+    for _ in range(_ROUND_TRIPS):
+        if is_first:
+            connection.sendall(bytes(8))
+        connection.recv(8)
+        if not is_first:
+            connection.sendall(bytes(8))
+    return time.perf_counter() - started
+
+
+def _bounce_puts(memory: HostMemory, peer: int) -> float:
+    """Seconds of so many round trips of puts with a signal."""
+    is_first = memory.rank == 0
+    base = memory.seen(peer, 0)
+    started = time.perf_counter()
+    for number in range(_ROUND_TRIPS):
+        if is_first:
+            memory.put(peer, 0, 8, 8, 0)
+        while memory.seen(peer, 0) == (base + number & 0xFFFFFFFF):
+            time.sleep(0)
+        if not is_first:
+            memory.put(peer, 0, 8, 8, 0)
+    return time.perf_counter() - started
+
+
+def _measure_idle(memory: HostMemory, seconds: int) -> float:
+    """The share of a core, in percent, of this process while nothing happens, and a FIFO of kernels is looked at."""
+    endpoint = memory.endpoint
+    assert endpoint is not None
+    fifo = Fifo.allocate()
+    endpoint.proxy.add_fifo(fifo, True)
+    dist.barrier()
+    time.sleep(0.2)
+    before = time.process_time()
+    time.sleep(seconds)
+    share = (time.process_time() - before) / seconds * 100
+    endpoint.proxy.remove_fifo(fifo)
+    dist.barrier()
+    return share
