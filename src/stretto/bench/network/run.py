@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto bench network`: two ranks of this machine, declared to be two nodes, put to each other and send by sockets.
 
-Both go over loopback, both ways at once. The rates are of whole puts with their signals, with two puts in flight; the
+Both go over loopback, both ways at once. The rates are of whole puts with their signals, with four in flight; the
 latency is half of a round trip of 8 bytes. An idle proxy also looks at a FIFO that kernels could write to.
 """
 
@@ -11,6 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,27 +54,27 @@ def _measure_all(setting: NetworkSetting) -> list[dict[str, Any]]:
     peer = 1 - dist.get_rank()
     connection = _connect(peer)
     rows = []
-    memories: dict[str, HostMemory] = {}
+    slots: dict[str, _Slots] = {}
     idle: dict[str, float] = {}
     for name in setting.proxies:
         os.environ[PROXY_VARIABLE] = name
         group = dist.new_group()  # whose endpoint has this proxy
-        memory = allocate(2 * _IN_FLIGHT * setting.largest, group, signals=2, timeout=_TIMEOUT)
+        memory = allocate(2 * _IN_FLIGHT * setting.largest, group, signals=3, timeout=_TIMEOUT)
         assert isinstance(memory, HostMemory)
-        memories[name] = memory
+        slots[name] = _Slots(memory, peer)
         idle[name] = _measure_idle(memory, setting.idle_seconds)
     for size in setting.sizes:
         count = max(setting.megabytes * 1_000_000 // size, 2 * _IN_FLIGHT)
         runs: dict[str, Callable[[], float]] = {"sockets": partial(_send_all, connection, size, count)}
-        for name, memory in memories.items():
-            runs[name] = partial(_put_all, memory, peer, size, count)
+        for name in slots:
+            runs[name] = partial(slots[name].put_all, size, count)
         found = _time(runs)
         rates = {name: 2 * size * count / seconds / 1e9 for name, seconds in found.items()}
         rows.append(_row("both ways, GB/s", rates, name_size(size)))
         print_row(rows[-1])
     runs = {"sockets": partial(_bounce, connection)}
-    for name, memory in memories.items():
-        runs[name] = partial(_bounce_puts, memory, peer)
+    for name in slots:
+        runs[name] = slots[name].bounce
     found = _time(runs)
     rows.append(_row("latency, us", {name: seconds / _ROUND_TRIPS / 2 * 1e6 for name, seconds in found.items()}, "8 B"))
     print_row(rows[-1])
@@ -125,23 +126,46 @@ def _send_all(connection: socket.socket, size: int, count: int) -> float:
     return time.perf_counter() - started
 
 
-def _put_all(memory: HostMemory, peer: int, size: int, count: int) -> float:
-    """Seconds to put and to receive so many slices, at once, in slots that the peer gives back."""
-    base, freed = memory.seen(peer, 0), memory.seen(peer, 1)
-    started = time.perf_counter()
-    sent = taken = 0
-    while sent < count or taken < count:
-        if sent < count and (memory.seen(peer, 1) - freed & 0xFFFFFFFF) + _IN_FLIGHT > sent:
-            slot = sent % _IN_FLIGHT * size
-            memory.put(peer, slot, _IN_FLIGHT * size + slot, size, 0)
-            sent += 1
-        elif taken < (memory.seen(peer, 0) - base & 0xFFFFFFFF):
-            taken += 1
-            memory.signal(peer, 1)
-        else:
-            time.sleep(2e-5)
-    memory.wait(peer, 1, freed + count, _TIMEOUT)
-    return time.perf_counter() - started
+@dataclass
+class _Slots:
+    """This rank's end of puts to its peer, and how many slices have come and been given back in all runs so far."""
+
+    memory: HostMemory
+    peer: int
+    taken: int = 0
+    sent: int = 0
+    bounced: int = 0
+
+    def put_all(self, size: int, count: int) -> float:
+        """Seconds to put and to receive so many slices, at once, in slots that the peer gives back."""
+        memory, peer = self.memory, self.peer
+        sent, taken = self.sent + count, self.taken + count
+        started = time.perf_counter()
+        while self.sent < sent or self.taken < taken:
+            if self.sent < sent and memory.has_reached(peer, 1, self.sent + 1 - _IN_FLIGHT):
+                slot = self.sent % _IN_FLIGHT * size
+                memory.put(peer, slot, _IN_FLIGHT * size + slot, size, 0)
+                self.sent += 1
+            elif self.taken < taken and memory.has_reached(peer, 0, self.taken + 1):
+                self.taken += 1
+                memory.signal(peer, 1)
+            else:
+                time.sleep(2e-5)
+        memory.wait(peer, 1, sent, _TIMEOUT)
+        return time.perf_counter() - started
+
+    def bounce(self) -> float:
+        """Seconds of so many round trips of puts with a signal, which takes no slot."""
+        memory, peer = self.memory, self.peer
+        started = time.perf_counter()
+        for number in range(2 * _ROUND_TRIPS):
+            if number % 2 == memory.rank:
+                memory.put(peer, 0, 8, 8, 2)
+            else:
+                self.bounced += 1
+                while not memory.has_reached(peer, 2, self.bounced):
+                    time.sleep(0)
+        return time.perf_counter() - started
 
 
 def _bounce(connection: socket.socket) -> float:
@@ -154,21 +178,6 @@ def _bounce(connection: socket.socket) -> float:
         connection.recv(8)
         if not is_first:
             connection.sendall(bytes(8))
-    return time.perf_counter() - started
-
-
-def _bounce_puts(memory: HostMemory, peer: int) -> float:
-    """Seconds of so many round trips of puts with a signal."""
-    is_first = memory.rank == 0
-    base = memory.seen(peer, 0)
-    started = time.perf_counter()
-    for number in range(_ROUND_TRIPS):
-        if is_first:
-            memory.put(peer, 0, 8, 8, 0)
-        while memory.seen(peer, 0) == (base + number & 0xFFFFFFFF):
-            time.sleep(0)
-        if not is_first:
-            memory.put(peer, 0, 8, 8, 0)
     return time.perf_counter() - started
 
 
