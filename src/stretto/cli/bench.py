@@ -6,14 +6,13 @@ from __future__ import annotations  # the settings are imported when a command i
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.bench.settings import Needs
+from stretto.bench.settings import Needs, NetworkSetting
 from stretto.cli.settings_command import BenchApp
 
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesSetting
     from stretto.bench.decoding.settings import DecodingSetting
     from stretto.bench.embedding.settings import EmbeddingSetting
-    from stretto.bench.network.settings import NetworkSetting
     from stretto.bench.operators.settings import OperatorsSetting
     from stretto.bench.training.settings import ThroughputSetting
 
@@ -72,10 +71,10 @@ def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
     return bench_operators(ranks, out, setting)
 
 
-@benches.command("network", "stretto.bench.network.settings")
+@benches.command("network", "stretto.bench.settings")
 def network(setting: NetworkSetting, out: Path) -> Any:
     """Puts between two declared nodes of this machine, compared with plain sockets: rates, latency, an idle proxy."""
-    from stretto.bench.network.run import bench_network
+    from stretto.bench.network import bench_network
 
     return bench_network(out, setting)
 

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from stretto.cluster.host_memory import host_memory_available
 from stretto.cluster.local_ranks import count_local_ranks, name_node
-from stretto.memory.fences import find_fence
 from stretto.memory.groups import exchange, find_own_rank, require_same, timed_barrier
 from stretto.memory.network.descriptors import Put
 from stretto.memory.network.endpoint import Endpoint, find_endpoint
-from stretto.memory.symmetric import MASK, Backoff, PeerError, Reach, SymmetricMemory, has_reached
+from stretto.memory.symmetric import MASK, Backoff, PeerError, Reach, SymmetricMemory, find_fence, has_reached
 
 _ALIGNMENT = 64
 _SECONDS_BEFORE_ASKING = 0.1  # a longer wait checks whether the peer is still alive

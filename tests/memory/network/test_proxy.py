@@ -303,7 +303,7 @@ def test_the_native_proxy_works_while_python_holds_the_interpreter():
 
 
 def test_the_interface_is_the_jobs(monkeypatch):
-    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR"):
+    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "STRETTO_NICS"):
         monkeypatch.delenv(name, raising=False)
     assert find_interface(is_one_machine=True) == ("lo", "127.0.0.1")
     with pytest.raises(ValueError, match="neither GLOO_SOCKET_IFNAME nor MASTER_ADDR says"):
@@ -314,7 +314,10 @@ def test_the_interface_is_the_jobs(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert find_interface(is_one_machine=False) == ("lo", "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
-    with pytest.raises(ValueError, match=r"'eth77', which is no interface with an IPv4 address: .*lo.* have one"):
+    with pytest.raises(ValueError, match=r"names 'eth77', which is no interface with an IPv4 address: .*lo.* have"):
+        find_interface(is_one_machine=True)
+    monkeypatch.setenv("STRETTO_NICS", "mlx5_77")
+    with pytest.raises(ValueError, match="STRETTO_NICS names 'mlx5_77', no network interface"):
         find_interface(is_one_machine=True)
 
 

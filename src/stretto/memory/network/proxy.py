@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from stretto.memory.fences import find_fence
 from stretto.memory.network.descriptors import Fifo, Put, unpack
 from stretto.memory.network.frames import MAX_PUT_BYTES, NO_SIGNAL, FrameError, FrameKind, PutFrame
 from stretto.memory.network.sockets import SocketTransport
@@ -33,7 +32,7 @@ from stretto.memory.network.transport import (
     require_inside,
     view_bytes,
 )
-from stretto.memory.symmetric import Backoff
+from stretto.memory.symmetric import Backoff, find_fence
 
 T = TypeVar("T")
 WINDOW = 1 << 16

@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from stretto.memory.fences import find_fence
 from stretto.memory.network.frames import NO_SIGNAL, FrameError, PutFrame
-from stretto.memory.symmetric import MASK
+from stretto.memory.symmetric import MASK, find_fence
 
 LOCAL_REGIONS = 1 << 22
 """Regions with numbers from here on are memory of one rank alone: sources of puts, never destinations."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from stretto.bench.harness import Column, print_row, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size
-from stretto.bench.network.settings import NetworkSetting
+from stretto.bench.settings import NetworkSetting
 from stretto.memory import HostMemory, allocate
 from stretto.memory.network.descriptors import Fifo
 from stretto.memory.network.endpoint import PROXY_VARIABLE
@@ -117,7 +117,12 @@ def _send_all(connection: socket.socket, size: int, count: int) -> float:
     """Seconds to send and receive so many messages, at once."""
     outgoing, incoming = bytes(size), memoryview(bytearray(size))
     started = time.perf_counter()
-    sender = threading.Thread(target=lambda: [connection.sendall(outgoing) for _ in range(count)])
+
+    def send() -> None:
+        for _ in range(count):
+            connection.sendall(outgoing)
+
+    sender = threading.Thread(target=send)
     sender.start()
     left = count * size
     while left:
