@@ -188,6 +188,7 @@ ANSWERS = (
     Answer("bench collectives --only all-redcue", REFUSED, "all-redcue"),
     Answer("bench ops --ranks 99", REFUSED, "GPU"),
     Answer("bench ops --only gahter", REFUSED, "did you mean 'gather'"),
+    Answer("bench network --proxies nativ", REFUSED, "nativ"),
     Answer("bench decoding --only atention", REFUSED, "did you mean 'attention'"),
     Answer("bench embedding --dtype int8", REFUSED, "--dtype is float32, float16 or bfloat16"),
     Answer("probe --dtype fp7", REFUSED, "--dtype is 'fp7'"),
