@@ -346,7 +346,7 @@ def _show_in_operator(schedule: "Schedule", operator: str, sizes: str, cluster: 
     require_operator(operator)
     if operator in ROUTED:
         others = ", ".join(one for one in COLLECTIVES if one not in ROUTED)
-        raise ValueError(f"{operator}'s messages have the sizes that a call's routing gives: {others} will do")
+        raise ValueError(f"{operator}'s messages have sizes that a call gives, and are not shown: {others} will do")
     m, n, k = _read_sizes(sizes)
     ranks = schedule.collective.ranks
     require_collective(operator, schedule, ranks)

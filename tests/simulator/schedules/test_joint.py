@@ -64,6 +64,7 @@ def test_the_command_draws_a_schedule_inside_an_operator(tmp_path):
         (["--operator", "all_gather_matmul", "--sizes", "4x4"], "MxNxK"),
         (["--operator", "all_gather_matmul", "--sizes", "1026x4x4"], "1028 will do"),
         (["--operator", "all_gather_matmul", "--only", "0-1"], "leave it out"),
+        (["--operator", "dispatch_grouped_matmul"], "sizes that a call gives"),
         (["--sizes", "8x8x8"], "are of --operator"),
     ):
         done = CliRunner().invoke(app, ["collective", "show", "ring-all-gather", "--ranks", "4", *given])
