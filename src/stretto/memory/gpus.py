@@ -4,6 +4,7 @@
 import ctypes
 import socket
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,20 @@ def has_native_atomics(device: int, peer: int) -> bool:
     driver, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
     failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, device, peer)
     return not failed and bool(answer.value)
+
+
+def find_numa_domain(device: torch.device) -> int:
+    """The NUMA domain of a GPU's slot; -1 where Linux or torch does not say, and of CPUs."""
+    if device.type != "cuda":
+        return -1
+    properties = torch.cuda.get_device_properties(device)
+    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in place:
+        return -1
+    try:
+        return int(Path("/sys/bus/pci/devices/{:04x}:{:02x}:{:02x}.0/numa_node".format(*place)).read_text())
+    except (OSError, ValueError):
+        return -1
 
 
 def bound_blocks(multiprocessors: int) -> int:

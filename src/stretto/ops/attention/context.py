@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.collectives.schedule import Schedule
 from stretto.ops.attention.choice import AttentionProblem, choose_way
+from stretto.ops.attention.joint import OPERATOR
 from stretto.ops.attention.operators import Settings, attend_to_context, exchange_heads
 from stretto.ops.attention.plan import Layout, require_layout
 from stretto.ops.choices import can_time_calls
+from stretto.ops.joint.registry import name_schedule
 from stretto.ops.moe.routes import CollectiveWrapper
 from stretto.ops.moe.routes import call as call_directly
-from stretto.ops.operator import find_name
+from stretto.ops.operator import find_group, find_name
 
 Implementation = Literal["auto", "all_gather", "ring", "ulysses"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -38,10 +41,21 @@ class AttentionOptions(TypedDict, total=False):
 
 
 def all_gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None = None, **options: Unpack[AttentionOptions]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """`context_attention` that receives all keys that it needs at once, while it attends to its own: the fastest."""
-    return context_attention(q, k, v, group, implementation="all_gather", **options)
+    """`context_attention` that receives all keys that it needs at once, while it attends to its own: the fastest.
+
+    schedule: how keys travel: an all-gather's algorithm by name, or any verified `Schedule` of one
+    (docs/tutorial-kernel.md). Copy engines move its chunks, and a rank attends to each as it arrives. A chunk that no
+    rank behind another needs, by causality or the window, does not travel. The backward pass has no schedule.
+    """
+    return context_attention(q, k, v, group, implementation="all_gather", schedule=schedule, **options)
 
 
 def ring_attention(
@@ -76,6 +90,7 @@ def context_attention(
     sinks: Tensor | None = None,
     wrap_collective: CollectiveWrapper = call_directly,
     implementation: Implementation = "auto",
+    schedule: str | Schedule | None = None,
 ) -> Tensor:
     """Attention over a sequence that the group's ranks share: q [b, heads, s / ranks, d] -> [b, heads, s / ranks, e].
 
@@ -95,7 +110,7 @@ def context_attention(
 
     A rank is sent only the keys that its positions see. wrap_collective: called in place of each collective, backward
     too, as wrap_collective("all_to_all", make); it returns what make() returns, which issues it, and keeps nothing.
-    implementation: see `all_gather_attention`, `ring_attention` and `ulysses_attention`; "auto" takes the fastest
+    schedule: see `all_gather_attention`. implementation: see that, `ring_attention` and `ulysses_attention`; "auto" takes the fastest
     measured (`tune_attention`), else the predicted one: mostly it gathers. It rings where all keys and values would
     take more than 4 GiB. Of documents, it measures and predicts nothing.
 
@@ -110,6 +125,11 @@ def context_attention(
             f"context attention: implementation is {', '.join(get_args(Implementation))}, not {implementation!r}"
         )
     chosen: str = implementation
+    if schedule is not None and implementation != "all_gather":
+        raise ValueError(
+            f'context attention: a schedule gathers keys: give implementation="all_gather" with it, not '
+            f"{implementation!r}, or leave schedule out"
+        )
     if implementation == "auto":
         mask = {"causal": causal, "window": window, "layout": layout}
         chosen = _choose(q, k, v, group, documents, scale=scale, sinks=sinks, **mask)
@@ -121,12 +141,17 @@ def context_attention(
         q.shape[-1] ** -0.5 if scale is None else float(scale),
         layout,
         window,
-        "ring" if chosen == "ring" else "all_gather",
+        _name_schedule(schedule, name) if schedule is not None else "ring" if chosen == "ring" else "all_gather",
     )
     if degree > 1 and sinks is not None:
         sinks = sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
     run = _run_in_graph if wrap_collective is call_directly else _run_apart
     return run(q, k, v, sinks, documents, settings, wrap_collective)
+
+
+@torch.compiler.assume_constant_result
+def _name_schedule(schedule: str | Schedule, group: str) -> str:
+    return name_schedule(OPERATOR, schedule, find_group(group).size())
 
 
 def _run_in_graph(

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from stretto.collectives.algorithms import ALGORITHMS, find
-from stretto.collectives.joint.schedule import require_collective
+from stretto.collectives.joint.schedule import is_gather, require_collective
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify
 from stretto.ops.config import KernelConfig, decode
@@ -22,6 +22,13 @@ CANDIDATES = {
     "matmul_all_reduce": ("two-shot-all-reduce", "ring-all-reduce", "recursive-halving-all-reduce"),
 }
 """The algorithms that a tuner measures inside an operator, of those that take nothing but a number of ranks."""
+
+RINGS = {
+    "all_gather_matmul": "ring-all-gather",
+    "matmul_reduce_scatter": "ring-reduce-scatter",
+    "matmul_all_reduce": "ring-all-reduce",
+}
+"""The algorithms of groups whose links all pass through few, as over PCIe (Flux, section 4.3)."""
 
 _schedules: dict[str, Schedule] = {}
 _names: dict[tuple[str, int, int], tuple[Schedule, str]] = {}
@@ -38,11 +45,18 @@ def encode_schedule(operator: str, schedule: str | Schedule, how: str, group: st
     if how == "library":
         raise ValueError(f'{operator}: a schedule runs in a kernel: leave out implementation="library", or schedule')
     ranks = find_group(group).size()
-    config = KernelConfig() if how in ("auto", "kernel") else decode(how)
+    config = decode(how) if how not in ("auto", "kernel") else KernelConfig(
+        transfer="copies" if is_gather(operator) else "programs"
+    )
+    return config._replace(schedule=name_schedule(operator, schedule, ranks)).encode()
+
+
+def name_schedule(operator: str, schedule: str | Schedule, ranks: int) -> str:
+    """Check a schedule, or that of an algorithm's name, and keep it under the name that this returns. ValueError."""
     made = _compile(operator, schedule, ranks) if isinstance(schedule, str) else schedule
     if not isinstance(made, Schedule):
         raise ValueError(f"{operator}: schedule is an algorithm's name or a compiled Schedule, not {made!r}")
-    return config._replace(schedule=_register(operator, made, ranks)).encode()
+    return _register(operator, made, ranks)
 
 
 @lru_cache(maxsize=256)
@@ -99,3 +113,11 @@ def list_candidates(operator: str, ranks: int) -> list[str]:
     """The names of schedules that a tuner measures inside an operator."""
     names = CANDIDATES[operator] if ranks > 1 else ()
     return [_register(operator, _compile(operator, name, ranks), ranks) for name in names]
+
+
+def list_rings(operator: str, order: tuple[int, ...]) -> list[str]:
+    """The names of schedules for GPUs that PCIe connects: a ring of the ranks in this order, then a direct exchange."""
+    if len(order) < 2:
+        return list_candidates(operator, len(order)) or [name_schedule(operator, RINGS[operator], len(order))]
+    ring = find(RINGS[operator]).compile(ranks=len(order), order=order)
+    return [name_schedule(operator, ring, len(order)), *list_candidates(operator, len(order))[:1]]
