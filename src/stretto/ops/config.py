@@ -134,8 +134,11 @@ def _encode_constant(config: KernelConfig) -> str:
 
 
 @lru_cache(maxsize=4096)
-def decode(text: str) -> KernelConfig:
-    """The configuration that `KernelConfig.encode` wrote as this text. ValueError for other text."""
+def decode(text: str, schedule: str = "") -> KernelConfig:
+    """The configuration that `KernelConfig.encode` wrote as this text. ValueError for other text.
+
+    schedule: to have in it, if any.
+    """
     if text == "library":
         return LIBRARY
     try:
@@ -143,6 +146,7 @@ def decode(text: str) -> KernelConfig:
         if fields["blocks"] is not None:
             fields["blocks"] = Blocks(*fields["blocks"])
         config = KernelConfig(**fields)
+        config = config._replace(schedule=schedule or config.schedule)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{text[:80]!r} is no configuration of a kernel: {error}") from error
     require_config(config)
@@ -165,11 +169,9 @@ def require_config(config: KernelConfig) -> None:
     if not isinstance(config.schedule, str):
         raise ValueError(f"a configuration's schedule is its name, not {config.schedule!r}")
     if config.direction == "pull" and (config.transfer == "copies") != bool(config.schedule):
-        raise ValueError(
-            'copy engines push: "pull" goes with transfer="programs"'
-            if not config.schedule
-            else 'programs push what a schedule moves: "pull" goes with transfer="copies"'
-        )
+        if config.schedule:
+            raise ValueError('programs push what a schedule moves: "pull" goes with transfer="copies"')
+        raise ValueError('copy engines push: "pull" goes with transfer="programs", or with a schedule')
     for what, number in (("movers", config.movers), ("piece_bytes", config.piece_bytes)):
         if not isinstance(number, int) or not 1 <= number <= 1 << 30:
             raise ValueError(f"a configuration's {what} is a whole number, 1 or more, not {number!r}")

@@ -45,10 +45,10 @@ def encode_schedule(operator: str, schedule: str | Schedule, how: str, group: st
     if how == "library":
         raise ValueError(f'{operator}: a schedule runs in a kernel: leave out implementation="library", or schedule')
     ranks = find_group(group).size()
-    config = decode(how) if how not in ("auto", "kernel") else KernelConfig(
-        transfer="copies" if is_gather(operator) else "programs"
-    )
-    return config._replace(schedule=name_schedule(operator, schedule, ranks)).encode()
+    name = name_schedule(operator, schedule, ranks)
+    if how in ("auto", "kernel"):
+        return KernelConfig(transfer="copies" if is_gather(operator) else "programs", schedule=name).encode()
+    return decode(how, name).encode()
 
 
 def name_schedule(operator: str, schedule: str | Schedule, ranks: int) -> str:
