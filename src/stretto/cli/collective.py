@@ -336,7 +336,7 @@ def show(
 def _show_in_operator(schedule: "Schedule", operator: str, sizes: str, cluster: str, picture: Path) -> None:
     """Simulate the schedule inside an operator, print its time, and draw its tiles and moves."""
     from stretto.cluster import Cluster
-    from stretto.collectives.joint import join, require_collective, require_operator, verify_joint
+    from stretto.collectives.joint import is_gather, join, require_collective, require_operator, verify_joint
     from stretto.collectives.verifier import verify
     from stretto.report.joint import plot_joint  # imports matplotlib
     from stretto.simulator.network import of_cluster
@@ -351,7 +351,7 @@ def _show_in_operator(schedule: "Schedule", operator: str, sizes: str, cluster: 
     found = verify(schedule)
     if not found.ok:
         raise ValueError(f"{shown_name(schedule.name)} is not verified: {found.errors[0]}")
-    joint = join(operator, schedule, m // ranks if operator == "all_gather_matmul" else m, 128)
+    joint = join(operator, schedule, m // ranks if is_gather(operator) else m, 128)
     if errors := verify_joint(joint):
         raise ValueError(f"{shown_name(schedule.name)} in {operator}: {errors[0]}")
     machine = Cluster.find(cluster)

@@ -5,7 +5,24 @@
 how long they should take.
 """
 
-from stretto.collectives.joint.schedule import JointSchedule, join, require_collective, require_operator
+from stretto.collectives.joint.schedule import (
+    JointSchedule,
+    is_gather,
+    join,
+    keep_needed,
+    pull,
+    require_collective,
+    require_operator,
+)
 from stretto.collectives.joint.verifier import verify_joint
 
-__all__ = ["JointSchedule", "join", "require_collective", "require_operator", "verify_joint"]
+__all__ = [
+    "JointSchedule",
+    "is_gather",
+    "join",
+    "keep_needed",
+    "pull",
+    "require_collective",
+    "require_operator",
+    "verify_joint",
+]
