@@ -79,12 +79,10 @@ def find_numa_domain(device: torch.device) -> int:
     if device.type != "cuda":
         return -1
     properties = torch.cuda.get_device_properties(device)
-    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None in place:
-        return -1
     try:
-        return int(Path("/sys/bus/pci/devices/{:04x}:{:02x}:{:02x}.0/numa_node".format(*place)).read_text())
-    except (OSError, ValueError):
+        domain, bus, slot = (int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
+        return int(Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{slot:02x}.0/numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
         return -1
 
 

@@ -67,10 +67,10 @@ class _GroupChoices:
     """Agreed timings, cached configurations and call counts of a group.
 
     obstacle: why no kernel can run, or "". copies_obstacle: why not even those whose copy engines move rows by a
-    schedule, which need no atomic operations between GPUs. order: the ranks, those of one NUMA domain together. times: seconds by problem and encoded configuration. choices: a
-    configuration and the reason for it. recalled: configurations of calls that were checked before. speeds: of the
-    slowest GPU. confirmed: times that were measured in calls. ways: of calls without a
-    configuration, by their names.
+    schedule, which need no atomic operations between GPUs. order: the ranks, those of one NUMA domain together. times:
+    seconds by problem and encoded configuration. choices: a configuration and the reason for it. recalled:
+    configurations of calls that were checked before. speeds: of the slowest GPU. confirmed: times that were measured in
+    calls. ways: of calls without a configuration, by their names.
     """
 
     group: "weakref.ref[dist.ProcessGroup]"
@@ -85,7 +85,6 @@ class _GroupChoices:
     confirmed: dict[str, dict[str, float]] = field(default_factory=dict)
     ways: dict[str, str] = field(default_factory=dict)
 
-
     @property
     def signals_by_copies(self) -> bool:
         """True if only copy engines can signal between the group's GPUs."""
@@ -93,9 +92,7 @@ class _GroupChoices:
 
     def can_run(self, config: KernelConfig) -> bool:
         """True if nothing about the group's GPUs is in a kernel's way."""
-        return not self.obstacle or (
-            self.signals_by_copies and config.schedule != "" and config.transfer == "copies"
-        )
+        return not self.obstacle or (self.signals_by_copies and config.schedule != "" and config.transfer == "copies")
 
 
 _groups: dict[str, _GroupChoices] = {}
@@ -272,7 +269,9 @@ def _choose(
                 config = config._replace(transfer="copies")
         if config.implementation == "kernel":
             _require_kernel(known, problem, by_copies=config.schedule != "" and config.transfer == "copies")
-        if problem.returns_gathered and not config.schedule:  # the host does not know the slot that programs gather into
+        if (
+            problem.returns_gathered and not config.schedule
+        ):  # the host does not know the slot that programs gather into
             config = config._replace(transfer="copies", direction="push")
         if config.blocks is None and config != LIBRARY:
             config = config._replace(blocks=default_blocks(problem, machine, config.transfer))
@@ -364,7 +363,7 @@ def find_ring_order(name: str, device: torch.device) -> tuple[int, ...]:
 
 
 def find_copies_obstacle(name: str, device: torch.device) -> str:
-    """Why copy engines cannot move rows between the group's ranks by a schedule; "" if they can. Collective at first."""
+    """Why copy engines cannot move rows of the group's ranks by a schedule; "" if they can. Collective at first."""
     return _find(name, device).copies_obstacle
 
 

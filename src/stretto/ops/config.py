@@ -79,12 +79,12 @@ class KernelConfig(NamedTuple):
     a multiple of 16; kernels that exchange tiles, or whose rows copy engines move, round them down to a power of two.
     transfer: how gathered rows are transferred: by copy engines ("copies"), or by the first `movers` programs of the
     kernel before they multiply ("programs"), which push or pull them (direction), as copy engines do by a schedule; and
-    how tiles of partial sums are transferred: by copy engines, or by the program that has computed them. piece_bytes: bytes transferred per signal.
-    exchange: partial sums are sent as "tiles", or, for few rows, as "packets". shots: of an all-reduce: 1, all ranks
-    send to all ranks; 2, an owner reduces and broadcasts. is_shifted: each rank begins with another rank's tiles (Flux,
-    section 4.1); if not, all begin with rank 0's. schedule: the name of a collective's schedule that moves rows
-    (`stretto.ops.joint`), "" for the operator's own way. Tuning files contain these names: renaming a field makes
-    earlier measurements unreadable.
+    how tiles of partial sums are transferred: by copy engines, or by the program that has computed them. piece_bytes:
+    bytes transferred per signal. exchange: partial sums are sent as "tiles", or, for few rows, as "packets". shots: of
+    an all-reduce: 1, all ranks send to all ranks; 2, an owner reduces and broadcasts. is_shifted: each rank begins with
+    another rank's tiles (Flux, section 4.1); if not, all begin with rank 0's. schedule: the name of a collective's
+    schedule that moves rows (`stretto.ops.joint`), "" for the operator's own way. Tuning files contain these names:
+    renaming a field makes earlier measurements unreadable.
     """
 
     implementation: str = "kernel"

@@ -186,9 +186,9 @@ class BlockChannel:
         ranks have begun, so that the call may overwrite the previous call's buffers; without it the kernels must ensure
         this themselves. slot: 0 or 1, the same on all ranks, for double-buffered calls: a rank that is one call ahead
         then need not wait. Any order of slots is safe. launches: False if the caller's next kernel, of one program,
-        calls `begin_call` itself, which saves a launch. by_copies: the barrier's signals are copies of 4 bytes in stream
-        order, not atomic operations, for GPUs that have no native ones on each other's memory; of one slot, whichever
-        the call uses.
+        calls `begin_call` itself, which saves a launch. by_copies: the barrier's signals are copies of 4 bytes in
+        stream order, not atomic operations, for GPUs that have no native ones on each other's memory; it is a whole
+        barrier, whichever slot the call uses.
 
         Returns the first argument of the call's kernels; the mappings are separate arguments. PeerError if a wait has
         failed before.

@@ -116,7 +116,11 @@ NAMES = "direct", "ring", "double ring", "recursive", "two levels", "tree", "a u
 OTHERS = "two-step-all-to-all", "all-to-next", "binomial-broadcast"
 """Algorithms of other collectives, which no operator here takes."""
 _DIRECT = {"all-gather": "direct", "reduce-scatter": "direct", "all-reduce": "two-shot"}
-_RECURSIVE = {"all-gather": "recursive-doubling", "reduce-scatter": "recursive-halving", "all-reduce": "recursive-halving"}
+_RECURSIVE = {
+    "all-gather": "recursive-doubling",
+    "reduce-scatter": "recursive-halving",
+    "all-reduce": "recursive-halving",
+}
 
 
 def make_schedule(name: str, operator: str, ranks: int) -> Schedule | None:

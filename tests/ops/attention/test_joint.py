@@ -5,17 +5,10 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
-import torch.distributed as dist
 from tests.collectives.joint.random_algorithms import random_schedule
-from tests.ops.attention.whole import Case, attend_whole, draw_whole, find_differences
+from tests.ops.attention.whole import Case, find_differences
 
-from stretto import ops
 from stretto.collectives import AllGather, algorithm, chunk
-from stretto.collectives.algorithms import find
-from stretto.ops.attention.joint import find_gather
-from stretto.ops.attention.plan import Mask
-from stretto.ops.joint.registry import name_schedule
 
 EXACT = 1e-10
 NAMED = "direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"
@@ -47,7 +40,11 @@ def differ(ranks, seed):
     """The cases and schedules whose results or gradients are wrong."""
     rng, found = random.Random(seed), []
     for case in list_cases(ranks):
-        for schedule in (*NAMED, gather_both_ways.compile(ranks=ranks), random_schedule(rng, "all_gather_matmul", ranks, 3)):
+        for schedule in (
+            *NAMED,
+            gather_both_ways.compile(ranks=ranks),
+            random_schedule(rng, "all_gather_matmul", ranks, 3),
+        ):
             differences = find_differences(case, "all_gather", schedule=schedule)
             if max(differences) > EXACT:
                 found.append((schedule if isinstance(schedule, str) else schedule.name, case, differences))

@@ -8,8 +8,6 @@ from tests.ops.operands import BLOCKS, random_operands, relative_error
 from triton.runtime.interpreter import InterpreterBuilder
 
 from stretto import ops
-from stretto.collectives.algorithms import find
-from stretto.collectives.joint.schedule import COLLECTIVES, join, pull
 from stretto.ops import choices
 from stretto.ops.joint import registry
 from stretto.ops.operator import list_channels
@@ -40,8 +38,8 @@ def note_atomics(patch, addresses):
     for name in ("create_atomic_rmw", "create_atomic_cas"):
         stock = getattr(InterpreterBuilder, name)
 
-        def run(self, *arguments, stock=stock, at=1 if name.endswith("rmw") else 0):
-            addresses.update(arguments[at].data.ravel().tolist())
+        def run(self, *arguments, stock=stock, place=name):
+            addresses.update(arguments[place == "create_atomic_rmw"].data.ravel().tolist())
             return stock(self, *arguments)
 
         patch.setattr(InterpreterBuilder, name, run)

@@ -431,8 +431,7 @@ def keep_needed(joint: JointSchedule, needs: Sequence[Collection[int]]) -> Joint
         for to in move.destinations
     }  # fmt: skip
     tiles = [
-        [tile for tile in plan.tiles if tile.channel in needed]
-        for plan, needed in zip(joint.ranks, needs, strict=True)
+        [tile for tile in plan.tiles if tile.channel in needed] for plan, needed in zip(joint.ranks, needs, strict=True)
     ]
     asked = [(rank, tile.sender, tile.channel) for rank, of_rank in enumerate(tiles) for tile in of_rank]
     kept = set(asked)
@@ -449,7 +448,7 @@ def keep_needed(joint: JointSchedule, needs: Sequence[Collection[int]]) -> Joint
         plans.append(tuple(move._replace(destinations=to) for move, to in left if to))
     arrivals = _find_times(plans).signals
     for rank, of_rank in enumerate(tiles):
-        of_rank.sort(key=lambda tile: (arrivals.get((rank, tile.sender, tile.channel), 0), tile.start))  # noqa: B023
+        of_rank.sort(key=lambda tile: (arrivals.get((rank, tile.sender, tile.channel), 0), tile.start))
     ranks = tuple(RankPlan(*both) for both in zip(plans, map(tuple, tiles), strict=True))
     return replace(joint, ranks=ranks, needs=tuple(_join_rows(of_rank) for of_rank in tiles))
 

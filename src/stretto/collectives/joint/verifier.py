@@ -10,7 +10,7 @@ more programs only allow more to run.
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
 from stretto.collectives.joint.schedule import (
@@ -98,7 +98,9 @@ def _find_bad_places(joint: JointSchedule) -> Iterator[str]:
                 yield f"{name} reads the memory of a rank that has offered nothing"
             if any((one.sender == NOBODY) != (one.channel == NOBODY) for one in move.sources):
                 yield f"{name} waits for a rank on no channel, or on a channel for no rank"
-            if joint.is_gather and not _is_copy(move, pulls=joint.pulls):  # copy engines make these, the ones of x first
+            if joint.is_gather and not _is_copy(
+                move, pulls=joint.pulls
+            ):  # copy engines make these, the ones of x first
                 yield f"{name} is not a copy of x, or of what it waits for, to gathered rows"
             for channel in [one.channel for one in move.sources] + [one.channel for one in move.destinations]:
                 if not NOBODY <= channel < joint.channels:
@@ -126,7 +128,7 @@ def _find_bad_tiles(joint: JointSchedule, rank: int) -> Iterator[str]:
         else:
             covered.append([tile.start, tile.stop])
     needed = [(0, joint.product_rows)] if joint.needs is None else joint.needs[rank]
-    for one, other in zip_longest(sum(covered, []), [end for part in needed for end in part]):
+    for one, other in zip_longest(chain(*covered), chain(*needed)):
         if one != other:
             row = min(end for end in (one, other) if end is not None)
             yield f"rank {rank}: row {row} of the product is of no tile, or of two"
@@ -178,7 +180,11 @@ def _find_blind_reads(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
                     written = writes.find(_find_holder(rank, source), source.rows)
                     giver = givers.get((rank, source.sender, source.channel))
                     is_seen = written is not None and (
-                        (giver == (written.rank, written.number) if source.rank == NOBODY else _offers(joint, giver, source))
+                        (
+                            giver == (written.rank, written.number)
+                            if source.rank == NOBODY
+                            else _offers(joint, giver, source)
+                        )
                         or (  # a program reads only the elements that it has written: the same of all rows
                             source.sender == NOBODY
                             and written.rank == rank

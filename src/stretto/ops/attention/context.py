@@ -110,9 +110,9 @@ def context_attention(
 
     A rank is sent only the keys that its positions see. wrap_collective: called in place of each collective, backward
     too, as wrap_collective("all_to_all", make); it returns what make() returns, which issues it, and keeps nothing.
-    schedule: see `all_gather_attention`. implementation: see that, `ring_attention` and `ulysses_attention`; "auto" takes the fastest
-    measured (`tune_attention`), else the predicted one: mostly it gathers. It rings where all keys and values would
-    take more than 4 GiB. Of documents, it measures and predicts nothing.
+    schedule: see `all_gather_attention`. implementation: see that, `ring_attention` and `ulysses_attention`; "auto"
+    takes the fastest measured (`tune_attention`), else the predicted one: mostly it gathers. It rings where all keys
+    and values would take more than 4 GiB. Of documents, it measures and predicts nothing.
 
     With torch.compile it is an operator of the graph; with `wrap_collective`, the graph breaks here. It cannot be
     differentiated twice. ValueError for other input, and on all ranks for ranks whose calls differ.

@@ -169,7 +169,7 @@ def _add_up(sources, tables, inputs, landed, first, last, ready, offsets, mask):
     """The sum in fp32 of these elements of a move's sources, first to last - 1. ready: what waits for them returned."""
     total = tl.zeros((_MOVED_AT_ONCE,), tl.float32)
     for source in range(first, last):
-        low, high = tiles.tile_rows(sources, source)
+        low, _ = tiles.tile_rows(sources, source)
         begin = tl.cast(low, tl.int64) * tables.width + ready
         if tl.load(tables.source_areas + source) == _INPUT:
             value = tl.load(inputs + begin + offsets, mask=mask)
@@ -312,7 +312,7 @@ def require_verified(joint: JointSchedule) -> JointSchedule:
 
 @lru_cache(maxsize=256)
 def count_signals(joint: JointSchedule, capacity: int, rank: int, signals: int = 1) -> Tensor:
-    """How often ranks signal each other, as `BlockChannel.begin` takes it, without a product's tiles: int32, on the CPU.
+    """How often ranks signal each other, as `BlockChannel.begin` takes it, but on the CPU; without a product's tiles.
 
     signals: of a move to each destination.
     """

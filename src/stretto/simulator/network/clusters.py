@@ -52,8 +52,8 @@ def rails(
     in_node_bandwidth, bandwidth: bytes/s, one direction, of one GPU to all others of its node, and of one NIC.
     in_node_latency, latency: seconds of a message from GPU to GPU, in a node and between nodes on one rail (not a link:
     each of the links on the way has its part). pair_bandwidth: bytes/s of a link between each two GPUs of a node;
-    without it a switch joins them, as NVSwitch does. domain_gpus: GPUs of a NUMA domain, which has a switch for them and
-    a link of domain_bandwidth to each other domain of the node.
+    without it a switch joins them, as NVSwitch does. domain_gpus: GPUs of a NUMA domain, which has a switch for them
+    and a link of domain_bandwidth to each other domain of the node.
     """
     check_counts("a network of nodes", nodes=nodes, gpus_per_node=gpus_per_node, nics_per_node=nics_per_node)
     check_link(in_node_bandwidth, in_node_latency, "the link in a node")
@@ -165,7 +165,7 @@ def _links_in_node(layout: _Layout, node: int, about: _Node) -> list[DirectedLin
     if about.domain_gpus is not None:
         domains = -(-layout.gpus // about.domain_gpus)
         hubs = range(layout.vertices + node * domains, layout.vertices + (node + 1) * domains)
-        links = []
+        links: list[DirectedLink] = []
         for place, gpu in enumerate(gpus):
             links += both_directions(gpu, hubs[place // about.domain_gpus], about.bandwidth, about.latency / 2)
         for one, other in combinations(hubs, 2):
