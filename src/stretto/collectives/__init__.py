@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         run_collective,
         uninstall,
     )
+    from stretto.collectives.selection import add_candidate
 
 __all__ = [
     "PROTOCOLS",
@@ -81,6 +82,7 @@ __all__ = [
     "StepType",
     "ThreadBlock",
     "Verification",
+    "add_candidate",
     "algorithm",
     "call_counts",
     "chunk",
@@ -101,4 +103,5 @@ __all__ = [
 
 # These need torch, and the rest here does not.
 _LAZY = ("call_counts", "install", "install_folder", "monitored_barrier", "run_collective", "uninstall")
-__getattr__, __dir__ = attach(__name__, dict.fromkeys(_LAZY, "stretto.collectives.backend"))
+_HOMES = {**dict.fromkeys(_LAZY, "stretto.collectives.backend"), "add_candidate": "stretto.collectives.selection"}
+__getattr__, __dir__ = attach(__name__, _HOMES)
