@@ -5,23 +5,18 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
+from tests.collectives.joint.named_algorithms import make_schedule
 from tests.collectives.joint.random_algorithms import random_schedule
-from tests.ops.attention.whole import Case, find_differences
+from tests.ops.attention.whole import Case, draw_whole, find_differences
 
-from stretto.collectives import AllGather, algorithm, chunk
+from stretto import ops
+from stretto.collectives.algorithms import find
+from stretto.ops import choices
 
 EXACT = 1e-10
 NAMED = "direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"
-
-
-@algorithm(lambda ranks: AllGather(ranks, 2))
-def gather_both_ways(ranks):
-    """Each half goes around the ring its own way."""
-    for rank in range(ranks):
-        for half, step in ((0, 1), (1, -1)):
-            value = chunk(rank, "in", half).copy(rank, "out", 2 * rank + half)
-            for hop in range(1, ranks):
-                value = value.copy((rank + step * hop) % ranks, "out", 2 * rank + half)
 
 
 def list_cases(ranks):
@@ -42,7 +37,7 @@ def differ(ranks, seed):
     for case in list_cases(ranks):
         for schedule in (
             *NAMED,
-            gather_both_ways.compile(ranks=ranks),
+            make_schedule("a user's", "all_gather_attention", ranks),
             random_schedule(rng, "all_gather_matmul", ranks, 3),
         ):
             differences = find_differences(case, "all_gather", schedule=schedule)
@@ -54,8 +49,67 @@ def differ(ranks, seed):
 SEED = random.randrange(2**31)
 
 
-@pytest.mark.parametrize("count", [2, 3, *(pytest.param(count, marks=pytest.mark.long) for count in (4, 8))])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.long) for count in (3, 4))])
 def test_attention_by_any_schedule_is_that_of_the_whole_sequence(interpret, count):
     print(f"seed {SEED}")
     for rank, found in enumerate(interpret(count, differ, count, SEED)):
         assert not found, (rank, found)
+
+
+def check_calls():
+    """Differences of a compiled call, one without atomic operations, what is refused, and whether a schedule ran."""
+    case, found, ran = Case(sizes=(8, 4), has_sinks=True, length=6), [], []
+    *inputs, _ = draw_whole(case, 12, torch.float32)
+    *parts, sinks = inputs
+    leaves = [*(each.chunk(2, 2)[dist.get_rank()].clone().requires_grad_() for each in parts), sinks.requires_grad_()]
+
+    def wrap(kind, make):
+        ran.append(kind)
+        return make()
+
+    def attend(q, k, v, sinks, schedule="ring-all-gather", **options):
+        return ops.all_gather_attention(q, k, v, sinks=sinks, schedule=schedule, **case.options(), **options)
+
+    def run(function, **options):
+        out = function(*leaves, **options)
+        return torch.cat([one.flatten() for one in (out, *torch.autograd.grad(out.square().sum(), leaves))])
+
+    plain = run(attend, schedule=None)
+    found += [run(torch.compile(attend, backend="aot_eager", fullgraph=True)), run(attend, wrap_collective=wrap)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(choices.COPIES_VARIABLE, "1")
+        choices.clear_choices()
+        found.append(run(attend))
+    refusals = []
+    for options in (
+        {"schedule": "ring-reduce-scatter"},
+        {"schedule": find("ring-all-gather").compile(ranks=3)},
+        {"implementation": "ring", "schedule": "ring-all-gather"},
+    ):
+        with pytest.raises(ValueError) as refusal:
+            ops.context_attention(*leaves[:3], **{"implementation": "all_gather"} | options)
+        refusals.append(str(refusal.value))
+    return [float((one - plain).abs().max()) for one in found], ran, refusals
+
+
+def test_calls_with_a_schedule_are_compiled_wrapped_and_refused(interpret):
+    for differences, ran, refusals in interpret(2, check_calls):
+        assert len(differences) == 3
+        assert max(differences) < 1e-4
+        assert ran == ["all_gather", "all_to_all", "all_to_all"]  # forward by the schedule; backward as without one
+        for refusal, words in zip(
+            refusals,
+            ("takes a schedule of an allgather", "a schedule of 3 ranks", 'give implementation="all_gather" with it'),
+            strict=True,
+        ):
+            assert words in refusal
+
+
+def refuse_where_nothing_is_interpreted():
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="cannot move keys by a schedule: on CPUs kernels are interpreted"):
+        ops.all_gather_attention(q, q, q, schedule="ring-all-gather")
+
+
+def test_a_schedule_where_no_kernel_runs_is_refused(ranks):
+    ranks(2).run(refuse_where_nothing_is_interpreted)

@@ -51,7 +51,7 @@ def forward_by_schedule(
     """
     members, length = find_group(call.group), q.shape[2]
     rank, ranks, varies = members.rank(), members.size(), call.mask.documents is not None
-    joint = find_gather(call.schedule, ranks, length, call.layout, _find_lasting(call.mask, call.layout))
+    joint = find_gather(call.schedule, ranks, length, call.layout, find_lasting(call.mask, call.layout))
     own = make_plan(call.layout, rank, ranks, length, call.mask, "all_gather").own
     if not any(plan.moves for plan in joint.ranks):
         return merge_parts(attend(q, k, v, own, call.scale, varies), length, q.dtype, sinks)
@@ -109,7 +109,7 @@ def find_gather(schedule: str, ranks: int, length: int, layout: str, mask: Mask 
     return require_verified(keep_needed(whole, needs))
 
 
-def _find_lasting(mask: Mask, layout: str) -> Mask | None:
+def find_lasting(mask: Mask, layout: str) -> Mask | None:
     """What is masked in every batch; None where documents decide who has which positions."""
     return None if layout == "balanced" and mask.documents is not None else mask._replace(documents=None)
 
