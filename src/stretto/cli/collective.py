@@ -281,8 +281,8 @@ def show(
     operator: Annotated[
         str | None,
         typer.Option(
-            help="Draw it inside this operator, as simulated: all_gather_matmul, matmul_reduce_scatter or "
-            "matmul_all_reduce."
+            help="Draw it inside this operator, as simulated: all_gather_matmul, matmul_reduce_scatter, "
+            "matmul_all_reduce or all_gather_attention."
         ),
     ] = None,
     sizes: Annotated[
@@ -290,7 +290,8 @@ def show(
         typer.Option(
             metavar="MxNxK",
             help="With --operator: rows of the product, and a rank's weight [n, k], in bf16 (default: "
-            "8192x12288x12288, and --cluster dgx-h200).",
+            "8192x12288x12288, and --cluster dgx-h200); of attention, all keys, a rank's queries, and the numbers of "
+            "a position's keys and values.",
         ),
     ] = None,
     cluster: MaybeClusterName = None,
