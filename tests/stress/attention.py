@@ -10,6 +10,7 @@ from tests.ops.attention.whole import Case, see
 
 from stretto import ops
 from stretto.ops.attention import list_chunks
+from stretto.ops.joint.registry import name_schedule
 from stretto.stress.catalogue import Check, Configuration, StressCase
 from stretto.stress.operators import check_workspaces, poison_workspaces
 from stretto.stress.team import Team
@@ -33,7 +34,9 @@ class AttentionCase(StressCase):
         self._team = team
         length, total = case.length, case.length * team.world
         case = replace(case, scale=1.0, documents=None if case.documents is None else (0, 3, total // 2 + 5, total))
-        self._options = case.options() | {"implementation": implementation, "schedule": schedule}
+        self._options = case.options() | {"implementation": implementation}
+        if schedule is not None:
+            self._options["implementation"] = name_schedule("all_gather_attention", schedule, team.world)
         if case.has_sinks:
             self._options["sinks"] = torch.full((case.heads,), -1000.0, device=team.device)
         bits = total.bit_length()

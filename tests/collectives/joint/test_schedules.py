@@ -155,7 +155,7 @@ def add_twice(rng, joint, rank, number):
 def map_a_tile_a_row_off(rng, joint, rank, number):
     tiles = joint.ranks[rank].tiles
     changed = change_one(rng, tiles, lambda tile: tile._replace(start=tile.start + 1, stop=tile.stop + 1))
-    return change_plan(joint, rank, tiles=changed)
+    return changed and change_plan(joint, rank, tiles=changed)
 
 
 def signal_another_chunk(rng, joint, rank, number):

@@ -81,13 +81,9 @@ def check_calls():
         choices.clear_choices()
         found.append(run(attend))
     refusals = []
-    for options in (
-        {"schedule": "ring-reduce-scatter"},
-        {"schedule": find("ring-all-gather").compile(ranks=3)},
-        {"implementation": "ring", "schedule": "ring-all-gather"},
-    ):
+    for schedule in ("ring-reduce-scatter", find("ring-all-gather").compile(ranks=3), 4):
         with pytest.raises(ValueError) as refusal:
-            ops.context_attention(*leaves[:3], **{"implementation": "all_gather"} | options)
+            ops.all_gather_attention(*leaves[:3], schedule=schedule)
         refusals.append(str(refusal.value))
     return [float((one - plain).abs().max()) for one in found], ran, refusals
 
@@ -99,7 +95,7 @@ def test_calls_with_a_schedule_are_compiled_wrapped_and_refused(interpret):
         assert ran == ["all_gather", "all_to_all", "all_to_all"]  # forward by the schedule; backward as without one
         for refusal, words in zip(
             refusals,
-            ("takes a schedule of an allgather", "a schedule of 3 ranks", 'give implementation="all_gather" with it'),
+            ("takes a schedule of an allgather", "a schedule of 3 ranks", "an algorithm's name or a compiled Schedule"),
             strict=True,
         ):
             assert words in refusal

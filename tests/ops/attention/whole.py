@@ -2,11 +2,12 @@
 """Context-parallel attention beside plain attention of the whole sequence, by a mask of all pairs of positions."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from stretto.ops.attention import context_attention, list_chunks
+from stretto.ops.attention import all_gather_attention, context_attention, list_chunks
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def list_pairs(case, implementation, dtype, device="cpu", **options):
     *here, sinks = inputs
     here = [each[:, :, rows].requires_grad_() for each in here]
     sinks = None if sinks is None else sinks.requires_grad_()
-    out = context_attention(*here, sinks=sinks, implementation=implementation, **case.options(), **options)
+    attend = all_gather_attention if options else partial(context_attention, implementation=implementation)
+    out = attend(*here, sinks=sinks, **case.options(), **options)
     out.backward(grad[:, :, rows])
     found = [out.detach(), *(each.grad for each in here)]
     if sinks is not None:

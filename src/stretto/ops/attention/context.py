@@ -19,7 +19,7 @@ from stretto.ops.attention.joint import OPERATOR
 from stretto.ops.attention.operators import Settings, attend_to_context, exchange_heads
 from stretto.ops.attention.plan import Layout, require_layout
 from stretto.ops.choices import can_time_calls
-from stretto.ops.joint.registry import name_schedule
+from stretto.ops.joint.registry import is_runnable, name_schedule
 from stretto.ops.moe.routes import CollectiveWrapper
 from stretto.ops.moe.routes import call as call_directly
 from stretto.ops.operator import find_group, find_name
@@ -55,7 +55,8 @@ def all_gather_attention(
     (docs/tutorial-kernel.md). Copy engines move its chunks, and a rank attends to each as it arrives. A chunk that no
     rank behind another needs, by causality or the window, does not travel. The backward pass has no schedule.
     """
-    return context_attention(q, k, v, group, implementation="all_gather", schedule=schedule, **options)
+    how = "all_gather" if schedule is None else _name_schedule(schedule, find_name(group))
+    return context_attention(q, k, v, group, implementation=how, **options)
 
 
 def ring_attention(
@@ -89,8 +90,7 @@ def context_attention(
     documents: Tensor | None = None,
     sinks: Tensor | None = None,
     wrap_collective: CollectiveWrapper = call_directly,
-    implementation: Implementation = "auto",
-    schedule: str | Schedule | None = None,
+    implementation: Implementation | str = "auto",
 ) -> Tensor:
     """Attention over a sequence that the group's ranks share: q [b, heads, s / ranks, d] -> [b, heads, s / ranks, e].
 
@@ -110,9 +110,10 @@ def context_attention(
 
     A rank is sent only the keys that its positions see. wrap_collective: called in place of each collective, backward
     too, as wrap_collective("all_to_all", make); it returns what make() returns, which issues it, and keeps nothing.
-    schedule: see `all_gather_attention`. implementation: see that, `ring_attention` and `ulysses_attention`; "auto"
-    takes the fastest measured (`tune_attention`), else the predicted one: mostly it gathers. It rings where all keys
-    and values would take more than 4 GiB. Of documents, it measures and predicts nothing.
+    implementation: see `all_gather_attention` (which gives a schedule's name), `ring_attention` and
+    `ulysses_attention`; "auto" takes the fastest measured (`tune_attention`), else the predicted one: mostly it
+    gathers. It rings where all keys and values would take more than 4 GiB. Of documents, it measures and predicts
+    nothing.
 
     With torch.compile it is an operator of the graph; with `wrap_collective`, the graph breaks here. It cannot be
     differentiated twice. ValueError for other input, and on all ranks for ranks whose calls differ.
@@ -120,15 +121,10 @@ def context_attention(
     name, ranks = find_name(group), dist.get_world_size(group)
     _require_tensors(q, k, v, sinks)
     _require_mask(causal, window, documents, layout, q.shape[2], ranks)
-    if implementation not in get_args(Implementation):
+    chosen: str = implementation
+    if implementation not in get_args(Implementation) and not _is_schedule(implementation, name):
         raise ValueError(
             f"context attention: implementation is {', '.join(get_args(Implementation))}, not {implementation!r}"
-        )
-    chosen: str = implementation
-    if schedule is not None and implementation != "all_gather":
-        raise ValueError(
-            f'context attention: a schedule gathers keys: give implementation="all_gather" with it, not '
-            f"{implementation!r}, or leave schedule out"
         )
     if implementation == "auto":
         mask = {"causal": causal, "window": window, "layout": layout}
@@ -141,7 +137,7 @@ def context_attention(
         q.shape[-1] ** -0.5 if scale is None else float(scale),
         layout,
         window,
-        _name_schedule(schedule, name) if schedule is not None else "ring" if chosen == "ring" else "all_gather",
+        "all_gather" if chosen == "ulysses" else chosen,
     )
     if degree > 1 and sinks is not None:
         sinks = sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
@@ -152,6 +148,11 @@ def context_attention(
 @torch.compiler.assume_constant_result
 def _name_schedule(schedule: str | Schedule, group: str) -> str:
     return name_schedule(OPERATOR, schedule, find_group(group).size())
+
+
+@torch.compiler.assume_constant_result
+def _is_schedule(name: str, group: str) -> bool:
+    return isinstance(name, str) and is_runnable(OPERATOR, name, find_group(group).size())
 
 
 def _run_in_graph(

@@ -52,7 +52,7 @@ def encode_schedule(operator: str, schedule: str | Schedule, how: str, group: st
 
 
 def name_schedule(operator: str, schedule: str | Schedule, ranks: int) -> str:
-    """Check a schedule, or that of an algorithm's name, and keep it under the name that this returns. ValueError."""
+    """Check a schedule, or an algorithm's, and keep it under the name that this returns. ValueError where refused."""
     made = _compile(operator, schedule, ranks) if isinstance(schedule, str) else schedule
     if not isinstance(made, Schedule):
         raise ValueError(f"{operator}: schedule is an algorithm's name or a compiled Schedule, not {made!r}")
