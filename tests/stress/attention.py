@@ -36,7 +36,7 @@ class AttentionCase(StressCase):
         case = replace(case, scale=1.0, documents=None if case.documents is None else (0, 3, total // 2 + 5, total))
         self._options = case.options() | {"implementation": implementation}
         if schedule is not None:
-            self._options["implementation"] = name_schedule("all_gather_attention", schedule, team.world)
+            self._options["implementation"] = name_schedule("all_gather_attention", schedule, "kernel", team.world)
         if case.has_sinks:
             self._options["sinks"] = torch.full((case.heads,), -1000.0, device=team.device)
         bits = total.bit_length()

@@ -14,10 +14,13 @@ from tests.ops import test_embedding_machine_code as embedding
 from tests.ops import test_machine_code as operators
 from tests.ops import test_put as put
 from tests.ops.attention import test_copies
+from tests.ops.decoding import launches as decoding
 from tests.ops.joint import test_machine_code as joint
+from tests.ops.joint import test_routed_machine_code as routed
 from tests.ops.moe import test_few_tokens, test_tensor_parallel_kernels, test_tile_order
 from tests.ops.test_put import kernels, stubs  # noqa: F401  (fixtures)
 from tests.stress.kernels import list_kernels
+from tests.tiles import test_puts
 from tests.tiles.machine_code import make_channel
 
 from stretto import tiles
@@ -167,7 +170,7 @@ def launch_in_order(name: str) -> Launch:
     if name == "fill_tile_tables":
         arguments = WORDS, WORDS, WORDS, WORDS, 1, 64, 64, 4, 32, 32, 16, 128
         return Launch(tile_order.fill_tile_tables, arguments, {"num_warps": 4})
-    return Launch(tile_order.await_all_channels, (make_channel("p2p"), 32, 256), {"num_warps": 8})
+    return Launch(tile_order.await_all_channels, (make_channel("p2p"), WORDS, 32, 256), {"num_warps": 8})
 
 
 def launch_cross_entropy(name: str) -> Launch:
@@ -209,8 +212,8 @@ def launch_begin_of_pooling() -> Launch:
 
 def launch_pooling_alone() -> Launch:
     arguments = (
-        embedding.look_up(), embedding.pooling(), embedding.Bags(LONGS, LONGS, FLOATS), FLOATS, WORDS, embedding.REPORT,
-        4, "mixed",
+        make_channel("p2p"), tiles.look_up_tiles(*[WORDS] * 5), embedding.look_up(), embedding.pooling(),
+        embedding.Bags(LONGS, LONGS, FLOATS), FLOATS, WORDS, WORDS, embedding.REPORT, 4, "remote_first",
     )  # fmt: skip
     return Launch(forward_kernel.pool_alone, arguments, {"num_warps": 1})
 
@@ -244,6 +247,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         {"num_warps": operators.NARROW.num_warps, "num_stages": operators.NARROW.num_stages},
     ),
     "ops.joint.kernel.add_rows": lambda: Launch(add_rows, joint.sum_arguments(operators.NARROW), {"num_warps": 4}),
+    "ops.joint.routed.move_rows": lambda: Launch(routed.move_rows, routed.move_arguments(), {"num_warps": 16}),
     "ops.matmul_reduce_scatter.gemm_reduce_scatter": lambda: launch_operator("scatter", operators.WIDE),
     "ops.matmul_reduce_scatter_copies.add_tiles": launch_added_tiles,
     "ops.matmul_reduce_scatter_copies.multiply_tiles": lambda: launch_operator("copied", operators.WIDE),
@@ -278,6 +282,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     **{f"ops.rotary.{name}": lambda name=name: launch_rotation(name) for name in ("join_heads", "split_heads")},
     "ops.moe.grouped.kernels.multiply_groups_in_order": lambda: Launch(*test_tile_order.launch_in_order("product")),
     "ops.rotary.turn_heads": launch_turn,
+    **{name: lambda launch=launch: Launch(*launch()) for name, launch in decoding.LAUNCHES.items()},
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,
@@ -292,6 +297,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "parallel.comm.copy_engine_scatter.sum_parts": launch_sum_of_parts,
     "tiles.calls.await_beginning": lambda: Launch(calls.await_beginning, (make_channel(),), {"num_warps": 1}),
     "tiles.calls.begin_call": launch_begin_of_a_call,
+    "tiles.puts.gather_slices": lambda: Launch(*test_puts.launch_gather()),
     "tiles.signals.wait_for_all": lambda: Launch(signals.wait_for_all, (make_channel(), 2, 9), {"num_warps": 1}),
     "tiles.signals.wait_for_channel": lambda: Launch(
         signals.wait_for_channel, (make_channel(), 1, 2), {"num_warps": 1}

@@ -41,10 +41,10 @@ class NumberBytes(NamedTuple):
     weight: int
     gradient: int
     master: int
-    moments: int
+    moments: float
 
     @property
-    def state(self) -> int:
+    def state(self) -> float:
         """Bytes that a step reads and writes in addition to weight and gradient."""
         return self.master + self.moments
 
@@ -212,7 +212,7 @@ def host_traffic(types: NumberTypes, options: StateOptions) -> HostTraffic:
     return HostTraffic(of_number.state, of_number.state)
 
 
-def update_bytes(types: NumberTypes, options: StateOptions) -> int:
+def update_bytes(types: NumberTypes, options: StateOptions) -> float:
     """Bytes of each number that a step reads and writes in the device's memory, that of the gradient's norm included.
 
     With separate state, one kernel does all of it; with fp32 parameters, SGD has gradients scaled first.

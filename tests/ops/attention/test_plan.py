@@ -87,7 +87,7 @@ def count_scheduled_pairs(case, ranks, schedule):
     """The same of blocks of keys that a schedule gathers, and how many of all its copies are made."""
     places, mask = list_places(case, ranks), Mask(case.causal, case.window, case.documents)
     found, own = torch.zeros(case.length * ranks, case.length * ranks, dtype=torch.int64), []
-    name = name_schedule(OPERATOR, schedule, ranks)
+    name = name_schedule(OPERATOR, schedule, "kernel", ranks)
     joint = find_gather(name, ranks, case.length, case.layout, find_lasting(mask, case.layout))
     for rank, plan in enumerate(joint.ranks):
         own = make_plan(case.layout, rank, ranks, case.length, mask, "all_gather").own

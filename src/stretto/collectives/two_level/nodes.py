@@ -2,14 +2,16 @@
 """Finds which ranks of a group share a node."""
 
 import os
-import platform
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: distinguishes machines with the same name
+import torch.distributed as dist
+
+from stretto.cluster.local_ranks import name_node
+from stretto.memory import exchange
+from stretto.memory.plain_data import all_gather_data
 
 
 @dataclass(frozen=True)
@@ -82,33 +84,46 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Host:
-    """Where a process runs: its machine, and the rank count and agent number that torchrun gave it there."""
+    """Where a process runs: its node's name, and the rank count and agent number that torchrun gave it there."""
 
-    machine: tuple[str, str]
+    machine: str
     local_world_size: int | None
     agent: int | None
 
     @classmethod
     def of_this_process(cls) -> "Host":
-        """Read the host's name, its boot id, and torchrun's LOCAL_WORLD_SIZE and GROUP_RANK where they are set."""
-        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
-        return cls((platform.node(), boot), _integer("LOCAL_WORLD_SIZE"), _integer("GROUP_RANK"))
+        """Name this rank's node, and read torchrun's LOCAL_WORLD_SIZE and GROUP_RANK where they are set."""
+        node = name_node(dist.get_rank(), dist.get_world_size())
+        return cls(node, _integer("LOCAL_WORLD_SIZE"), _integer("GROUP_RANK"))
 
 
-def find_nodes(hosts: Sequence[Host]) -> Nodes:
-    """The nodes of ranks with these hosts.
+def name_nodes(hosts: Sequence[Host]) -> list[Hashable]:
+    """Name the node of each of these ranks of a job.
 
-    A machine is a node. If a machine seems to have more ranks than its launcher started there (several machines with
-    one name, or several agents that stand for nodes), each of torchrun's agents is a node instead. ValueError for nodes
-    of unequal size.
+    A node is what `name_node` says: a machine, or what STRETTO_NODES declares. If one seems to have more ranks than its
+    launcher started there (several machines with one name, or several agents that stand for nodes), each of torchrun's
+    agents is a node instead.
     """
     machines = [host.machine for host in hosts]
     is_crowded = any(
         host.local_world_size is not None and machines.count(host.machine) > host.local_world_size for host in hosts
     )
     if is_crowded and all(host.agent is not None for host in hosts):
-        return Nodes.of_hosts([(host.machine, host.agent) for host in hosts])
-    return Nodes.of_hosts(machines)
+        return [(host.machine, host.agent) for host in hosts]
+    return list(machines)
+
+
+def find_nodes(hosts: Sequence[Host]) -> Nodes:
+    """The nodes of ranks with these hosts, by `name_nodes`. ValueError for nodes of unequal size."""
+    return Nodes.of_hosts(name_nodes(hosts))
+
+
+def exchange_hosts(group: dist.ProcessGroup, timeout: float, what: str = "") -> list[tuple[str, Host]]:
+    """All-gather `what` and the host of each rank of the group, in rank order. PeerError for ranks that do not come."""
+    mine, kind = (what, Host.of_this_process()), tuple[str, Host]
+    if "gloo" in dist.get_backend_config(group):
+        return exchange(mine, group, timeout, kind)
+    return all_gather_data(mine, group, kind)  # only gloo has a barrier that names the missing ranks
 
 
 def _integer(variable: str) -> int | None:

@@ -147,7 +147,8 @@ def context_attention(
 
 @torch.compiler.assume_constant_result
 def _name_schedule(schedule: str | Schedule, group: str) -> str:
-    return name_schedule(OPERATOR, schedule, find_group(group).size())
+    found: str = name_schedule(OPERATOR, schedule, "kernel", find_group(group).size())
+    return found
 
 
 @torch.compiler.assume_constant_result
@@ -187,7 +188,7 @@ def prepare_run(
 
     def run(way: str) -> None:
         with torch.set_grad_enabled(trains):
-            out = context_attention(leaves[0], leaves[1], leaves[2], group, implementation=way, **options)  # type: ignore[arg-type]
+            out = context_attention(leaves[0], leaves[1], leaves[2], group, implementation=way, **options)
             if trains:
                 torch.autograd.grad(out, leaves, out.detach())
 

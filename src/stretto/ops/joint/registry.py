@@ -42,17 +42,20 @@ def encode_schedule(operator: str, schedule: str | Schedule, how: str, group: st
 
     ValueError for a schedule that is not proved right, or does another collective, and for implementation="library".
     """
-    if how == "library":
-        raise ValueError(f'{operator}: a schedule runs in a kernel: leave out implementation="library", or schedule')
-    ranks = find_group(group).size()
-    name = name_schedule(operator, schedule, ranks)
+    name = name_schedule(operator, schedule, how, find_group(group).size())
     if how in ("auto", "kernel"):
         return KernelConfig(transfer="copies" if is_gather(operator) else "programs", schedule=name).encode()
     return decode(how, name).encode()
 
 
-def name_schedule(operator: str, schedule: str | Schedule, ranks: int) -> str:
-    """Check a schedule, or an algorithm's, and keep it under the name that this returns. ValueError where refused."""
+@torch.compiler.assume_constant_result
+def name_schedule(operator: str, schedule: str | Schedule, how: str, ranks: int) -> str:
+    """The name, for `find_schedule`, of the schedule of a call of so many ranks. Errors are those of `encode_schedule`.
+
+    how: the call's implementation.
+    """
+    if how == "library":
+        raise ValueError(f'{operator}: a schedule runs in a kernel: leave out implementation="library", or schedule')
     made = _compile(operator, schedule, ranks) if isinstance(schedule, str) else schedule
     if not isinstance(made, Schedule):
         raise ValueError(f"{operator}: schedule is an algorithm's name or a compiled Schedule, not {made!r}")
@@ -118,6 +121,6 @@ def list_candidates(operator: str, ranks: int) -> list[str]:
 def list_rings(operator: str, order: tuple[int, ...]) -> list[str]:
     """The names of schedules for GPUs that PCIe connects: a ring of the ranks in this order, then a direct exchange."""
     if len(order) < 2:
-        return list_candidates(operator, len(order)) or [name_schedule(operator, RINGS[operator], len(order))]
+        return list_candidates(operator, len(order)) or [name_schedule(operator, RINGS[operator], "kernel", len(order))]
     ring = find(RINGS[operator]).compile(ranks=len(order), order=order)
-    return [name_schedule(operator, ring, len(order)), *list_candidates(operator, len(order))[:1]]
+    return [name_schedule(operator, ring, "kernel", len(order)), *list_candidates(operator, len(order))[:1]]
