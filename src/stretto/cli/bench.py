@@ -11,9 +11,8 @@ from stretto.cli.settings_command import BenchApp
 
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesSetting
-    from stretto.bench.decoding.settings import DecodingSetting
     from stretto.bench.embedding.settings import EmbeddingSetting
-    from stretto.bench.operators.settings import OperatorsSetting
+    from stretto.bench.operators.settings import DecodingSetting, OperatorsSetting
     from stretto.bench.training.settings import ThroughputSetting
 
 benches = BenchApp("Measure this machine: collectives, operators, look-ups and training, with their peers.", "results")
@@ -69,9 +68,9 @@ def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
     return bench_operators(ranks, out, setting)
 
 
-@benches.command("decoding", "stretto.bench.decoding.settings", needs=Needs.RANKS, count=benches.count_ranks)
+@benches.command("decoding", "stretto.bench.operators.settings", needs=Needs.RANKS, count=benches.count_ranks)
 def decoding(ranks: int, setting: DecodingSetting, out: Path) -> Any:
     """Attention to a paged cache, and products with their sum and norm, compared with torch's and the backend's."""
-    from stretto.bench.decoding.run import bench_decoding
+    from stretto.bench.operators.decoding import bench_decoding
 
     return bench_decoding(ranks, out, setting)

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""`stretto bench decoding`: attention to a paged cache, and products with their sum, residual and norm."""
