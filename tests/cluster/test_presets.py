@@ -10,20 +10,23 @@ from stretto.cluster.detection import DATASHEETS
 from stretto.cluster.schema import dotted_keys
 
 NAMES = (
+    "a100-pcie",
     "alps",
     "azure-ndv4",
     "dgx-1v",
     "dgx-2",
+    "dgx-a100",
     "dgx-h100",
     "dgx-h200",
     "frontier",
+    "h800",
     "mi210-ib",
     "perlmutter",
     "summit",
 )
 
 
-def test_the_presets_are_the_ten_that_the_guide_lists():
+def test_the_presets_are_those_that_the_guide_lists():
     assert Cluster.presets() == NAMES
 
 
@@ -63,7 +66,9 @@ def test_whole_machines_have_as_many_gpus_as_their_sites_state():
         ("azure-ndv4", 8, 8, 300, 200),
         ("dgx-1v", 8, 4, 150, 50),
         ("dgx-2", 16, 8, 150, 200),
+        ("dgx-a100", 8, 8, 300, 200),
         ("dgx-h100", 8, 8, 450, 400),
+        ("h800", 8, 8, 200, 400),
         ("summit", 6, 2, 100, 25),
     ],
 )

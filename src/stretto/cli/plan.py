@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from stretto.cli.console import Json, refusing_bad_input
-from stretto.cli.plan_tables import print_formulas, print_modes, print_table
-from stretto.execution import StateLocation, StateOptions, option_help
+from stretto.cli.plan_tables import print_formulas, print_inference, print_modes, print_table
+from stretto.execution import StateLocation, StateOptions, TwoLevel, option_help
 from stretto.suggestions import are_missing
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ ClusterName = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option(help="Global batch, in sequences.")]
 SeqLen = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
-STEP, EXPERTS, PIPELINES, OUTPUT = "How a step runs", "Mixtures of experts", "Pipelines", "Output"  # headings of --help
+# Headings of --help.
+STEP, EXPERTS, PIPELINES, OUTPUT = "How a step runs", "Mixtures of experts", "Pipelines", "Output"
+INFERENCE = "Inference"
 
 
 def plan(
@@ -103,6 +105,14 @@ def plan(
             "--shard-sequence", help="Also try train.shard_sequence on grids with x > 1.", rich_help_panel=STEP
         ),
     ] = False,
+    two_level: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|true|false",
+            help="As train.two_level: z and data in two levels, between nodes and inside them (default: false).",
+            rich_help_panel=STEP,
+        ),
+    ] = None,
     overlap: Annotated[bool, typer.Option(help="Overlap collectives with computation.", rich_help_panel=STEP)] = True,
     captured: Annotated[
         bool,
@@ -114,7 +124,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="N|auto",
-            help="Ranks that each sequence is cut among; auto searches (default: 1; auto from 32,768 tokens on).",
+            help="Ranks that each sequence is cut among; auto searches (default: 1; auto from 32,768 tokens on). With "
+            "--inference: tokens in the cache of a request that decodes; several, with commas, are equally likely.",
             rich_help_panel=STEP,
         ),
     ] = None,
@@ -156,6 +167,21 @@ def plan(
         str | None,
         typer.Option(help="For message-driven: arrival, backward or forward.", rich_help_panel=PIPELINES),
     ] = None,
+    inference: Annotated[
+        bool,
+        typer.Option(
+            "--inference",
+            help="Rank grids by how they answer --batch requests at a time (stretto.inference).",
+            rich_help_panel=INFERENCE,
+        ),
+    ] = False,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="Tokens of a prompt; several, with commas, are equally likely.", rich_help_panel=INFERENCE),
+    ] = None,
+    tpot: Annotated[
+        str | None, typer.Option(help="The longest time per output token, such as 20ms.", rich_help_panel=INFERENCE)
+    ] = None,
     top: Annotated[int, typer.Option(help="Number of rows in the table.", min=1, rich_help_panel=OUTPUT)] = 15,
     as_json: Json = False,
 ) -> None:
@@ -169,8 +195,18 @@ def plan(
     - stretto plan --model gpt-20b --cluster perlmutter --gpus 32 --batch 1024 --seq-len 2048
     - stretto plan demo.toml --cluster dgx-h200 --gpus 4
     - stretto plan --model gpt-80b --cluster alps --gpus 512 --batch 2048 --seq-len 2048 --pipe auto
+    - stretto plan --inference --model llama-3-8b --cluster dgx-h200 --prompt 2048 --context 1024 --batch 64 --tpot 20ms
     """
+    if inference:
+        of_training = {"CONFIG.toml": config, "--seq-len": seq_len, "--optimizer": optimizer, "--pipe": pipe}
+        of_training |= {"--recompute": recompute, "--expert": expert, "--memory": memory, "--reshard": reshard}
+        requests = {"model": model, "cluster": cluster, "prompt": prompt, "context": context, "batch": batch}
+        with refusing_bad_input(as_json=as_json):
+            _refuse_others("--inference", of_training)
+            _plan_inference(requests, gpus, tpot, dtype or "bf16", top, as_json=as_json)
+        return
     with refusing_bad_input(as_json=as_json):
+        _refuse_others("a training plan; --inference takes them", {"--prompt": prompt, "--tpot": tpot})
         given: dict[str, Any] = {
             "gpus": gpus,
             "batch": batch,
@@ -183,6 +219,7 @@ def plan(
             "expert_tensor": expert_tensor,
             "imbalance": imbalance,
             "captured": captured,
+            "two_level": _read_two_level(two_level),
             "context": _read_ranks("context", context),
             "pipe": _read_ranks("pipe", pipe),
             "schedule": schedule,
@@ -235,6 +272,58 @@ def plan(
         print_formulas(plans[0])
 
 
+def _refuse_others(what: str, given: dict[str, Any]) -> None:
+    """Raise ValueError for options that a kind of plan does not take."""
+    if found := [name for name, value in given.items() if value is not None]:
+        raise ValueError(f"{', '.join(found)} is no option of {what}; leave it out")
+
+
+def _plan_inference(
+    asked: dict[str, Any], gpus: int | None, tpot: str | None, dtype: str, top: int, *, as_json: bool
+) -> None:
+    """Print grids by how they answer requests."""
+    meanings = _REQUIRED | {
+        "batch": "requests at a time",
+        "prompt": "tokens of a prompt",
+        "context": "tokens in the cache of a request that decodes",
+    }
+    missing = {f"--{name}": meanings[name] for name, value in asked.items() if value is None}
+    if missing:
+        lines = "".join(f"\n  {option}  {meaning}" for option, meaning in missing.items())
+        raise ValueError(f"{are_missing(list(missing))}:{lines}")
+    prompts, contexts = (_read_lengths(name, asked[name]) for name in ("prompt", "context"))
+    from stretto.quantities import read_seconds
+
+    seconds = None if tpot is None else read_seconds(tpot)
+
+    from stretto.cluster import Cluster
+    from stretto.planner.inference import plan_inference
+
+    machine = Cluster.find(asked["cluster"])
+    plans = plan_inference(
+        asked["model"],
+        machine,
+        prompts=prompts,
+        contexts=contexts,
+        batch=asked["batch"],
+        gpus=gpus,
+        token_seconds=seconds,
+        dtype=dtype,
+    )
+    if as_json:
+        print(json.dumps([plan.as_dict() for plan in plans]), flush=True)
+    else:
+        print_inference(plans, machine, top)
+
+
+def _read_lengths(option: str, value: str) -> list[int]:
+    """Numbers of tokens with commas between them. ValueError for anything else."""
+    parts = value.split(",")
+    if not all(part.strip().isdecimal() and part.isascii() and len(part) < 10 for part in parts):
+        raise ValueError(f"--{option} is {value!r}, but must be numbers of tokens, such as 2048 or 512,2048")
+    return [int(part) for part in parts]
+
+
 def _read_ranks(option: str, value: str | None) -> int | str | None:
     """A number of ranks, or "auto". ValueError for another value."""
     if value is None or value == "auto":
@@ -242,6 +331,14 @@ def _read_ranks(option: str, value: str | None) -> int | str | None:
     if not value.isdecimal() or int(value) < 1:
         raise ValueError(f"--{option} is {value!r}, but must be a whole number, at least 1, or auto")
     return int(value)
+
+
+def _read_two_level(value: str | None) -> TwoLevel | None:
+    """A value of train.two_level, or None. ValueError for another one."""
+    known: dict[str | None, TwoLevel | None] = {None: None, "auto": "auto", "true": True, "false": False}
+    if value not in known:
+        raise ValueError(f"--two-level is {value!r}, but must be auto, true or false")
+    return known[value]
 
 
 def _check_memory(memory: str | None) -> bool:
@@ -310,6 +407,7 @@ def read_workload(path: Path) -> dict[str, Any]:
             "optimizer": run.optimizer,
             "state": run.state,
             "clips": run.clip is not None,
+            "two_level": run.two_level,
         }
         | {axis: size for axis in ("context", "pipe") if (size := getattr(config.grid, axis)) > 1}
     )
@@ -324,6 +422,7 @@ _OF_PREDICT = (
     "clips",
     "imbalance",
     "captured",
+    "two_level",
 )
 
 

@@ -7,7 +7,7 @@ run over, which for a rowwise linear is the other one: x and y change roles in e
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stretto.axes import EXPERT, INNER_TO_OUTER, NAMES, REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster
@@ -181,6 +181,37 @@ def network_bandwidth(cluster: Cluster) -> float:
         cluster.require("between_nodes.bandwidth")
     assert cluster.inter_node_bandwidth is not None
     return cluster.inter_node_bandwidth
+
+
+def nic_bytes(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> dict[str, float]:
+    """Bytes that each network interface of a node sends in a step of the linears' collectives, by kind.
+
+    Only of kinds whose groups reach other nodes, if the cluster says how many interfaces a node has; the node's traffic
+    is shared evenly. A ring over all ranks crosses from node to node once a group; in two levels each rank sends its
+    own part to every other node. ("auto" counts as rings: what it runs depends on the links' times.)
+    """
+    grid, options, nics = config.grid, config.options, cluster.nics_per_node
+    if nics is None:
+        return {}
+    count = config.micro_batches(workload)
+    first, again = config.weight_gathers(count)
+    gathers = first + (0 if options.keeps_weights else again)
+    volume = blocks_volume(workload.model, grid, workload.tokens / grid.replicas, workload.element, gathers=gathers)
+    volume = replace(volume, reduce_scatter_z=config.gradient_scatters(count) * volume.reduce_scatter_z)
+    found = {}
+    for kind in KINDS:
+        over, sent = axes_of(GROUP_OF[kind]), getattr(volume, kind)
+        if not sent or AXIS_OF[kind] in (EXPERT, "context"):
+            continue
+        preceding, size = grid.preceding(over[-1]), grid.over(over)
+        if preceding * size <= cluster.gpus_per_node:
+            continue
+        groups = min(preceding, cluster.gpus_per_node)
+        inside = max(1, cluster.gpus_per_node // preceding)
+        if options.two_level is True and AXIS_OF[kind] in ("z", "data"):
+            sent *= (size - inside) / (size - 1)  # nothing that only goes inside the node
+        found[kind] = groups * sent / nics
+    return found
 
 
 def leaves_node(cluster: Cluster, grid: GridSizes, pipe_rank: int) -> bool:

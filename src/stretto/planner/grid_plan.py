@@ -13,7 +13,7 @@ from stretto.cluster import Cluster
 from stretto.execution import ReshardPolicy, StateLocation
 from stretto.planner.activations import kept_activations
 from stretto.planner.capacity import peak, reserved
-from stretto.planner.communication import Rates, has_nvlink_over, has_nvlink_over_z
+from stretto.planner.communication import Rates, has_nvlink_over, has_nvlink_over_z, nic_bytes
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.experts.cost import explain_messages
@@ -50,6 +50,9 @@ class GridPlan:
 
     `host_time` is the host's seconds a step to launch all blocks (None: the cluster does not say it). `is_host_bound`
     says that the GPU waits for that.
+
+    `nic_bytes` is what each network interface of a node sends in a step, in bytes by kind of collective, for kinds that
+    reach other nodes.
 
     `why` says why it is not the first, or not possible. `notes`, the same for every plan, say what `parallelize` has
     against the model, what is taken for granted, and what was not tried.
@@ -91,6 +94,7 @@ class GridPlan:
     is_replayed: bool = False
     host_time: float | None = None
     is_host_bound: bool = False
+    nic_bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def peak_memory(self) -> float:
@@ -303,6 +307,7 @@ def to_plan(
         notes=notes,
         host_time=None if cost.launches is None else rounded(cost.launches),
         is_host_bound=cost.is_host_bound,
+        nic_bytes=nic_bytes(workload, config, cluster),
         **_describe_pipeline(candidate),
     )
 

@@ -82,7 +82,7 @@ def chunked_sums(
         return 2 * (replicas - 1) / replicas * kept / chunks * gradient
 
     num_bytes = sent(parameters - of_experts, grid.replicas)
-    seconds = collective_seconds("all_reduce", REPLICAS, num_bytes, cluster, grid, rates)
+    seconds = collective_seconds("all_reduce", REPLICAS, num_bytes, cluster, grid, rates, config.options.two_level)
     if of_experts:
         sent_by_experts = sent(of_experts, grid.expert_data)
         seconds += collective_seconds("all_reduce", EXPERT_DATA, sent_by_experts, cluster, grid, rates)
@@ -99,7 +99,7 @@ class _WorkloadRecorder:
         self.tokens, grid = config.tokens(workload), config.grid
         sizes = {"x": grid.x, "y": grid.y, "z": grid.z, REPLICAS: grid.replicas, "context": grid.context}
         sizes |= {EXPERT: grid.expert, EXPERT_Z: grid.expert_z, EXPERT_DATA: grid.expert_data}
-        self._known = device.collectives(grid)
+        self._known = device.collectives(grid, config.options.two_level)
         self._several = {group for group, size in sizes.items() if size > 1}  # that have several ranks
         options, has_nvlink = config.options, has_nvlink_over_z(self.cluster, config.grid)
         is_plain, is_whole = not self.model.is_sharded_by_blocks, config.grid.pipe == 1
@@ -145,7 +145,8 @@ class _WorkloadRecorder:
             return None
         key = kind, group, num_bytes
         if key not in self._known:
-            seconds = collective_seconds(*key, self.cluster, self.config.grid, self.rates)
+            options = self.config.options
+            seconds = collective_seconds(*key, self.cluster, self.config.grid, self.rates, options.two_level)
             self._known[key] = GroupCollective(*key, seconds) if seconds > 0 else None
         return self._known[key]
 

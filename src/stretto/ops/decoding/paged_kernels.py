@@ -40,7 +40,7 @@ class PagedConfig(NamedTuple):
     programs_of_processor: int = 8
 
 
-SINGLES = PagedConfig(16, 64, 4, 3)
+SINGLES = PagedConfig(16, 64, 2, 3, 4)
 CHUNKS = PagedConfig(128, 64, 8, 3)
 INVARIANT = PagedConfig(64, 64, 4, 2)
 

@@ -82,9 +82,10 @@ class WeightShard:
         if self.precision.reduce is not None and self.is_sent(parameter):
             gradient = gradient.to(self.precision.reduce)
         if self.ring is None:
+            levels = self.gradients.levels
             if not self.dim or self.group.size() == 1:
-                return start_scatter_rows(gradient, self.local_rows, self.group, factor)
-            sent = start_scatter_rows(gradient.transpose(0, self.dim), self.local_rows, self.group, factor)
+                return start_scatter_rows(gradient, self.local_rows, self.group, factor, levels)
+            sent = start_scatter_rows(gradient.transpose(0, self.dim), self.local_rows, self.group, factor, levels)
             return replace(sent, result=sent.result.transpose(0, self.dim))
         return self.ring.start(gradient, self.local_rows, parameter.dtype, factor)
 
