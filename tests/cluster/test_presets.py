@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The presets' figures, against what their sources say."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from stretto.cluster import Cluster, HostLink, InNodeBandwidth
+from stretto.cluster import Cluster, HostLink, InNodeBandwidth, NodeLink
 from stretto.cluster.detection import DATASHEETS
 from stretto.cluster.schema import dotted_keys
 
@@ -50,6 +51,20 @@ def test_four_slingshot_11_nics_of_200_gigabits_give_a_node_100_gigabytes_a_seco
     assert cluster.nics_per_node == 4
     assert cluster.between_nodes.bandwidth == 200e9 / 8
     assert cluster.inter_node_bandwidth == 100e9
+
+
+def test_a_ring_on_pcie_crosses_numa_domains_as_rarely_as_it_can():
+    cluster = Cluster.preset("a100-pcie")
+    assert cluster.ring_order(range(8)) == list(range(8))
+    assert cluster.ring_order([0, 4, 1, 5, 2, 12, 8]) == [0, 2, 4, 1, 3, 6, 5]
+    assert Cluster.preset("dgx-h100").ring_order([9, 1, 8, 0]) == [1, 3, 0, 2]
+
+
+def test_numa_domains_have_a_link_and_equal_parts_of_the_gpus():
+    with pytest.raises(ValueError, match="domains = 2: needs domain_bandwidth"):
+        NodeLink(domains=2)
+    with pytest.raises(ValueError, match="must divide the node's 8 GPUs; 2 would do"):
+        replace(Cluster.preset("a100-pcie"), in_node=NodeLink(domains=6, domain_bandwidth=1e9))
 
 
 def test_whole_machines_have_as_many_gpus_as_their_sites_state():

@@ -20,6 +20,7 @@ from stretto.inference.runner import Drawn, HostStep, StepRunner, describe
 from stretto.inference.sampling import VocabularyPart
 from stretto.inference.scheduler import Place, Scheduler, StepPart
 from stretto.inference.weights import apply_patches, copy_weights
+from stretto.memory import shared_gpus
 from stretto.parallel.comm.collectives import NO_GROUP, gather_rows
 from stretto.parallel.experts.module import ParallelExperts
 from stretto.parallel.layers.loss import ParallelHead
@@ -110,7 +111,10 @@ class Engine:
                 )
         fuser.fuse()
         self._runner.allocate(shapes, like, self._pages + 1)
-        self._runner.is_captured = capture and grid.device.type == "cuda" and not _waits_for_counts(model)
+        # Collectives of ranks that share a GPU go by way of the host, which no graph holds.
+        is_staged = shared_gpus.is_enabled() and grid.size("stage") > 1
+        is_captured = capture and grid.device.type == "cuda" and not is_staged and not _waits_for_counts(model)
+        self._runner.is_captured = is_captured
         self._batches = _batch_sizes(max_batch)
 
     def generate(
