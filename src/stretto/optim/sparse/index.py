@@ -2,7 +2,7 @@
 """Indices of what is left of a pruned tensor: one for its gradient, its fp32 weight and its moments.
 
     FullIndex       of what is not pruned: no memory
-    BitmapIndex     a bit a number, and an int32 prefix sum for every 4,096: 0.126 bytes a dense number
+    BitmapIndex     a bit a number, and an int32 prefix sum for every 1,024: 0.129 bytes a dense number
     PositionIndex   the paper's (section 4.1.2): int32 positions in a one-dimensional view, 4 bytes each
 
 Dense tensors are flat and contiguous. On GPUs kernels compress and expand, on CPUs torch does.
@@ -20,7 +20,7 @@ from stretto.optim.sparse.masks import unpack
 if TYPE_CHECKING:
     from stretto.optim.sparse import kernels
 
-_BLOCK = 4096  # that of the kernels, which need Triton
+_BLOCK = 1024  # that of the kernels, which need Triton
 MAX_POSITIONS = 1 << 31
 
 
