@@ -59,7 +59,11 @@ def train_both(sizes: dict[str, int], case: dict[str, Any]) -> dict[str, Any]:
     for is_pruned in (False, True):
         torch.manual_seed(0)
         model = parallelize(
-            GPT(GPTConfig(**SHAPE)), grid, dtype=dtype, recompute=case.get("recompute", "none"), **case.get("parallel", {})
+            GPT(GPTConfig(**SHAPE)),
+            grid,
+            dtype=dtype,
+            recompute=case.get("recompute", "none"),
+            **case.get("parallel", {}),
         )
         masks = prune(model, None, odd_masks(model)) if case.get("odd") else prune(model, case.get("sparsity", 0.75))
         assert masks is not None

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesSetting
     from stretto.bench.embedding.settings import EmbeddingSetting
     from stretto.bench.operators.settings import OperatorsSetting
+    from stretto.bench.sparse.settings import SparseSetting
     from stretto.bench.training.settings import ThroughputSetting
 
 benches = BenchApp("Measure this machine: collectives, operators, look-ups and training, with their peers.", "results")
@@ -66,3 +67,11 @@ def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
     from stretto.bench.operators.run import bench_operators
 
     return bench_operators(ranks, out, setting)
+
+
+@benches.command("sparse", "stretto.bench.sparse.settings", needs=Needs.ONE_GPU)
+def sparse(setting: SparseSetting, out: Path) -> Any:
+    """Compress and expand of pruned weights beside a copy, and layers by cuBLAS and cuSPARSE."""
+    from stretto.bench.sparse.run import bench_sparse
+
+    return bench_sparse(out, setting)

@@ -188,9 +188,7 @@ def _expand_positions(left, index, dense, skip, failed, count, BLOCK: tl.constex
     tl.store(dense + tl.load(index + at, mask=there, other=0), values.to(dense.dtype.element_ty), mask=there)
 
 
-def launch_compress(
-    dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: Range, *, adds: bool
-) -> None:
+def launch_compress(dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: Range, *, adds: bool) -> None:
     """Compress `dense` [size] to `out` [part.last - part.first] by a bitmap with prefix sums; adds: to what it has."""
     if part.last == part.first:
         return
