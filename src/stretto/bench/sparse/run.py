@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from torch import Tensor
 from stretto.bench.harness import Column, print_table, run_ranks, time_each_step, write_result
 from stretto.bench.sparse.settings import SparseSetting
 from stretto.cluster.detection import count_gpus
+from stretto.execution import SparseIndexKind
 from stretto.optim.sparse import SparseIndex, make_index
 from stretto.optim.sparse.masks import pack
 from stretto.parallel import Grid
@@ -74,15 +75,15 @@ def _measure_kernels(setting: SparseSetting, device: torch.device) -> list[dict[
     other = torch.empty_like(dense)
     runs: dict[str, Callable[[], Any]] = {"torch copy": partial(other.copy_, dense)}
     for block, warps in ((1024, 4), (4096, 4), (8192, 8)) if device.type == "cuda" else ():
-        programs, options = triton.cdiv(size, block), {"BLOCK": block, "num_warps": warps}
-        copy = partial(launch_kernel, copy_numbers, programs, dense, other, size, **options)
+        programs = triton.cdiv(size, block)
+        copy = partial(launch_kernel, copy_numbers, programs, dense, other, size, BLOCK=block, num_warps=warps)
         runs[f"Triton copy, {block} a program"] = copy
     copies, num_bytes = set(runs), dict.fromkeys(runs, 4.0 * size)
     about: dict[str, float] = {}
     for sparsity in setting.sparsities:
         bits = pack(torch.rand(size, device=device) >= sparsity)
-        for kind in ("bitmap", "int32"):
-            index = make_index(bits, size, kind)  # type: ignore[arg-type]
+        for kind in get_args(SparseIndexKind):
+            index = make_index(bits, size, kind)
             # Each index keeps its memory to the end: all of them are timed in turn.
             for name, run, moved in _list_runs(index, dense, torch.zeros_like(dense)):
                 key = f"{name}, {kind} {sparsity}"

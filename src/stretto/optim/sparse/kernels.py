@@ -67,10 +67,21 @@ def _split_columns(values, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _join_columns(columns, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The reverse of `_split_columns`."""
-    even = tl.join(tl.join(columns[0], columns[4]), tl.join(columns[2], columns[6]))
-    odd = tl.join(tl.join(columns[1], columns[5]), tl.join(columns[3], columns[7]))
+def _load_column(left, is_left, ranks, before, first, last, K: tl.constexpr, IS_PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is left of number K of each row, and zeros."""
+    there = ((is_left >> (4 * K)) & 1) != 0
+    rank = ranks + ((before >> (4 * K)) & 15)
+    if IS_PART:
+        there &= (rank >= first) & (rank < last)
+        rank -= first
+    return tl.load(left + rank, mask=there, other=0)
+
+
+@triton.jit
+def _join_columns(first, last, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The reverse of `_split_columns`, of columns 0 to 3 and 4 to 7."""
+    even = tl.join(tl.join(first[0], last[0]), tl.join(first[2], last[2]))
+    odd = tl.join(tl.join(first[1], last[1]), tl.join(first[3], last[3]))
     return tl.join(even.reshape(ROWS, 4), odd.reshape(ROWS, 4)).reshape(ROWS, 8)
 
 
@@ -134,15 +145,19 @@ def _expand(  # type: ignore[no-untyped-def]
     """
     block = (first_block + tl.program_id(0)).to(tl.int64)
     is_left, ranks, before = _ranks(bits, prefix, block, ROWS)
-    columns = ()
-    for k in tl.static_range(8):
-        there = ((is_left >> (4 * k)) & 1) != 0
-        rank = ranks + ((before >> (4 * k)) & 15)
-        if IS_PART:
-            there &= (rank >= first) & (rank < last)
-            rank -= first
-        columns += (tl.load(left + rank, mask=there, other=0),)
-    values = _join_columns(columns, ROWS)
+    first_four = (
+        _load_column(left, is_left, ranks, before, first, last, 0, IS_PART),
+        _load_column(left, is_left, ranks, before, first, last, 1, IS_PART),
+        _load_column(left, is_left, ranks, before, first, last, 2, IS_PART),
+        _load_column(left, is_left, ranks, before, first, last, 3, IS_PART),
+    )
+    last_four = (
+        _load_column(left, is_left, ranks, before, first, last, 4, IS_PART),
+        _load_column(left, is_left, ranks, before, first, last, 5, IS_PART),
+        _load_column(left, is_left, ranks, before, first, last, 6, IS_PART),
+        _load_column(left, is_left, ranks, before, first, last, 7, IS_PART),
+    )
+    values = _join_columns(first_four, last_four, ROWS)
     places = (block * ROWS + tl.arange(0, ROWS))[:, None] * 8 + tl.arange(0, 8)[None, :]
     writes = places < size
     if IS_PART:  # other numbers of the block that are left may be another part's

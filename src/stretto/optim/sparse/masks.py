@@ -30,6 +30,10 @@ class Mask:
         """bool, of the tensor's shape."""
         return unpack(self.bits, self.shape.numel()).view(self.shape)
 
+    def unpacked_bytes(self) -> Tensor:
+        """uint8, 1 where a number is left."""
+        return self.unpacked().byte()
+
 
 @dataclass(frozen=True)
 class Masks:

@@ -257,7 +257,7 @@ def _pruned_state(optimizer: StoredOptimizer, masks: Masks) -> dict[str, Sharded
                 whole = ShardedState((), (LocalBox((), slot),))
             state[f"optimizer.{name}.{key}"] = whole
         if (mask := masks.masks.get(name)) is not None:
-            state[f"mask.{name}"] = _lazy_state_of(parameter, lambda own=mask: own.unpacked().byte(), torch.uint8)
+            state[f"mask.{name}"] = _lazy_state_of(parameter, mask.unpacked_bytes, torch.uint8)
     return state
 
 

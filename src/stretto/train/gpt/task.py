@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -159,15 +159,18 @@ class GPTTask(TrainTask):
 
     def _draw_masks(self) -> Masks | None:
         options, stored = self.config.train, self.optimizer
-        method = self._early_bird if options.prune_method == "early-bird" else "magnitude"
+        method: EarlyBird | Literal["magnitude"] = "magnitude"
+        if options.prune_method == "early-bird":
+            method = self._early_bird
         weights = stored.weight if isinstance(stored, StoredOptimizer) else None
         return prune(self.model, options.sparsity, method, scope=options.prune_scope, weights=weights)
 
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
         stored = self.optimizer
-        if isinstance(stored, StoredOptimizer) and stored.masks is None and self._prunes_after(step - 1):
-            if (masks := self._draw_masks()) is not None:
-                stored.prune(masks)
+        is_dense = isinstance(stored, StoredOptimizer) and stored.masks is None
+        if is_dense and self._prunes_after(step - 1) and (masks := self._draw_masks()) is not None:
+            assert isinstance(stored, StoredOptimizer)
+            stored.prune(masks)
         batch = self._batch(step)
         note("step", step)
         if self._changes_state_early:
