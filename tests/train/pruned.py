@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pruned training beside dense training under the mask, on any grid: in a module, for a pool to import."""
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
 from stretto.optim.sparse import Masks
-from stretto.parallel import Grid, no_sync, parallelize
+from stretto.parallel import Grid, count_collectives, no_sync, parallelize
 from stretto.parallel.layout import gather, layout_of, place_like
 from stretto.train.pruning import prune
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update, sgd_update, tiled_update
@@ -118,3 +119,60 @@ def _mask_gradients(stored: StoredOptimizer, masks: Masks) -> None:
         if name in masks.masks:
             place = store.layout.places[number]
             store.gradients[place.start : place.stop] *= masks.masks[name].unpacked().flatten()
+
+
+class Bank(nn.Module):
+    """Linears of several shapes, one of a single number; their gradients are integers where inputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = ((1, 1), (7, 5), (16, 8), (3, 40))
+        self.layers = nn.ModuleList(nn.Linear(columns, rows, bias=False) for rows, columns in shapes)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        total = rows.new_zeros(())
+        for layer in self.layers:
+            out = layer(rows[:, : layer.in_features].to(layer.weight.dtype))
+            total = total + (out * torch.arange(1, layer.out_features + 1)).float().sum()
+        return total
+
+
+def train_bank(sizes: dict[str, int]) -> dict[str, Any]:
+    """A model without roles whose gradients are integers, on any ranks: pruned beside dense, and bytes sent over z."""
+    grid = Grid(**sizes, device="cpu")
+    results, sent = [], []
+    for is_pruned in (False, True):
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = parallelize(Bank(), grid, dtype=torch.bfloat16, blocks=["layers.*"])
+        drawn = torch.Generator().manual_seed(3)
+        shapes = {f"layers.{number}.weight": layer for number, layer in enumerate(((1, 1), (7, 5), (16, 8), (3, 40)))}
+        given = {name: torch.rand(shape, generator=drawn) < 0.4 for name, shape in shapes.items()}
+        given["layers.2.weight"][4:] = False  # what is left of it is on z's first rank alone
+        masks = prune(model, None, given)
+        assert masks is not None
+        make = sgd_update(momentum=0.5)
+        stored = StoredOptimizer(
+            model, grid, make, name="sgd", options=StateOptions("device", bucket_size=64),
+            masks=masks if is_pruned else None,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(1)
+        for step in range(2):
+            rows = torch.randint(-2, 3, (16, 40), generator=generator).float()
+            with count_collectives(grid) as counts:
+                model(rows.chunk(grid.size("batch"))[grid.coordinate("batch")]).backward()
+            if step == 1:
+                sent.append(counts.bytes_by_axis())
+            if not is_pruned:
+                _mask_gradients(stored, masks)
+            stored.step(0.25)
+        found = {}
+        for name, parameter in stored.parameters.items():
+            for key in (None, "momentum_buffer"):
+                tensor = stored.read_later(name, key)().clone()
+                found[f"{name}.{key}"] = gather(place_like(tensor, parameter), layout_of(parameter))
+        results.append(found)
+        numbers = stored.store.layout.places
+    equal = all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+    return {"equal": equal, "sent": sent, "shares": [place.size for place in numbers], "changed": len(results[0])}
