@@ -196,6 +196,6 @@ def test_no_other_code_writes_files_in_place() -> None:
     in_folders = {"train/checkpoint/storage.py", "train/checkpoint/export.py", "train/observe/tracing.py"}
     assert {name for name in found if not name.startswith("launch/")} == in_folders | {
         "atomic_files.py",
-        "collectives/backend/native.py",
+        "native_code.py",
         "simulator/chakra/files.py",
     }

@@ -41,7 +41,9 @@ def by_ulysses(group: dist.ProcessGroup, causal: bool, q: Tensor, k: Tensor, v: 
     ranks = group.size()
 
     def exchange(parts: Tensor) -> Tensor:
-        return collectives.all_to_all_single_autograd(parts.contiguous(), [1] * ranks, [1] * ranks, group)
+        came = collectives.all_to_all_single_autograd(parts.contiguous(), [1] * ranks, [1] * ranks, group)
+        came.register_hook(Tensor.contiguous) if came.requires_grad else None  # its backward takes no other gradient
+        return came
 
     heads = (each.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4) for each in (q, k, v))
     whole = (exchange(each).flatten(0, 1).permute(1, 2, 0, 3) for each in heads)

@@ -51,6 +51,28 @@ def test_a_variable_that_is_no_number_is_named():
         count_local_ranks({"LOCAL_WORLD_SIZE": "two"})
 
 
+def nodes(declared: str, world_size: int) -> list[int]:
+    """The node of each rank, numbered in the order of ranks."""
+    names = [local_ranks.name_node(rank, world_size, {"STRETTO_NODES": declared}) for rank in range(world_size)]
+    return [list(dict.fromkeys(names)).index(name) for name in names]
+
+
+def test_ranks_of_one_machine_are_declared_to_be_several_nodes():
+    assert nodes("", 3) == [0, 0, 0]
+    assert nodes("2x2", 4) == [0, 0, 1, 1]
+    assert nodes("4x1", 4) == nodes("1,1,1,1", 4) == [0, 1, 2, 3]
+    assert nodes("3,1", 4) == [0, 0, 0, 1]
+    with mock.patch.object(local_ranks.platform, "node", return_value="far"):  # two machines stay two nodes
+        far = local_ranks.name_node(1, 2, {"STRETTO_NODES": "1x2"})
+    assert far != local_ranks.name_node(0, 2, {"STRETTO_NODES": "1x2"})
+    for wrong in ("2x", "x2", "0x4", "2x-2", "1,,3", "4,0", "two", "2X2", "9" * 99 + "x1"):
+        with pytest.raises(ValueError, match=r"STRETTO_NODES is .*, but must be the number of nodes .*; 1x4 would do"):
+            nodes(wrong, 4)
+    for wrong, declared in (("2x3", 6), ("2,1", 3), ("1x2", 2)):
+        with pytest.raises(ValueError, match=f"declares nodes for {declared} ranks, but the job has 4; 1x4 would do"):
+            nodes(wrong, 4)
+
+
 def make_grids(port: int | None) -> list[Any]:
     """The GPU of two grids without variables of a launcher; ranks 0 and 3, and ranks 1 and 2, share a machine."""
     from stretto.memory import shared_gpus

@@ -141,7 +141,7 @@ _KINDS: dict[str, Callable[[float, Team], StressCase]] = {
 NOT_COVERED = ("rows by copies",)
 """Two groups of these may deadlock: docs/decisions/014-multiprocessors-left-free.md."""
 KINDS = tuple(kind for kind in _KINDS if kind not in NOT_COVERED)
-SAMPLED_KINDS = ("two-shots", "pushed rows", "look-up", "two-shot all-reduce by LL")
+SAMPLED_KINDS = ("pushed rows", "look-up", "two-shot all-reduce by LL")
 """One of each family, since compiling all takes longer than running them."""
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks(4, own=(4,), among=(4,))
 @pytest.mark.parametrize(
     ("kinds", "rounds"),
     [
-        pytest.param(SAMPLED_KINDS, 8 * 32, id="sampled"),
+        pytest.param(SAMPLED_KINDS, 9 * 32, id="sampled"),
         pytest.param(KINDS, 10_000, id="all", marks=pytest.mark.exhaustive),
     ],
 )

@@ -212,7 +212,12 @@ def share_experts(max_rows: int | None, reduce: str) -> list[bool]:
 
 @pytest.mark.ranks(4, own=(4,), among=(4,))
 @pytest.mark.parametrize(
-    ("max_rows", "reduce"), [(None, "rank"), (None, "choice"), (400 * K, "rank"), (400 * K, "choice")]
+    ("max_rows", "reduce"),
+    [
+        (None, "rank"),
+        (400 * K, "choice"),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((None, "choice"), (400 * K, "rank"))),
+    ],
 )
 def test_kernels_send_rows_to_all_ranks_that_share_an_expert(
     gpu_pool: GpuRanks, world: int, max_rows: int | None, reduce: str

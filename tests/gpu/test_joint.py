@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMMs whose exchange is a schedule, on GPUs: whole numbers, past stragglers and poison, and in captured graphs."""
+"""Products whose exchange is a schedule, on GPUs: whole numbers, past stragglers and poison, and in captured graphs."""
 
 import random
 
@@ -9,9 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto import ops
+from stretto.collectives import Schedule
+from stretto.collectives.algorithms import find
+from stretto.ops import moe
+from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.operator import list_channels
-from tests.collectives.joint.random_algorithms import random_schedule
+from tests.collectives.joint.random_algorithms import random_all_to_all, random_schedule
 from tests.gpu.sharing import GpuRanks
+from tests.gpu.test_moe import no_host_waits
+from tests.ops.embedding.jagged import Kind, fill_case, look_up_case
 
 SEED = random.randrange(2**31)
 pytestmark = pytest.mark.ranks(2, 4, own=(2, 4), among=(2, 3, 4, 8))
@@ -50,6 +56,9 @@ def poison() -> None:
     for purpose, channel in list_channels(dist.group.WORLD.group_name):  # type: ignore[union-attr]
         if purpose == "copy_engine":
             channel.tensor((channel.num_bytes - channel._signal_bytes,), torch.uint8).fill_(0xFF)
+    for ring in find_output_rings(dist.group.WORLD.group_name):  # type: ignore[union-attr]
+        if not ring.outputs:
+            ring.slots.fill_(0xFF)
     torch.cuda.synchronize()
     dist.barrier()
 
@@ -113,3 +122,184 @@ def replay() -> list[bool]:
 
 def test_captured_products_replay(gpu_pool: GpuRanks, world: int) -> None:
     assert gpu_pool.run(world, replay) == [[True] * 5] * world
+
+
+HIDDEN, INNER, LOCAL, K = 264, 136, 4, 3
+
+
+def make_all_to_alls(seed: int) -> list[str | Schedule]:
+    """The direct one, in one and in four pieces, the two-step one of two nodes where there can be, and a random one."""
+    world = dist.get_world_size()
+    nodes = 2 if world % 2 == 0 else world
+    direct, two_step = find("direct-all-to-all"), find("two-step-all-to-all")
+    return [
+        "direct-all-to-all",
+        direct.compile(ranks=world, instances=4),
+        two_step.compile(nodes=nodes, gpus=world // nodes),
+        random_all_to_all(random.Random(seed), world, 2),
+    ]
+
+
+def make_routing(turn: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(x, ids, weights) of this rank: whole numbers, and in every third turn experts of one rank."""
+    rank, experts = dist.get_rank(), LOCAL * dist.get_world_size()
+    generator = torch.Generator().manual_seed(1000 * turn + rank)
+    numbers = torch.rand(tokens, experts, generator=generator)
+    if turn % 3 == 2:
+        numbers[:, :LOCAL] += 1
+    ids = numbers.topk(K).indices.cuda()
+    return draw(turn + rank, tokens, HIDDEN), ids, torch.randint(3, ids.shape, generator=generator).float().cuda()
+
+
+def run_experts(
+    routing: tuple[Tensor, Tensor, Tensor], weight: Tensor, max_rows: int | None, **options: object
+) -> list[Tensor]:
+    """Products, sums and gradients of experts."""
+    x, ids, weights = routing
+    group, leaves = dist.group.WORLD, (x.requires_grad_(), weights.requires_grad_())
+    inner, sent = moe.dispatch_grouped_matmul(
+        x,
+        ids,
+        weight,
+        group,
+        topk_weights=weights,
+        max_rows=max_rows,
+        **options,  # type: ignore[arg-type]
+    )
+    out = moe.grouped_matmul_combine(inner, weight.transpose(1, 2), sent, weights, group)
+    return [inner, sent.offsets, out, *torch.autograd.grad(out.float().sum(), leaves)]
+
+
+def count_wrong_experts(seed: int, is_fixed: bool) -> int:
+    """The number of calls by schedules whose bits are not those of the kernels' own exchange."""
+    rank, world, wrong = dist.get_rank(), dist.get_world_size(), 0
+    generator = torch.Generator().manual_seed(rank)
+    weight = draw(100 + rank, LOCAL, INNER, HIDDEN)
+    for schedule in make_all_to_alls(seed):
+        for turn in range(6):
+            tokens = 160 if is_fixed else [0, 257, 96, 31, 160, 1, 64, 200][(rank + turn) % 8]
+            max_rows = tokens * K * world if is_fixed else None
+            routing = make_routing(turn, tokens)
+            wanted = run_experts(routing, weight, max_rows, implementation="kernel")
+            if turn == 4:
+                poison()
+            torch.cuda._sleep(int(torch.randint(0, 2_000_000, (), generator=generator)))
+            found = run_experts(routing, weight, max_rows, schedule=schedule)
+            wrong += not all(torch.equal(one, right) for one, right in zip(found, wanted, strict=True))
+    moe.check_rows(dist.group.WORLD)
+    return wrong
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_experts_whose_tokens_move_by_a_schedule_are_exact(gpu_pool: GpuRanks, world: int, is_fixed: bool) -> None:
+    print(f"seed {SEED}")
+    assert gpu_pool.run(world, count_wrong_experts, SEED, is_fixed) == [0] * world
+
+
+def replay_experts(seed: int) -> list[bool]:
+    """Whether replays of captured experts are right, on other tokens and routings each time. No call waits for the
+    host."""
+    world, tokens = dist.get_world_size(), 128
+    weight, routing = draw(100 + dist.get_rank(), LOCAL, INNER, HIDDEN), make_routing(0, tokens)
+    same = []
+    for schedule in make_all_to_alls(seed):
+
+        def run() -> list[Tensor]:
+            return run_experts(routing, weight, tokens * K * world, schedule=schedule)  # noqa: B023
+
+        for _ in range(3):  # kernels are compiled, and workspaces allocated
+            run()
+        torch.cuda.synchronize()
+        with no_host_waits():
+            run()
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = run()
+        for turn in range(4):
+            with torch.no_grad():
+                for one, other in zip(routing, make_routing(turn, tokens), strict=True):
+                    one.copy_(other)
+            wanted = run_experts(routing, weight, tokens * K * world, implementation="kernel")
+            graph.replay()
+            same.append(all(torch.equal(one, right) for one, right in zip(replayed, wanted, strict=True)))
+        torch.cuda.synchronize()
+        del graph, replayed
+    return same
+
+
+def test_captured_experts_wait_for_no_host_and_replay(gpu_pool: GpuRanks, world: int) -> None:
+    print(f"seed {SEED}")
+    for same in gpu_pool.run(world, replay_experts, SEED):
+        assert all(same), same
+
+
+def make_kinds() -> list[Kind]:
+    """Look-ups of tables of unequal and of equal dims, and of ranks without any."""
+    world = dist.get_world_size()
+    unequal: list[list[tuple[int, int]]] = [[(1, 4), (300, 92), (50, 252)], [(5000, 64)], [], [(3, 8), (70, 32)]]
+    return [
+        Kind([unequal[rank % 4] for rank in range(world)], 48 * world, torch.float32, torch.int64, "mean", True, 20),
+        Kind([[(1000, 128)] * 3] * world, 64 * world, torch.bfloat16, torch.int32, "sum", False, 70),
+    ]
+
+
+def count_wrong_look_ups(seed: int) -> int:
+    """The number of look-ups by schedules whose bits, or gradients, are not those of the kernels' own exchange."""
+    rank, wrong = dist.get_rank(), 0
+    generator = torch.Generator().manual_seed(rank)
+    for kind in make_kinds():
+        for schedule in make_all_to_alls(seed):
+            for turn in range(6):
+                case = fill_case(kind, turn, "cuda")
+                case.seed = kind.batch  # one name for a kind's tables
+                found = []
+                if turn == 4:
+                    poison()
+                for options in ({"schedule": schedule}, {}):
+                    torch.cuda._sleep(int(torch.randint(0, 2_000_000, (), generator=generator)))
+                    tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
+                    out = look_up_case(case, tables, **options)
+                    out.backward(case.grad.chunk(dist.get_world_size())[rank].to(out.dtype))
+                    found.append([out.detach().clone(), *(table.grad for table in tables)])
+                wrong += not all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    ops.check_indices()
+    return wrong
+
+
+def test_vectors_that_move_by_a_schedule_are_exact(gpu_pool: GpuRanks, world: int) -> None:
+    print(f"seed {SEED}")
+    assert gpu_pool.run(world, count_wrong_look_ups, SEED) == [0] * world
+
+
+def replay_look_ups(seed: int) -> list[bool]:
+    """Whether replays of captured look-ups are right, of other rows each time."""
+    same, kind = [], make_kinds()[1]
+    for number, schedule in enumerate(make_all_to_alls(seed)):
+        case = fill_case(kind, number, "cuda")
+        case.seed = kind.batch
+        own = case.owners[dist.get_rank()]
+        with torch.no_grad():
+            for _ in range(3):  # kernels are compiled, and memory allocated
+                look_up_case(case, schedule=schedule)
+            torch.cuda.synchronize()
+            dist.barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                replayed = look_up_case(case, schedule=schedule)
+            for _ in range(4):
+                own.indices.random_(0, 1000)
+                wanted = look_up_case(case).clone()
+                graph.replay()
+                same.append(torch.equal(replayed, wanted))
+        torch.cuda.synchronize()
+        del graph, replayed
+    ops.check_indices()
+    return same
+
+
+def test_captured_look_ups_replay(gpu_pool: GpuRanks, world: int) -> None:
+    print(f"seed {SEED}")
+    for same in gpu_pool.run(world, replay_look_ups, SEED):
+        assert all(same), same

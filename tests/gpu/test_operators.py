@@ -510,7 +510,8 @@ def test_random_shapes_are_right_and_the_same_twice(
 
 
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("calls", [100, pytest.param(2000, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("calls", [2000])
 def test_thousands_of_calls_have_the_bits_of_the_first(run_ranks: Run, tmp_path: Path, calls: int, world: int) -> None:
     run_ranks(world, call_often, tmp_path, SEED, calls, "cuda", timeout=200.0)
     assert read(tmp_path) == [[]] * world, SEED

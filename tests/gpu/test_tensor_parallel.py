@@ -81,7 +81,11 @@ def compare(tokens: int, columns: int, routing: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("tokens", "columns", "routing"),
-    [(257, 264, "uniform"), (96, 1544, "skewed"), (1, 264, "uniform"), (200, 264, "few")],
+    [
+        (257, 264, "uniform"),
+        (96, 1544, "skewed"),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((1, 264, "uniform"), (200, 264, "few"))),
+    ],
 )
 def test_a_layer_is_that_of_every_expert_on_every_token(
     gpu_pool: GpuRanks, world: int, tokens: int, columns: int, routing: str

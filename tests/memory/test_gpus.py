@@ -39,7 +39,7 @@ def look(gpus, hosts, visible, unreached, without_atomics=(), needs_atomics=True
     with (
         mock.patch.object(gpus_module, "has_native_atomics", has_atomics),
         mock.patch.object(gpus_module, "nvml_supports", supports),
-        mock.patch("socket.gethostname", return_value=hosts[rank]),
+        mock.patch("platform.node", return_value=hosts[rank]),
         mock.patch.object(torch.cuda, "get_device_properties", properties),
         mock.patch.object(torch.cuda, "device_count", return_value=len(seen)),
         mock.patch.object(torch.cuda, "can_device_access_peer", reaches),
@@ -55,7 +55,7 @@ ALL = (["a", "b", "c"],) * 3
     [
         ([("a", H200), ("b", H200), ("c", H200)], "xxx", ALL, [], None),
         ([("a", H200), ("b", H200), ("c", H200)], "xxx", (["a"], ["b"], ["c"]), [], None),  # each sees its own alone
-        ([("a", H200), ("b", H200), ("c", H200)], "xyx", ALL, [], "its ranks are on 2 machines"),
+        ([("a", H200), ("b", H200), ("c", H200)], "xyx", ALL, [], "its ranks are on 2 nodes"),
         ([("a", H200), ("b", H200), ("b", H200)], "xxx", (["a", "b"],) * 3, [], "several of its ranks share a GPU"),
         (
             [("a", H200), ("b", H200), ("c", H100)],

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.stress.exchange import compile_all_to_all
 from torch import Tensor
 
 from stretto import ops
@@ -27,6 +28,10 @@ from stretto.stress.team import Team, is_exact
 FAMILY = "embedding"
 ENTRIES = 6
 FORWARD = tuple(f"ops.embedding.forward_kernel.{name}" for name in ("begin_pooling", "pool_and_send"))
+SCHEDULED = (
+    *(f"ops.embedding.forward_kernel.{name}" for name in ("begin_pooling", "pool_alone")),
+    "ops.joint.routed.move_rows",
+)
 _BACKWARD = "ops.embedding.backward_kernel."
 SORTED = tuple(_BACKWARD + name for name in ("find_keys", "count_chunks", "place_chunks", "reduce_chunks"))
 COMBINED = _BACKWARD + "combine_chunks"
@@ -43,6 +48,7 @@ class LookUp:
     action: "forward"; "dense" or "sparse" gradients; "sgd" or "adagrad"; "put"; or "alone", with no exchange. config:
     of the forward kernel, None for the default. by_copies: copy engines push gradients, and not programs. has_none: the
     last rank has no tables. reaches: of "put", whether ranks store into those that they peer_access, or put to all.
+    schedule: an all-to-all's algorithm, by which vectors move.
     """
 
     action: str = "forward"
@@ -54,6 +60,7 @@ class LookUp:
     by_copies: bool = False
     has_none: bool = False
     reaches: bool = True
+    schedule: str = ""
     dims: tuple[int, ...] = (16, 32, 16)
 
 
@@ -175,6 +182,8 @@ class EmbeddingCase(StressCase):
                     indices, offsets, self._tables, team.group, weights=weights, mode=look_up.mode, batch=self._batch,
                     name=self._name, peer_access=peer_access,
                 )  # fmt: skip
+        if look_up.schedule:
+            return self._call_operator(entry, self._tables, schedule=compile_all_to_all(look_up.schedule, self._world))
         if look_up.config is None:
             return self._call_operator(entry, self._tables)
         group, tables = team.group.group_name, find_tables(self._tables, team.device)
@@ -294,6 +303,16 @@ def list_configurations() -> list[Configuration]:
         "forward/mean": ("weighted means", LookUp(mode="mean"), FORWARD),
         "forward/weighted-bf16": ("weighted sums in bf16", LookUp(is_weighted=True, dtype=BF16), FORWARD),
         "forward/rank-without-tables": ("the last rank has none", LookUp(has_none=True, dims=(16, 64)), FORWARD),
+        "forward/schedule-direct": (
+            "vectors move by a schedule, as soon as they are pooled; the last rank has none",
+            LookUp(has_none=True, dims=(16, 64), schedule="direct-all-to-all"),
+            SCHEDULED,
+        ),
+        "forward/schedule-two-step": (
+            "the same by way of another rank, in bf16",
+            LookUp(is_weighted=True, dtype=BF16, schedule="two-step-all-to-all"),
+            SCHEDULED,
+        ),
         "forward/alone": (
             "one rank's tables, with no exchange",
             LookUp("alone", config=LaunchConfig(4, 2, 8, 2, 2, "by_table")),

@@ -7,6 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from stretto.collectives import Schedule
+from stretto.collectives.algorithms import find
 from stretto.ops import moe
 from stretto.ops.moe.grouped.matmul import compute_product
 from stretto.ops.moe.permutation import sum_copies
@@ -22,6 +24,11 @@ _EXCHANGE = (
     *(f"ops.moe.exchange_kernel.{name}" for name in ("exchange_counts", "push_rows")),
     *(f"ops.moe.pairs.{name}" for name in ("count_pairs", "place_pairs")),
     *(f"ops.moe.sorting.{name}" for name in ("count_copies", "place_copies")),
+)
+_SCHEDULE = (
+    *(name for name in _EXCHANGE if not name.endswith("push_rows")),
+    "ops.joint.routed.move_rows",
+    "ops.moe.grouped.tile_order.fill_tile_tables",
 )
 _ARRIVALS = (
     *_EXCHANGE,
@@ -98,6 +105,39 @@ class ExchangeCase(StressCase):
             moe.check_rows(self._team.group)
 
 
+def compile_all_to_all(algorithm: str, ranks: int) -> Schedule:
+    """The schedule of the direct all-to-all, in pieces, or of the two-step one: of two nodes, if there can be."""
+    if algorithm.startswith("two-step"):
+        nodes = 2 if ranks % 2 == 0 else ranks
+        return find(algorithm).compile(nodes=nodes, gpus=ranks // nodes)
+    return find(algorithm).compile(ranks=ranks, instances=3)
+
+
+class ScheduleCase(ExchangeCase):
+    """The same by two products, and by an all-to-all's schedule: direct, in pieces, or of two steps."""
+
+    def __init__(self, team: Team, *, algorithm: str, is_fixed: bool) -> None:
+        super().__init__(team, reduce="rank", is_fixed=is_fixed)
+        one = torch.eye(self._columns, device=team.device, dtype=torch.bfloat16)
+        self._weight = torch.stack([one * (team.rank * LOCAL + expert + 1) for expert in range(LOCAL)])
+        self._ones = one.repeat(LOCAL, 1, 1)
+        self._schedule = compile_all_to_all(algorithm, team.world)
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        x, ids, weights, grad = self._calls[entry]
+        leaves = x.detach().requires_grad_(), weights.detach().requires_grad_()
+        with torch.enable_grad():
+            rows, sent = moe.dispatch_grouped_matmul(
+                leaves[0], ids, self._weight, self._team.group, max_rows=self._max_rows,
+                topk_weights=leaves[1] if entry % 2 else None, schedule=self._schedule,
+            )  # fmt: skip
+            out = moe.grouped_matmul_combine(rows, self._ones, sent, leaves[1], self._team.group)
+        found = out.detach(), *torch.autograd.grad(out, leaves, grad)
+        pairs = zip(found, self._expected[entry], strict=True)
+        return [Check(one, right.to(one.dtype)) for one, right in pairs]
+
+
 class ArrivalsCase(ExchangeCase):
     """The same by products, of tokens and of gradients, that begin on rows that have arrived."""
 
@@ -139,19 +179,36 @@ def list_configurations() -> list[Configuration]:
         )
         for is_fixed in (False, True)
     ]
-    return arrivals + [
+    schedules = [
         Configuration(
-            f"experts/exchange-{name}",
+            f"experts/schedule-{algorithm.removesuffix('-all-to-all')}{'-fixed' * is_fixed}",
             "experts",
-            _EXCHANGE,
-            covers,
-            partial(ExchangeCase, reduce=reduce, is_fixed=is_fixed),
+            _SCHEDULE,
+            f"products whose rows move by the schedule of {algorithm}" + ", of a fixed number" * is_fixed,
+            partial(ScheduleCase, algorithm=algorithm, is_fixed=is_fixed),
             takes_graphs=is_fixed,
             suits=lambda ranks: ranks >= several,
         )
-        for name, covers, reduce, is_fixed in (
-            ("rank", "tokens to experts' ranks and sums back, of as many rows as there are", "rank", False),
-            ("choice", "the same with all choices' rows back", "choice", False),
-            ("fixed", "the same of a fixed number of rows, which no host reads", "rank", True),
-        )
+        for algorithm in ("direct-all-to-all", "two-step-all-to-all")
+        for is_fixed in (False, True)
     ]
+    return (
+        arrivals
+        + schedules
+        + [
+            Configuration(
+                f"experts/exchange-{name}",
+                "experts",
+                _EXCHANGE,
+                covers,
+                partial(ExchangeCase, reduce=reduce, is_fixed=is_fixed),
+                takes_graphs=is_fixed,
+                suits=lambda ranks: ranks >= several,
+            )
+            for name, covers, reduce, is_fixed in (
+                ("rank", "tokens to experts' ranks and sums back, of as many rows as there are", "rank", False),
+                ("choice", "the same with all choices' rows back", "choice", False),
+                ("fixed", "the same of a fixed number of rows, which no host reads", "rank", True),
+            )
+        ]
+    )

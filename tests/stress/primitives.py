@@ -396,6 +396,38 @@ def require_empty(packets: Tensor) -> None:
         raise AssertionError("packets were left in memory that is empty between calls")
 
 
+class PutCase(StressCase):
+    """A kernel gathers shards by puts alone; with STRETTO_NODES, 2x2 for example, between nodes, over sockets."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.entries = ENTRIES
+        slot_bytes, self.words = (16384, 50_001) if team.is_cuda else (64, 90)
+        self.channel = tiles.PutChannel.allocate(
+            team.group, slots=3, slot_bytes=slot_bytes, backend="cuda" if team.is_cuda else "host"
+        )
+        drawn = [
+            [
+                team.integers((self.words,), entry, peer, low=-_LARGEST, high=_LARGEST).int()
+                for peer in range(team.world)
+            ]
+            for entry in range(ENTRIES)
+        ]
+        self.inputs = [shards[team.rank] for shards in drawn]
+        self.expected = [torch.stack(shards) for shards in drawn]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        out = torch.full_like(self.expected[entry], -1)
+        self.channel.all_gather(self.inputs[entry], out)
+        return [Check(out, self.expected[entry])]
+
+    def poison(self) -> None:
+        self.channel.slot_memory().fill_(0xFF)
+
+    def check(self) -> None:
+        self.channel.check()
+
+
 def list_configurations() -> list[Configuration]:
     """All configurations of the tile primitives."""
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -413,6 +445,7 @@ def list_configurations() -> list[Configuration]:
         "packet-sums": ("sums by packets, bf16", (), partial(PacketSumCase, dtype=bf16, chunk=128, in_fours=False)),
         "packet-sums-fours": ("four at a time", (), partial(PacketSumCase, dtype=bf16, chunk=256, in_fours=True)),
         "packet-sums-few": ("two warps, fp32", (), partial(PacketSumCase, dtype=fp32, chunk=64, in_fours=False)),
+        "puts": ("slices by puts alone, through the proxy", ("tiles.puts.gather_slices",), PutCase),
         "copies": ("copy engines, whose signals a kernel awaits", (BEGIN,), partial(CopyCase, waits="kernel")),
         "copies-wait": (
             "the same, awaited by streams, rank by rank",

@@ -136,6 +136,19 @@ def test_a_run_resumes_on_another_grid_with_the_same_losses(
         assert ours["lr"] == theirs["lr"]
 
 
+def test_muon_trains_and_resumes_on_another_grid(ranks: MakeRanks, tmp_path: Path) -> None:
+    options = ["train.optimizer=muon", "train.dtype=fp64", "train.lr=0.01"]
+    whole = run(ranks, tmp_path / "whole", *options, *on_grid(x=2, z=2), "train.checkpoint_every=3")
+    start = checkpoint_path(tmp_path / "whole", 3)
+    resumed = run(ranks, tmp_path / "resumed", *options, *on_grid(data=2), f"train.resume={start}")
+    assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in whole[3:]], abs=1e-9)
+    assert whole[0]["loss"] - whole[-1]["loss"] > 0.05
+    kept = read_metadata(start).tensors
+    for name in ("blocks.0.attention.qkv.weight", "embedding.weight"):
+        slots = {key.rpartition(".")[2] for key in kept if key.startswith(f"optimizer.{name}.")}
+        assert slots == ({"momentum_buffer"} if name.startswith("blocks") else {"exp_avg", "exp_avg_sq", "step"})
+
+
 @pytest.mark.long
 def test_a_run_resumes_on_the_same_grid_bit_by_bit(ranks: MakeRanks, tmp_path: Path) -> None:
     options = [*on_grid(z=2), "model.dropout=0.2", "train.micro_batch=2", "train.checkpoint_every=2"]

@@ -7,8 +7,9 @@ import logging
 import pytest
 from tests.full_disk import no_room_beyond
 
+from stretto.native_code import cache_folder
 from stretto.tuning import TuningStore
-from stretto.tuning.store import cache_folder, read_times
+from stretto.tuning.store import read_times
 
 
 def test_times_are_found_again_by_machine_and_key(tmp_path):

@@ -15,9 +15,11 @@ from tests.ops import test_machine_code as operators
 from tests.ops import test_put as put
 from tests.ops.attention import test_copies
 from tests.ops.joint import test_machine_code as joint
+from tests.ops.joint import test_routed_machine_code as routed
 from tests.ops.moe import test_few_tokens, test_tensor_parallel_kernels, test_tile_order
 from tests.ops.test_put import kernels, stubs  # noqa: F401  (fixtures)
 from tests.stress.kernels import list_kernels
+from tests.tiles import test_puts
 from tests.tiles.machine_code import make_channel
 
 from stretto import tiles
@@ -178,7 +180,7 @@ def launch_in_order(name: str) -> Launch:
     if name == "fill_tile_tables":
         arguments = WORDS, WORDS, WORDS, WORDS, 1, 64, 64, 4, 32, 32, 16, 128
         return Launch(tile_order.fill_tile_tables, arguments, {"num_warps": 4})
-    return Launch(tile_order.await_all_channels, (make_channel("p2p"), 32, 256), {"num_warps": 8})
+    return Launch(tile_order.await_all_channels, (make_channel("p2p"), WORDS, 32, 256), {"num_warps": 8})
 
 
 def launch_cross_entropy(name: str) -> Launch:
@@ -220,8 +222,8 @@ def launch_begin_of_pooling() -> Launch:
 
 def launch_pooling_alone() -> Launch:
     arguments = (
-        embedding.look_up(), embedding.pooling(), embedding.Bags(LONGS, LONGS, FLOATS), FLOATS, WORDS, embedding.REPORT,
-        4, "mixed",
+        make_channel("p2p"), tiles.look_up_tiles(*[WORDS] * 5), embedding.look_up(), embedding.pooling(),
+        embedding.Bags(LONGS, LONGS, FLOATS), FLOATS, WORDS, WORDS, embedding.REPORT, 4, "remote_first",
     )  # fmt: skip
     return Launch(forward_kernel.pool_alone, arguments, {"num_warps": 1})
 
@@ -254,6 +256,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         joint.joint_arguments(operators.NARROW, is_gather=False),
         {"num_warps": operators.NARROW.num_warps, "num_stages": operators.NARROW.num_stages},
     ),
+    "ops.joint.routed.move_rows": lambda: Launch(routed.move_rows, routed.move_arguments(), {"num_warps": 16}),
     "ops.matmul_reduce_scatter.gemm_reduce_scatter": lambda: launch_operator("scatter", operators.WIDE),
     "ops.matmul_reduce_scatter_copies.add_tiles": launch_added_tiles,
     "ops.matmul_reduce_scatter_copies.multiply_tiles": lambda: launch_operator("copied", operators.WIDE),
@@ -305,6 +308,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     ),
     "parallel.comm.copy_engine_scatter.sum_parts": launch_sum_of_parts,
     "tiles.calls.begin_call": launch_begin_of_a_call,
+    "tiles.puts.gather_slices": lambda: Launch(*test_puts.launch_gather()),
     "tiles.signals.wait_for_all": lambda: Launch(signals.wait_for_all, (make_channel(), 2, 9), {"num_warps": 1}),
     "tiles.signals.wait_for_channel": lambda: Launch(
         signals.wait_for_channel, (make_channel(), 1, 2), {"num_warps": 1}

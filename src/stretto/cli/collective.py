@@ -337,12 +337,16 @@ def _show_in_operator(schedule: "Schedule", operator: str, sizes: str, cluster: 
     """Simulate the schedule inside an operator, print its time, and draw its tiles and moves."""
     from stretto.cluster import Cluster
     from stretto.collectives.joint import join, require_collective, require_operator, verify_joint
+    from stretto.collectives.joint.schedule import COLLECTIVES, ROUTED
     from stretto.collectives.verifier import verify
     from stretto.report.joint import plot_joint  # imports matplotlib
     from stretto.simulator.network import of_cluster
     from stretto.simulator.schedules.joint import ProductCosts, simulate_joint
 
     require_operator(operator)
+    if operator in ROUTED:
+        others = ", ".join(one for one in COLLECTIVES if one not in ROUTED)
+        raise ValueError(f"{operator}'s messages have the sizes that a call's routing gives: {others} will do")
     m, n, k = _read_sizes(sizes)
     ranks = schedule.collective.ranks
     require_collective(operator, schedule, ranks)
@@ -455,7 +459,7 @@ def _cleaning_up_when_ended() -> Iterator[None]:
 def _agree_to_run(script: Path, *, is_agreed: bool) -> None:
     """Ask before a script is run for the first time, or after a change. ValueError without a terminal."""
     from stretto.cluster import read_bounded
-    from stretto.tuning.store import cache_folder
+    from stretto.native_code import cache_folder
 
     try:
         content = read_bounded(script, MAX_SCRIPT_BYTES, "a script")

@@ -195,7 +195,7 @@ def _compilers() -> Iterator[Finding]:
 
 
 def _places() -> Iterator[Finding]:
-    from stretto.tuning.store import cache_folder
+    from stretto.native_code import cache_folder
 
     folder = cache_folder()
     try:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out which of a job's ranks run on this machine, however they were launched. Needs no torch.
+"""Finds out which of a job's ranks run on this machine, however they were launched, and which share a node.
+
+A node is a machine, unless STRETTO_NODES declares ranks of one machine to be several nodes, so that what runs between
+nodes can be tried on one. GPUs, memory and processes are counted by machine all the same. Needs no torch.
 
 torchrun sets LOCAL_RANK and LOCAL_WORLD_SIZE. Under Slurm's srun a script may set RANK and WORLD_SIZE itself; the
 rest is then in Slurm's variables, which count only if each task of the step is a rank. Other launchers set nothing:
@@ -75,6 +78,41 @@ def agree_on_local_rank(store: Store, rank: int, world_size: int) -> int:
     store.get("stretto/all ranks have a machine")  # waits for it
     here = set(map(int, store.get(key).decode().rstrip(",").split(",")))  # a rank is there twice if it has asked twice
     return sorted(here).index(rank)
+
+
+def name_node(rank: int, world_size: int, environment: Mapping[str, str] = os.environ) -> str:
+    """A name of this process's node, the same on ranks of one node and different on others.
+
+    rank, world_size: of the job. It has the machine's name and boot id, and a number if STRETTO_NODES declares that the
+    machine's ranks are on several nodes: "2x4" for two nodes of four ranks each, "3,1" for a node of three ranks and
+    one of one rank, in the order of ranks. Raises ValueError where these are not all of the job's ranks.
+    """
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
+    machine = f"{platform.node()} {boot}"
+    if not (declared := environment.get("STRETTO_NODES", "")):
+        return machine
+    return f"{machine} node {_declared_nodes(declared, world_size)[rank]}"
+
+
+def _declared_nodes(text: str, world_size: int) -> list[int]:
+    """The number of each rank's node, from "2x4" or "3,1"."""
+    if found := re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", text):
+        declared = int(found[1]) * int(found[2])
+        sizes = [int(found[2])] * min(int(found[1]), world_size)
+    elif re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
+        sizes = [int(size) for size in text.split(",")]
+        declared = sum(sizes)
+    else:
+        raise ValueError(
+            f"the environment variable STRETTO_NODES is {text!r}, but must be the number of nodes and of ranks on "
+            f"each, such as 2x4, or the ranks of each node, such as 3,1; 1x{world_size} would do for this job"
+        )
+    if declared != world_size:
+        raise ValueError(
+            f"the environment variable STRETTO_NODES is {text!r}, which declares nodes for {declared} ranks, but the "
+            f"job has {world_size}; 1x{world_size} would do"
+        )
+    return [node for node, size in enumerate(sizes) for _ in range(size)]
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symmetric memory: every rank of a group has a buffer of one size, can access its peers' buffers, and signals them.
 
-Modules: `symmetric` (the interface, `PeerError`), `host` and `cuda` (its two backends), `allocation` (`allocate`, and
-symmetric tensors), `groups` (rank, time limit and exchanges of a process group), `failures` (waits on a GPU that timed
-out), `gpus` (whether a group's GPUs can work together), `shared_gpus` (several ranks on one GPU, for tests), `pinned`
-(large allocations of pinned host memory, which are not symmetric).
+Modules: `symmetric` (the interface, `PeerError`), `host` and `cuda` (its two backends), `network` (puts between nodes),
+`allocation` (`allocate`, and symmetric tensors), `groups` (rank, time limit and exchanges of a process group),
+`failures` (waits on a GPU that timed out), `gpus` (whether a group's GPUs can work together), `shared_gpus` (several
+ranks on one GPU, for tests), `pinned` (large allocations of pinned host memory, which are not symmetric).
 """
 
 from stretto.memory import failures, shared_gpus
@@ -24,6 +24,7 @@ from stretto.memory.symmetric import (
     MAX_SIGNALS,
     Backoff,
     PeerError,
+    Reach,
     SymmetricMemory,
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "Backoff",
     "HostMemory",
     "PeerError",
+    "Reach",
     "SymmetricMemory",
     "allocate",
     "allocate_in_process",

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.memory.fences import find_fence
 from stretto.memory.gpus import NVML_NVLINK, nvml_supports
-from stretto.memory.host import find_fence
 from stretto.memory.plain_data import all_gather_data
 
 SIDE_STREAMS = ("copy", "flag", "wait")

@@ -2,13 +2,13 @@
 """Facts about GPUs: whether a group's kernels can work together, and how many of their programs may wait at once."""
 
 import ctypes
-import socket
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from stretto.cluster.local_ranks import name_node
 from stretto.memory import shared_gpus
 from stretto.memory.plain_data import all_gather_data
 
@@ -21,7 +21,7 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 class _Gpu(NamedTuple):
     """A rank's description of its GPU for the others."""
 
-    host: str
+    node: str
     identity: str
     kind: str
     may_be_shared: bool
@@ -36,11 +36,11 @@ def find_obstacle(group: dist.ProcessGroup, device: torch.device, *, needs_atomi
     """
     properties = torch.cuda.get_device_properties(device)
     kind = f"{properties.name} with {properties.multi_processor_count} multiprocessors"
-    here = _Gpu(socket.gethostname(), str(properties.uuid), kind, shared_gpus.is_enabled())
+    here = _Gpu(name_node(dist.get_rank(), dist.get_world_size()), str(properties.uuid), kind, shared_gpus.is_enabled())
     everyone = all_gather_data(here, group, _Gpu)
-    hosts, gpus, kinds, switches = (set(each) for each in zip(*everyone, strict=True))
-    if len(hosts) > 1:
-        return f"its ranks are on {len(hosts)} machines"
+    nodes, gpus, kinds, switches = (set(each) for each in zip(*everyone, strict=True))
+    if len(nodes) > 1:
+        return f"its ranks are on {len(nodes)} nodes"
     if len(gpus) < len(everyone) and switches != {True}:
         return "several of its ranks share a GPU"
     if len(kinds) > 1:  # kernels divide work by the number of multiprocessors

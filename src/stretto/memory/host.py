@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric memory between the processes of one machine: anonymous POSIX shared memory.
+"""Symmetric memory between processes: anonymous POSIX shared memory within a node, puts between nodes.
 
 Each rank creates its region with memfd_create and sends its peers (process, descriptor), which map it through
 /proc/PROCESS/fd/DESCRIPTOR; once all have, the rank closes the descriptor. The region never has a name in /dev/shm: the
@@ -13,11 +13,10 @@ sees half done; it needs no atomic addition, which Python does not have. `find_f
 Kernels that do have atomic additions may use these counters too, with their own rules on who writes.
 """
 
-import ctypes
 import os
 import platform
 import secrets
-from collections.abc import Callable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.cluster.host_memory import host_memory_available
+from stretto.cluster.local_ranks import name_node
+from stretto.memory.fences import find_fence
 from stretto.memory.groups import exchange, find_own_rank, require_same, timed_barrier
-from stretto.memory.symmetric import MASK, Backoff, PeerError, SymmetricMemory, has_reached
+from stretto.memory.network.descriptors import Put
+from stretto.memory.network.endpoint import Endpoint, find_endpoint
+from stretto.memory.symmetric import MASK, Backoff, PeerError, Reach, SymmetricMemory, has_reached
 
 _ALIGNMENT = 64
 _SECONDS_BEFORE_ASKING = 0.1  # a longer wait checks whether the peer is still alive
@@ -54,33 +57,67 @@ class _Offer(NamedTuple):
     signals: int
     what: str
     refusal: str
+    node: str
 
 
 class HostMemory(SymmetricMemory):
     """Symmetric memory over regions that this process has mapped, its own among them.
 
     Only one thread may use it: a second one would be a second writer. `processes` are the ranks' processes, None where
-    all ranks are in this one.
+    all ranks are in this one. Regions of other nodes are None; `endpoint` puts into them. always_puts: whether regions
+    of this node are put into as well, as `allocate` describes it.
     """
 
     def __init__(
-        self, rank: int, regions: list[Tensor], size: int, signals: int, processes: list[Process] | None
+        self,
+        rank: int,
+        regions: Sequence[Tensor | None],
+        size: int,
+        signals: int,
+        processes: list[Process] | None,
+        endpoint: Endpoint | None = None,
+        *,
+        always_puts: bool = False,
     ) -> None:
         self.rank = rank
         self.world_size = len(regions)
         self.size = size
         self.signals = signals
         start = _pad_bytes(len(regions), signals)
-        self._buffers = [region[start : start + size] for region in regions]
-        self._pads = [memoryview(region[:start].numpy()).cast("I") for region in regions]  # type: ignore[arg-type]
+        self._whole = regions[rank]
+        self._buffers = [None if region is None else region[start : start + size] for region in regions]
+        self._pads = [
+            None if region is None else memoryview(region[:start].numpy()).cast("I")  # type: ignore[arg-type]
+            for region in regions
+        ]
         self._processes = processes
         self._fence = find_fence()
+        self.endpoint = endpoint
+        self._reach = tuple(
+            Reach.PUTS if region is None or (always_puts and peer != rank) else Reach.LOADS_AND_STORES
+            for peer, region in enumerate(regions)
+        )
+        self.region = 0
+        self._sources: dict[Hashable, tuple[int, Tensor]] = {}
+        if endpoint is not None:
+            near = {peer: region for peer, region in enumerate(regions) if region is not None and peer != rank}
+            self.region = endpoint.add_region(self.whole(), start, signals, near)
 
     @classmethod
     def allocate(
-        cls, size: int, signals: int, group: dist.ProcessGroup | None, timeout: float, what: str = ""
+        cls,
+        size: int,
+        signals: int,
+        group: dist.ProcessGroup | None,
+        timeout: float,
+        what: str = "",
+        *,
+        always_puts: bool = False,
     ) -> "HostMemory":
-        """Allocate on all ranks, as `stretto.memory.allocate`; what: a description, the same on all ranks."""
+        """Allocate on all ranks, as `stretto.memory.allocate`; what: a description, the same on all ranks.
+
+        always_puts: put to the other ranks of this node, too, as GPUs without peer access do.
+        """
         if platform.system() != "Linux":
             raise OSError(f"shared memory between processes needs Linux, not {platform.system()}")
         find_fence()
@@ -91,26 +128,102 @@ class HostMemory(SymmetricMemory):
         try:
             error = _reserve(descriptor, total, world_size)  # raised once the others know, or they would wait
             process, refusal = Process(os.getpid(), _started(os.getpid())), "" if error is None else str(error)
-            offers = exchange(_Offer(process, descriptor, name, size, signals, what, refusal), group, timeout, _Offer)
+            node = name_node(dist.get_rank(), dist.get_world_size())
+            own = _Offer(process, descriptor, name, size, signals, what, refusal, node)
+            offers = exchange(own, group, timeout, _Offer)
             if error is not None:
                 raise error
             _require_offered(offers)
             _require_same(offers, rank)
-            regions = [_map(offer, total, rank, peer) for peer, offer in enumerate(offers)]
-            timed_barrier(group, timeout)  # all have mapped it: the descriptor can be closed
+            nodes = [offer.node for offer in offers]
+            regions = [
+                _map(offer, total, rank, peer) if offer.node == node else None for peer, offer in enumerate(offers)
+            ]
+            endpoint = None
+            if always_puts or len(set(nodes)) > 1:
+                endpoint = find_endpoint(group, nodes, timeout)
+            processes = [offer.process for offer in offers]
+            memory = cls(rank, regions, size, signals, processes, endpoint, always_puts=always_puts)
+            # All have mapped it, so that the descriptor can be closed, and registered it, so that puts may come.
+            timed_barrier(group, timeout)
         finally:
             os.close(descriptor)
-        return cls(rank, regions, size, signals, [offer.process for offer in offers])
+        return memory
+
+    @property
+    def reach(self) -> tuple[Reach, ...]:
+        """How this rank gets data into each rank's buffer: `put` where it is not mapped."""
+        return self._reach
 
     def buffer(self, rank: int | None = None) -> Tensor:
-        """A rank's buffer (default: this rank's) as uint8 [size]."""
-        return self._buffers[self.rank if rank is None else rank]
+        """A rank's buffer (default: this rank's) as uint8 [size]. ValueError for one on another node."""
+        found = self._buffers[self.rank if rank is None else rank]
+        if found is None:
+            raise ValueError(f"rank {rank} is on another node: reach[{rank}] is {self.reach[rank or 0]}, by put")
+        return found
+
+    def whole(self) -> Tensor:
+        """This rank's region: the counters, uint32 [world, signals], then, aligned to 64 bytes, the buffer."""
+        assert self._whole is not None
+        return self._whole
+
+    @property
+    def is_open(self) -> bool:
+        """True until `close`."""
+        return bool(self._pads)
+
+    def find_source(self, key: Hashable, size: int) -> tuple[int, Tensor]:
+        """Memory of this rank that `put` may read, too: its number, for `source_region`, and uint8 [size].
+
+        The same key has the same memory, until this is closed.
+        """
+        assert self.endpoint is not None, "no rank is on another node"
+        if key not in self._sources:
+            memory = torch.empty(size, dtype=torch.uint8)
+            self._sources[key] = self.endpoint.add_source(memory), memory
+        return self._sources[key]
+
+    def put(
+        self,
+        peer: int,
+        source: int,
+        offset: int,
+        size: int,
+        index: int | None = None,
+        *,
+        source_region: int | None = None,
+    ) -> None:
+        """Put `size` bytes at `source` of this rank's buffer to `offset` of the peer's; then count up `index` there.
+
+        source_region: of `add_source`, None for this rank's buffer. It returns at once: the bytes must not change until
+        a signal of the peer has answered, or all of this rank's puts from it have arrived (`close` waits for that).
+        ValueError for bytes outside of either buffer, PeerError for a peer that is lost.
+        """
+        if self.endpoint is None or self._reach[peer] is not Reach.PUTS:
+            raise ValueError(f"rank {peer} is reached by loads and stores, and not by put")
+        if size < 0 or not 0 <= offset <= self.size - size:
+            raise ValueError(f"{size} bytes at {offset} do not fit into a buffer of {self.size} bytes")
+        if index is not None and not 0 <= index < self.signals:
+            raise ValueError(f"a pair of ranks has signals 0 to {self.signals - 1}, not {index}")
+        if source_region is None and not 0 <= source <= self.size - size:
+            raise ValueError(f"{size} bytes at {source} are not in a buffer of {self.size} bytes")
+        own = self.region if source_region is None else source_region
+        self.endpoint.put(Put(peer, own, source, self.region, offset, size, index))
+
+    def check(self, peer: int) -> None:
+        """PeerError if a peer on another node cannot be reached any more."""
+        if self.endpoint is not None and self._reach[peer] is Reach.PUTS:
+            self.endpoint.check(peer)
 
     def signal(self, peer: int, index: int) -> None:
         """Increment this rank's counter `index` at `peer`, after everything written so far."""
+        if self._reach[peer] is Reach.PUTS:
+            self.put(peer, 0, 0, 0, index)
+            return
         if self._fence is not None:
             self._fence()
         pad = self._pads[peer]
+        assert pad is not None
         at = self.rank * self.signals + index
         pad[at] = (pad[at] + 1) & MASK
 
@@ -124,10 +237,15 @@ class HostMemory(SymmetricMemory):
 
     def seen(self, peer: int, index: int) -> int:
         """The value of `peer`'s counter `index` here."""
-        return self._pads[self.rank][peer * self.signals + index]
+        pad = self._pads[self.rank]
+        assert pad is not None
+        return pad[peer * self.signals + index]
 
     def has_ended(self, peer: int) -> bool:
-        """Check whether the peer's process has ended. What it wrote and signalled before remains valid."""
+        """Check whether the peer's process has ended, or is lost. What it wrote and signalled before remains valid."""
+        if self._pads[peer] is None:
+            assert self.endpoint is not None
+            return self.endpoint.proxy.failure(peer) is not None
         return self._processes is not None and self._processes[peer].has_ended()
 
     def wait(self, peer: int, index: int, target: int, timeout: float) -> None:
@@ -139,6 +257,7 @@ class HostMemory(SymmetricMemory):
             if self.has_reached(peer, index, target):
                 return
             if ended or waited > timeout:
+                self.check(peer)
                 why = "its process has ended" if ended else f"it did not come within {timeout:g} s"
                 raise PeerError(
                     f"rank {self.rank} of {self.world_size} waits for signal {index} of rank {peer} to reach "
@@ -146,11 +265,17 @@ class HostMemory(SymmetricMemory):
                 )
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the memory, once what was put from it has arrived."""
+        if self.endpoint is not None and self._pads:
+            for number, _ in (*self._sources.values(), (self.region, None)):
+                self.endpoint.remove_region(number)
+            self._sources = {}
         for pad in self._pads:
-            pad.release()
+            if pad is not None:
+                pad.release()
         self._pads = []
         self._buffers = []
+        self._whole = None
 
 
 def allocate_in_process(world_size: int, size: int, signals: int = 0) -> tuple[HostMemory, ...]:
@@ -216,39 +341,3 @@ def _started(process: int) -> int:
     except OSError:
         return -1
     return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-_TOTAL_STORE_ORDER = {"x86_64", "AMD64", "i686", "i386", "s390x"}
-_MEMBARRIER = {"aarch64": 283, "riscv64": 283, "loongarch64": 283, "ppc64le": 365, "x86_64": 324}  # system call numbers
-_GLOBAL_EXPEDITED = 1 << 1
-
-
-def find_fence() -> Callable[[], None] | None:
-    """A full memory fence to call between the data and the counter, on both sides; None where the CPU needs none.
-
-    Counters and data are stored and loaded by separate calls into compiled code (torch, memoryview), which no compiler
-    reorders; only the CPU could. x86 and s390x keep stores ordered with stores, and loads with loads and with later
-    stores, which is all that publishing, reading and freeing need; a copy that bypasses the cache ends with a fence of
-    its own (sfence, in glibc). Other CPUs guarantee none of that, and Python has no fence. There it is the system call
-    membarrier, which is a full barrier for its caller too (smp_mb() at its entry and exit, in Linux's
-    kernel/sched/membarrier.c). OSError where it is missing.
-    """
-    if platform.machine() in _TOTAL_STORE_ORDER:
-        return None
-    return membarrier()
-
-
-def membarrier() -> Callable[[], None]:
-    """The system call membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED) as a fence; OSError where the system has none."""
-    number = _MEMBARRIER.get(platform.machine())
-    if number is None or platform.system() != "Linux":
-        raise OSError(f"no memory fence is known for {platform.system()} on {platform.machine()}")
-    call = ctypes.CDLL(None, use_errno=True).syscall
-
-    def fence() -> None:
-        if call(number, _GLOBAL_EXPEDITED, 0) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"membarrier: {os.strerror(code)}")
-
-    fence()
-    return fence

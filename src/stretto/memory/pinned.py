@@ -12,7 +12,9 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,9 +37,9 @@ _MAX_THREADS = 16
 
 _registered: dict[int, int] = {}
 """The bytes of each registered block of this process, by its address."""
-_postponed: list[tuple[list[int], torch.device, mmap.mmap]] = []
+_postponed: list[tuple[list[int], torch.device, object]] = []
 """Memory that was released while a CUDA graph was captured, when it cannot be unregistered."""
-_of_parent: list[mmap.mmap] = []
+_of_parent: list[object] = []
 """In a forked process, what its parent has mapped: unmapping it here would hit what may lie at its addresses now."""
 
 
@@ -69,6 +71,17 @@ def allocate_pinned(num_bytes: int, device: torch.device) -> Tensor:
     weakref.finalize(buffer, _release, os.getpid(), blocks, device, mapping)
     _register(tensor.data_ptr(), num_bytes, device, blocks)
     return tensor
+
+
+def pin_shared(memory: Tensor, device: torch.device) -> Callable[[], None]:
+    """Pin memory that processes share, uint8 and from the beginning of a page, for a CUDA device's kernels.
+
+    Returns the function that unpins it, and keeps the memory mapped until then. RuntimeError if CUDA does not pin it.
+    """
+    _free_postponed()
+    blocks: list[int] = []
+    _register(memory.data_ptr(), memory.nbytes, device, blocks)
+    return partial(_release, os.getpid(), blocks, device, memory)
 
 
 def _require_left(num_bytes: int) -> None:
@@ -143,7 +156,7 @@ def _clear_error(device: torch.device) -> None:
         torch.empty(1, device=device).fill_(1)
 
 
-def _release(owner: int, blocks: list[int], device: torch.device, mapping: mmap.mmap) -> None:
+def _release(owner: int, blocks: list[int], device: torch.device, mapping: object) -> None:
     """Unregister the memory of a freed tensor, or of any when the process ends; it is unmapped after that."""
     if os.getpid() != owner:  # a forked process, which has neither the memory nor CUDA
         _of_parent.append(mapping)

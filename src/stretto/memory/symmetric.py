@@ -3,6 +3,7 @@
 
 import time
 from abc import ABC, abstractmethod
+from enum import Enum
 from types import TracebackType
 
 from torch import Tensor
@@ -18,6 +19,13 @@ _FIRST_PAUSE = 20e-6
 _LONGEST_PAUSE = 1e-3
 
 
+class Reach(Enum):
+    """How a rank gets data into a peer's memory: by loads and stores, or by puts, between nodes."""
+
+    LOADS_AND_STORES = "loads and stores"
+    PUTS = "puts"
+
+
 class SymmetricMemory(ABC):
     """A buffer of `size` bytes on each of `world_size` ranks, and `signals` counters from each rank to each other.
 
@@ -25,13 +33,19 @@ class SymmetricMemory(ABC):
     reader, index). Only the writer increments it, only the reader waits for it. A reader that sees a signal, or whose
     wait for it has returned, also sees everything that the writer wrote to any buffer before it.
 
-    `rank` and all peers are ranks in the group. Use it as a context manager, or call `close`.
+    `rank` and all peers are ranks in the group. `reach[peer]`: whether this rank maps the peer's buffer, or puts to it
+    (`HostMemory.put`). Use it as a context manager, or call `close`.
     """
 
     rank: int
     world_size: int
     size: int
     signals: int
+
+    @property
+    def reach(self) -> tuple[Reach, ...]:
+        """How this rank gets data into each rank's buffer."""
+        return (Reach.LOADS_AND_STORES,) * self.world_size
 
     @abstractmethod
     def buffer(self, rank: int | None = None) -> Tensor:

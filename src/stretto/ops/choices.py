@@ -9,7 +9,6 @@ depend (measured times, whether GPUs can access each other's memory) is exchange
 import logging
 import math
 import os
-import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.cluster.local_ranks import name_node
 from stretto.collectives.joint.schedule import require_operator
 from stretto.memory import failures, is_debugging, shared_gpus
 from stretto.memory.gpus import count_processors, find_capability, find_obstacle
@@ -346,12 +346,12 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
         problem: {config.encode(): second for config, second in seconds.items()} for problem, seconds in read.items()
     }
     speeds = find_speeds(device) if device.type == "cuda" else None
-    sent = socket.gethostname(), times, speeds
+    sent = name_node(dist.get_rank(), dist.get_world_size()), times, speeds
     everyone = all_gather_data(sent, group, tuple[str, dict[str, dict[str, float]], Speeds | None])
-    hosts, found = {host for host, *_ in everyone}, [one for *_, one in everyone if one is not None]
+    nodes, found = {node for node, *_ in everyone}, [one for *_, one in everyone if one is not None]
     obstacle = ""
-    if len(hosts) > 1:
-        obstacle = f"its ranks are on {len(hosts)} machines, and kernels reach the memory of one"
+    if len(nodes) > 1:
+        obstacle = f"its ranks are on {len(nodes)} nodes, and kernels reach the memory of one"
     elif device.type == "cpu" and not INTERPRETED.value:
         obstacle = "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
     elif device.type == "cuda":

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from stretto.axes import GridSizes, check_sizes
 from stretto.cluster import Cluster, HostTimes
@@ -30,7 +30,7 @@ from stretto.planner.search_space import (
     make_search_space,
     set_imbalance,
 )
-from stretto.planner.workload import MESSAGE_DRIVEN, Dtype, ScheduleChoice, StepConfig, StepWorkload
+from stretto.planner.workload import MESSAGE_DRIVEN, Dtype, OptimizerName, ScheduleChoice, StepConfig, StepWorkload
 from stretto.schedules import ServeFirst
 from stretto.schedules.generators import V_SHAPED
 
@@ -48,7 +48,7 @@ def plan(
     seq_len: int,
     cost: CostModel = "full",
     dtype: Dtype = "bf16",
-    optimizer: Literal["adamw", "sgd"] = "adamw",
+    optimizer: OptimizerName = "adamw",
     micro_batch: int | None = None,
     **search: Unpack[SearchKeywords],
 ) -> list[GridPlan]:
@@ -167,7 +167,7 @@ def predict(
     seq_len: int,
     micro_batch: int | None = None,
     dtype: Dtype = "bf16",
-    optimizer: Literal["adamw", "sgd"] = "adamw",
+    optimizer: OptimizerName = "adamw",
     cost: CostModel = "full",
     options: ExecutionOptions | None = None,
     state: StateOptions | None = None,

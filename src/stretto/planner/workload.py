@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from stretto.axes import GridSizes
 from stretto.execution import ExecutionOptions, StateOptions
@@ -11,6 +11,7 @@ from stretto.planner.architecture import Architecture
 from stretto.schedules import ServeFirst
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
+OptimizerName = Literal["adamw", "muon", "sgd"]
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -22,14 +23,16 @@ class NumberTypes:
     """
 
     dtype: Dtype = "bf16"
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     has_momentum: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"dtype is {self.dtype!r}, but must be one of {', '.join(ELEMENT_BYTES)}")
-        if self.optimizer not in ("adamw", "sgd"):
-            raise ValueError(f"optimizer is {self.optimizer!r}, but must be adamw or sgd")
+        if self.optimizer not in get_args(OptimizerName):
+            raise ValueError(
+                f"optimizer is {self.optimizer!r}, but must be one of {', '.join(get_args(OptimizerName))}"
+            )
 
     @property
     def element(self) -> int:
@@ -47,9 +50,9 @@ class NumberTypes:
         return 1.0
 
     @property
-    def moments(self) -> int:
-        """Numbers that the optimizer keeps for each parameter."""
-        return {"adamw": 2, "sgd": int(self.has_momentum)}[self.optimizer]
+    def moments(self) -> float:
+        """Numbers that the optimizer keeps for each parameter; Muon at most, without a model."""
+        return {"adamw": 2, "muon": 2, "sgd": int(self.has_momentum)}[self.optimizer]
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,16 @@ class StepWorkload(NumberTypes):
     @property
     def prunable(self) -> float:
         """The part of the model's parameters that sparsity applies to."""
-        return self.model.prunable_parameters / self.model.parameters
+        return self.model.prunable_parameters / max(self.model.parameters, 1)
+
+    @property
+    def moments(self) -> float:
+        """Numbers that the optimizer keeps for each parameter: Muon one, and two of embeddings and head."""
+        if self.optimizer != "muon":
+            return super().moments
+        rows = self.model.embedding_rows + self.model.position_rows
+        rows += self.model.head_outputs if self.model.has_own_head else 0
+        return 1 + rows * self.model.hidden / max(self.model.parameters, 1)
 
     @property
     def tokens(self) -> int:

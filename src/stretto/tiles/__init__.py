@@ -10,6 +10,7 @@ memory.
     call_state, calls                on the device: a call's number and targets; how it begins and ends
     signals, waits                   on the device: notify and wait; time limits and failure records
     data, packets                    on the device: push and pull; data that is its own signal
+    puts, put_channel                slices to ranks whose memory is not mapped, through a proxy; their slots and FIFO
     host, streams                    copy engines and their signals, on side streams
     launches                         cheap repeated launches
     intrinsics                       inline assembly and what stands for it in interpreted kernels
@@ -57,6 +58,16 @@ from stretto.tiles.packets import (
     take_packets,
     unpack,
 )
+from stretto.tiles.put_channel import PutChannel
+from stretto.tiles.puts import (
+    Puts,
+    arrived_slice,
+    await_slot,
+    outgoing_slice,
+    put_slice,
+    release_slice,
+    wait_slice,
+)
 from stretto.tiles.signals import (
     consumer_tile_poll,
     consumer_tile_wait,
@@ -74,9 +85,13 @@ __all__ = [
     "DynamicMapping",
     "Launches",
     "Mapping",
+    "PutChannel",
+    "Puts",
     "StaticMapping",
     "arrive_produced",
+    "arrived_slice",
     "await_numbered",
+    "await_slot",
     "begin_call",
     "call_number",
     "call_slot",
@@ -95,6 +110,7 @@ __all__ = [
     "look_up_tiles",
     "may_publish",
     "open_side_stream",
+    "outgoing_slice",
     "pack",
     "peer_pointer",
     "peer_rows",
@@ -104,6 +120,7 @@ __all__ = [
     "producer_tile_notify",
     "push_numbered",
     "push_packets",
+    "put_slice",
     "rank_await_count",
     "rank_copy_data",
     "rank_notify",
@@ -111,6 +128,7 @@ __all__ = [
     "rank_tiles",
     "rank_wait",
     "rank_wait_all",
+    "release_slice",
     "shard_tiles",
     "sum_packets",
     "take_packets",
@@ -121,5 +139,6 @@ __all__ = [
     "tile_rank",
     "tile_rows",
     "unpack",
+    "wait_slice",
     "whole_tiles",
 ]

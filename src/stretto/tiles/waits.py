@@ -30,6 +30,9 @@ OF_PEER = tl.constexpr(2)
 OF_BEGIN = tl.constexpr(3)
 OF_HOST = tl.constexpr(4)
 OF_PACKETS = tl.constexpr(5)
+OF_SLICE = tl.constexpr(6)
+OF_CREDIT = tl.constexpr(7)
+OF_FIFO = tl.constexpr(8)
 
 # A peer's slot whose call number is further ahead than this holds an old number, from before the numbers wrapped.
 _FAR_AHEAD = tl.constexpr(1 << 20)

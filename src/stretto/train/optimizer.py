@@ -2,7 +2,8 @@
 """The optimizer of a model's shards (AdamW, SGD), and the learning-rate schedule."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
+from stretto.models import GPTConfig
 from stretto.optim import AdamW
 from stretto.optim.guard import skipping_after_failure
-from stretto.parallel.layout import check_is_sharded
+from stretto.optim.muon import DEFAULT_MOMENTUM, Muon, RowParts, hidden_matrices
+from stretto.parallel.grid import Grid
+from stretto.parallel.layout import ParameterLayout, check_is_sharded, has_layout, layout_of
 from stretto.parallel.low_precision_weights import share_copy
 from stretto.parallel.sharded_parameter import ParameterShard
 from stretto.train.config.options import RunOptions, Schedule
@@ -22,14 +26,20 @@ class ShardOptimizer:
     """A torch.optim.Optimizer over this rank's shards of a model's parameters, as plain tensors.
 
     On DTensors every operation would be dispatched through their placements, which slows each step of a small model and
-    the first step of any. `make` takes the parameter groups and returns an elementwise optimizer (AdamW, SGD, not
-    Muon), so that each rank can update its own shards: a pipeline stage may have none. `weight_decay` applies to
-    matrices, and not to vectors (norms and biases). Frozen parameters are in it, too: they are updated once they have
+    the first step of any. `make` takes the parameter groups and returns an elementwise optimizer (AdamW, SGD), so that
+    each rank can update its own shards: a pipeline stage may have none; or `stretto.optim.Muon` over `matrices`, names
+    of parameters with their row parts, which are a group that names their layouts. `weight_decay` applies to matrices,
+    and not to vectors (norms and biases). Frozen parameters are in it, too: they are updated once they have
     gradients, and have no state before.
     """
 
     def __init__(
-        self, model: nn.Module, make: Callable[[list[dict[str, Any]]], Optimizer], *, weight_decay: float
+        self,
+        model: nn.Module,
+        make: Callable[[list[dict[str, Any]]], Optimizer],
+        *,
+        weight_decay: float,
+        matrices: Mapping[str, Sequence[RowParts]] | None = None,
     ) -> None:
         parameters = dict(model.named_parameters())
         if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
@@ -42,16 +52,27 @@ class ShardOptimizer:
         self._shards = {name: ParameterShard(local_shard(p)) for name, p in self.parameters.items()}
         for name, parameter in self.parameters.items():
             share_copy(parameter, self._shards[name])
-        groups = [
-            {"params": [s for s in self._shards.values() if s.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [s for s in self._shards.values() if s.dim() < 2], "weight_decay": 0.0},
+        others = [shard for name, shard in self._shards.items() if name not in (matrices or {})]
+        groups: list[dict[str, Any]] = [
+            {"params": [s for s in others if s.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [s for s in others if s.dim() < 2], "weight_decay": 0.0},
         ]
+        if matrices:
+            groups.append(
+                {
+                    "params": [self._shards[name] for name in matrices],
+                    "weight_decay": weight_decay,
+                    "use_muon": True,
+                    "row_parts": list(matrices.values()),
+                    "layouts": [_find_layout(self.parameters[name]) for name in matrices],
+                }
+            )
         nothing = {"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}  # torch refuses an empty list
         self.inner = make([group for group in groups if group["params"]] or [nothing])
 
     @property
     def name(self) -> str:
-        """The optimizer's name in configurations and checkpoints: "adamw" or "sgd"."""
+        """The optimizer's name in configurations and checkpoints: "adamw", "muon" or "sgd"."""
         return type(self.inner).__name__.lower()
 
     def step(self, lr: float | Tensor, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -122,20 +143,46 @@ class ShardOptimizer:
         return torch.zeros((), dtype=dtype, device=shard.device if self._is_fused() else "cpu")
 
 
-def build_optimizer(model: nn.Module, options: RunOptions, *, writes_copies: bool = False) -> ShardOptimizer:
-    """Build the optimizer that a run's options name: AdamW, or SGD with momentum; with fused kernels on a GPU.
+def build_optimizer(
+    model: nn.Module, options: RunOptions, *, writes_copies: bool = False, grid: Grid | None = None
+) -> ShardOptimizer:
+    """Build the optimizer that a run's options name: AdamW, SGD with momentum, or Muon for the hidden matrices.
 
-    writes_copies: AdamW also writes the weights' low-precision copies (`stretto.optim.AdamW`).
+    writes_copies: AdamW also writes the weights' low-precision copies (`stretto.optim.AdamW`). grid: the model's, for
+    Muon.
     """
     is_cuda = any(parameter.is_cuda for parameter in model.parameters())
+    matrices = None
+    if options.optimizer == "muon":
+        matrices = {name: find_row_parts(model, name) for name in hidden_matrices(model)}
 
     def make(groups: list[dict[str, Any]]) -> Optimizer:
         if options.optimizer == "sgd":
             return SGD(groups, lr=options.lr, momentum=options.momentum, fused=is_cuda)
         betas = (options.beta1, options.beta2)
+        if matrices is not None:
+            momentum = options.momentum or DEFAULT_MOMENTUM
+            return Muon(groups, lr=options.lr, momentum=momentum, betas=betas, eps=options.eps, grid=grid)
         return AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, writes_copies=writes_copies)
 
-    return ShardOptimizer(model, make, weight_decay=options.weight_decay)
+    return ShardOptimizer(model, make, weight_decay=options.weight_decay, matrices=matrices)
+
+
+def find_row_parts(model: nn.Module, name: str) -> tuple[RowParts, ...]:
+    """The matrices that a weight of a Stretto model fuses: a GPT's queries, keys and values, experts' gate and up."""
+    config, (*_, module, kind) = getattr(model, "config", None), ("", *name.rsplit(".", 2)[-2:])
+    if module == "qkv" and isinstance(config, GPTConfig):
+        queries, dim = config.heads // config.num_kv_heads, config.head_dim
+        edges = 0, queries * dim, (queries + 1) * dim, (queries + 2) * dim
+        return tuple(RowParts(start, stop, edges[-1]) for start, stop in pairwise(edges))
+    if kind == "gate_up_proj":
+        rows = model.get_parameter(name).shape[-2]
+        return RowParts(0, rows // 2, rows), RowParts(rows // 2, rows, rows)
+    return ()
+
+
+def _find_layout(parameter: nn.Parameter) -> ParameterLayout | None:
+    return layout_of(parameter) if has_layout(parameter) else None
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -4,18 +4,17 @@
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stretto.atomic_files import write_atomically
 from stretto.cluster import read_bounded
+from stretto.native_code import cache_folder
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 64 << 20
-FOLDER_VARIABLE = "STRETTO_CACHE"
 
 
 class TuningStore:
@@ -77,13 +76,6 @@ def read_times(path: Path) -> dict[str, dict[str, tuple[float, ...]]]:
             if not _are_times(times):
                 raise ValueError(f"{path} has no seconds above 0 for {key!r}: {str(times)[:80]}")
     return {machine: {key: tuple(times) for key, times in known.items()} for machine, known in content.items()}
-
-
-def cache_folder() -> Path:
-    """Where Stretto keeps what can be measured, compiled or computed again: $STRETTO_CACHE, or ~/.cache/stretto."""
-    if given := os.environ.get(FOLDER_VARIABLE):
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stretto"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

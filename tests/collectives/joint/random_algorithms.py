@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random algorithms of the operators' collectives: each chunk goes up a random tree, down one, or both."""
+"""Random algorithms of the operators' collectives: each chunk goes up a random tree, down one, both, or along a way."""
 
-from stretto.collectives import AllGather, AllReduce, ReduceScatter, Schedule, chunk, compile_program, trace
+from stretto.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, Schedule, chunk, compile_program, trace
 
 COLLECTIVES = {
     "all_gather_matmul": AllGather,
@@ -46,3 +46,17 @@ def _reduce(rng, root, ranks, index):
         parent = rng.choice([rank for rank in sums if rank != child])
         sums[parent] = sums[parent].reduce(sums.pop(child))
     return sums[root]
+
+
+def random_all_to_all(rng, ranks: int, chunks: int) -> Schedule:
+    """A schedule of an all-to-all of so many chunks a block, each of which goes by up to two other ranks."""
+    with trace(AllToAll(ranks, chunks)) as traced:
+        jobs = [(source, index) for source in range(ranks) for index in range(ranks * chunks)]
+        rng.shuffle(jobs)
+        for number, (source, index) in enumerate(jobs):
+            target, piece = divmod(index, chunks)
+            value = chunk(source, "in", index)
+            for _ in range(rng.choice([0, 0, 1, 2])):
+                value = value.copy(rng.choice([rank for rank in range(ranks) if rank != value.rank]), "scratch", number)
+            value.copy(target, "out", source * chunks + piece)
+    return compile_program(traced.program, name="random")

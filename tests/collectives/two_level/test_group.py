@@ -216,7 +216,7 @@ def use_a_subgroup_of_scattered_nodes() -> list[object]:
     group = dist.new_group(list(range(1, 7)))
     if dist.get_rank() in (0, 7):
         return []
-    host = Host((f"host {dist.get_rank() % 2}", ""), 3, None)
+    host = Host(f"host {dist.get_rank() % 2}", 3, None)
     with mock.patch.object(Host, "of_this_process", return_value=host):
         two = TwoLevelGroup(group)
     output = torch.empty(6 * 5, dtype=torch.int32)
@@ -263,7 +263,7 @@ def test_the_model_chooses_and_calls_are_counted(ranks):
 
 
 def refuse(case: str) -> str:
-    host = Host((str(dist.get_rank() // 2), ""), None, None)
+    host = Host(str(dist.get_rank() // 2), None, None)
     two = TwoLevelGroup(ranks_per_node=1)
     with mock.patch.object(Host, "of_this_process", return_value=host), pytest.raises(ValueError) as refused:
         REFUSALS[case][0](two)

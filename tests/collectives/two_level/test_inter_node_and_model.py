@@ -159,7 +159,7 @@ def test_ranks_of_one_host_are_a_node_wherever_they_are():
 
 def test_agents_are_nodes_where_a_host_has_more_ranks_than_its_launcher_started():
     def host(name: str, ranks: int | None, agent: int | None) -> Host:
-        return Host((name, ""), ranks, agent)
+        return Host(name, ranks, agent)
 
     assert find_nodes([host("a", 4, 0), host("a", 4, 0), host("b", 4, 1), host("b", 4, 1)]).count == 2
     assert find_nodes([host("a", 2, 0), host("a", 2, 0), host("a", 2, 1), host("a", 2, 1)]).ranks == ((0, 1), (2, 3))

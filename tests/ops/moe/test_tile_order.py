@@ -208,7 +208,7 @@ def launch_in_order(kind):
     launches = []
     tables = torch.zeros(6, 64, dtype=torch.int32).unbind(0)
     order = TileOrder(tiles.look_up_tiles(*tables[:5]), tables[5], torch.zeros(4, dtype=torch.int32), 128)
-    arrivals = mock.Mock(spec=Arrivals, channel=make_channel("p2p"), constants=(32, 256))
+    arrivals = mock.Mock(spec=Arrivals, channel=make_channel("p2p"), counters=None, constants=(32, 256))
     arrivals.order.return_value = order
     arrivals.run = lambda kernel, key, programs, arguments, options: launches.append((kernel, arguments, options))
     launch(kind, by_tokens=True, arrivals=arrivals)

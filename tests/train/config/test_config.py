@@ -134,7 +134,7 @@ def test_ranks_default_to_the_grids_product() -> None:
         ("model.heads=none", "model.heads is missing: give model.layers, model.hidden and model.heads"),
         ("train.batch=none", "train.batch is 'none', but must be a whole number"),
         ("train.min_lr=1", "train.min_lr is 1.0, but must be at most train.lr; 0.0003 would do"),
-        ("train.momentum=0.9", "train.momentum is 0.9, but only sgd has momentum"),
+        ("train.momentum=0.9", "train.momentum is 0.9, but adamw has no momentum"),
         ("train.decay_steps=5", "train.decay_steps is 5, but only train.schedule='wsd' takes it"),
         ("train.schedule=cosin", "train.schedule is 'cosin', but must be one of cosine, linear, wsd, constant"),
         ("train.micro_batch=3", "train.micro_batch is 3, but must divide a rank's 8 sequences"),
@@ -147,6 +147,11 @@ def test_ranks_default_to_the_grids_product() -> None:
 )  # fmt: skip
 def test_errors_have_key_value_rule_and_a_valid_value(override: str, words: str) -> None:
     assert words in refusal(override)
+
+
+def test_muon_has_no_separate_state() -> None:
+    message = refusal("train.optimizer_state=host", "train.optimizer=muon")
+    assert "train.optimizer_state is 'host', but train.optimizer is 'muon'; train.optimizer='adamw'" in message
 
 
 def test_a_sequence_that_x_cannot_share_is_refused_with_one_that_it_can() -> None:
@@ -176,6 +181,7 @@ def test_sequences_that_context_cannot_cut_are_refused_with_those_that_it_can() 
         ("train.trace=true", "train.cuda_graph and train.trace are both on"),
         ("model.dropout=0.1", "train.cuda_graph is on and model.dropout is 0.1"),
         ("train.recompute=full", "train.cuda_graph and train.recompute are both on"),
+        ("train.optimizer=muon", "train.optimizer is 'muon', whose exchange a graph does not hold"),
         (
             "grid.expert=2",
             "train.cuda_graph is on and grid.expert is 2, but a graph cannot wait for the number of rows",

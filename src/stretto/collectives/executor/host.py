@@ -90,6 +90,10 @@ class PeerWaiter:
             return
         self._looked = waited
         memory = self._run.memory
+        for coroutine in waiting:
+            peer = self._run.awaited_peer(coroutine.number, coroutine.awaited) if coroutine.awaited else None
+            if peer is not None:
+                memory.check(peer)
         failed = [rank for rank in range(memory.world_size) if memory.has_reached(rank, self._run.plan.gave_up, 1)]
         if failed:
             self._stop(waiting, f"rank {failed[0]} has failed")

@@ -4,7 +4,8 @@
 Messages go through slots in the receiver's memory, counted by two signals a connection. The sender fills slot
 k % slots with message k, then counts `sent` up at the receiver. The receiver waits for `sent` to reach k + 1, reads the
 slot, then counts `freed` up at the sender. A slot may be used again because the sender fills it with message k only
-once `freed` has reached k + 1 - slots.
+once `freed` has reached k + 1 - slots. Between nodes the sender fills a slot of its own, which is put into the
+receiver's, with the signal: both slots are free when `freed` says so.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from torch import Tensor
 from stretto.collectives.executor.layout import Buffers
 from stretto.collectives.executor.plan import REDUCTIONS, ExecutionPlan, FifoConnection
 from stretto.collectives.schedule import Step, StepType, ThreadBlock
-from stretto.memory import HostMemory
+from stretto.memory import HostMemory, Reach
 
 
 class _FifoEnd:
@@ -29,7 +30,14 @@ class _FifoEnd:
         self.passed = passed
         self._memory = memory
         start, size = connection.offset, connection.slot_bytes
-        buffer = memory.buffer(connection.receiver)
+        # Slots at a rank of another node are put into, from slots here of the same sizes.
+        self._puts = memory.reach[connection.receiver] is Reach.PUTS
+        self._source = 0
+        if self._puts:
+            self._source, buffer = memory.find_source((connection.receiver, start, size), slots * size)
+            start = 0
+        else:
+            buffer = memory.buffer(connection.receiver)
         self._slots = [buffer[start + slot * size : start + (slot + 1) * size].view(dtype) for slot in range(slots)]
 
     def message(self, chunks: int, elements: int) -> Tensor:
@@ -45,9 +53,21 @@ class FifoSender(_FifoEnd):
         target = self.passed + 1 - len(self._slots)
         return self._memory.has_reached(self.connection.receiver, self.connection.freed, target)
 
-    def send(self) -> None:
-        """Signal the receiver that the message has been written."""
-        self._memory.signal(self.connection.receiver, self.connection.sent)
+    def send(self, size: int) -> None:
+        """Signal the receiver that the message has been written; puts the first `size` bytes of it between nodes."""
+        connection = self.connection
+        if self._puts:
+            slot = self.passed % len(self._slots) * connection.slot_bytes
+            self._memory.put(
+                connection.receiver,
+                slot,
+                connection.offset + slot,
+                size,
+                connection.sent,
+                source_region=self._source,
+            )
+        else:
+            self._memory.signal(connection.receiver, connection.sent)
         self.passed += 1
 
 
@@ -164,7 +184,8 @@ class RankRun:
         if kind.receives and receiver is not None:
             receiver.free()
         if kind.sends and sender is not None:
-            sender.send()
+            assert message is not None
+            sender.send(message.nbytes)
 
     def _tile(self, buffer: str, chunk: int, chunks: int, start: int, elements: int) -> Tensor:
         """A tile of several chunks, as [chunks, elements]."""

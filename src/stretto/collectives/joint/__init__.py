@@ -2,10 +2,22 @@
 """Joint schedules: a collective's schedule and a GEMM's tiles over the same chunks of rows.
 
 `schedule` derives them (`join`), `verifier` proves them; `stretto.ops.joint` runs them, and `stretto.simulator` says
-how long they should take.
+how long they should take. `routed` derives the messages of an all-to-all whose sizes only the device knows (`route`),
+and `routed_verifier` proves them for any sizes.
 """
 
+from stretto.collectives.joint.routed import RoutedSchedule, route
+from stretto.collectives.joint.routed_verifier import verify_routed
 from stretto.collectives.joint.schedule import JointSchedule, join, require_collective, require_operator
 from stretto.collectives.joint.verifier import verify_joint
 
-__all__ = ["JointSchedule", "join", "require_collective", "require_operator", "verify_joint"]
+__all__ = [
+    "JointSchedule",
+    "RoutedSchedule",
+    "join",
+    "require_collective",
+    "require_operator",
+    "route",
+    "verify_joint",
+    "verify_routed",
+]

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from stretto.collectives.collective import AllGather, AllReduce, Buffer, Collective, ReduceScatter
+from stretto.collectives.algorithms import ALGORITHMS
+from stretto.collectives.collective import AllGather, AllReduce, AllToAll, Buffer, Collective, ReduceScatter
 from stretto.collectives.executor.cuda.fused.program import (
     ChunkPlace,
     FusedRankProgram,
@@ -42,8 +43,12 @@ COLLECTIVES = {
     "all_gather_matmul": "allgather",
     "matmul_reduce_scatter": "reducescatter",
     "matmul_all_reduce": "allreduce",
+    "dispatch_grouped_matmul": "alltoall",
+    "embedding_all_to_all": "alltoall",
 }
 """The collective of each operator that takes a schedule."""
+ROUTED = tuple(operator for operator, kind in COLLECTIVES.items() if kind == "alltoall")
+"""The operators whose chunks' sizes are known at run time alone: see `routed`."""
 
 INPUT, LANDED, OUTPUT = range(3)
 """Areas of a rank's memory: what the collective begins with (x, or the product), what moves have brought, and the
@@ -157,7 +162,7 @@ def require_collective(operator: str, schedule: Schedule, ranks: int) -> None:
     given, kind = schedule.collective, COLLECTIVES[operator]
     if not (schedule.in_place or schedule.out_of_place):  # of which `verify` proves nothing
         raise ValueError(f"{operator}: {schedule.name} is meant for no call: make in_place or out_of_place true")
-    if kind != "allgather" and schedule.reduction not in (None, "sum"):
+    if kind not in ("allgather", "alltoall") and schedule.reduction not in (None, "sum"):
         raise ValueError(
             f"{operator} adds up, and {schedule.name} is a schedule of {schedule.reduction!r}: give one of a sum"
         )
@@ -172,7 +177,11 @@ def require_collective(operator: str, schedule: Schedule, ranks: int) -> None:
         for rank in range(ranks)
         for index in range(given.output_chunks)
     ):
-        raise ValueError(f"{operator} takes a schedule of an {kind}, and {schedule.name} is one of {given.name!r}")
+        would_do = ", ".join(name for name in ALGORITHMS if name.replace("-", "").endswith(kind))
+        raise ValueError(
+            f"{operator} takes a schedule of an {kind}, and {schedule.name} is one of {given.name!r}: "
+            f"of the algorithms these would do: {would_do}"
+        )
 
 
 def _make_collective(kind: str, ranks: int, like: Collective) -> Collective | None:
@@ -185,6 +194,8 @@ def _make_collective(kind: str, ranks: int, like: Collective) -> Collective | No
             return ReduceScatter(ranks, outputs)
         case "allreduce" if inputs == outputs >= 1:
             return AllReduce(ranks, inputs)
+        case "alltoall" if inputs == outputs >= 1 and inputs % ranks == 0:
+            return AllToAll(ranks, inputs // ranks)
     return None
 
 

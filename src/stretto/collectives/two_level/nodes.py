@@ -2,14 +2,14 @@
 """Finds which ranks of a group share a node."""
 
 import os
-import platform
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: distinguishes machines with the same name
+import torch.distributed as dist
+
+from stretto.cluster.local_ranks import name_node
 
 
 @dataclass(frozen=True)
@@ -82,25 +82,25 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Host:
-    """Where a process runs: its machine, and the rank count and agent number that torchrun gave it there."""
+    """Where a process runs: its node's name, and the rank count and agent number that torchrun gave it there."""
 
-    machine: tuple[str, str]
+    machine: str
     local_world_size: int | None
     agent: int | None
 
     @classmethod
     def of_this_process(cls) -> "Host":
-        """Read the host's name, its boot id, and torchrun's LOCAL_WORLD_SIZE and GROUP_RANK where they are set."""
-        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
-        return cls((platform.node(), boot), _integer("LOCAL_WORLD_SIZE"), _integer("GROUP_RANK"))
+        """Name this rank's node, and read torchrun's LOCAL_WORLD_SIZE and GROUP_RANK where they are set."""
+        node = name_node(dist.get_rank(), dist.get_world_size())
+        return cls(node, _integer("LOCAL_WORLD_SIZE"), _integer("GROUP_RANK"))
 
 
 def find_nodes(hosts: Sequence[Host]) -> Nodes:
     """The nodes of ranks with these hosts.
 
-    A machine is a node. If a machine seems to have more ranks than its launcher started there (several machines with
-    one name, or several agents that stand for nodes), each of torchrun's agents is a node instead. ValueError for nodes
-    of unequal size.
+    A node is what `name_node` says: a machine, or what STRETTO_NODES declares. If one seems to have more ranks than its
+    launcher started there (several machines with one name, or several agents that stand for nodes), each of torchrun's
+    agents is a node instead. ValueError for nodes of unequal size.
     """
     machines = [host.machine for host in hosts]
     is_crowded = any(

@@ -8,7 +8,7 @@ kernel for whole rectangles and causal squares computes a rank's attention in fe
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Literal, NamedTuple, get_args
@@ -191,7 +191,8 @@ def _list_blocks(queries: Sequence[_Span], keys: Sequence[_Span], mask: Mask) ->
     for key in keys:
         by_document[key.document].append(key)
     pairs = ((query, key) for query in queries for key in by_document[query.document])
-    return [block for query, key in pairs if (block := _find_block(query, key, mask)) is not None]
+    found = (block for query, key in pairs if (block := _find_block(query, key, mask)) is not None)
+    return [part for block in found for part in _split_queries(block)]
 
 
 def _find_block(query: _Span, key: _Span, mask: Mask) -> Block | None:
@@ -208,6 +209,22 @@ def _find_block(query: _Span, key: _Span, mask: Mask) -> Block | None:
         Range(key.row + first - key.start, key.rows.stop),
         left=None if stop - first <= mask.window else key.stop - stop + mask.window - 1,
     )
+
+
+def _split_queries(block: Block) -> Iterator[Block]:
+    """Cut a block with `left` into ones that have at most as many queries as keys.
+
+    torch's flash attention sets the window to the right, which it is not given, to the number of keys. With more
+    queries than that the first ones miss keys, and the earliest of all see none: their results are NaN.
+    """
+    size = count_rows(block.keys)
+    if block.left is None or count_rows(block.queries) <= size:
+        yield block
+        return
+    for start in range(block.queries.start, block.queries.stop, size):
+        stop = min(start + size, block.queries.stop)
+        left = block.left + block.queries.stop - stop
+        yield Block(Range(start, stop), block.keys, left=left if left < size - 1 else None)
 
 
 def _make_step(blocks: dict[tuple[int, int], list[Block]], rank: int, ranks: int, distances: set[int]) -> ExchangeStep:

@@ -32,7 +32,8 @@ from stretto.ops.embedding.launch_config import (
 )
 from stretto.ops.embedding.output_ring import CHANNELS, OutputRing, find_capture, limit_channels
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_permit
-from stretto.ops.embedding.pooling_kernel import Bags
+from stretto.ops.embedding.pooling_kernel import Bags, PoolingConfig
+from stretto.ops.embedding.scheduled import ScheduledMoves
 from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.operator import find_kept
 from stretto.tiles.launches import launch_kernel
@@ -43,31 +44,43 @@ class _ForwardLaunch(NamedTuple):
 
     pointers: of the ring, its slots in the tables' dtype, and the permit (see `find_permit`). counts: how often each
     channel is signalled in a call; see `_count_signals`. mapping: from (destination, channel) to the signal.
-    first_column: of this rank's tables in the output.
+    first_column: of this rank's tables in the output. moves: of the exchange by a schedule.
     """
 
     ring: OutputRing
     pointers: RingPointers
     counts: Tensor
-    mapping: tiles.StaticMapping
+    mapping: tiles.Mapping
     first_column: int
+    moves: ScheduledMoves | None = None
 
     @classmethod
-    def find(cls, group: str, device: torch.device, placement: EmbeddingPlacement) -> "_ForwardLaunch":
-        """Find or make the group's; all ranks call it. Placements whose outputs have about one size share a ring."""
+    def find(
+        cls, group: str, device: torch.device, placement: EmbeddingPlacement, schedule: str = ""
+    ) -> "_ForwardLaunch":
+        """Find or make the group's; all ranks call it. Placements whose outputs have about one size share a ring.
+
+        schedule: of the exchange, by the name that operators know, if any.
+        """
 
         def make() -> _ForwardLaunch:
-            ring = OutputRing.find(group, device, placement.local_batch * placement.width * placement.dtype.itemsize)
-            channels = count_channels(placement)
-            mapping = tiles.shard_tiles(channels, placement.world_size, 1, channels=channels, fixed=True)
+            moves: ScheduledMoves | None = None
+            mapping: tiles.Mapping
+            if schedule:
+                moves = ScheduledMoves.make(group, device, placement, schedule)
+                ring, counts, mapping = moves.ring, moves.tables.counts, moves.tables.destinations
+            else:
+                size = placement.local_batch * placement.width * placement.dtype.itemsize
+                ring, counts = OutputRing.find(group, device, size), _count_signals(placement, device)
+                channels = count_channels(placement)
+                mapping = tiles.shard_tiles(channels, placement.world_size, 1, channels=channels, fixed=True)
             slots, permit = ring.slots.view(placement.dtype), find_permit(group, device, placement)
             pointers = RingPointers(slots, ring.destinations, ring.tickets, permit)
-            counts = _count_signals(placement, device)
             for argument in (pointers, *pointers, counts, ring.index_errors.report):
                 ring.channel.launch.remember(argument)
-            return cls(ring, pointers, counts, mapping, placement.first_column(placement.rank))
+            return cls(ring, pointers, counts, mapping, placement.first_column(placement.rank), moves)
 
-        return find_kept(group, device, ("embedding launch", placement), make)
+        return find_kept(group, device, ("embedding launch", placement, schedule), make)
 
 
 def look_up_and_send(
@@ -83,13 +96,14 @@ def look_up_and_send(
     config: LaunchConfig | None = None,
     needs_grad: bool = False,
     call_permit: Tensor | None = None,
+    schedule: str = "",
 ) -> Tensor:
     """Pool this rank's tables for the global batch and exchange the vectors; all ranks call it.
 
     Returns this rank's samples' vectors of all ranks' tables, [batch / world, width], in memory that peers stored into.
     config: None for `find_launch_config`; each rank may take its own. needs_grad: whether this rank makes a backward
     pass if tables get gradients. call_permit: int32 [1], which gets what this call permits that pass
-    (`placement.AGREED`).
+    (`placement.AGREED`). schedule: of the exchange, if not the kernel's own; the output is then memory of its own.
 
     Bad indices of an earlier call raise an error in this one, which all ranks then end without storing anything, and
     of which the others raise an error, too: no rank waits in this call for the rank that has raised.
@@ -98,7 +112,7 @@ def look_up_and_send(
     shape = (placement.local_batch, placement.width)
     if shape[0] * shape[1] == 0:
         return torch.empty(shape, dtype=placement.dtype, device=device)
-    launch = _ForwardLaunch.find(group, device, placement)
+    launch = _ForwardLaunch.find(group, device, placement, schedule)
     ring = launch.ring
     found = ring.index_errors.take()
     if found is not None:
@@ -108,8 +122,21 @@ def look_up_and_send(
         raise found.error
     count, total = len(tables.dims), indices.shape[0]
     config = find_launch_config(placement, count, total, device) if config is None else config.check()
+    announced = placement.announce(needs_grad=needs_grad)
+    if launch.moves is not None:
+        channel = _begin(launch, placement, 0, announced, call_permit)
+        return _pool_and_move(
+            launch,
+            launch.moves,
+            channel,
+            tables,
+            placement,
+            Bags(indices, offsets, weights),
+            describe_pooling(config, mode, checks),
+            config,
+        )
     offset, finish = ring.take(shape, placement.dtype)
-    channel = _begin(launch, placement, offset // UNIT.value, placement.announce(needs_grad=needs_grad), call_permit)
+    channel = _begin(launch, placement, offset // UNIT.value, announced, call_permit)
     kernel_tables = describe_tables(tables, launch.first_column, placement.local_batch, placement.width, total)
     programs = count_programs(config, placement, count, device)
     waiters = limit_waiting(programs, device)
@@ -141,6 +168,47 @@ def look_up_and_send(
     )
     out = finish()
     if device.type == "cpu":  # the kernel has ended: this call raises its errors, not the next one
+        ring.index_errors.check()
+    return out
+
+
+def _pool_and_move(
+    launch: _ForwardLaunch,
+    moves: ScheduledMoves,
+    channel: tiles.Channel,
+    tables: TableSet,
+    placement: EmbeddingPlacement,
+    bags: Bags,
+    pooling: PoolingConfig,
+    config: LaunchConfig,
+) -> Tensor:
+    """Pool in the order of `remote_first`, while the schedule's messages send what is pooled."""
+    ring, width = launch.ring, placement.widths[placement.rank]
+    pooled = bags.offsets.new_empty(placement.world_size, placement.local_batch, max(width, 1), dtype=placement.dtype)
+    pooled = pooled if width else pooled[..., :0]
+    kernel_tables = describe_tables(tables, 0, placement.local_batch, width, bags.indices.shape[0])
+    device = pooled.device
+
+    def move() -> None:
+        with tiles.copy_engine(ring.channel):
+            moves.launch(channel, pooled, launch.pointers.permit)
+
+    if device.type == "cuda":  # beside the pooling, which waits for nothing; interpreted kernels run one after another
+        move()
+    ring.channel.launch(
+        pool_alone,
+        (placement, config, pooling, find_kind(kernel_tables), *map(tiles.kind_of, (*bags, pooled))),
+        count_programs(config, placement, len(tables.dims), device),
+        (channel, moves.tables.given, kernel_tables, pooling, bags, pooled, launch.pointers.tickets,
+         launch.pointers.permit, ring.index_errors.report, placement.world_size, "remote_first"),
+        num_warps=config.num_warps,
+        num_stages=1,
+    )  # fmt: skip
+    if device.type != "cuda":
+        move()
+    tiles.join_copies(ring.channel)
+    out = moves.collect(placement)
+    if device.type == "cpu":
         ring.index_errors.check()
     return out
 
@@ -235,11 +303,14 @@ def look_up_alone(
     launch_kernel(
         pool_alone,
         programs,
+        None,
+        None,
         kernel_tables,
         describe_pooling(config.check(), mode, checks),
         Bags(indices, offsets, weights),
         out,
         torch.zeros(1, dtype=torch.int32, device=device),
+        None,
         index_errors.report,
         world,
         ORDER=config.order,

@@ -9,7 +9,7 @@ A call on each rank is two launches:
                      the last programs to finish wait for the slices of all other ranks
 
 `output_ring` describes the slots, and why a slot may be written again. `pool_alone` is the look-up without the
-exchange, for benches.
+exchange, for benches, and for the exchange by a schedule (`scheduled`).
 """
 
 from typing import Any, NamedTuple
@@ -168,16 +168,24 @@ def pool_and_send(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def pool_alone(tables, pooling, bags, out, tickets, report, world, ORDER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pool as `pool_and_send` does, without communication, into out [world, batch, width], for a library's all-to-all.
+def pool_alone(  # type: ignore[no-untyped-def]
+    channel, mapping, tables, pooling, bags, out, tickets, permit, report, world, ORDER: tl.constexpr
+):
+    """Pool as `pool_and_send` does, without communication, into out [world, batch, width].
 
-    tickets: int32 [1], 0.
+    tickets: int32 [1], 0. channel, mapping, permit: None for all; or, for a schedule's moves, which send the rows of
+    each rank once they are pooled (`move_rows`).
+    Signals: after a slice's stores, its rank's tile of the mapping, here, by the number of its samples.
     """
     per_rank = tl.cdiv(tables.batch, pooling.slice)
     tasks = world * tables.count * per_rank
+    rank = world * 0
+    if channel is not None:
+        tasks = tl.where(tl.load(permit) != 0, tasks, 0)
+        rank += channel.rank
     ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while ticket < tasks:
-        destination, table, group = place_task(ticket, world, 0, tables.count, per_rank, ORDER=ORDER)
+        destination, table, group = place_task(ticket, world, rank, tables.count, per_rank, ORDER=ORDER)
         address, rows, dim, column = find_table(tables, table)
         for part in range(0, pooling.slice, pooling.bags):
             sample = group * pooling.slice + part + tl.arange(0, pooling.bags)
@@ -186,6 +194,9 @@ def pool_alone(tables, pooling, bags, out, tickets, report, world, ORDER: tl.con
             start, end = read_bags(tables, pooling, bags, table, world, row, mask, report)
             total = pool_bags(tables, pooling, bags, address, rows, dim, out.dtype, table, start, end, report)
             store_bags(tables, out, row, mask, dim, column, total)
+        if channel is not None:
+            stored = tl.minimum(tables.batch - group * pooling.slice, pooling.slice)
+            tiles.producer_tile_notify(channel, mapping, destination, "p2p", count=stored)
         ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stretto.collectives.schedule import Schedule
 from stretto.ops.embedding.autotune import measure_launch_configs
 from stretto.ops.embedding.backward import LookupInput, find_gradients
 from stretto.ops.embedding.forward import find_shape, look_up_and_send
@@ -29,6 +30,7 @@ from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_placement, require_input
 from stretto.ops.embedding.put.operator import find_put_slots
 from stretto.ops.embedding.table_set import TableSet, accept_tables, find_tables
+from stretto.ops.joint.registry import name_schedule
 from stretto.ops.operator import find_group, find_name, is_differentiated, is_traced
 
 
@@ -44,6 +46,7 @@ def embedding_all_to_all(
     name: str = "",
     checks: bool = True,
     sparse: bool = False,
+    schedule: str | Schedule | None = None,
 ) -> Tensor:
     """Look up and pool this rank's tables for the global batch, and exchange the vectors with an all-to-all.
 
@@ -64,6 +67,10 @@ def embedding_all_to_all(
     once. In each call, either all ranks' tables or none must need gradients; `EmbeddingAllToAll` can update its tables
     without gradient tensors. If gradients are enabled, the output of a rank without tables requires a gradient.
 
+    schedule: a verified all-to-all by whose messages the vectors move, as soon as those for a rank are pooled: an
+    algorithm's name ("direct-all-to-all"), or a compiled `Schedule` of as many ranks, such as a two-step one. The bits
+    are those without; the output is in memory of its own, and gradients return by the kernels' own exchange.
+
     checks: check every index and offset on the device. A bad one is read as zeros (an empty bag), and raises a
     ValueError with table, position and rank: on CPUs here, on GPUs at the next call or `check_indices`. That call
     stores nothing, and the other ranks raise an error, too. With checks=False a bad index reads arbitrary memory.
@@ -73,7 +80,7 @@ def embedding_all_to_all(
     """
     if sparse and torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
         options = {"weights": weights, "mode": mode, "batch": batch, "name": name, "checks": checks, "sparse": True}
-        return _look_up_outside_of_graphs(indices, offsets, tables, group, **options)
+        return _look_up_outside_of_graphs(indices, offsets, tables, group, schedule=schedule, **options)
     group_name, device = find_name(group), offsets.device
     traces = is_traced(indices, offsets, weights, *tables)
     known = (accept_tables if traces else find_tables)(tables, device)
@@ -81,18 +88,21 @@ def embedding_all_to_all(
     count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
     if traces:
         count = operator.index(count)  # ranks agree on each batch size: torch.compile traces each one separately
+    by = "" if schedule is None else name_schedule("embedding_all_to_all", schedule, "kernel", world)
     agreed = group_name, device, name, known.dims, known.dtype, count, known.needs_grad(), indices.dtype
     if traces:
         width, dtype = agree_on_placement(*agreed)
         needs_grad = torch.is_grad_enabled() and (not known.dims or known.needs_grad())
         anchor = _anchors[device] if _needs_anchor(known) else None
-        rest = mode, count, width, dtype, checks, sparse, needs_grad, name, group_name
+        rest = mode, count, width, dtype, checks, sparse, needs_grad, name, group_name, by
         return torch.ops.stretto.embedding_all_to_all(indices, offsets, list(tables), weights, anchor, *rest)
-    call = _EagerLookup(known, find_placement(*agreed), name, group_name, mode, checks, sparse)
+    call = _EagerLookup(known, find_placement(*agreed), name, group_name, mode, checks, sparse, by)
     anchor = _find_anchor(device) if _needs_anchor(known) else None
     if is_differentiated(anchor, *tables[:1]):  # all tables need gradients, or none
         return _LookUp.apply(call, indices, offsets, weights, anchor, *tables)
-    return look_up_and_send(indices, offsets, known, weights, call.placement, group_name, mode, checks=checks)
+    return look_up_and_send(
+        indices, offsets, known, weights, call.placement, group_name, mode, checks=checks, schedule=by
+    )
 
 
 # Traced look-ups have dense gradients only.
@@ -156,12 +166,14 @@ def _embedding_all_to_all(
     needs_grad: bool,
     name: str,
     group: str,
+    schedule: str,
 ) -> Tensor:
     known = find_tables(tables, offsets.device)
     placement = find_placement_again(group, offsets.device, known.dims, dtype, batch, name)
     return look_up_and_send(
-        indices, offsets, known, weights, placement, group, mode, checks=checks, needs_grad=needs_grad
-    )
+        indices, offsets, known, weights, placement, group, mode, checks=checks, needs_grad=needs_grad,
+        schedule=schedule,
+    )  # fmt: skip
 
 
 @_embedding_all_to_all.register_fake
@@ -180,6 +192,7 @@ def _(
     needs_grad: bool,
     name: str,
     group: str,
+    schedule: str,
 ) -> Tensor:
     """Fake implementation: an output of the right shape."""
     return offsets.new_empty(batch // find_group(group).size(), width, dtype=dtype)
@@ -229,7 +242,7 @@ def _empty_anchor_gradient(grad: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    indices, offsets, tables, weights, _, mode, batch, *_, sparse, _, name, group = inputs
+    indices, offsets, tables, weights, _, mode, batch, *_, sparse, _, name, group, _ = inputs
     ctx.save_for_backward(indices, offsets, weights)
     ctx.shapes = [table.shape[0] for table in tables], [table.shape[1] for table in tables]
     ctx.mode, ctx.batch, ctx.sparse, ctx.name, ctx.group = mode, batch, sparse, name, group
@@ -247,7 +260,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grads = _call_gradients(grad, lookups, ctx.batch, ctx.name, ctx.group)
         if not dims:
             (anchor,), grads = grads, []
-    return None, None, grads, None, anchor, *[None] * 9
+    return None, None, grads, None, anchor, *[None] * 10
 
 
 def _call_gradients(grad: Tensor, lookups: LookupInput, batch: int, name: str, group: str) -> list[Tensor]:
@@ -267,6 +280,7 @@ class _EagerLookup(NamedTuple):
     mode: str
     checks: bool
     sparse: bool
+    schedule: str
 
 
 class _LookUp(torch.autograd.Function):
@@ -286,8 +300,9 @@ class _LookUp(torch.autograd.Function):
         ctx.call, ctx.permit = call, torch.empty(1, dtype=torch.int32, device=offsets.device)
         ring_call = call.tables, weights, call.placement, call.group, call.mode
         return look_up_and_send(
-            indices, offsets, *ring_call, checks=call.checks, needs_grad=True, call_permit=ctx.permit
-        )
+            indices, offsets, *ring_call, checks=call.checks, needs_grad=True, call_permit=ctx.permit,
+            schedule=call.schedule,
+        )  # fmt: skip
 
     @staticmethod
     @once_differentiable

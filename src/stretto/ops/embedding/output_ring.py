@@ -66,9 +66,13 @@ class OutputRing:
         self._captures: list[int | None] = [None] * outputs
 
     @classmethod
-    def find(cls, group: str, device: torch.device, size: int) -> "OutputRing":
-        """Find or make the group's ring whose slots hold `size` bytes; all ranks call it with the same size."""
+    def find(cls, group: str, device: torch.device, size: int, *, of_schedule: str = "") -> "OutputRing":
+        """Find or make the group's ring whose slots hold `size` bytes; all ranks call it with the same size.
+
+        of_schedule: one slot, for the moves of calls by this schedule, and for no outputs.
+        """
         slot_bytes = round_size(size)
+        outputs = 0 if of_schedule else OUTPUTS
 
         def make() -> OutputRing:
             process_group = find_group(group)
@@ -77,12 +81,12 @@ class OutputRing:
                 process_group,
                 channels=limit_channels(world, CHANNELS) * world,
                 peer_tiles=1,
-                data_bytes=_round_up(32 * world, _ALIGNMENT) + slot_bytes * (OUTPUTS + 1),
+                data_bytes=_round_up(32 * world, _ALIGNMENT) + slot_bytes * (outputs + 1),
                 backend="cuda" if device.type == "cuda" else "host",
             )
-            return cls(channel, slot_bytes, OUTPUTS)
+            return cls(channel, slot_bytes, outputs)
 
-        return find_kept(group, device, ("embedding outputs", slot_bytes), make)
+        return find_kept(group, device, ("embedding outputs", slot_bytes, of_schedule), make)
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, Callable[[], Tensor]]:
         """Take the slot of the next call's output.

@@ -35,14 +35,23 @@ def encode_schedule(operator: str, schedule: str | Schedule, how: str, group: st
 
     ValueError for a schedule that is not proved right, or does another collective, and for implementation="library".
     """
+    name = name_schedule(operator, schedule, how, find_group(group).size())
+    config = KernelConfig() if how in ("auto", "kernel") else decode(how)
+    return config._replace(schedule=name).encode()
+
+
+@torch.compiler.assume_constant_result
+def name_schedule(operator: str, schedule: str | Schedule, how: str, ranks: int) -> str:
+    """The name, for `find_schedule`, of the schedule of a call of so many ranks. Errors are those of `encode_schedule`.
+
+    how: the call's implementation.
+    """
     if how == "library":
         raise ValueError(f'{operator}: a schedule runs in a kernel: leave out implementation="library", or schedule')
-    ranks = find_group(group).size()
-    config = KernelConfig() if how in ("auto", "kernel") else decode(how)
     made = _compile(operator, schedule, ranks) if isinstance(schedule, str) else schedule
     if not isinstance(made, Schedule):
         raise ValueError(f"{operator}: schedule is an algorithm's name or a compiled Schedule, not {made!r}")
-    return config._replace(schedule=_register(operator, made, ranks)).encode()
+    return _register(operator, made, ranks)
 
 
 @lru_cache(maxsize=256)

@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.collectives.schedule import Schedule
 from stretto.memory import group_timeout
 from stretto.memory.copy_engine import has_nvlink
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops.choices import find_group_obstacle
+from stretto.ops.joint.registry import name_schedule
+from stretto.ops.joint.routed import find_routed
 from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors
 from stretto.ops.moe.kernel_route import find_kernel_route
 from stretto.ops.moe.pairs import ExpertParts
@@ -23,7 +26,10 @@ _IMPLEMENTATIONS = ("auto", "kernel", "library")
 
 
 class RouteCall(NamedTuple):
-    """The checked arguments of a call. group, gather_group: None for one rank. runs_kernels: the same on all ranks."""
+    """The checked arguments of a call. group, gather_group: None for one rank. runs_kernels: the same on all ranks.
+
+    schedule: the name of the one that its exchanges have, if any.
+    """
 
     num_experts: int
     group: dist.ProcessGroup | None
@@ -31,6 +37,7 @@ class RouteCall(NamedTuple):
     max_rows: int | None
     runs_kernels: bool
     wrap_collective: CollectiveWrapper
+    schedule: str = ""
 
     @property
     def is_alone(self) -> bool:
@@ -48,7 +55,7 @@ class RouteCall(NamedTuple):
         (t, k), max_rows, weights = topk_ids.shape, self.max_rows, "no" if topk_weights is None else topk_weights.dtype
         same = (
             f"moe.{operator} of {x.dtype} [., {x.shape[1]}], k={k}, {self.num_experts} experts, max_rows={max_rows}, "
-            f"{form}, {'kernel' if self.runs_kernels else 'library'}, {weights} weights"
+            f"{form}, {self.schedule or ('kernel' if self.runs_kernels else 'library')}, {weights} weights"
         )
         # With max_rows the host does not learn how many tokens the others have.
         fixed = "" if max_rows is None else f", {t} tokens, {topk_ids.dtype}"
@@ -60,7 +67,9 @@ class RouteCall(NamedTuple):
                 joint, parts = self.group, None
                 if self.gather_group is not None:
                     joint, parts = _join(self.group, self.gather_group, x.device)
-                return find_kernel_route(*arguments, max_rows, joint, wrap, topk_weights, parts, self.group)
+                return find_kernel_route(
+                    *arguments, max_rows, joint, wrap, topk_weights, parts, self.group, schedule=self.schedule
+                )
             if max_rows is None:
                 return find_route(*arguments, self.group, self.gather_group, wrap, topk_weights)
             shards, shard = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
@@ -78,6 +87,7 @@ def check_call(
     max_rows: int | None,
     wrap_collective: CollectiveWrapper,
     implementation: str,
+    schedule: str | Schedule | None = None,
 ) -> RouteCall:
     """Check the arguments of a call that sends tokens, and select its implementation. ValueError for wrong ones."""
     if implementation not in _IMPLEMENTATIONS:
@@ -97,8 +107,21 @@ def check_call(
             f"{operator}: no kernel can run: one rank has all {num_experts} experts, so that nothing is sent; "
             'implementation="library" will do'
         )
+    name = ""
+    if schedule is not None:
+        if gather_group is not None:
+            raise ValueError(f"{operator}: a schedule is one of group's ranks: leave out gather_group, or schedule")
+        name = _name_schedule(schedule, implementation, 1 if group is None else group.size())
+        implementation = "kernel"
     runs_kernels = not is_alone and _runs_kernels(operator, implementation, group, gather_group, x.device)
-    return RouteCall(num_experts, group, gather_group, max_rows, runs_kernels, wrap_collective)
+    return RouteCall(num_experts, group, gather_group, max_rows, runs_kernels, wrap_collective, name)
+
+
+@torch.compiler.disable
+def _name_schedule(schedule: str | Schedule, implementation: str, ranks: int) -> str:
+    name = name_schedule("dispatch_grouped_matmul", schedule, implementation, ranks)
+    find_routed("dispatch_grouped_matmul", name, ranks)
+    return name
 
 
 def _join(

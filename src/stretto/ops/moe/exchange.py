@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stretto.collectives.schedule import Schedule
 from stretto.ops.moe.call_route import RouteCall, can_send, check_call, find_several
 from stretto.ops.moe.permutation import (
     copy_tokens,
@@ -79,6 +80,7 @@ def dispatch(
     reduce: Reduce = "rank",
     wrap_collective: CollectiveWrapper = call,
     implementation: str = "auto",
+    schedule: str | Schedule | None = None,
 ) -> Dispatched:
     """Send each token to the ranks of its experts, and copy it there: x [t, h], topk_ids [t, k] -> rows [n, h].
 
@@ -120,6 +122,10 @@ def dispatch(
     own. "library" sends them by the group's all-to-all, and with max_rows gathers all tokens. "auto": the kernel
     between GPUs that NVLink connects, if there is no gather_group, else the library. It cannot be differentiated twice.
 
+    schedule: a verified all-to-all, by whose messages kernels move all rows of this call, of its `combine` and of the
+    backward passes: an algorithm's name ("direct-all-to-all"), or a compiled `Schedule` of as many ranks, such as a
+    two-step one. The bits are those without. Not with gather_group.
+
     With torch.compile, a group of one rank is part of the graph; with more ranks the graph breaks here. ValueError for
     other shapes, dtypes and numbers of experts, and if ranks make different calls.
     """
@@ -127,7 +133,7 @@ def dispatch(
         raise ValueError(f'dispatch: reduce is "rank" or "choice", not {reduce!r}')
     route_call = check_call(
         "dispatch", x, topk_ids, topk_weights, num_experts, group, gather_group, max_rows, wrap_collective,
-        implementation,
+        implementation, schedule,
     )  # fmt: skip
     if route_call.is_alone:
         return _dispatch_here(x, topk_ids, num_experts, max_rows, reduce)

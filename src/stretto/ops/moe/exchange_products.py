@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stretto.collectives.schedule import Schedule
 from stretto.ops.moe.call_route import check_call
 from stretto.ops.moe.exchange import (
     Dispatched,
@@ -48,24 +49,25 @@ def dispatch_grouped_matmul(
     reduce: Reduce = "rank",
     wrap_collective: CollectiveWrapper = call,
     implementation: str = "auto",
+    schedule: str | Schedule | None = None,
 ) -> tuple[Tensor, Dispatched]:
     """Send each token to the ranks of its experts, and multiply: x [t, h], weight [e, f, h] -> ([n, f], the dispatch).
 
     weight: those of this rank's experts, as many on each rank; e times the ranks are the experts that topk_ids [t, k]
     names. The other arguments are those of `dispatch`. The product's rows are those of the dispatch, in its order,
     times their expert's weight's transpose; those of padding are zeros. With reduce="rank" and several ranks rows are
-    not copied for each expert, and products by kernels begin on those that have arrived. Errors are those of `dispatch`
-    and `grouped_matmul`.
+    not copied for each expert, and products by kernels begin on those that have arrived: with a schedule each tile by
+    the signals of the messages that bring its rows. Errors are those of `dispatch` and `grouped_matmul`.
     """
     num_experts = weight.shape[0] * (1 if group is None else group.size())
     route_call = check_call(
         "dispatch", x, topk_ids, topk_weights, num_experts, group, gather_group, max_rows, wrap_collective,
-        implementation,
+        implementation, schedule,
     )  # fmt: skip
     if route_call.is_alone or reduce != "rank":
         sent = dispatch(
             x, topk_ids, num_experts, group, topk_weights=topk_weights, max_rows=max_rows, gather_group=gather_group,
-            reduce=reduce, wrap_collective=wrap_collective, implementation=implementation,
+            reduce=reduce, wrap_collective=wrap_collective, implementation=implementation, schedule=schedule,
         )  # fmt: skip
         return grouped_matmul(sent.rows, weight, sent.offsets), sent
     require_operands("dispatch_grouped_matmul", x, weight, topk_ids.new_empty(weight.shape[0] + 1, dtype=torch.int32))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory.gpus import NCCL_BLOCKS, limit_waiting
+from stretto.ops.joint.routed import LandedRows, RoutedTables, find_routed, launch_moves, make_tables
 from stretto.ops.moe.exchange_kernel import PushedRows, StagedRows, exchange_counts, push_rows
 from stretto.ops.moe.fixed_rows import find_record
 from stretto.ops.moe.grouped.tile_order import Arrivals
@@ -25,7 +26,16 @@ from stretto.ops.moe.pairs import ExpertParts, Pairs, find_pairs, unpack_words
 from stretto.ops.moe.permutation import choose_block, spread_tokens, sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call, require_experts
 from stretto.ops.moe.sorting import sort_copies
-from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_kept, find_name, find_workspace
+from stretto.ops.operator import (
+    CHANNELS,
+    abandon,
+    count_bytes,
+    find_group,
+    find_kept,
+    find_known,
+    find_name,
+    find_workspace,
+)
 
 _TILE_BYTES = 65536  # that a program of `push_rows` loads at once: a loop over smaller tiles is bound by latency
 _TILE_ROWS = 64
@@ -50,6 +60,8 @@ class KernelRoute(Route):
     choices_back: int
     needed: Tensor | None
     weights: Tensor | None
+    schedule: str = ""
+    limits: tuple[int, int] = (0, 0)
 
     def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper, *, lends: bool = False) -> Tensor:
         """Send a row of each pair: see `Route`. What is not lent leaves the staging buffer at once."""
@@ -77,7 +89,8 @@ class KernelRoute(Route):
 
         def push() -> Tensor:
             pairs = self.table, self.pairs_back
-            found.append(_push(self.group, places, None, *pairs, back_by=0, waits=False, programs=programs))
+            by = self._way(0)
+            found.append(_push(self.group, places, None, *pairs, back_by=0, waits=False, programs=programs, way=by))
             return found[0].rows
 
         staged: Tensor = wrap_collective("all_to_all", push)
@@ -92,7 +105,7 @@ class KernelRoute(Route):
         """Return a row of each place, and sum each token's in the order of ranks."""
 
         def push() -> Tensor:
-            staged = _push(self.group, make(), None, self.table, self.pairs_back, back_by=0).rows
+            staged = _push(self.group, make(), None, self.table, self.pairs_back, back_by=0, way=self._way(0)).rows
             return sum_copies(staged, self.pairs.numbers, is_valid=self.pairs.is_pair)
 
         summed: Tensor = wrap_collective("all_to_all", push)
@@ -103,7 +116,7 @@ class KernelRoute(Route):
 
         def push() -> Tensor:
             order = self.index.order_rows()  # rows behind the last copy go nowhere
-            staged = _push(self.group, make(), order, self.table, self.choices_back, back_by=1).rows
+            staged = _push(self.group, make(), order, self.table, self.choices_back, back_by=1, way=self._way(1)).rows
             parts = self.pairs.parts
             if parts is not None:
                 return sum_copies(staged, self.pairs.order_parts(parts))
@@ -128,7 +141,12 @@ class KernelRoute(Route):
         return rows
 
     def _push_pairs(self, tokens: Tensor, *, waits: bool = True) -> Arrivals:
-        return _push(self.group, tokens, self.pairs.tokens, self.table, self.places, waits=waits)
+        way = self._way(0)
+        return _push(self.group, tokens, self.pairs.tokens, self.table, self.places, waits=waits, way=way)
+
+    def _way(self, which: int) -> tuple[str, int]:
+        """The schedule, and the most rows of two ranks: of pairs, or of choices."""
+        return self.schedule, self.limits[which]
 
 
 def find_kernel_route(
@@ -140,8 +158,9 @@ def find_kernel_route(
     topk_weights: Tensor | None = None,
     parts: ExpertParts | None = None,
     of_group: dist.ProcessGroup | None = None,
+    schedule: str = "",
 ) -> KernelRoute:
-    """The route of this call; topk_weights are sent with the pairs' experts.
+    """The route of this call; topk_weights are sent with the pairs' experts. schedule: of `find_schedule`, if any.
 
     max_rows: None to have the host read the counts, once. parts: of experts that several ranks of the group share, in a
     call of of_group, with which too many rows are recorded. ValueError for ids that are no experts, where it reads.
@@ -163,21 +182,25 @@ def find_kernel_route(
         require_experts(topk_ids, sum(choices for _, choices in sent[rank]) // copies, num_experts)
         (number, rows), places = arriving[rank], max(number for number, _ in arriving)
         back, choices_back = (max(sum(one[which] for one in of_rank) for of_rank in sent) for which in (0, 1))
+        limit, choice_limit = (max(one[which] for of_rank in sent for one in of_rank) for which in (0, 1))
     else:
         rows, places, back = max_rows, min(max_rows, max(t * world, 1)), t * min(k, owners) * copies
         number, choices_back = places, t * k * copies
+        limit, choice_limit = t, t * k
 
     filled, needed = (None, None) if max_rows is None else table[world, rank].unbind()
 
     def push() -> tuple[Tensor, ...]:
         """The index of this rank's rows, and weights: nothing of the staging buffer."""
-        experts, weights = unpack_words(_push(group, pairs.words, None, table, places).rows[:number], topk_weights)
+        words = _push(group, pairs.words, None, table, places, way=(schedule, limit)).rows[:number]
+        experts, weights = unpack_words(words, topk_weights)
         return *sort_copies(experts, local, rows, filled), *(() if weights is None else (weights,))
 
     slots, positions, is_here, offsets, *weights = wrap_collective("all_to_all", push)
     index = PlaceIndex(slots, positions, is_here, offsets)
     given = weights[0] if weights else None
-    return KernelRoute(group, pairs, table, index, places, back, choices_back, needed, given)
+    rows_back, limits = (places, back, choices_back), (limit, choice_limit)
+    return KernelRoute(group, pairs, table, index, *rows_back, needed, given, schedule, limits)
 
 
 def _exchange_counts(
@@ -228,41 +251,67 @@ def _push(
     back_by: int | None = None,
     waits: bool = True,
     programs: int | None = None,
+    way: tuple[str, int] = ("", 0),
 ) -> Arrivals:
     """Launch `push_rows`; returns this rank's staging buffer [capacity, .], which the group's next call overwrites.
 
     back_by: which number of the table says how many rows return to each rank; None for the pairs' rows that are sent.
-    waits: for all rows that this rank receives; without, the kernel runs on a side stream, own rows first.
+    waits: for all rows that this rank receives; without, the kernel runs on a side stream, own rows first. way: a
+    schedule, by whose messages `move_rows` sends them, and the most rows that a rank has for another.
     """
     rows, columns, name, world = rows.contiguous(), rows.shape[1], find_name(group), group.size()
-    size = count_bytes(max(capacity, 1), max(columns, 1), dtype=rows.dtype)
-    workspace = find_workspace(name, rows.device, size, "barrier")
+    routed = find_routed("dispatch_grouped_matmul", way[0], world) if way[0] else None
+    forwarded = 0 if routed is None else routed.forwarded_pairs * way[1]
+    shape = max(capacity + forwarded, 1), max(columns, 1)  # a tensor without numbers has no address
+    size = count_bytes(*shape, dtype=rows.dtype)
+    workspace = find_workspace(name, rows.device, size, "barrier" if routed is None else "copy_engine")
     block_channel, power = workspace.channel, triton.next_power_of_2(world)
     parts, channels = (max(CHANNELS, _PARTS // power), CHANNELS) if rows.is_cuda else (4, 2)
-    mapping = tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
+    tables: RoutedTables | None = None
+    if routed is None:
+        mapping = tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
+    else:
+        sizes = block_channel.channels, parts, channels
+        operator = "dispatch_grouped_matmul"
+        tables = find_known(
+            name, rows.device, ("routed", operator, way[0], *sizes),
+            lambda: make_tables(operator, routed, block_channel.rank, *sizes, rows.device),
+        )  # fmt: skip
+        mapping = tables.as_shards(world)
     block_channel.check()
     try:
         slot = next(workspace.slot_cycle)
+        producer, consumer = (mapping, mapping) if tables is None else (tables.destinations, tables.arrivals)
         channel = block_channel.begin(
-            "moe exchange", mapping, mapping, "p2p", slot=slot if workspace.slots == 2 else None
+            "moe exchange",
+            producer,
+            consumer,
+            "p2p",
+            counts=None if tables is None else tables.counts,
+            slot=slot if workspace.slots == 2 else None,
         )
-        shape = max(capacity, 1), max(columns, 1)  # a tensor without numbers has no address
         staging = block_channel.tensor(shape, rows.dtype, offset=slot * workspace.slot_bytes)
         block = min(choose_block(columns)[0], triton.next_power_of_2(shape[1]))
         tile_rows = min(max(_TILE_BYTES // (block * rows.itemsize), 1), _TILE_ROWS) if rows.is_cuda else 4
-        constants = back_by or 0, back_by is not None, waits, tile_rows, block, power
         pushed = PushedRows(rows, positions, columns, len(rows if positions is None else positions))
-        staged = StagedRows(staging, capacity)
-        arguments = channel, mapping, pushed, staged, table, *constants
         # Beside a kernel that consumes the rows, as many as NCCL would take from it.
         most = limit_waiting(world * parts if waits else NCCL_BLOCKS, rows.device) if rows.is_cuda else 2
         programs = most if programs is None else min(programs, most)
-        key = *map(tiles.kind_of, (*pushed, *staged, table)), *constants
         with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):
-            block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
+            if tables is None:
+                constants = back_by or 0, back_by is not None, waits, tile_rows, block, power
+                staged = StagedRows(staging, capacity)
+                arguments = channel, mapping, pushed, staged, table, *constants
+                key = *map(tiles.kind_of, (*pushed, *staged, table)), *constants
+                block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
+            else:
+                landed = LandedRows(staging, capacity, forwarded)
+                by, tile = (back_by or 0, back_by is not None), (tile_rows, block)
+                launch_moves(block_channel, channel, tables, pushed, landed, table, programs, tile, by=by, waits=waits)
         block_channel.is_open = not waits
     except BaseException:
         abandon(name, block_channel)
         raise
-    received = staging if capacity and columns else staging[:capacity, :columns]
-    return Arrivals(received, block_channel, channel, mapping, tile_rows, table, (rows, positions))
+    received = staging[:capacity, :columns]
+    counters = None if tables is None else tables.counters
+    return Arrivals(received, block_channel, channel, mapping, tile_rows, table, (rows, positions), counters)

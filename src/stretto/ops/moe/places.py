@@ -217,8 +217,10 @@ class Places:
 
     def _divide(self, columns: int) -> list[slice]:
         """The columns that are multiplied at once, the same on all ranks."""
-        numbers = self.route.places * columns if isinstance(self.route, KernelRoute) and self.room else 0
-        count = min(columns // _LEAST_COLUMNS, _MOST_PARTS) if numbers >= _LEAST_NUMBERS else 1
+        if not (isinstance(self.route, KernelRoute) and self.room):  # the library returns whole rows
+            return [slice(columns)]
+        is_worth_it = self.route.places * columns >= _LEAST_NUMBERS
+        count = min(columns // _LEAST_COLUMNS, _MOST_PARTS) if is_worth_it else 1
         width = triton.cdiv(triton.cdiv(columns, max(count, 1)), _LEAST_COLUMNS) * _LEAST_COLUMNS
         return [slice(begin, min(begin + width, columns)) for begin in range(0, columns, width)]
 

@@ -336,6 +336,15 @@ def all_to_all(
     return received
 
 
+def start_all_to_all(
+    received: Tensor, sent: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup
+) -> Pending:
+    """Begin `all_to_all`."""
+    with collective("all_to_all", group) as issued:
+        run = dist.all_to_all_single(received, sent, list(receives), list(sends), group=group, async_op=True)
+        return Pending(received, issued.watch(run, received), sent)
+
+
 def _padded(tensor: Tensor, rows: int) -> Tensor:
     missing = rows - tensor.shape[0]
     if missing:

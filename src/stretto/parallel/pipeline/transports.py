@@ -12,13 +12,13 @@ multiprocessors, and no handshake while slots are free.
 """
 
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from stretto.cluster.local_ranks import name_node
 from stretto.memory import exchange, find_own_rank, group_timeout, shared_gpus
 from stretto.memory.gpus import find_obstacle
 from stretto.parallel.pipeline.gloo_transport import GlooTransport
@@ -34,7 +34,6 @@ TRANSPORTS: Mapping[str, type[MessageTransport]] = {
 }
 """All transports, by name."""
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
 
 
@@ -70,8 +69,8 @@ def choose_transport(group: dist.ProcessGroup | None, device: torch.device | str
 
 
 def _share_memory(group: dist.ProcessGroup | None) -> bool:
-    """True if all ranks are processes of one user on one machine that see each other in /proc."""
-    if not _BOOT_ID.exists() or not _NAMESPACE.exists():
+    """True if all ranks are processes of one user on one node that see each other in /proc."""
+    if not _NAMESPACE.exists():
         return False
-    here = (socket.gethostname(), _BOOT_ID.read_text().strip(), _NAMESPACE.stat().st_ino, os.getuid())
-    return len(set(exchange(here, group, group_timeout(group), tuple[str, str, int, int]))) == 1
+    here = (name_node(dist.get_rank(), dist.get_world_size()), _NAMESPACE.stat().st_ino, os.getuid())
+    return len(set(exchange(here, group, group_timeout(group), tuple[str, int, int]))) == 1

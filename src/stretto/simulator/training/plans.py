@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from stretto.axes import GridSizes
 from stretto.cluster import Cluster
@@ -12,7 +12,7 @@ from stretto.planner import GridPlan, plan
 from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.search import find_cluster
 from stretto.planner.search_space import set_imbalance
-from stretto.planner.workload import Dtype, ScheduleChoice, StepConfig, StepWorkload
+from stretto.planner.workload import Dtype, OptimizerName, ScheduleChoice, StepConfig, StepWorkload
 from stretto.simulator.training.simulation import Fidelity, StepSimulation, simulate_step
 
 SIMULATED = 8
@@ -51,7 +51,7 @@ def plan_simulated(
     simulated: int = SIMULATED,
     fidelity: Fidelity = "closed-form",
     dtype: Dtype = "bf16",
-    optimizer: Literal["adamw", "sgd"] = "adamw",
+    optimizer: OptimizerName = "adamw",
     **search: Any,
 ) -> list[GridPlan]:
     """Plan with the full model (`stretto.plan`), and put its fastest plans into the order of their simulated steps.

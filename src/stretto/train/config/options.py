@@ -186,7 +186,10 @@ class RunOptions(Section):
     )  # fmt: skip
     batch: int = option(..., "global batch size", ge=1, lt=1 << 31)
     seed: int = option(0, "seed of the initial weights and of the data's order", ge=0, lt=1 << 63)
-    optimizer: Literal["adamw", "sgd"] = option("adamw", "optimizer")
+    optimizer: Literal["adamw", "muon", "sgd"] = option(
+        "adamw", "optimizer; `muon` orthogonalizes the momentum of hidden matrices, with AdamW's learning rates, and "
+        "updates all else by `adamw`",
+    )  # fmt: skip
     lr: float = option(3e-4, "learning rate after warm-up", gt=0)
     schedule: Schedule = option(
         "cosine", "learning rate after warm-up: `cosine` and `linear` decay it until training ends, `wsd` (warm-up, "
@@ -204,7 +207,7 @@ class RunOptions(Section):
     beta1: float = option(0.9, "adamw: decay of the running mean of gradients", ge=0, lt=1)
     beta2: float = option(0.95, "adamw: decay of the running mean of squared gradients", ge=0, lt=1)
     eps: float = option(1e-8, "adamw: added to the denominator", gt=0)
-    momentum: float = option(0.0, "sgd: momentum", ge=0, lt=1)
+    momentum: float = option(0.0, "sgd, muon: momentum; for muon 0 stands for 0.95", ge=0, lt=1)
     checkpoint_every: Annotated[int | None, CanBeNone] = option(
         None, "how often to write a checkpoint; one is also written when training ends or is stopped", unit="steps",
         ge=1,
@@ -337,9 +340,9 @@ def contradictions_of_run(run: RunOptions) -> list[str]:
                 + (f"; {room} would do" if room > 0 else "")
             )
     problems += _contradictions_of_retention(run)
-    if run.optimizer != "sgd" and run.momentum:
+    if run.optimizer == "adamw" and run.momentum:
         problems.append(
-            f"train.momentum is {run.momentum}, but only sgd has momentum: train.beta1 is {run.optimizer}'s, "
+            f"train.momentum is {run.momentum}, but adamw has no momentum: train.beta1 is adamw's, "
             "or take train.optimizer='sgd'"
         )
     return problems

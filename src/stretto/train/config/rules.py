@@ -96,6 +96,11 @@ def contradictions(config: "TrainConfig") -> list[str]:
             f"train.cuda_graph is on and model.dropout is {config.model.dropout}, but a graph would draw the same "
             "masks in every step; train.cuda_graph=false or model.dropout=0 would do"
         )
+    if run.cuda_graph and run.optimizer == "muon":
+        problems.append(
+            "train.cuda_graph is on and train.optimizer is 'muon', whose exchange a graph does not hold; "
+            "train.cuda_graph=false or train.optimizer='adamw' would do"
+        )
     for name in ("path", "evaluation_path"):
         if getattr(config.data, name) == []:
             problems.append(f"data.{name} is [], but must name at least one file or folder")
@@ -143,6 +148,7 @@ def _contradictions_of_state(config: "TrainConfig") -> list[str]:
         return problems
     reasons = {
         "train.dtype is 'fp64'; train.dtype='bf16', 'fp16' or 'fp32' would do": run.dtype == "fp64",
+        "train.optimizer is 'muon'; train.optimizer='adamw' or 'sgd' would do": run.optimizer == "muon",
         "train.writes_copies is on, whose copies are the weights already; train.writes_copies=false would do": (
             run.writes_copies
         ),

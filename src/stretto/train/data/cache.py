@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from stretto.atomic_files import write_atomically
-from stretto.tuning.store import cache_folder
+from stretto.native_code import cache_folder
 
 logger = logging.getLogger(__name__)
 

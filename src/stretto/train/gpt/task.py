@@ -89,7 +89,7 @@ class GPTTask(TrainTask):
         self.keeps_state_apart = options.optimizer_state != "fp32"
         self.optimizer: ShardOptimizer | StoredOptimizer | None = None
         if not self.keeps_state_apart:  # else it is created from the initial weights of training
-            self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies)
+            self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies, grid=grid)
         # A graph's replay cannot wait inside it, and buffers (but those of routers) may change in the forward pass.
         buffers = [name for name in persistent_buffers(self.model) if not name.startswith(self._routers)]
         self._early_bird = EarlyBird()

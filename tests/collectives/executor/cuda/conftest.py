@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from tests.collectives.executor.cuda.emulated import COMPILER, HERE, OPTIONS
 
-from stretto.tuning.store import cache_folder
+from stretto.native_code import cache_folder
 
 
 @pytest.fixture(scope="session")

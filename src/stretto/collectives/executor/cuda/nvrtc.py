@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from stretto.atomic_files import write_atomically
-from stretto.tuning.store import cache_folder
+from stretto.native_code import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -168,8 +168,8 @@ def _launch_product(
         order = arrivals.order(tokens, offsets, m)
         operands = order.experts, order.ends, offsets.new_zeros(1), source, tokens, described, offsets, *results
         constants = m, n, k, is_transposed, epilogue, *arrivals.constants
-        arguments = arrivals.channel, order.mapping, *operands, *sizes, *constants
-        key = *map(tiles.kind_of, (*operands, *sizes)), *constants, num_warps, num_stages
+        arguments = arrivals.channel, arrivals.counters, order.mapping, *operands, *sizes, *constants
+        key = *map(tiles.kind_of, (arrivals.counters, *operands, *sizes)), *constants, num_warps, num_stages
         options = {"num_warps": num_warps, "num_stages": num_stages}
         arrivals.run(multiply_groups_in_order, key, programs, arguments, options)
         return
@@ -265,15 +265,15 @@ def multiply_groups(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n", "experts", "group_rows"])
 def multiply_groups_in_order(  # type: ignore[no-untyped-def]
-    channel, mapping, tile_experts, ends, claims, rows, tokens, weight, offsets, out, out_tiles, inner, activated,
-    factors, products, n, columns, k, experts, group_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    channel, counters, mapping, tile_experts, ends, claims, rows, tokens, weight, offsets, out, out_tiles, inner,
+    activated, factors, products, n, columns, k, experts, group_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr, CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
     """As `multiply_groups`, on the tiles of a `TileOrder`, each as soon as its rows have arrived; persistent.
 
     mapping, tile_experts, ends: of the order, of tiles of BLOCK_M rows. rows: a tensor, gathered by tokens. claims:
-    int32 [1], 0 before the first of the launches that divide the work. CHANNELS, LANES: of `await_channels`.
+    int32 [1], 0 before the first of the launches that divide the work. counters, CHANNELS, LANES: of `await_channels`.
     Order: the nearest rank's tiles first, in groups of `group_rows` (`order_tiles`). Programs claim them, so that those
     which start later, on multiprocessors that the exchange has left, do fewer.
     Waits: for the channels that signal a tile's rows, before its loads, until all rows of all sources have arrived. The
@@ -293,7 +293,7 @@ def multiply_groups_in_order(  # type: ignore[no-untyped-def]
         expert = tl.load(tile_experts + tile)
         if has_all == 0:
             low, high = tiles.tile_channels(mapping, tile)
-            zero, has_all = await_channels(channel, low, high, CHANNELS, LANES)
+            zero, has_all = await_channels(channel, counters, low, high, CHANNELS, LANES)
             ready += zero
         place = expert, row, end, column_tile * BLOCK_N
         arrived = rows + ready * 16  # a multiple of 16, so that loads stay wide

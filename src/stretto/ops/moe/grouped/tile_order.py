@@ -49,8 +49,8 @@ class Arrivals:
 
     rows: [places, h], the staging buffer to which they are pushed. block_channel, channel: of the call of `push_rows`
     that sends them, by `mapping`, in parts of a multiple of part_rows rows. table: int32 [., destination, 2], of each
-    source first the number of places. sent: what must not be freed before all rows have been pushed. Nothing else is
-    called on the group before `run` or `wait`.
+    source first the number of places. sent: what must not be freed before all rows have been pushed. counters: of
+    `await_channels`. Nothing else is called on the group before `run` or `wait`.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class Arrivals:
         part_rows: int,
         table: Tensor,
         sent: Any,
+        counters: Tensor | None = None,
     ) -> None:
-        self.rows, self.channel = rows, channel
+        self.rows, self.channel, self.counters = rows, channel, counters
         channels = mapping.channels.value
         self.constants = channels, max(triton.next_power_of_2(block_channel.world_size * channels), 32 * _WARPS)
         self._sizes = {"channels": channels, "parts": mapping.rows.value, "part_rows": part_rows}
@@ -113,8 +114,8 @@ class Arrivals:
         memory.data.copy_(self.rows[: len(memory)])
 
     def _await(self) -> None:
-        arguments = self.channel, *self.constants
-        self._block_channel.launch(await_all_channels, self.constants, 1, arguments, num_warps=_WARPS)
+        key, arguments = (tiles.kind_of(self.counters), *self.constants), (self.channel, self.counters, *self.constants)
+        self._block_channel.launch(await_all_channels, key, 1, arguments, num_warps=_WARPS)
 
     def _join(self) -> None:
         tiles.join_copies(self._block_channel)
@@ -245,8 +246,11 @@ def _find_channel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def await_channels(channel, low, high, CHANNELS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+def await_channels(channel, counters, low, high, CHANNELS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait until the rows of channels `low` to `high` - 1, of all sources' CHANNELS each, have arrived ("p2p").
+
+    counters: int32 [world * CHANNELS], the counter of each channel among all of this rank, where rows come from another
+    rank than their source; None for each source's own.
 
     Returns (an int32 0 to add to the offset of what is loaded after, whether all rows of all sources have arrived).
     LANES: a power of two, at least the channels of all and the program's threads. One look reads all signals at once.
@@ -254,8 +258,11 @@ def await_channels(channel, low, high, CHANNELS: tl.constexpr, LANES: tl.constex
     acquire at system scope, and the sum over threads that makes the zero has a barrier of the block.
     """
     lane = tl.arange(0, LANES)
-    counter = lane // CHANNELS * channel.capacity + channel.rank * CHANNELS + lane % CHANNELS
     is_channel = lane < channel.world * CHANNELS
+    if counters is None:
+        counter = lane // CHANNELS * channel.capacity + channel.rank * CHANNELS + lane % CHANNELS
+    else:
+        counter = tl.load(counters + lane, mask=is_channel, other=0)
     target = tl.load(channel.state + HEADER + counter, mask=is_channel, other=0)
     if INTERPRETED:
         seen = tl.atomic_add(channel.signals + counter, 0, mask=is_channel, sem="acquire", scope="sys")
@@ -266,8 +273,11 @@ def await_channels(channel, low, high, CHANNELS: tl.constexpr, LANES: tl.constex
     has_all = tl.sum(is_late.to(tl.int32), 0) == 0
     late = tl.max(tl.where(is_late & (lane >= low) & (lane < high), lane, -1), 0)
     while late >= 0:
-        source, index = late // CHANNELS, channel.rank * CHANNELS + late % CHANNELS
-        word = source * channel.capacity + index
+        if counters is None:
+            word = late // CHANNELS * channel.capacity + channel.rank * CHANNELS + late % CHANNELS
+        else:
+            word = tl.load(counters + late)
+        source, index = word // channel.capacity, word % channel.capacity
         ready += wait_until(
             channel, word, tl.load(channel.state + HEADER + word), OF_CONSUMER, index, index, source, False
         )
@@ -276,6 +286,6 @@ def await_channels(channel, low, high, CHANNELS: tl.constexpr, LANES: tl.constex
 
 
 @triton.jit
-def await_all_channels(channel, CHANNELS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+def await_all_channels(channel, counters, CHANNELS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program: what follows it on its stream comes after all rows of all sources have arrived."""
-    await_channels(channel, 0, channel.world * CHANNELS, CHANNELS, LANES)
+    await_channels(channel, counters, 0, channel.world * CHANNELS, CHANNELS, LANES)

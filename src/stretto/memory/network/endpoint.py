@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group's endpoint on this rank: its proxy, its regions, and the FIFO by which the host puts."""
+
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.memory.groups import exchange, find_own_rank, group_timeout
+from stretto.memory.network.descriptors import Fifo, Put
+from stretto.memory.network.frames import MAX_PUT_BYTES, TOKEN_BYTES
+from stretto.memory.network.interfaces import NetworkInterface, find_interface
+from stretto.memory.network.native import NativeProxy, find_library
+from stretto.memory.network.proxy import Proxy
+from stretto.memory.network.transport import LOCAL_REGIONS, Region
+from stretto.memory.symmetric import PeerError
+from stretto.native_code import CompilerError
+
+PROXY_VARIABLE = "STRETTO_PROXY"
+"""Which proxy: "native", "python", or "auto" (the default): native where it can be compiled."""
+_PROXIES = ("auto", "native", "python")
+_CLOSING_SECONDS = 2.0
+
+
+class _Address(NamedTuple):
+    """A rank's description of itself for the others: its node, its NIC, where it listens, rank 0's token, a refusal."""
+
+    node: str
+    nic: str
+    host: str
+    port: int
+    token: bytes
+    refusal: str
+
+
+class Endpoint:
+    """This rank's end of all puts of a group; made by `find_endpoint`.
+
+    nodes: of each rank, its node's number. Only one thread may put at a time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, nodes: Sequence[str], timeout: float) -> None:
+        self.rank, self.world = find_own_rank(group)
+        self.timeout = group_timeout(group)
+        order = {name: number for number, name in enumerate(dict.fromkeys(nodes))}
+        self.nodes = tuple(order[name] for name in nodes)
+        self._operator = ""
+        self._regions = 0
+        self._local_regions = LOCAL_REGIONS
+        self._lock = threading.Lock()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        try:
+            interface = find_interface(is_one_machine=len({name.partition(" node ")[0] for name in nodes}) == 1)
+            refusal = ""
+        except (ValueError, OSError) as error:
+            interface, refusal = NetworkInterface("", ""), str(error)
+        # The token is rank 0's. Listeners open once all ranks know it, and nobody connects before the second exchange.
+        offers = exchange(_Address("", interface.name, "", 0, token, refusal), group, timeout, _Address)
+        for peer, offer in enumerate(offers):
+            if offer.refusal:
+                raise ValueError(f"rank {peer} has no network interface for puts: {offer.refusal}")
+        make = choose_proxy()
+        self.proxy = make(self.rank, self.world, offers[0].token, interface.address, self.timeout)
+        own = _Address(nodes[self.rank], interface.name, *self.proxy.address, b"", "")
+        addresses = exchange(own, group, timeout, _Address)
+        self.nics = tuple(address.nic for address in addresses)
+        here = nodes[self.rank]
+        far = {peer: (one.host, one.port) for peer, one in enumerate(addresses) if one.node != here}
+        self.proxy.connect(far)
+        self._fifo = Fifo.allocate()
+        self.proxy.add_fifo(self._fifo, False)
+
+    def add_region(self, whole: Tensor, pad_bytes: int, signals: int, near: dict[int, Tensor]) -> int:
+        """Register a region that all ranks register in the same order; returns its number."""
+        number = self._regions
+        if number == LOCAL_REGIONS:
+            raise RuntimeError(f"a group has up to {LOCAL_REGIONS} regions in its life: make a new group")
+        self._regions += 1
+        self.proxy.add_region(Region(number, whole, pad_bytes, signals, near))
+        return number
+
+    def add_source(self, memory: Tensor) -> int:
+        """Register memory of this rank that puts read, uint8; returns its number."""
+        number = self._local_regions
+        self._local_regions += 1
+        self.proxy.add_region(Region(number, memory, 0, 0, {}))
+        return number
+
+    def remove_region(self, number: int) -> None:
+        """Forget a region or a source, once what was put from it has arrived."""
+        self._fifo.wait_until_read(_CLOSING_SECONDS)
+        self.proxy.remove_region(number, self.timeout)
+
+    def put(self, put: Put) -> None:
+        """Post a put of any size; its signal comes after all of its bytes. PeerError if the peer is lost."""
+        self.check(put.peer)
+        with self._lock:
+            while put.size > MAX_PUT_BYTES:
+                self._post(put._replace(size=MAX_PUT_BYTES, signal=None))
+                put = put._replace(
+                    source=put.source + MAX_PUT_BYTES, offset=put.offset + MAX_PUT_BYTES, size=put.size - MAX_PUT_BYTES
+                )
+            self._post(put)
+        self.proxy.wake()
+
+    def _post(self, put: Put) -> None:
+        self.proxy.wake()
+        try:
+            self._fifo.post(put, self.timeout)
+        except TimeoutError as error:
+            raise PeerError(f"rank {self.rank} puts to rank {put.peer}, and {error}") from error
+
+    def check(self, peer: int) -> None:
+        """PeerError if the peer cannot be reached any more; it names both ranks, their nodes and NICs, and why."""
+        why = self.proxy.failure(peer)
+        if why is not None:
+            raise PeerError(f"{self.describe(self.rank)} has lost {self.describe(peer)}: {why}")
+
+    def describe(self, rank: int) -> str:
+        """Name a rank with its node and NIC."""
+        return f"rank {rank} of {self.world} (node {self.nodes[rank]}, NIC {self.nics[rank]})"
+
+    def close(self) -> None:
+        """End the proxy, once all that was put has arrived, or after two seconds."""
+        self._fifo.wait_until_read(_CLOSING_SECONDS)
+        self.proxy.close(_CLOSING_SECONDS)
+
+
+_endpoints: "weakref.WeakKeyDictionary[dist.ProcessGroup, Endpoint]" = weakref.WeakKeyDictionary()
+
+
+def find_endpoint(group: dist.ProcessGroup | None, nodes: Sequence[str], timeout: float) -> Endpoint:
+    """The group's endpoint; made at the first call, by all ranks together. nodes: each rank's node's name."""
+    known = dist.group.WORLD if group is None else group
+    assert known is not None
+    endpoint = _endpoints.get(known)
+    if endpoint is None:
+        endpoint = _endpoints[known] = Endpoint(group, nodes, timeout)
+        weakref.finalize(known, endpoint.close)
+    return endpoint
+
+
+def choose_proxy() -> Callable[[int, int, bytes, str, float], Proxy | NativeProxy]:
+    """The proxy that STRETTO_PROXY names, or the native one where it can be compiled. ValueError, CompilerError."""
+    asked = os.environ.get(PROXY_VARIABLE, "") or "auto"
+    if asked not in _PROXIES:
+        raise ValueError(f"{PROXY_VARIABLE} is one of {', '.join(_PROXIES)}, not {asked!r}")
+    if asked == "python":
+        return Proxy
+    try:
+        find_library()
+    except CompilerError:
+        if asked == "native":
+            raise
+        return Proxy
+    return NativeProxy

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which network interface a rank's proxy listens on: the job's, and never all of them."""
+
+import fcntl
+import os
+import socket
+import struct
+from typing import NamedTuple
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""The job's interface: what it names for gloo between nodes serves puts, too."""
+_SIOCGIFADDR = 0x8915
+
+
+class NetworkInterface(NamedTuple):
+    """An interface of this machine: its name and address."""
+
+    name: str
+    address: str
+
+
+def find_interface(*, is_one_machine: bool) -> NetworkInterface:
+    """The job's interface: GLOO_SOCKET_IFNAME, else loopback on one machine, else the one that leads to MASTER_ADDR.
+
+    ValueError where none is known, or the named one has no IPv4 address.
+    """
+    named = os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0]
+    if named:
+        address = _find_address(named)
+        if address is None:
+            having = [name for _, name in socket.if_nameindex() if _find_address(name)]
+            raise ValueError(
+                f"{INTERFACE_VARIABLE} is {named!r}, which is no interface with an IPv4 address: {', '.join(having)} "
+                "have one"
+            )
+        return NetworkInterface(named, address)
+    if is_one_machine:
+        return NetworkInterface("lo", "127.0.0.1")
+    master = os.environ.get("MASTER_ADDR", "")
+    if not master:
+        raise ValueError(
+            f"ranks of several machines put to each other, and neither {INTERFACE_VARIABLE} nor MASTER_ADDR says over "
+            f"which interface: set {INTERFACE_VARIABLE}, to eth0 for example"
+        )
+    family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing: the kernel only chooses the route
+        address = str(probe.getsockname()[0])
+    if address.startswith("127.") or address == "::1":
+        # Rank 0's machine reaches its own name over loopback, where the other machines do not.
+        raise ValueError(
+            f"MASTER_ADDR is {master!r}, which this machine reaches over loopback: set {INTERFACE_VARIABLE} to the "
+            "interface that leads to the other machines"
+        )
+    names = [name for _, name in socket.if_nameindex() if _find_address(name) == address]
+    return NetworkInterface(names[0] if names else address, address)
+
+
+def _find_address(interface: str) -> str | None:
+    """The interface's IPv4 address; None if it has none, or there is no such interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            packed = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(packed[20:24])

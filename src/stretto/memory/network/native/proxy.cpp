@@ -1,0 +1,836 @@
+// SPDX-License-Identifier: Apache-2.0
+// The proxy of puts between nodes: one thread of a rank's group, without Python and without CUDA.
+//
+// It does what proxy.py and sockets.py do, with the same descriptors (descriptors.py) and frames (frames.py), which
+// those files describe. All state belongs to the thread, and to callers that hold `mutex`; the thread holds it while it
+// works and releases it while it sleeps. Counters and FIFO words are shared with other processes and with GPUs: they
+// are loaded with acquire and stored with release.
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr uint32_t kMagic = 0x50545253, kNoSignal = 0xFFFFFFFF;
+constexpr uint64_t kMaxPutBytes = 1ull << 30, kPhase = 1ull << 63, kLocalRegions = 1ull << 22, kWindow = 1 << 16;
+constexpr size_t kMaxStrangers = 64, kBuffersAtOnce = 64, kBatch = 256;
+constexpr double kGreetingSeconds = 5.0, kFirstPause = 0.01, kLongestPause = 0.5, kCheckSeconds = 0.02;
+constexpr double kSpinSeconds = 0.001;      // after work, for FIFOs that kernels write to
+constexpr double kPollSeconds = 0.001;      // between looks at those FIFOs, later
+constexpr double kLongestSleep = 0.5;
+
+enum Kind : uint8_t { kHello = 1, kPut = 2, kAck = 3, kBye = 4 };
+
+struct Frame {
+  uint32_t magic = kMagic;
+  uint8_t version = 1;
+  uint8_t kind = 0;
+  uint16_t zeros = 0;
+  uint8_t token[16] = {};
+  uint32_t source = 0, region = 0;
+  uint64_t number = 0, received = 0, offset = 0;
+  uint32_t size = 0, signal = kNoSignal;
+};
+static_assert(sizeof(Frame) == 64);
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+struct Region {
+  uint8_t* whole;
+  uint64_t pad_bytes, size, signals;
+  std::vector<uint8_t*> near;  // by rank; null where it is not mapped
+};
+
+struct Fifo {
+  uint64_t* words;
+  uint64_t capacity;
+  uint64_t* tail;
+  bool is_polled;
+  uint64_t taken = 0;
+};
+
+struct Sent {
+  Frame frame;
+  const uint8_t* payload;
+  uint64_t source_region;
+};
+
+struct Early {
+  uint32_t region, signal;
+};
+
+struct Link {
+  bool is_far = false, is_up = false;
+  uint64_t sent = 0, received = 0, answered = 0;
+  std::deque<Sent> unacknowledged;
+  std::map<uint64_t, Early> early;
+  std::string why = "it has not connected", failure;
+  double since = now();
+};
+
+struct Part {
+  Frame header;
+  const uint8_t* payload;
+};
+
+struct Connection {
+  int fd = -1;
+  int peer = -1;
+  bool is_open = false, has_greeted = false, is_closed = false;
+  double began = now();
+  std::deque<Part> outgoing;
+  uint64_t written = 0;  // bytes of the first part
+  Frame frame;
+  uint64_t filled = 0;
+  bool in_payload = false;
+  uint8_t* target = nullptr;
+};
+
+struct Refused : std::string {
+  using std::string::string;
+  explicit Refused(std::string text) : std::string(std::move(text)) {}
+};
+
+bool parse_address(const std::string& host, int port, sockaddr_storage* out, socklen_t* length) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return false;
+  memcpy(out, found->ai_addr, found->ai_addrlen);
+  *length = found->ai_addrlen;
+  freeaddrinfo(found);
+  return true;
+}
+
+class Proxy {
+ public:
+  Proxy(int rank, int world, const uint8_t* token, double limit) : rank_(rank), world_(world), limit_(limit) {
+    memcpy(token_, token, 16);
+    links_.resize(world);
+  }
+
+  ~Proxy() {
+    for (auto& connection : connections_) {
+      if (connection->fd >= 0) ::close(connection->fd);
+    }
+    if (listener_ >= 0) ::close(listener_);
+    if (wakes_ >= 0) ::close(wakes_);
+  }
+
+  // Returns the port, or -errno.
+  int listen_on(const std::string& host) {
+    host_ = host;
+    sockaddr_storage address{};
+    socklen_t length;
+    if (!parse_address(host, 0, &address, &length)) return -EINVAL;
+    listener_ = socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    wakes_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (listener_ < 0 || wakes_ < 0 || bind(listener_, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+        listen(listener_, std::max(128, 2 * world_)) != 0 ||
+        getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
+      return -errno;
+    }
+    return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
+                                               : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+  }
+
+  void add_peer(int peer, const std::string& host, int port) {
+    links_[peer].is_far = true;
+    addresses_[peer] = {host, port};
+    if (peer > rank_) retries_[peer] = {0.0, kFirstPause};
+  }
+
+  void start() {
+    thread_ = std::thread([this] { run(); });
+  }
+
+  void add_region(uint64_t number, Region region) {
+    std::lock_guard lock(mutex_);
+    regions_[number] = std::move(region);
+    if (number < kLocalRegions) known_ = std::max(known_, number + 1);
+  }
+
+  void remove_region(uint64_t number, double seconds) {
+    std::unique_lock lock(mutex_);
+    wait_until(lock, seconds, [&] { return !reads(number); });
+    auto found = regions_.find(number);
+    if (found == regions_.end()) return;
+    // Nothing reads or writes its memory from here on, whatever has not arrived.
+    for (auto& link : links_) {
+      if (std::any_of(link.unacknowledged.begin(), link.unacknowledged.end(), [&](const Sent& sent) {
+            return sent.payload != nullptr && sent.source_region == number;
+          })) {
+        fail(&link - links_.data(), "its memory was freed before all had arrived");
+      }
+    }
+    for (auto& connection : connections_) {
+      uint8_t* begin = found->second.whole;
+      uint8_t* end = begin + found->second.pad_bytes + found->second.size;
+      if (connection->target >= begin && connection->target < end) connection->target = nullptr;
+      if (std::any_of(connection->outgoing.begin(), connection->outgoing.end(),
+                      [&](const Part& part) { return part.payload >= begin && part.payload < end; })) {
+        close_connection(connection.get(), "memory was freed that it was to send");
+      }
+    }
+    regions_.erase(found);
+  }
+
+  void add_fifo(Fifo fifo) {
+    std::lock_guard lock(mutex_);
+    fifos_.push_back(fifo);
+    wake();
+  }
+
+  void remove_fifo(const uint64_t* words) {
+    std::lock_guard lock(mutex_);
+    std::erase_if(fifos_, [&](const Fifo& fifo) { return fifo.words == words; });
+  }
+
+  void wake() {
+    uint64_t one = 1;
+    (void)!write(wakes_, &one, sizeof one);  // a full counter wakes anyway
+  }
+
+  std::string failure(int peer) {
+    std::lock_guard lock(mutex_);
+    return broken_.empty() ? links_[peer].failure : broken_;
+  }
+
+  void break_connection(int peer) {
+    std::lock_guard lock(mutex_);
+    if (Connection* connection = find(peer)) close_connection(connection, "a test broke it");
+    wake();
+  }
+
+  void close(double seconds) {
+    {
+      std::unique_lock lock(mutex_);
+      if (is_closing_) return;
+      wait_until(lock, seconds, [&] {
+        return std::all_of(links_.begin(), links_.end(), [](const Link& link) { return link.unacknowledged.empty(); });
+      });
+      is_closing_ = true;
+    }
+    wake();
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  template <typename Condition>
+  void wait_until(std::unique_lock<std::mutex>& lock, double seconds, Condition holds) {
+    double deadline = now() + seconds;
+    while (!holds() && now() < deadline) {
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      lock.lock();
+    }
+  }
+
+  void run() {
+    double worked = 0.0;
+    std::unique_lock lock(mutex_);
+    while (!is_closing_) {
+      bool was_busy = read_fifos();
+      if (was_busy) flush_all();
+      open_due();
+      close_silent();
+      was_busy |= exchange(lock, choose_sleep(was_busy, worked));
+      acknowledge();
+      check_limits();
+      sweep();
+      if (was_busy) worked = now();
+    }
+    for (int peer = 0; peer < world_; ++peer) {
+      if (links_[peer].is_up) send(peer, make(kBye, links_[peer].received), nullptr);
+    }
+    double deadline = now() + 1.0;
+    while (now() < deadline && std::any_of(connections_.begin(), connections_.end(), [](const auto& connection) {
+             return connection->has_greeted && !connection->outgoing.empty();
+           })) {
+      exchange(lock, 0.01);
+      sweep();
+    }
+    for (auto& connection : connections_) connection->is_closed = true;
+    sweep();
+  }
+
+  double choose_sleep(bool was_busy, double worked) {
+    if (was_busy) return 0.0;
+    if (std::any_of(fifos_.begin(), fifos_.end(), [](const Fifo& fifo) { return fifo.is_polled; })) {
+      return now() - worked < kSpinSeconds ? 0.0 : kPollSeconds;
+    }
+    bool waits = std::any_of(links_.begin(), links_.end(), [](const Link& link) {
+      return link.is_far && (!link.unacknowledged.empty() || !link.is_up);
+    });
+    return waits ? kCheckSeconds : kLongestSleep;
+  }
+
+  // FIFO to links.
+
+  bool read_fifos() {
+    bool was_busy = false;
+    for (auto& fifo : fifos_) {
+      for (size_t count = 0; count < kBatch; ++count) {
+        if (std::any_of(links_.begin(), links_.end(),
+                        [](const Link& link) { return link.unacknowledged.size() >= kWindow; })) {
+          break;
+        }
+        uint64_t* slot = fifo.words + fifo.taken % fifo.capacity * 4;
+        uint64_t phase = fifo.taken / fifo.capacity & 1 ? 0 : kPhase;
+        uint64_t words[4];
+        bool is_complete = true;
+        for (int index = 0; index < 4; ++index) {
+          words[index] = std::atomic_ref(slot[index]).load(std::memory_order_acquire);
+          is_complete &= (words[index] & kPhase) == phase;
+        }
+        if (!is_complete) break;
+        was_busy = true;
+        ++fifo.taken;
+        std::atomic_ref(*fifo.tail).store(fifo.taken, std::memory_order_release);
+        std::string problem = post(words);
+        if (!problem.empty() && broken_.empty()) broken_ = "a descriptor is invalid: " + problem;
+      }
+    }
+    return was_busy;
+  }
+
+  std::string post(const uint64_t* words) {
+    constexpr uint64_t kOffset = (1ull << 40) - 1, kBits20 = (1ull << 20) - 1;
+    uint64_t head = words[0] & ~kPhase, from = words[1] & ~kPhase, to = words[2] & ~kPhase, size = words[3] & ~kPhase;
+    uint64_t kind = head >> 60, peer = head >> 40 & kBits20, signal = head >> 20 & kBits20;
+    uint64_t source_region = from >> 40, source = from & kOffset, region = to >> 40, offset = to & kOffset;
+    if (kind != 1 && kind != 2) return "there is no kind " + std::to_string(kind);
+    if (size > kMaxPutBytes) return "a put of " + std::to_string(size) + " bytes";
+    if (peer >= uint64_t(world_) || peer == uint64_t(rank_)) return "a put to rank " + std::to_string(peer);
+    auto destination = regions_.find(region);
+    if (region >= kLocalRegions || destination == regions_.end()) {
+      return "a put into region " + std::to_string(region) + ", which is none of the group's";
+    }
+    Frame frame = make(kPut, 0);
+    frame.region = region;
+    frame.offset = offset;
+    frame.size = size;
+    frame.signal = kind == 1 ? signal : kNoSignal;
+    if (std::string problem = find_outside(destination->second, frame); !problem.empty()) return problem;
+    const uint8_t* payload = nullptr;
+    if (size) {
+      auto found = regions_.find(source_region);
+      if (found == regions_.end() || size > found->second.size || source > found->second.size - size) {
+        return "a put of " + std::to_string(size) + " bytes from " + std::to_string(source) + " of region " +
+               std::to_string(source_region);
+      }
+      payload = found->second.whole + found->second.pad_bytes + source;
+    }
+    Link& link = links_[peer];
+    if (!link.failure.empty()) return "";
+    frame.number = ++link.sent;
+    if (!link.is_far) return put_near(destination->second, peer, frame, payload);
+    frame.received = link.received;
+    if (link.unacknowledged.empty()) link.since = now();
+    link.unacknowledged.push_back({frame, payload, source_region});
+    link.answered = link.received;
+    send(peer, frame, payload);
+    return "";
+  }
+
+  std::string put_near(Region& region, uint64_t peer, const Frame& frame, const uint8_t* payload) {
+    uint8_t* whole = region.near[peer];
+    if (whole == nullptr) return "region " + std::to_string(frame.region) + " of rank " + std::to_string(peer) + " is not mapped here";
+    if (payload) memcpy(whole + region.pad_bytes + frame.offset, payload, frame.size);
+    count(whole, region, rank_, frame.signal);
+    return "";
+  }
+
+  std::string find_outside(const Region& region, const Frame& frame) {
+    if (frame.size > region.size || frame.offset > region.size - frame.size) {
+      return "rank " + std::to_string(frame.source) + " puts " + std::to_string(frame.size) + " bytes at " +
+             std::to_string(frame.offset) + " of region " + std::to_string(frame.region) + ", which has " +
+             std::to_string(region.size);
+    }
+    if (frame.signal != kNoSignal && frame.signal >= region.signals) {
+      return "rank " + std::to_string(frame.source) + " counts up signal " + std::to_string(frame.signal) +
+             " of region " + std::to_string(frame.region) + ", which has " + std::to_string(region.signals);
+    }
+    return "";
+  }
+
+  // Only this thread counts for a far peer, and the peer's proxy alone for a near one.
+  static void count(uint8_t* whole, const Region& region, uint64_t source, uint32_t signal) {
+    if (signal == kNoSignal) return;
+    std::atomic_ref counter(reinterpret_cast<uint32_t*>(whole)[source * region.signals + signal]);
+    counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  }
+
+  bool reads(uint64_t number) {
+    for (auto& link : links_) {
+      for (auto& sent : link.unacknowledged) {
+        if (sent.payload && sent.source_region == number) return true;
+      }
+    }
+    return false;
+  }
+
+  void acknowledge() {
+    for (int peer = 0; peer < world_; ++peer) {
+      Link& link = links_[peer];
+      if (link.is_up && link.answered < link.received) {
+        link.answered = link.received;
+        send(peer, make(kAck, link.received), nullptr);
+      }
+    }
+    flush_all();
+  }
+
+  void flush_all() {
+    for (auto& connection : connections_) {
+      try {
+        flush(connection.get());
+      } catch (const Refused& why) {
+        close_connection(connection.get(), why);
+      }
+    }
+  }
+
+  void check_limits() {
+    double time = now();
+    if (time - checked_ < kCheckSeconds) return;
+    checked_ = time;
+    for (int peer = 0; peer < world_; ++peer) {
+      Link& link = links_[peer];
+      if (!link.is_far || !link.failure.empty()) continue;
+      double waited = time - link.since;
+      if (waited <= limit_) continue;
+      char text[64];
+      snprintf(text, sizeof text, "%.3g s", waited);
+      if (!link.is_up) {
+        fail(peer, std::string("there was no connection for ") + text + ": " + link.why);
+      } else if (!link.unacknowledged.empty()) {
+        fail(peer, std::string("it has acknowledged nothing for ") + text);
+      }
+    }
+  }
+
+  void fail(int peer, const std::string& why) {
+    Link& link = links_[peer];
+    if (link.failure.empty()) link.failure = why;
+    link.is_up = false;
+    link.unacknowledged.clear();
+    link.early.clear();
+    addresses_.erase(peer);
+    if (Connection* connection = find(peer)) close_connection(connection, "it was given up");
+    retries_.erase(peer);
+  }
+
+  // Connections.
+
+  Frame make(uint8_t kind, uint64_t received) {
+    Frame frame;
+    frame.kind = kind;
+    memcpy(frame.token, token_, 16);
+    frame.source = rank_;
+    frame.received = received;
+    return frame;
+  }
+
+  Connection* find(int peer) {
+    for (auto& connection : connections_) {
+      if (connection->peer == peer && !connection->is_closed) return connection.get();
+    }
+    return nullptr;
+  }
+
+  void send(int peer, const Frame& frame, const uint8_t* payload) {
+    Connection* connection = find(peer);
+    if (connection && connection->has_greeted) connection->outgoing.push_back({frame, payload});
+  }
+
+  void open_due() {
+    double time = now();
+    for (auto& [peer, retry] : retries_) {
+      auto& [due, pause] = retry;
+      if (time < due) continue;
+      due = time + pause;
+      pause = std::min(2 * pause, kLongestPause);
+      if (find(peer)) continue;
+      auto& [host, port] = addresses_[peer];
+      sockaddr_storage address{}, own{};
+      socklen_t length, own_length;
+      if (!parse_address(host, port, &address, &length)) continue;
+      int fd = socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+      if (fd < 0) continue;
+      if (parse_address(host_, 0, &own, &own_length) && own.ss_family == address.ss_family) {
+        (void)bind(fd, reinterpret_cast<sockaddr*>(&own), own_length);
+      }
+      (void)connect(fd, reinterpret_cast<sockaddr*>(&address), length);  // errors come when it is written to
+      add(fd, peer, false);
+    }
+  }
+
+  void add(int fd, int peer, bool is_open) {
+    int one = 1;
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    auto connection = std::make_unique<Connection>();
+    connection->fd = fd;
+    connection->peer = peer;
+    connection->is_open = is_open;
+    connections_.push_back(std::move(connection));
+  }
+
+  void accept_one() {
+    int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) return;
+    add(fd, -1, true);
+    size_t strangers = 0;
+    Connection* oldest = nullptr;
+    for (auto& connection : connections_) {
+      if (connection->peer >= 0 || connection->is_closed) continue;
+      ++strangers;
+      if (!oldest || connection->began < oldest->began) oldest = connection.get();
+    }
+    if (strangers > kMaxStrangers) close_connection(oldest, "too many have not greeted");
+  }
+
+  void close_silent() {
+    double limit = now() - kGreetingSeconds;
+    for (auto& connection : connections_) {
+      if (!connection->is_closed && !connection->has_greeted && connection->began < limit) {
+        close_connection(connection.get(), "it did not greet");
+      }
+    }
+  }
+
+  void close_connection(Connection* connection, const std::string& why) {
+    if (connection->is_closed) return;
+    connection->is_closed = true;
+    connection->target = nullptr;
+    ::close(connection->fd);
+    connection->fd = -1;
+    int peer = connection->peer;
+    if (peer < 0 || find(peer)) return;
+    if (peer > rank_ && addresses_.count(peer) && !retries_.count(peer)) {
+      retries_[peer] = {now() + kFirstPause, kFirstPause};
+    }
+    Link& link = links_[peer];
+    if (link.is_up) link.since = now();
+    link.is_up = false;
+    link.why = why;
+    if (!link.failure.empty()) fail(peer, link.failure);
+  }
+
+  void sweep() {
+    std::erase_if(connections_, [](const auto& connection) {
+      if (connection->is_closed && connection->fd >= 0) ::close(connection->fd);
+      return connection->is_closed;
+    });
+  }
+
+  // Waits for events without the mutex, then serves them. Returns whether any peer sent anything.
+  bool exchange(std::unique_lock<std::mutex>& lock, double seconds) {
+    sweep();
+    std::vector<pollfd> polled{{wakes_, POLLIN, 0}, {listener_, POLLIN, 0}};
+    std::vector<Connection*> served;
+    for (auto& connection : connections_) {
+      bool writes = !connection->is_open || !connection->outgoing.empty();
+      polled.push_back({connection->fd, short(POLLIN | (writes ? POLLOUT : 0)), 0});
+      served.push_back(connection.get());
+    }
+    timespec pause{time_t(seconds), long((seconds - time_t(seconds)) * 1e9)};
+    lock.unlock();
+    int ready = ppoll(polled.data(), polled.size(), &pause, nullptr);
+    lock.lock();
+    if (ready <= 0) return false;
+    bool was_busy = false;
+    if (polled[0].revents) {
+      uint64_t count;
+      (void)!read(wakes_, &count, sizeof count);
+    }
+    if (polled[1].revents) accept_one();
+    for (size_t index = 0; index < served.size(); ++index) {
+      short events = polled[index + 2].revents;
+      if (!events || served[index]->is_closed) continue;
+      was_busy |= serve(served[index], events);
+    }
+    return was_busy;
+  }
+
+  bool serve(Connection* connection, short events) {
+    try {
+      if (!connection->is_open) {
+        int error = 0;
+        socklen_t length = sizeof error;
+        getsockopt(connection->fd, SOL_SOCKET, SO_ERROR, &error, &length);
+        if (error) throw Refused(strerror(error));
+        if (!(events & POLLOUT)) return false;
+        connection->is_open = true;
+        greet(connection);
+      }
+      flush(connection);
+      return (events & (POLLIN | POLLHUP | POLLERR)) && receive(connection);
+    } catch (const Refused& why) {
+      close_connection(connection, why);
+      return true;
+    }
+  }
+
+  void greet(Connection* connection) {
+    connection->outgoing.push_back({make(kHello, links_[connection->peer].received), nullptr});
+  }
+
+  void flush(Connection* connection) {
+    while (!connection->is_closed && connection->is_open && !connection->outgoing.empty()) {
+      iovec parts[2 * kBuffersAtOnce];
+      size_t count = 0;
+      uint64_t skip = connection->written;
+      for (size_t index = 0; index < std::min(connection->outgoing.size(), kBuffersAtOnce); ++index) {
+        Part& part = connection->outgoing[index];
+        uint8_t* header = reinterpret_cast<uint8_t*>(&part.header);
+        if (skip < sizeof(Frame)) {
+          parts[count++] = {header + skip, sizeof(Frame) - skip};
+          skip = 0;
+        } else {
+          skip -= sizeof(Frame);
+        }
+        if (part.payload && part.header.size > skip) {
+          parts[count++] = {const_cast<uint8_t*>(part.payload) + skip, size_t(part.header.size - skip)};
+        }
+        skip = 0;
+      }
+      msghdr message{};
+      message.msg_iov = parts;
+      message.msg_iovlen = count;
+      ssize_t sent = sendmsg(connection->fd, &message, MSG_NOSIGNAL);
+      if (sent < 0) {
+        if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return;
+        throw Refused(strerror(errno));
+      }
+      connection->written += sent;
+      while (!connection->outgoing.empty()) {
+        Part& part = connection->outgoing.front();
+        uint64_t whole = sizeof(Frame) + (part.payload ? part.header.size : 0);
+        if (connection->written < whole) break;
+        connection->written -= whole;
+        connection->outgoing.pop_front();
+      }
+    }
+  }
+
+  bool receive(Connection* connection) {
+    static thread_local uint8_t discarded[1 << 16];
+    for (size_t turn = 0; turn < kBuffersAtOnce; ++turn) {
+      uint8_t* into;
+      size_t room;
+      if (!connection->in_payload) {
+        into = reinterpret_cast<uint8_t*>(&connection->frame) + connection->filled;
+        room = sizeof(Frame) - connection->filled;
+      } else if (connection->target) {
+        into = connection->target + connection->filled;
+        room = connection->frame.size - connection->filled;
+      } else {
+        into = discarded;
+        room = std::min<uint64_t>(sizeof discarded, connection->frame.size - connection->filled);
+      }
+      ssize_t count = recv(connection->fd, into, room, 0);
+      if (count < 0) {
+        if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return true;
+        throw Refused(strerror(errno));
+      }
+      if (count == 0) throw Refused("the peer has closed it");
+      connection->filled += count;
+      if (!connection->in_payload && connection->filled == sizeof(Frame)) {
+        read_header(connection);
+        connection->in_payload = true;
+        connection->filled = 0;
+      }
+      if (connection->in_payload && connection->filled == connection->frame.size) {
+        connection->in_payload = false;
+        connection->target = nullptr;
+        connection->filled = 0;
+        if (connection->frame.kind != kHello) arrived(connection->frame);
+        if (connection->is_closed) return true;  // it said goodbye
+      }
+    }
+    return true;
+  }
+
+  void read_header(Connection* connection) {
+    Frame& frame = connection->frame;
+    if (frame.magic != kMagic || frame.version != 1 || frame.zeros) {
+      throw Refused("it is no frame of this version of Stretto");
+    }
+    uint8_t difference = 0;  // in constant time
+    for (int index = 0; index < 16; ++index) difference |= frame.token[index] ^ token_[index];
+    if (difference) throw Refused("it has not the job's token");
+    if (frame.kind < kHello || frame.kind > kBye) throw Refused("there is no such kind of frames");
+    if (frame.size > kMaxPutBytes || (frame.size && frame.kind != kPut)) throw Refused("a frame of a wrong size");
+    if (!connection->has_greeted) {
+      read_greeting(connection);
+    } else if (frame.kind == kHello || int64_t(frame.source) != connection->peer) {
+      throw Refused("a frame of rank " + std::to_string(frame.source) + " on the connection of rank " +
+                    std::to_string(connection->peer));
+    } else if (frame.kind == kPut) {
+      connection->target = place(frame);
+    }
+  }
+
+  void read_greeting(Connection* connection) {
+    Frame& frame = connection->frame;
+    if (frame.kind != kHello) throw Refused("its first frame is no greeting");
+    int peer = frame.source < uint32_t(world_) ? int(frame.source) : -1;
+    if (peer < 0 || !addresses_.count(peer) || (connection->peer >= 0 && connection->peer != peer)) {
+      throw Refused("a rank greets that is no peer here");
+    }
+    if (connection->peer < 0) {
+      if (peer > rank_) throw Refused("a rank connects that is to be connected to");
+      if (Connection* old = find(peer)) close_connection(old, "the peer has connected anew");
+      connection->peer = peer;
+      greet(connection);
+    }
+    connection->has_greeted = true;
+    retries_.erase(peer);
+    Link& link = links_[peer];
+    if (frame.received > link.sent) throw Refused("it greets with a put that was never sent");
+    forget_received(link, frame.received);
+    link.is_up = true;
+    link.since = now();
+    link.answered = link.received;
+    for (auto& sent : link.unacknowledged) {
+      sent.frame.received = link.received;
+      connection->outgoing.push_back({sent.frame, sent.payload});
+    }
+    flush(connection);
+  }
+
+  static bool forget_received(Link& link, uint64_t received) {
+    bool has_progressed = false;
+    while (!link.unacknowledged.empty() && link.unacknowledged.front().frame.number <= received) {
+      link.unacknowledged.pop_front();
+      has_progressed = true;
+    }
+    return has_progressed;
+  }
+
+  // A peer that has the token and sends what no proxy would is given up.
+  [[noreturn]] void refuse(const Frame& frame, const std::string& why) {
+    Link& link = links_[frame.source];
+    if (link.failure.empty()) link.failure = "a frame of it is invalid: " + why;
+    throw Refused(why);
+  }
+
+  uint8_t* place(const Frame& frame) {
+    Link& link = links_[frame.source];
+    if (frame.number <= link.received || link.early.count(frame.number)) return nullptr;
+    if (frame.number > link.received + 2 * kWindow) {
+      refuse(frame, "it is put " + std::to_string(frame.number) + ", and " + std::to_string(link.received) + " have come");
+    }
+    auto found = regions_.find(frame.region);
+    if (frame.region >= kLocalRegions || found == regions_.end()) {
+      if (frame.region < known_) return nullptr;
+      refuse(frame, "there is no region " + std::to_string(frame.region));
+    }
+    std::string problem = find_outside(found->second, frame);
+    if (!problem.empty()) refuse(frame, problem);
+    return found->second.whole + found->second.pad_bytes + frame.offset;
+  }
+
+  void arrived(const Frame& frame) {
+    Link& link = links_[frame.source];
+    if (frame.received > link.sent) {
+      refuse(frame, "it acknowledges put " + std::to_string(frame.received) + " of " + std::to_string(link.sent));
+    }
+    if (forget_received(link, frame.received)) link.since = now();
+    if (frame.kind == kBye) fail(frame.source, "it has closed the group");
+    if (frame.kind != kPut || frame.number <= link.received) return;
+    link.early[frame.number] = {frame.region, frame.signal};
+    while (!link.early.empty() && link.early.begin()->first == link.received + 1) {
+      Early ready = link.early.begin()->second;
+      link.early.erase(link.early.begin());
+      ++link.received;
+      auto found = regions_.find(ready.region);
+      if (found != regions_.end()) count(found->second.whole, found->second, frame.source, ready.signal);
+    }
+  }
+
+  const int rank_, world_;
+  const double limit_;
+  uint8_t token_[16];
+  std::string host_, broken_;
+  int listener_ = -1, wakes_ = -1;
+  std::mutex mutex_;
+  std::thread thread_;
+  bool is_closing_ = false;
+  double checked_ = 0.0;
+  std::vector<Link> links_;
+  std::map<uint64_t, Region> regions_;
+  uint64_t known_ = 0;
+  std::vector<Fifo> fifos_;
+  std::vector<std::unique_ptr<Connection>> connections_;
+  std::map<int, std::pair<std::string, int>> addresses_;
+  std::map<int, std::pair<double, double>> retries_;
+};
+
+}  // namespace
+
+extern "C" {
+
+#define EXPORT __attribute__((visibility("default")))
+
+EXPORT void* proxy_open(int rank, int world, const uint8_t* token, double limit, const char* host, int* port) {
+  auto* proxy = new Proxy(rank, world, token, limit);
+  *port = proxy->listen_on(host);
+  return proxy;
+}
+EXPORT void proxy_add_peer(void* proxy, int peer, const char* host, int port) {
+  static_cast<Proxy*>(proxy)->add_peer(peer, host, port);
+}
+EXPORT void proxy_start(void* proxy) { static_cast<Proxy*>(proxy)->start(); }
+EXPORT void proxy_add_region(void* proxy, uint64_t number, uint64_t whole, uint64_t pad_bytes, uint64_t size,
+                             uint64_t signals, const uint64_t* near, int world) {
+  Region region{reinterpret_cast<uint8_t*>(whole), pad_bytes, size, signals, {}};
+  for (int rank = 0; rank < world; ++rank) region.near.push_back(reinterpret_cast<uint8_t*>(near[rank]));
+  static_cast<Proxy*>(proxy)->add_region(number, std::move(region));
+}
+EXPORT void proxy_remove_region(void* proxy, uint64_t number, double seconds) {
+  static_cast<Proxy*>(proxy)->remove_region(number, seconds);
+}
+EXPORT void proxy_add_fifo(void* proxy, uint64_t words, uint64_t capacity, uint64_t tail, int is_polled) {
+  static_cast<Proxy*>(proxy)->add_fifo(
+      {reinterpret_cast<uint64_t*>(words), capacity, reinterpret_cast<uint64_t*>(tail), is_polled != 0});
+}
+EXPORT void proxy_remove_fifo(void* proxy, uint64_t words) {
+  static_cast<Proxy*>(proxy)->remove_fifo(reinterpret_cast<uint64_t*>(words));
+}
+EXPORT void proxy_wake(void* proxy) { static_cast<Proxy*>(proxy)->wake(); }
+EXPORT int proxy_failure(void* proxy, int peer, char* text, int room) {
+  std::string found = static_cast<Proxy*>(proxy)->failure(peer);
+  int length = std::min<int>(found.size(), room);
+  memcpy(text, found.data(), length);
+  return length;
+}
+EXPORT void proxy_break_connection(void* proxy, int peer) { static_cast<Proxy*>(proxy)->break_connection(peer); }
+EXPORT void proxy_close(void* proxy, double seconds) { static_cast<Proxy*>(proxy)->close(seconds); }
+EXPORT void proxy_free(void* proxy) { delete static_cast<Proxy*>(proxy); }
+}

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices that kernels put through pinned memory and the proxy, between ranks that are declared to be several nodes."""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.memory import PeerError
+from stretto.tiles.put_channel import PutChannel
+
+Run = Callable[..., list[Any]]
+SEED = random.randrange(2**31)
+CALLS = 200
+
+
+def make_shard(size: int, rank: int, call: int) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.int32, device="cuda") * 7 + 1000 * rank + call
+
+
+def gather_in_many_calls(nodes: str, proxy: str, seed: int) -> list[tuple[Any, ...]]:
+    """Random sizes, late ranks, broken connections, then a CUDA graph's replays; the calls that were wrong."""
+    rng, rank, world = random.Random(seed), dist.get_rank(), dist.get_world_size()
+    wrong: list[tuple[Any, ...]] = []
+    variables = {"STRETTO_NODES": nodes, "STRETTO_PROXY": proxy}
+    with (
+        mock.patch.dict(os.environ, variables),
+        PutChannel.allocate(slots=4, slot_bytes=16384, timeout=60.0) as channel,
+    ):
+        for call in range(CALLS):
+            size, late, peer = rng.choice((1, 5, 4096, 70_001)), rng.randrange(world), rng.randrange(world)
+            if late == rank:
+                torch.cuda._sleep(rng.choice((0, 100_000, 1_000_000)))
+            if call % 20 == 7 and peer != rank:
+                channel.break_connection(peer)
+            out = torch.full((world, size), -1, dtype=torch.int32, device="cuda")
+            channel.all_gather(make_shard(size, rank, call), out)
+            right = torch.stack([make_shard(size, other, call) for other in range(world)])
+            if not torch.equal(out, right):
+                wrong.append((call, size))
+        shard, out = make_shard(5000, rank, 0), torch.zeros(world, 5000, dtype=torch.int32, device="cuda")
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            channel.all_gather(shard, out)
+        for replay in range(20):
+            shard.copy_(make_shard(5000, rank, replay))
+            out.zero_()
+            graph.replay()
+            if not torch.equal(out, torch.stack([make_shard(5000, other, replay) for other in range(world)])):
+                wrong.append(("replay", replay))
+        torch.cuda.synchronize()
+        channel.check()
+        dist.barrier()
+        del graph
+    return wrong
+
+
+@pytest.mark.parametrize("proxy", ["native", pytest.param("python", marks=pytest.mark.exhaustive)])
+@pytest.mark.ranks(2, 4, among=(2, 4, 8), own=(2, 4))
+def test_slices_arrive_whole_past_late_ranks_broken_connections_and_graphs(run_ranks: Run, world: int, proxy: str):
+    print(f"seed {SEED}")
+    nodes = f"2x{world // 2}"
+    assert run_ranks(gather_in_many_calls, nodes, proxy, SEED, timeout=300.0) == [[]] * world
+
+
+def lose_a_rank() -> str:
+    """Rank 0 never calls: the others' waits end, and name it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    message = ""
+    with mock.patch.dict(os.environ, {"STRETTO_NODES": f"{world}x1"}):
+        channel = PutChannel.allocate(slots=2, slot_bytes=4096, timeout=3.0)
+    out = torch.zeros(world, 100, dtype=torch.int32, device="cuda")
+    if rank == 0:
+        time.sleep(5.0)
+    else:
+        channel.limit.seconds = 3.0
+        channel.all_gather(make_shard(100, rank, 0), out)
+        torch.cuda.synchronize()
+        with pytest.raises(PeerError) as lost:
+            channel.check()
+        message = str(lost.value)
+    dist.barrier()
+    channel.close()
+    return message
+
+
+@pytest.mark.ranks(2)
+def test_a_wait_for_a_slice_that_never_comes_names_rank_node_nic_and_operator(run_ranks: Run, world: int):
+    first, *others = run_ranks(lose_a_rank, timeout=120.0)
+    assert first == ""
+    for message in others:
+        assert "all_gather_by_puts: waited in vain for a slice with signal" in message
+        assert f"rank 0 of {world} (node 0, NIC lo)" in message

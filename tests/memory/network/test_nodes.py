@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of one machine that are declared to be several nodes put to each other, and run schedules so."""
+
+import os
+import random
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.collectives.random_programs import random_program
+
+from stretto.collectives import compile_program
+from stretto.collectives.executor import run_on_host, simulate
+from stretto.memory import Reach, allocate
+
+SEED = 63
+
+
+def put_around():
+    """Each rank puts to the ranks of other nodes, and stores to those of its own; what arrived from each."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    size, found = 100_000, []
+    with allocate(world * size, signals=2, timeout=60.0) as memory:
+        own = memory.buffer()
+        for call in range(3):
+            own[rank * size : (rank + 1) * size] = 10 * call + rank + 1
+            for peer in range(world):
+                if memory.reach[peer] is Reach.PUTS:
+                    memory.put(peer, rank * size, rank * size, size, 0)
+                elif peer != rank:
+                    memory.buffer(peer)[rank * size : (rank + 1) * size] = own[rank * size : (rank + 1) * size]
+                    memory.signal(peer, 0)
+            for peer in set(range(world)) - {rank}:
+                memory.wait(peer, 0, call + 1, 60.0)
+            found.append([int(part.unique()) for part in own.view(world, size)])
+            for peer in set(range(world)) - {rank}:  # it has been read
+                memory.signal(peer, 1)
+            for peer in set(range(world)) - {rank}:
+                memory.wait(peer, 1, call + 1, 60.0)
+        return [reach.name for reach in memory.reach], found
+
+
+def on_nodes(nodes, proxy, function, *arguments):
+    with mock.patch.dict(os.environ, {"STRETTO_NODES": nodes, "STRETTO_PROXY": proxy}):
+        return function(*arguments)
+
+
+@pytest.mark.parametrize("proxy", ["python", "native"])
+def test_ranks_reach_other_nodes_by_puts(ranks, proxy):
+    for rank, (reach, found) in enumerate(ranks(3).run(on_nodes, "2,1", proxy, put_around)):
+        near = (rank == 2,) * 2 + (rank < 2,)
+        assert reach == ["PUTS" if is_far else "LOADS_AND_STORES" for is_far in near]
+        assert found == [[10 * call + peer + 1 for peer in range(3)] for call in range(3)]
+
+
+def run_schedules(count, seed):
+    """Random verified programs, against the simulation of their ranks in one process; those whose bits differ."""
+    rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
+    rng = random.Random(seed)
+    while count:
+        program = random_program(rng)
+        if program.collective.ranks != world:
+            continue
+        count -= 1
+        instances, slots, elements = rng.choice((1, 2)), rng.choice((None, 1, 2)), rng.choice((1, 24, 1000))
+        schedule = compile_program(program, name="random", instances=instances, slots=slots)
+        collective = schedule.collective
+        size = elements * collective.input_chunks
+        inputs = [torch.arange(size, dtype=torch.int32) + 1000 * peer + count for peer in range(world)]
+        options = {"tile_bytes": rng.choice((64, 1 << 18)), "slots": slots}
+        right = simulate(schedule, inputs, **options)[rank]
+        if schedule.in_place:
+            output = run_on_host(schedule, inputs[rank].clone(), None, **options)
+        else:
+            output = run_on_host(schedule, inputs[rank], torch.empty_like(right), **options)
+        known = [at for at in range(collective.output_chunks) if collective.expected(rank, at) is not None]
+        parts = [one.view(collective.output_chunks, -1)[known] for one in (output, right)]
+        if not torch.equal(*parts):
+            wrong.append(count)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("count", "nodes", "proxy", "runs"),
+    [
+        (4, "2x2", "native", 8),
+        (3, "2,1", "python", 8),
+        pytest.param(2, "2x1", "native", 100, marks=pytest.mark.exhaustive),
+        pytest.param(3, "3x1", "native", 100, marks=pytest.mark.exhaustive),
+        pytest.param(4, "4x1", "python", 100, marks=pytest.mark.exhaustive),
+        pytest.param(4, "2x2", "native", 200, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_schedules_have_the_same_bits_on_several_nodes(ranks, count, nodes, proxy, runs):
+    print(f"seed {SEED}")
+    assert ranks(count).run(on_nodes, nodes, proxy, run_schedules, runs, SEED) == [[]] * count

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernel of routed schedules is compiled to, without a GPU."""
+
+import re
+
+import torch
+from tests.tiles.machine_code import ACQUIRE, RELEASE, WORLD, compile_to_ptx, find, find_spills, make_channel
+
+from stretto.collectives.algorithms import find as find_algorithm
+from stretto.collectives.joint.routed import route
+from stretto.ops.joint.routed import GivenRows, LandedRows, fix_sizes, make_tables, move_rows
+
+ROWS, BLOCK = 32, 1024
+
+
+def move_arguments(positions=True):
+    """Of a two-step all-to-all, as a dispatch launches it."""
+    routed = route(find_algorithm("two-step-all-to-all").compile(nodes=2, gpus=WORLD // 2))
+    tables = make_tables("moe", routed, 0, 32 * WORLD, 32, 32, torch.device("cpu"))
+    half, words = torch.zeros(1 << 16, dtype=torch.bfloat16), torch.zeros(1 << 10, dtype=torch.int32)
+    given = GivenRows(half, torch.zeros(64, dtype=torch.int64) if positions else None, 4096, 8192)
+    sizes = 0, False, tables.pieces, tables.parts, tables.channels, tables.longest, ROWS, BLOCK
+    signals = tables.sources, tables.destinations, tables.arrivals
+    landed = LandedRows(half.clone(), 8192, 4096)
+    return make_channel("p2p"), *signals, tables.hops, given, landed, words, fix_sizes(*sizes), None, 128
+
+
+def test_rows_are_loaded_after_their_wait_and_stored_before_their_signal_in_wide_pieces(tmp_path):
+    lines = compile_to_ptx(move_rows, move_arguments(), num_warps=16)
+    find(lines, ACQUIRE)
+    assert any(re.search(r"ld\.global\.(.*\.)?v4\.b32", line) for line in lines)
+    assert any(re.search(r"st\.global\.(.*\.)?v4\.b32", line) for line in lines)
+    releases = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.add", line)]
+    assert releases
+    for release in releases:
+        before = [line for line in lines[:release] if re.search(r"st\.global|bar\.sync", line)]
+        assert before[-1].startswith("bar.sync"), before[-3:]
+    assert find_spills(lines, tmp_path) == 0

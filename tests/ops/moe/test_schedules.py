@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts whose tokens move by a schedule, interpreted: the bits of the direct exchange, on 2 to 8 ranks."""
+
+import random
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.collectives.joint.random_algorithms import random_all_to_all
+from tests.ops.moe.oracle import draw, make_layer
+from tests.ops.moe.test_exchange import Case, part
+
+from stretto.collectives.algorithms import find
+from stretto.ops import moe
+from stretto.ops.moe import kernel_route
+
+SEED = random.randrange(2**31)
+HIDDEN = 21
+
+
+def make_schedule(which):
+    """An algorithm's name, (nodes, gpus) of a two-step one, or (seed, ranks, chunks) of a random one."""
+    match which:
+        case (nodes, gpus):
+            return find("two-step-all-to-all").compile(nodes=nodes, gpus=gpus)
+        case (seed, ranks, chunks):
+            return random_all_to_all(random.Random(seed), ranks, chunks)
+    return which
+
+
+def run_products(case, dtype, **options):
+    """Products, output and gradients of experts, of which all ranks have several."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    layer = make_layer(7, sum(case.tokens), case.k, case.experts, chosen=case.chosen, hidden=HIDDEN)
+    x, weights = (part(one, case.tokens, rank).clone() for one in (layer.x.to(dtype), layer.weights.float()))
+    up = draw(rank, case.experts // group.size(), 8, HIDDEN).to(dtype)
+    leaves = [one.requires_grad_() for one in (x, weights, up)]
+    ids = part(layer.ids, case.tokens, rank)
+    inner, sent = moe.dispatch_grouped_matmul(x, ids, up, group, topk_weights=weights, **options)
+    out = moe.grouped_matmul_combine(inner, up.mT, sent, weights, group)
+    grad = part(draw(9, *layer.x.shape), case.tokens, rank).to(dtype)
+    return [inner.detach(), sent.offsets, out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def compare_with_direct(*calls):
+    """(whether each result has the bits of the kernels' own exchange, what pushed rows) of calls with a schedule."""
+    found = []
+    for case, dtype, which, options in calls:
+        used = Counter()
+        with (
+            mock.patch.object(kernel_route, "launch_moves", wraps=kernel_route.launch_moves) as moves,
+            mock.patch.object(kernel_route, "push_rows", new=None),
+        ):
+            ours = run_products(case, dtype, schedule=make_schedule(which), **options)
+            used["moves"] = moves.call_count
+        direct = run_products(case, dtype, implementation="kernel", **options)
+        found.append(([torch.equal(*pair) for pair in zip(ours, direct, strict=True)], used["moves"]))
+    return found
+
+
+RANK, CHOICE, BF16, FP32 = {}, {"reduce": "choice"}, torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("ranks", "calls"),
+    [
+        (2, [(Case((2, 5), 2, 4), BF16, "direct-all-to-all", RANK)]),
+        (3, [(Case((2, 0, 3), 2, 6), FP32, (SEED, 3, 2), CHOICE)]),
+        (4, [(Case((2, 5, 0, 9), 2, 8), BF16, (2, 2), RANK)]),
+        (4, [(Case((3, 3, 3, 3), 2, 4), FP32, (2, 2), {"max_rows": 24})]),
+        (4, [(Case((2, 1, 6, 3), 2, 8), BF16, (SEED, 4, 1), RANK)]),
+        (8, [(Case((2, 1, 0, 3, 1, 4, 2, 1), 2, 8), BF16, (2, 4), RANK)]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_experts_whose_tokens_move_by_a_schedule_have_the_bits_of_the_direct_exchange(interpret, ranks, calls):
+    print(f"seed {SEED}")
+    for found in interpret(ranks, compare_with_direct, *calls):
+        for same, moves in found:
+            assert all(same), same
+            assert moves >= 4
+
+
+def refuse():
+    """What each wrong schedule is refused with."""
+    x, ids, weight = torch.ones(4, 8), torch.tensor([[0, 1]] * 4), torch.ones(2, 8, 8)
+    found, pair = [], dist.new_group([0, 1])
+    for schedule, options in (
+        ("ring-all-gather", {}),
+        (find("all-to-next").compile(nodes=1, gpus=2), {}),
+        (find("direct-all-to-all").compile(ranks=3), {}),
+        ("two-step-all-to-all", {}),
+        ("direct-all-to-al", {}),
+        ("direct-all-to-all", {"implementation": "library"}),
+        ("direct-all-to-all", {"gather_group": pair}),
+        (find("direct-all-to-all").compile(ranks=2, instances=80), {}),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            moe.dispatch_grouped_matmul(x, ids, weight, dist.group.WORLD, schedule=schedule, **options)
+        found.append(str(refusal.value))
+    return found
+
+
+def test_schedules_that_experts_cannot_have_are_refused(interpret):
+    for found in interpret(2, refuse):
+        for message, words in zip(
+            found,
+            (
+                "would do: direct-all-to-all, two-step-all-to-all",
+                "all-to-next is one of 'alltonext'",
+                "a schedule of 3 ranks, and the group has 2",
+                "it takes nodes, gpus",
+                "direct-all-to-all",
+                "leave out",
+                "leave out gather_group",
+                "compile it with fewer instances",
+            ),
+            strict=True,
+        ):
+            assert words in message
