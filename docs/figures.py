@@ -290,7 +290,7 @@ def draw_memory(path: Path) -> None:
 
 
 def draw_sparse(path: Path) -> None:
-    """Bytes of state a parameter over sparsity, and where layouts break even with dense state (Singh, section 4.1.4)."""
+    """Bytes of state a parameter over sparsity, and where layouts break even with dense ones (Singh, section 4.1.4)."""
     sparsities = [number / 200 for number in range(200)]
     with drawing(path, 7, 3.2) as picture:
         panel = picture.panels(1, 1)[0, 0]

@@ -26,8 +26,8 @@ def test_bytes_of_a_number_are_the_formulas() -> None:
     ):
         kept = sum(parameters_and_optimizer(types, found, 1e9).values()) + 1e9 * number_bytes(types, found).gradient
         assert kept == pytest.approx(expected * 1e9, rel=1e-3)
-    sharded = sum(parameters_and_optimizer(types, options, 1e9, 4).values())
-    assert sharded - sum(parameters_and_optimizer(types, options, 1e9).values()) == pytest.approx(1e9 * (0.2 + 4 * 0.129), 1e-3)  # fmt: skip
+    alone, sharded = (sum(parameters_and_optimizer(types, options, 1e9, z).values()) for z in (1, 4))
+    assert sharded - alone == pytest.approx(1e9 * (0.2 + 4 * 0.129), rel=1e-3)
     beginning = take_over(types, options, 1e9)
     assert beginning is not None
     assert sum(beginning.values()) == pytest.approx(1e9 * (4 + 0.4 + 0.129), rel=1e-3)
@@ -53,12 +53,12 @@ def predict_on(grid: dict[str, int], sparsity: float, **options: Any) -> GridPla
 
 
 def test_messages_carry_what_is_left() -> None:
-    """Over data and z; embeddings are sent whole."""
+    """Over data and z: 0.147 of all parameters, as embeddings are sent whole."""
     for grid, kinds in (({"data": 64}, ("all_reduce_data",)), ({"z": 4}, ("all_gather_z", "reduce_scatter_z"))):
         dense, pruned = (predict_on(grid, sparsity, overlaps=False).communication for sparsity in (0.0, 0.9))
         for kind in kinds:
             share = pruned[kind] / dense[kind]
-            assert 0.1 < share < 0.2, (kind, share)
+            assert 0.1 < share < 0.25, (kind, share)  # seconds, of latency too
 
 
 def test_what_is_freed_buys_fewer_stages() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
 from stretto.optim.sparse import Masks
+from stretto.optim.state.loss_scale import LossScaleOptions
 from stretto.parallel import Grid, count_collectives, no_sync, parallelize
 from stretto.parallel.layout import gather, layout_of, place_like
 from stretto.train.pruning import prune
@@ -71,6 +72,7 @@ def train_both(sizes: dict[str, int], case: dict[str, Any]) -> dict[str, Any]:
         stored = StoredOptimizer(
             model, grid, make_optimizer(case.get("optimizer", "adamw")), name="any", weight_decay=0.1,
             clip=case.get("clip"), dtype=dtype, options=options, masks=masks if is_pruned else None,
+            loss_scale=LossScaleOptions(2.0**19) if dtype == torch.float16 else None,
         )  # fmt: skip
         results.append(_train(model, stored, masks, grid, is_pruned, case))
     (dense, numbers), (pruned, others) = results
@@ -91,7 +93,7 @@ def _train(
         for number, part in enumerate(mine.chunk(2)):
             with nullcontext() if number == 1 else no_sync(model):
                 loss = model(part, part, tokens.numel())
-                loss.backward()
+                stored.scale_loss(loss).backward()
             total += float(loss.detach())
         losses.append(total)
         if not is_pruned:
@@ -118,7 +120,8 @@ def _mask_gradients(stored: StoredOptimizer, masks: Masks) -> None:
     for number, name in enumerate(stored.parameters):
         if name in masks.masks:
             place = store.layout.places[number]
-            store.gradients[place.start : place.stop] *= masks.masks[name].unpacked().flatten()
+            is_pruned = ~masks.masks[name].unpacked().flatten()
+            store.gradients[place.start : place.stop].masked_fill_(is_pruned, 0)
 
 
 class Bank(nn.Module):

@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "host, whole": {"location": "host", "splits": False, "optimizer": "sgd", "recompute": "full"},
     "tiles": {"optimizer": "tiled", "accumulates_fp32": True},
     "fp32": {"dtype": "float32", "optimizer": "sgd", "odd": True},
+    "fp16 that overflows": {"dtype": "float16", "optimizer": "sgd"},
     "freed weights": {"parallel": {"reshard": "after_forward"}, "recompute": "every:2"},
 }
 NEAR: dict[str, dict[str, Any]] = {

@@ -16,6 +16,7 @@ from stretto.planner.optimizer_state import (
     bucket_numbers,
     host_traffic,
     number_bytes,
+    parameters_and_optimizer,
     take_over,
 )
 from stretto.planner.workload import StepConfig, StepWorkload
@@ -158,7 +159,9 @@ def list_formulas(
     parameters: phi, those of a rank. step_memory: components of the device's at the peak of a step.
     """
     state, (weight, gradient, master, moments, index) = config.state, number_bytes(workload, config.state)
-    phi = {"phi": parameters}
+    phi, kept = {"phi": parameters}, weight + index
+    if state.sparsity and parameters:
+        kept = parameters_and_optimizer(workload, state, parameters, config.grid.z)["parameters"] / parameters
     buffers = {"n": float(state.buffer_sets), "bsize": bucket_numbers(state, parameters)}
     size, steps_on_host = master + moments, state.step_on == "host"
     if state.location != "host":
@@ -166,7 +169,7 @@ def list_formulas(
     else:
         optimizer, terms = ([], {}) if steps_on_host else ([f"{size:g} n bsize"], dict(buffers))
     made_of = {
-        "parameters": (f"{weight + index:g} phi", phi),
+        "parameters": (f"{kept:g} phi", phi),
         "optimizer": (" + ".join(optimizer) or "0", terms),
         # Without separate state, not all gradients are allocated at every peak.
         "gradients": (f"{gradient:g} phi" if state.is_separate else f"at most {gradient:g} phi", phi),

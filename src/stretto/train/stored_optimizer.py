@@ -185,7 +185,7 @@ class StoredOptimizer:
             if number is None:
                 shard = shard.to(dtype)
             elif self._pruned is not None:
-                wide, shard, name = shard, torch.zeros_like(shard, dtype=dtype), names[number]
+                wide, shard, name = shard, shard.new_zeros(shard.shape, dtype=dtype), names[number]
                 self._attach(number, shard)
                 self.store.set_weight(number, self._pruned.compress(name, wide))
                 self._pruned.write_rows(name, shard)

@@ -33,7 +33,7 @@ class SparseIndex(ABC):
     size: int
     count: int
     num_bytes = 0
-    is_full = False
+    has_kernels = True
 
     def compress(
         self, dense: Tensor, out: Tensor, *, first: int = 0, last: int | None = None, adds: bool = False
@@ -43,8 +43,13 @@ class SparseIndex(ABC):
         Sums of 16-bit numbers are made in fp32 and rounded, as torch's are.
         """
         last = self.count if last is None else last
-        if first < last:
-            self._compress(dense, out, first, last, adds)
+        if first == last:
+            return out
+        if dense.is_cuda and self.has_kernels:
+            self._launch_compress(dense, out, first, last, adds)
+        else:
+            values = dense[self._places(first, last)]
+            out.copy_(out + values if adds else values)
         return out
 
     def expand(
@@ -62,12 +67,16 @@ class SparseIndex(ABC):
         skip, failed: int32 [1], or None; while one is not 0, nothing is written.
         """
         last = self.count if last is None else last
-        if first < last:
-            if not dense.is_cuda:
-                if any(flag is not None and bool(flag) for flag in (skip, failed)):
-                    return dense
-                skip = failed = None
-            self._expand(left, dense, first, last, skip, failed)
+        if first == last:
+            return dense
+        if dense.is_cuda and self.has_kernels:
+            self._launch_expand(left, dense, first, last, skip, failed)
+            return dense
+        places = self._places(first, last)
+        for flag in (skip, failed):
+            if flag is not None:  # on a GPU the host does not wait for it
+                left = torch.where(flag == 0, left, dense[places])
+        dense[places] = left.to(dense.dtype)
         return dense
 
     def fill(self, left: Tensor, dense: Tensor) -> Tensor:
@@ -75,36 +84,28 @@ class SparseIndex(ABC):
         return self.expand(left, dense.zero_())
 
     @abstractmethod
-    def _compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None: ...
+    def _places(self, first: int, last: int) -> "slice | Tensor":
+        """Where they are, for torch."""
 
-    @abstractmethod
-    def _expand(
+    def _launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
+        raise NotImplementedError
+
+    def _launch_expand(
         self, left: Tensor, dense: Tensor, first: int, last: int, skip: Tensor | None, failed: Tensor | None
-    ) -> None: ...
+    ) -> None:
+        raise NotImplementedError
 
 
 class FullIndex(SparseIndex):
     """Of a tensor that is not pruned: all of its numbers are left."""
 
-    is_full = True
+    has_kernels = False
 
     def __init__(self, size: int) -> None:
         self.size = self.count = size
 
-    def _compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
-        if adds:
-            out.add_(dense[first:last])
-        else:
-            out.copy_(dense[first:last])
-
-    def _expand(
-        self, left: Tensor, dense: Tensor, first: int, last: int, skip: Tensor | None, failed: Tensor | None
-    ) -> None:
-        part = dense[first:last]
-        for flag in (skip, failed):  # on a GPU, where the host does not wait for them
-            if flag is not None:
-                left = torch.where(flag == 0, left, part)
-        part.copy_(left)
+    def _places(self, first: int, last: int) -> slice:
+        return slice(first, last)
 
 
 class BitmapIndex(SparseIndex):
@@ -119,40 +120,19 @@ class BitmapIndex(SparseIndex):
         self.count = int(ends[-1]) if len(ends) else 0
         wide = torch.int64 if size >= MAX_POSITIONS else torch.int32
         self.prefix = (ends - blocks).to(wide)
-        self.num_bytes = self.bits.numel() + self.prefix.numel() * self.prefix.element_size()
+        self.num_bytes = self.bits.nbytes + self.prefix.nbytes
         self._parts: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def _compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
-        if dense.is_cuda:
-            from stretto.optim.sparse import kernels  # imported here, since Triton comes with GPUs
-
-            kernels.launch_compress(dense, self.bits, self.prefix, out, self.part(first, last), adds=adds)
-            return
-        values = dense[self._positions(first, last)]
-        out.copy_(out + values if adds else values)
-
-    def _expand(
-        self, left: Tensor, dense: Tensor, first: int, last: int, skip: Tensor | None, failed: Tensor | None
-    ) -> None:
-        if dense.is_cuda:
-            from stretto.optim.sparse import kernels
-
-            part = self.part(first, last)
-            kernels.launch_expand(left, self.bits, self.prefix, dense, part, skip=skip, failed=failed)
-            return
-        dense[self._positions(first, last)] = left.to(dense.dtype)
-
     def fill(self, left: Tensor, dense: Tensor) -> Tensor:
-        # The kernel writes the zeros as well, except in blocks of which nothing is left at the ends of a part.
+        # The kernel writes the zeros, too.
         return self.expand(left, dense) if dense.is_cuda and self.count else super().fill(left, dense)
 
     def part(self, first: int, last: int) -> "kernels.Range":
         """The kernels' argument for some of the numbers that are left. The host waits for the device at the first call
         with these."""
-        from stretto.optim.sparse import kernels
+        from stretto.optim.sparse import kernels  # imported here, since Triton comes with GPUs
 
-        is_part = (first, last) != (0, self.count)
-        if not is_part:
+        if (first, last) == (0, self.count):
             return kernels.Range(first, last, 0, len(self.prefix), False, self.block)
         if (first, last) not in self._parts:
             asked = torch.tensor([first, last - 1], dtype=self.prefix.dtype, device=self.prefix.device)
@@ -160,8 +140,21 @@ class BitmapIndex(SparseIndex):
             self._parts[first, last] = begin, end - begin + 1
         return kernels.Range(first, last, *self._parts[first, last], True, self.block)
 
-    def _positions(self, first: int, last: int) -> Tensor:
+    def _places(self, first: int, last: int) -> Tensor:
         return unpack(self.bits, self.size).nonzero().squeeze(1)[first:last]
+
+    def _launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
+        from stretto.optim.sparse import kernels
+
+        kernels.launch_compress(dense, self.bits, self.prefix, out, self.part(first, last), adds=adds)
+
+    def _launch_expand(
+        self, left: Tensor, dense: Tensor, first: int, last: int, skip: Tensor | None, failed: Tensor | None
+    ) -> None:
+        from stretto.optim.sparse import kernels
+
+        part = self.part(first, last)
+        kernels.launch_expand(left, self.bits, self.prefix, dense, part, skip=skip, failed=failed)
 
 
 class PositionIndex(SparseIndex):
@@ -172,26 +165,22 @@ class PositionIndex(SparseIndex):
         self.size = size
         self.positions = unpack(bits, size).nonzero().squeeze(1).int()
         self.count = len(self.positions)
-        self.num_bytes = 4 * self.count
+        self.num_bytes = self.positions.nbytes
 
-    def _compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
-        if dense.is_cuda:
-            from stretto.optim.sparse import kernels
+    def _places(self, first: int, last: int) -> Tensor:
+        return self.positions[first:last]
 
-            kernels.launch_compress_positions(dense, self.positions[first:last], out, adds=adds)
-            return
-        values = dense[self.positions[first:last]]
-        out.copy_(out + values if adds else values)
+    def _launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
+        from stretto.optim.sparse import kernels
 
-    def _expand(
+        kernels.launch_compress_positions(dense, self.positions[first:last], out, adds=adds)
+
+    def _launch_expand(
         self, left: Tensor, dense: Tensor, first: int, last: int, skip: Tensor | None, failed: Tensor | None
     ) -> None:
-        if dense.is_cuda:
-            from stretto.optim.sparse import kernels
+        from stretto.optim.sparse import kernels
 
-            kernels.launch_expand_positions(left, self.positions[first:last], dense, skip=skip, failed=failed)
-            return
-        dense[self.positions[first:last]] = left.to(dense.dtype)
+        kernels.launch_expand_positions(left, self.positions[first:last], dense, skip=skip, failed=failed)
 
 
 def make_index(bits: Tensor, size: int, kind: SparseIndexKind = "bitmap") -> SparseIndex:

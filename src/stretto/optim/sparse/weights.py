@@ -14,7 +14,7 @@ from torch import Tensor
 from stretto.memory import failures
 from stretto.optim.sparse.index import SparseIndex
 from stretto.optim.state.layout import Bucket, StateLayout
-from stretto.optim.state.weights import WeightStorage
+from stretto.optim.state.weights import FlatWeights
 
 
 class _Piece(NamedTuple):
@@ -26,7 +26,7 @@ class _Piece(NamedTuple):
     part: slice
 
 
-class SparseWeights(WeightStorage):
+class SparseWeights(FlatWeights):
     """Weights of which each parameter has a dense tensor of its own, and an index of what is left.
 
     indices: of each parameter of the layout, whose sizes are `count`. `attach` gives each its dense tensor.
@@ -35,7 +35,8 @@ class SparseWeights(WeightStorage):
     def __init__(
         self, layout: StateLayout, dtype: torch.dtype, device: torch.device, indices: Sequence[SparseIndex]
     ) -> None:
-        self.dtype, self.indices, self._device = dtype, indices, device
+        self.dtype, self.indices = dtype, indices
+        self.flat = torch.empty(0, dtype=dtype, device=device)  # there is no such tensor of what is left
         self._dense: dict[int, Tensor] = {}
         self._pieces = [list(_find_pieces(layout, bucket)) for bucket in layout.buckets]
         self._present: Collection[int] = ()
@@ -49,7 +50,7 @@ class SparseWeights(WeightStorage):
 
     def prepare(self, rows: int, sets: int, *, reads: bool) -> None:
         self._reads = reads
-        self._buffers = [torch.zeros(rows, dtype=self.dtype, device=self._device) for _ in range(sets)]
+        self._buffers = [self.flat.new_zeros(rows) for _ in range(sets)]
 
     def begin(self, present: Collection[int], skip: Tensor) -> None:
         self._present = present

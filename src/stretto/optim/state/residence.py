@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from stretto.optim.state.layout import Bucket
-from stretto.optim.state.weights import WeightStorage
+from stretto.optim.state.weights import FlatWeights
 
 Allocate = Callable[[int], Tensor]
 """Allocates zeroed host memory that copies to and from the device can use: uint8 [n]."""
@@ -48,7 +48,7 @@ class StateResidence(ABC):
     step_device: torch.device
     weight_buffers = 1
 
-    def prepare(self, weights: WeightStorage, gradients: Tensor) -> None:
+    def prepare(self, weights: FlatWeights, gradients: Tensor) -> None:
         """Allocate what is not needed before the first step."""
         self.weights, self.gradients = weights, gradients
 
@@ -88,7 +88,7 @@ class DeviceResidence(StateResidence):
         self._size = size
         self.arrays = {name: torch.zeros(size, dtype=slots[name], device=device) for name in early if name in slots}
 
-    def prepare(self, weights: WeightStorage, gradients: Tensor) -> None:
+    def prepare(self, weights: FlatWeights, gradients: Tensor) -> None:
         super().prepare(weights, gradients)
         self.arrays |= {
             name: torch.zeros(self._size, dtype=dtype, device=self.step_device) for name, dtype in self._late.items()
@@ -161,7 +161,7 @@ class _HostArrays(StateResidence):
 class HostResidence(_HostArrays):
     """State in host memory, of which up to `buffer_sets` buckets are on the device; steps run on the device."""
 
-    def prepare(self, weights: WeightStorage, gradients: Tensor) -> None:
+    def prepare(self, weights: FlatWeights, gradients: Tensor) -> None:
         super().prepare(weights, gradients)
         self._sets = [
             {name: torch.empty(self.rows, dtype=dtype, device=self.device) for name, dtype in self.slots.items()}
@@ -222,7 +222,7 @@ class HostStepResidence(_HostArrays):
     updates one bucket while the next one's gradients are copied.
     """
 
-    def prepare(self, weights: WeightStorage, gradients: Tensor) -> None:
+    def prepare(self, weights: FlatWeights, gradients: Tensor) -> None:
         super().prepare(weights, gradients)
         self.step_device = torch.device("cpu")
         self.weight_buffers = self.buffer_sets

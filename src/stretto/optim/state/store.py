@@ -26,7 +26,7 @@ from stretto.optim.state.loss_scale import LossScale
 from stretto.optim.state.master_weights import join, round_to, round_to_bf16
 from stretto.optim.state.residence import StateResidence
 from stretto.optim.state.updates import LOW, MASTER, TILE, History, StepSettings, Update
-from stretto.optim.state.weights import FlatWeights, WeightStorage
+from stretto.optim.state.weights import FlatWeights
 
 
 class Reduction(Protocol):
@@ -100,7 +100,7 @@ class OptimizerStateStore:
         clip: Callable[[Tensor], Tensor] | None = None,
         loss_scale: LossScale | None = None,
         skips_nonfinite: bool = False,
-        weights: WeightStorage | None = None,
+        weights: FlatWeights | None = None,
     ) -> None:
         self.parameters, self.layout = tuple(parameters), layout
         self.device = device
