@@ -13,7 +13,7 @@ from tests.train.test_stored_optimizer import GRIDS_OF_8, configure, differences
 from torch import nn
 
 from stretto.models import GPT, GPTConfig
-from stretto.optim.sparse import EarlyBird, Mask, Masks
+from stretto.optim.sparse import EarlyBird, Masks, WeightMask
 from stretto.parallel import Grid, parallelize
 from stretto.parallel.layout import gather, layout_of, place_like
 from stretto.train.checkpoint import checkpoint_path
@@ -184,11 +184,11 @@ def give_other_masks(kind: str) -> str:
     name = "blocks.0.mlp.up.weight"
     if kind == "differing" and grid.coordinate("data") == 1:
         other = masks.masks[name].unpacked().flatten().roll(1).view(masks.masks[name].shape)
-        masks = Masks({**masks.masks, name: Mask.of(other)}, 0.5)
+        masks = Masks({**masks.masks, name: WeightMask.of(other)}, 0.5)
     elif kind == "shape":
-        masks = Masks({name: Mask.of(torch.ones(3, 3))}, 0.5)
+        masks = Masks({name: WeightMask.of(torch.ones(3, 3))}, 0.5)
     elif kind == "name":
-        masks = Masks({"nothing": Mask.of(torch.ones(3, 3))}, 0.5)
+        masks = Masks({"nothing": WeightMask.of(torch.ones(3, 3))}, 0.5)
     try:
         StoredOptimizer(model, grid, adamw_update(betas=(0.9, 0.95), eps=1e-8), name="adamw", masks=masks)
     except ValueError as error:

@@ -6,14 +6,13 @@ from __future__ import annotations  # the settings are imported when a command i
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.bench.settings import Needs
+from stretto.bench.settings import Needs, SparseSetting
 from stretto.cli.settings_command import BenchApp
 
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesSetting
     from stretto.bench.embedding.settings import EmbeddingSetting
     from stretto.bench.operators.settings import OperatorsSetting
-    from stretto.bench.sparse.settings import SparseSetting
     from stretto.bench.training.settings import ThroughputSetting
 
 benches = BenchApp("Measure this machine: collectives, operators, look-ups and training, with their peers.", "results")
@@ -69,9 +68,9 @@ def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
     return bench_operators(ranks, out, setting)
 
 
-@benches.command("sparse", "stretto.bench.sparse.settings", needs=Needs.ONE_GPU)
+@benches.command("sparse", "stretto.bench.settings", needs=Needs.ONE_GPU)
 def sparse(setting: SparseSetting, out: Path) -> Any:
     """Compress and expand of pruned weights beside a copy, and layers by cuBLAS and cuSPARSE."""
-    from stretto.bench.sparse.run import bench_sparse
+    from stretto.bench.sparse_weights import bench_sparse
 
     return bench_sparse(out, setting)

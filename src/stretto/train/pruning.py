@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.execution import SparseIndexKind, check_sparsity
-from stretto.optim.sparse import EarlyBird, FullIndex, Mask, Masks, SparseIndex, make_index
+from stretto.optim.sparse import EarlyBird, FullIndex, Masks, SparseIndex, WeightMask, make_index
 from stretto.optim.sparse.masks import count_left, pack, select_above, select_largest
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.pruned_weights import PrunedWeight
@@ -116,7 +116,7 @@ def _choose(
         else:
             is_left = select_above(whole, threshold, ties)
             ties -= min(ties, int((whole.abs() == threshold).sum()))
-        found[name] = Mask.of(_shard(is_left, parameter))
+        found[name] = WeightMask.of(_shard(is_left, parameter))
     return Masks(found, sparsity)
 
 
@@ -165,7 +165,7 @@ def _shard_masks(model: nn.Module, given: Mapping[str, Tensor]) -> Masks:
     left, size = sum(int((mask != 0).sum()) for mask in given.values()), sum(mask.numel() for mask in given.values())
     if not size:
         raise ValueError("masks are of no number; prune(model, 0.9) chooses some")
-    masks = {name: Mask.of(_shard(mask, own[name]) != 0) for name, mask in given.items() if name in own}
+    masks = {name: WeightMask.of(_shard(mask, own[name]) != 0) for name, mask in given.items() if name in own}
     return Masks(masks, 1 - left / size)
 
 
@@ -288,7 +288,7 @@ class PrunedParameters:
 
 
 def _share(
-    shard: Tensor, mask: Mask, weight: WeightToGather, kind: SparseIndexKind, dtype: torch.dtype
+    shard: Tensor, mask: WeightMask, weight: WeightToGather, kind: SparseIndexKind, dtype: torch.dtype
 ) -> PrunedWeight:
     assert weight.group is not None
     rows = mask.unpacked().transpose(0, weight.dim).to(torch.uint8).contiguous()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stretto.execution import StateOptions
-from stretto.optim.sparse import EarlyBird, Mask, Masks, index, make_index
+from stretto.optim.sparse import EarlyBird, Masks, WeightMask, index, make_index
 from stretto.optim.sparse.masks import count_left, pack, select_above, select_largest, unpack
 
 SIZES = (1, 7, 64, 1023, 1024, 1025, 5000)
@@ -135,7 +135,7 @@ def test_packing_is_undone_by_unpacking() -> None:
     for mask in draw_masks(seed=7):
         assert torch.equal(unpack(pack(mask), len(mask)), mask)
     assert pack(torch.tensor([1, 0, 0, 1, 0, 0, 0, 0, 1]) != 0).tolist() == [0b1001, 1]
-    assert torch.equal(Mask.of(torch.tensor([[0, 3], [-1, 0]])).unpacked(), torch.tensor([[0, 1], [1, 0]]) != 0)
+    assert torch.equal(WeightMask.of(torch.tensor([[0, 3], [-1, 0]])).unpacked(), torch.tensor([[0, 1], [1, 0]]) != 0)
 
 
 def test_the_largest_magnitudes_are_left_and_of_equal_ones_the_first() -> None:
@@ -161,7 +161,7 @@ def test_sparsity_needs_separate_state() -> None:
 
 def test_early_bird_counts_the_numbers_that_masks_differ_in() -> None:
     def drawn(*left: int) -> Masks:
-        return Masks({"w": Mask.of(torch.isin(torch.arange(10), torch.tensor(left)))}, 0.8)
+        return Masks({"w": WeightMask.of(torch.isin(torch.arange(10), torch.tensor(left)))}, 0.8)
 
     early_bird = EarlyBird(window=3)
     assert early_bird.distances(drawn(0, 1)) == []

@@ -8,6 +8,6 @@ weights   dense 16-bit weights beside optimizer state of what is left
 """
 
 from stretto.optim.sparse.index import BitmapIndex, FullIndex, PositionIndex, SparseIndex, make_index
-from stretto.optim.sparse.masks import EarlyBird, Mask, Masks
+from stretto.optim.sparse.masks import EarlyBird, Masks, WeightMask
 
-__all__ = ["BitmapIndex", "EarlyBird", "FullIndex", "Mask", "Masks", "PositionIndex", "SparseIndex", "make_index"]
+__all__ = ["BitmapIndex", "EarlyBird", "FullIndex", "Masks", "PositionIndex", "SparseIndex", "WeightMask", "make_index"]

@@ -127,18 +127,18 @@ class BitmapIndex(SparseIndex):
         # The kernel writes the zeros, too.
         return self.expand(left, dense) if dense.is_cuda and self.count else super().fill(left, dense)
 
-    def part(self, first: int, last: int) -> "kernels.Range":
+    def part(self, first: int, last: int) -> "kernels.LeftRange":
         """The kernels' argument for some of the numbers that are left. The host waits for the device at the first call
         with these."""
         from stretto.optim.sparse import kernels  # imported here, since Triton comes with GPUs
 
         if (first, last) == (0, self.count):
-            return kernels.Range(first, last, 0, len(self.prefix), False, self.block)
+            return kernels.LeftRange(first, last, 0, len(self.prefix), False, self.block)
         if (first, last) not in self._parts:
             asked = torch.tensor([first, last - 1], dtype=self.prefix.dtype, device=self.prefix.device)
             begin, end = (torch.searchsorted(self.prefix, asked, right=True) - 1).tolist()
             self._parts[first, last] = begin, end - begin + 1
-        return kernels.Range(first, last, *self._parts[first, last], True, self.block)
+        return kernels.LeftRange(first, last, *self._parts[first, last], True, self.block)
 
     def _places(self, first: int, last: int) -> Tensor:
         return unpack(self.bits, self.size).nonzero().squeeze(1)[first:last]

@@ -22,7 +22,7 @@ POSITIONS = 1024
 """Numbers of a program of the int32 index's kernels."""
 
 
-class Range(NamedTuple):
+class LeftRange(NamedTuple):
     """Which of the numbers that are left take part: `first` to `last`, in dense blocks from `first_block` on.
 
     is_part: False if they are all, so that no rank need be compared. block: dense numbers of a prefix sum.
@@ -203,7 +203,7 @@ def _expand_positions(left, index, dense, skip, failed, count, BLOCK: tl.constex
     tl.store(dense + tl.load(index + at, mask=there, other=0), values.to(dense.dtype.element_ty), mask=there)
 
 
-def launch_compress(dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: Range, *, adds: bool) -> None:
+def launch_compress(dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, adds: bool) -> None:
     """Compress `dense` [size] to `out` [part.last - part.first] by a bitmap with prefix sums; adds: to what it has."""
     if part.last == part.first:
         return
@@ -230,7 +230,7 @@ def launch_expand(
     bits: Tensor,
     prefix: Tensor,
     dense: Tensor,
-    part: Range,
+    part: LeftRange,
     *,
     skip: Tensor | None,
     failed: Tensor | None,

@@ -15,14 +15,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Mask:
+class WeightMask:
     """Which numbers of a tensor of `shape` are left: `bits`, uint8, eight numbers a byte, the lowest bit first."""
 
     bits: Tensor
     shape: torch.Size
 
     @classmethod
-    def of(cls, is_left: Tensor) -> "Mask":
+    def of(cls, is_left: Tensor) -> "WeightMask":
         """Pack a tensor that is true, or not zero, where a number is left."""
         return cls(pack(is_left.flatten() != 0), is_left.shape)
 
@@ -42,7 +42,7 @@ class Masks:
     sparsity: the part of the numbers of these parameters that was to be pruned.
     """
 
-    masks: Mapping[str, Mask]
+    masks: Mapping[str, WeightMask]
     sparsity: float
 
 

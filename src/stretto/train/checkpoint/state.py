@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.memory import PeerError, exchange, failures, group_timeout
 from stretto.models import GPT, GPTConfig
-from stretto.optim.sparse import Mask, Masks
+from stretto.optim.sparse import Masks, WeightMask
 from stretto.parallel.layout import layout_of, place_on
 from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
 from stretto.train.checkpoint.folders import checkpoint_path, unreadable
@@ -275,7 +275,7 @@ def load_masks(path: Path, metadata: CheckpointMetadata, model: nn.Module, spars
             f"the checkpoint {path} was pruned with a sparsity of {float(found):g}, and train.sparsity is {sparsity}; "
             f"{float(found):g} would do, or 0, which trains all weights"
         )
-    masks, parameters = dict[str, Mask](), dict(model.named_parameters())
+    masks, parameters = dict[str, WeightMask](), dict(model.named_parameters())
     for full_name in metadata.tensors:
         name = full_name.removeprefix("mask.")
         if name == full_name:
@@ -284,7 +284,7 @@ def load_masks(path: Path, metadata: CheckpointMetadata, model: nn.Module, spars
         mask = None if own is None else torch.zeros_like(local_shard(own), dtype=torch.uint8, requires_grad=False)
         load_state(path, metadata, {} if own is None else {full_name: sharded_state_of(own, mask)})
         if mask is not None:
-            masks[name] = Mask.of(mask)
+            masks[name] = WeightMask.of(mask)
     return Masks(masks, sparsity)
 
 

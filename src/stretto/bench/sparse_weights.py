@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.bench.harness import Column, print_table, run_ranks, time_each_step, write_result
-from stretto.bench.sparse.settings import SparseSetting
+from stretto.bench.settings import SparseSetting
 from stretto.cluster.detection import count_gpus
 from stretto.execution import SparseIndexKind
 from stretto.optim.sparse import SparseIndex, make_index
