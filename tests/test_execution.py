@@ -31,6 +31,9 @@ def test_each_option_is_described_once_and_an_unknown_policy_is_refused():
         assert f"{name}: {option_help(name)}" in " ".join((ExecutionOptions.__doc__ or "").split())
     with pytest.raises(ValueError, match="reshard is 'never', but must be one of after_forward, after_backward"):
         ExecutionOptions(reshard="never")
+    for wrong in ("yes", 1, None):
+        with pytest.raises(ValueError, match=f"two_level is {wrong!r}, but must be 'auto', True or False"):
+            ExecutionOptions(two_level=wrong)
 
 
 def test_copy_engines_alone_hide_nothing():
@@ -51,10 +54,17 @@ def test_a_run_file_sets_how_its_steps_execute():
         "out": "runs/one",
         "model": {"layers": 1, "hidden": 8, "heads": 1},
         "data": {"path": "python-docs"},
-        "train": {"steps": 1, "batch": 1, "seq_len": 8, "reshard": "after_forward", "recompute": "full"},
+        "train": {
+            "steps": 1,
+            "batch": 1,
+            "seq_len": 8,
+            "reshard": "after_forward",
+            "recompute": "full",
+            "two_level": "auto",
+        },
         "overlap": {"data": False},
     }
-    expected = ExecutionOptions(Overlap(data=False), reshard="after_forward", recompute="full")
+    expected = ExecutionOptions(Overlap(data=False), reshard="after_forward", recompute="full", two_level="auto")
     assert make_config(content).execution == expected
 
 

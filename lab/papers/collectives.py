@@ -17,8 +17,8 @@ from lab.papers.machines import MACHINES, MIB, RCCL_HOPS, StudiedMachine, name_m
 from lab.pictures import describe_origin, group, points, select
 from lab.two_level.crossovers import find_crossovers
 from stretto.bench.harness import Column
+from stretto.cluster.two_level import Collective
 from stretto.collectives.two_level.inter_node import InterNodeAlgorithm
-from stretto.collectives.two_level.model import Collective
 from stretto.models.gpt_config import PRESETS
 
 if TYPE_CHECKING:

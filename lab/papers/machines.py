@@ -12,8 +12,8 @@ from typing import Any
 
 from lab.papers import read_paper
 from stretto.cluster import Cluster
+from stretto.cluster.two_level import Algorithm, Collective
 from stretto.collectives.two_level import Links, predict
-from stretto.collectives.two_level.model import Algorithm, Collective
 from stretto.planner.compute import COPY_EFFICIENCY
 
 MIB = 2**20  # the chapter's MB is taken as this many bytes

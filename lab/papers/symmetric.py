@@ -13,9 +13,9 @@ are one hop each to the switch. The latency of a message between nodes is counte
 from collections.abc import Sequence
 
 from lab.papers.machines import RingProtocol, StudiedMachine
+from stretto.cluster.two_level import Collective
 from stretto.collectives.two_level import Links
 from stretto.collectives.two_level.inter_node import InterNodeAlgorithm, all_gather_steps
-from stretto.collectives.two_level.model import Collective
 from stretto.simulator import EventDrivenNetwork, GraphBuilder, NetworkTopology, execute
 from stretto.simulator.network.topology import DirectedLink
 

@@ -17,7 +17,7 @@ from lab.papers.collectives import PACKET
 from lab.papers.machines import MACHINES, StudiedMachine, name_machines
 from lab.pictures import describe_origin, group, points
 from stretto.axes import GridSizes
-from stretto.collectives.two_level.model import Collective
+from stretto.cluster.two_level import Collective
 from stretto.models import GPTConfig
 from stretto.planner import read_architecture
 from stretto.planner.communication import bandwidths

@@ -57,7 +57,7 @@ def measure(setting: TwoLevelSetting) -> dict[str, Any]:
 
     size = setting.ranks_per_node
     two_level = TwoLevelGroup(
-        ranks_per_node=size, make_transport=partial(transport, delay=setting.delay / 1e3, ranks_per_node=1)
+        ranks_per_node=size, parts=1, make_transport=partial(transport, delay=setting.delay / 1e3, ranks_per_node=1)
     )
     undelayed = TwoLevelGroup(ranks_per_node=size, make_transport=partial(transport, delay=0.0, ranks_per_node=1))
     # the flat ring over the same transport: every rank counts as a node, and all are in one sub-group

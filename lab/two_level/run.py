@@ -176,8 +176,6 @@ def _predict(collective: Any, name: Any, setting: TwoLevelSetting, links: "Links
 
 
 def _make_row(measured: dict[str, Any], setting: TwoLevelSetting, links: "Links") -> Row:
-    from stretto.collectives.two_level import choose
-
     collective, size, seconds = (measured[key] for key in ("collective", "shard_bytes", "seconds"))
     times: dict[str, float] = {}
     for name in ALGORITHMS:
@@ -185,7 +183,7 @@ def _make_row(measured: dict[str, Any], setting: TwoLevelSetting, links: "Links"
         times |= {f"{name}_{key}_ms": seconds[name][key] * 1e3 for key in ("least", "most")}
         times[f"{name}_model_ms"] = _predict(collective, name, setting, links, size) * 1e3
     fastest = min(ALGORITHMS, key=lambda name: times[f"{name}_ms"])
-    chosen = choose(collective, size, setting.nodes, setting.ranks_per_node, links)
+    chosen = min(ALGORITHMS, key=lambda name: times[f"{name}_model_ms"])
     return Row(
         collective=collective,
         shard_bytes=size,

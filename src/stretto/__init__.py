@@ -8,8 +8,7 @@ cheap and modules that need no GPU library do not import one. `import stretto` r
 torch.distributed (stretto.collectives.backend).
 
 Experimental, which means that nothing else here calls it yet, that it may change or go, and that it has not run between
-machines with GPUs: `stretto.collectives.two_level` (collectives between and inside nodes) and
-`stretto.ops.embedding_all_to_all_put` (`stretto.ops.embedding.put`, look-ups by NVSHMEM's puts).
+machines with GPUs: `stretto.ops.embedding_all_to_all_put` (`stretto.ops.embedding.put`, look-ups by NVSHMEM's puts).
 """
 
 from typing import TYPE_CHECKING

@@ -242,6 +242,7 @@ RECOMPUTATION_KINDS = ("none", "full", "products", "communication", "host")  # a
 
 Fused = Literal["auto", False]
 ExpertReduce = Literal["rank", "choice"]
+TwoLevel = Literal["auto", True, False]
 ReshardPolicy = Literal["after_forward", "after_backward", "weights_after_step", "gradients_after_step", "after_step"]
 
 
@@ -249,8 +250,8 @@ ReshardPolicy = Literal["after_forward", "after_backward", "weights_after_step",
 class ExecutionOptions:
     """Options of a step's execution, apart from its grid, micro-batch and dtypes.
 
-    Raises ValueError for an unknown reshard policy, mode of recomputation or value of fused, for expert_rows that are
-    not positive, and for expert_reduce with another value.
+    Raises ValueError for an unknown reshard policy, mode of recomputation or value of fused or two_level, for
+    expert_rows that are not positive, and for expert_reduce with another value.
     """
 
     overlap: Overlap = field(
@@ -299,6 +300,15 @@ class ExecutionOptions:
             "([what it does to bits](parallelize.md#fused-kernels))"
         },
     )
+    two_level: TwoLevel = field(
+        default=False,
+        metadata={
+            "help": "for the gathers and reduce-scatters of z and the sums over data, of ranks on several nodes: "
+            "collectives in two levels, between nodes and inside them: `true`: always, which takes nodes of equally "
+            "many ranks; `auto`: where a model of both levels predicts them to be faster than the library's own; "
+            "`false`: never ([two levels](two-levels.md#two-levels-in-training))"
+        },
+    )
     stages: StageOptions = field(
         default=StageOptions(),
         metadata={"help": "how the model is split into pipeline stages, if the grid or a rank has several"},
@@ -333,6 +343,8 @@ class ExecutionOptions:
             raise ValueError(f"reshard is {self.reshard!r}, but must be one of {', '.join(get_args(ReshardPolicy))}")
         if self.fused not in ("auto", False):
             raise ValueError(f"fused is {self.fused!r}, but must be 'auto' or False")
+        if not (isinstance(self.two_level, bool) or self.two_level == "auto"):
+            raise ValueError(f"two_level is {self.two_level!r}, but must be 'auto', True or False; 'auto' would do")
         Recomputation.parse(self.recompute)
         if self.expert_reduce not in get_args(ExpertReduce):
             raise ValueError(f"expert_reduce is {self.expert_reduce!r}, but must be 'rank' or 'choice'")
@@ -394,6 +406,7 @@ class ExecutionKeywords(TypedDict, total=False):
     shard_sequence: bool
     tune_matmuls: bool
     fused: Fused
+    two_level: TwoLevel
     stages: StageOptions
     drop_duplicates: bool
     expert_rows: int | None
@@ -419,6 +432,8 @@ SCATTER_RING_BYTES = 256 << 20
 # Of a whole parameter of a block without roles that copy engines gather by itself: smaller ones cost the host more than
 # one message of all.
 MIN_COPIED_BYTES = 1 << 25
+# Numbers of a layer's keys and values that a rank of context makes of latents, at most: 4 GiB of 16 bits.
+MAX_EXPANDED = 1 << 31
 # What operators send within a product lies in two slots in turn, up to this size. Calls that send more use one slot and
 # begin with a barrier, whose time then matters less than the memory.
 TWO_SLOTS_BYTES = 256 << 20

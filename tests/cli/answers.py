@@ -80,6 +80,7 @@ ANSWERS = (
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --dtype fp7", REFUSED, "fp7"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --memory all", REFUSED, "can be auto"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --pipe all", REFUSED, "--pipe is 'all'"),
+    Answer(f"plan {STEP} --two-level yes", REFUSED, "--two-level is 'yes', but must be auto, true or false"),
     Answer(
         "plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --optimizer-state disk",
         REFUSED,
@@ -182,6 +183,7 @@ ANSWERS = (
     Answer("bench ops --only gahter", REFUSED, "did you mean 'gather'"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --sparsity 1", REFUSED, "0.9 would do"),
     Answer("bench sparse --sparsities 1.5", REFUSED, "sparsity is 1.5, but must be at least 0 and less than 1"),
+    Answer("bench decoding --only atention", REFUSED, "did you mean 'attention'"),
     Answer("bench embedding --dtype int8", REFUSED, "--dtype is float32, float16 or bfloat16"),
     Answer("probe --dtype fp7", REFUSED, "--dtype is 'fp7'"),
     Answer("probe --out nowhere/here.toml", REFUSED, "nowhere is not a folder"),

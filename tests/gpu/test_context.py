@@ -122,7 +122,7 @@ def losses_of_documents(family: str) -> tuple[float, float, float, float]:
     apart.backward()
     norm = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
     model = parallelize(make_hugging_face(family), grid, dtype=torch.bfloat16)
-    packed = model(input_ids=tokens, position_ids=positions, labels=labels).loss
+    packed = model(input_ids=tokens, position_ids=positions, labels=labels, use_cache=False).loss
     packed.backward()
     return packed.item(), apart.item(), clip_grad_norm_(model.parameters(), 1e9, grid=grid).item(), norm.item()
 

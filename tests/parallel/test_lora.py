@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stretto.axes import BATCH
-from stretto.parallel import Grid, gather, parallelize, validate
+from stretto.parallel import Grid, gather, layout_of, parallelize, validate
 from tests.conftest import Ranks
 from tests.parallel import hugging_face, moe_families
 from tests.parallel.lora import PeftModel, adapters
+from tests.parallel.training import distance, my_rows
 
 MakeRanks = Callable[[int], Ranks]
 STEPS = 5
@@ -72,6 +74,61 @@ def test_adapters_train_as_on_one_rank(sizes: dict[str, int], options: dict[str,
     assert not any("deprecated" in message for message in of_ranks[0][1])
     warned = any("2 times the work" in message for message in of_ranks[0][1])
     assert warned == ("x" in sizes)
+
+
+def adapt(kind: str, task: str | None) -> nn.Module:
+    """A model in fp64 with adapters by PEFT itself: a Llama, or a mixture of experts with a load-balancing loss."""
+    torch.manual_seed(6)
+    names = ["q_proj", "v_proj", "down_proj"]
+    model = hugging_face.llama(tied=False)
+    if kind == "balanced":
+        model = moe_families.build("mixtral")
+        model.set_experts_implementation("eager")  # in fp64
+        model.config.output_router_logits, model.router_aux_loss_coef = True, 1.0
+    # B is not of zeros, or A would have no gradient.
+    config = LoraConfig(r=4, target_modules=names, use_dora=kind == "dora", init_lora_weights=False, task_type=task)
+    return get_peft_model(model.double(), config)
+
+
+def distances_over_context(sizes: dict[str, int], cases: list[tuple[str, str | None]]) -> dict[str, float]:
+    """How far adapters' gradients and the loss are from those of one rank, of all cases."""
+    tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(7))
+    found = {}
+    for case in cases:
+        plain, grid = adapt(*case), Grid(**sizes)
+        loss = plain(tokens, labels=tokens).loss
+        loss.backward()
+        model, rows = parallelize(adapt(*case), grid), my_rows(grid, 2)
+        own = model(tokens[rows], labels=tokens[rows]).loss
+        own.backward()
+        found[f"{case} loss"] = abs(own.item() - loss.item())
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if theirs.requires_grad:
+                found[f"{case} {name}"] = distance(gather(ours.grad, layout_of(ours)), theirs.grad)
+    return found
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"context": 4}, pytest.param({"context": 2, "z": 2}, marks=pytest.mark.exhaustive)], ids=str
+)
+def test_adapters_over_context_have_the_gradients_of_one_rank(sizes: dict[str, int], ranks: MakeRanks) -> None:
+    cases = [("lora", "CAUSAL_LM"), ("lora", None), ("dora", "CAUSAL_LM"), ("balanced", "CAUSAL_LM")]
+    for found in ranks(4).run(distances_over_context, sizes, cases):
+        assert {name: far for name, far in found.items() if not far < 1e-12} == {}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[3], task_type="CAUSAL_LM"),
+    ],
+    ids=["prompt tuning", "activated LoRA"],
+)
+def test_adapters_that_see_whole_sequences_are_refused_over_context(config: PeftConfig) -> None:
+    model = get_peft_model(hugging_face.llama(tied=False), config)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has adapters of PEFT .* such as LoRA, would do"):
+        validate(model, {"context": 2})
 
 
 class ParamWrapper(nn.Module):

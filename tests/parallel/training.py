@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stretto.execution import ReshardPolicy
+from stretto.execution import ReshardPolicy, TwoLevel
 from stretto.parallel import Grid, checkpoint_activations, clip_grad_norm_, gather, no_sync, parallelize
 
 Sizes = tuple[int, int, int, int] | dict[str, int]  # data, x, y, z, or any axes by name
@@ -61,6 +61,7 @@ class Case:
     checkpoints_activations: bool = False
     reshard: ReshardPolicy = "after_backward"
     shards_sequence: bool = False
+    two_level: TwoLevel = False
     batch: int = 8
     seq_len: int = 16
     vocab: int = 61
@@ -139,7 +140,8 @@ def train_on_grid(sizes: Sizes, case: Case, precision: Precision, *, optimizes_s
     is: torch works out its rules for each DTensor operation anew in every job, which takes longer than the five steps.
     """
     grid = Grid(**sizes) if isinstance(sizes, dict) else Grid(*sizes)
-    model = parallelize(build(case, precision), grid, reshard=case.reshard, shard_sequence=case.shards_sequence)
+    options = {"reshard": case.reshard, "shard_sequence": case.shards_sequence, "two_level": case.two_level}
+    model = parallelize(build(case, precision), grid, **options)
     if case.checkpoints_activations:
         checkpoint_activations(model)
     parameters = list(model.parameters())

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import stretto
 from stretto.axes import GridSizes
 from stretto.cli import app
+from stretto.execution import ExecutionOptions
 from stretto.planner import plan, predict, read_architecture
 from stretto.planner.communication import bandwidths, keys_numbers
 from stretto.planner.compute import BACKWARD_ATTENTION, Device, block_seconds
@@ -54,6 +55,31 @@ def test_attention_to_a_ranks_own_keys_hides_the_exchange_and_no_more():
     for mode in ("full", "communication"):  # no mode of recomputation keeps what has come
         again = predict(MODEL, SLOW, grid={"context": 4}, batch=1, seq_len=seq_len, recompute=mode)
         assert again.communication["keys"] == pytest.approx(32 * 4 * keys, rel=1e-9)
+
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_latents_travel_in_place_of_keys_where_blocks_are_recomputed_and_no_nvlink_hides_keys(x):
+    model, seq_len, sizes = "deepseek-v3", 8192, {"context": 4, "x": x, "z": 2 // x}
+    plain = dataclasses.replace(H100, in_node=dataclasses.replace(H100.in_node, bandwidth=50e9, pair_bandwidth=50e9))
+
+    def sent(cluster: stretto.Cluster, recompute: str, seq_len: int = seq_len) -> float:
+        found = predict(model, cluster, grid=sizes, batch=2 // x, seq_len=seq_len, recompute=recompute)
+        return found.communication["keys"] * bandwidths(cluster, GridSizes(**sizes))["context"] / (seq_len / 4 * 3 * 2)
+
+    latents, keys = 512 + 64, 128 * (128 + 64 + 128) / x  # numbers of a token
+    assert not plain.has_nvlink
+    # Forward, once more for the backward pass, and gradients; keys also come a third time.
+    assert sent(plain, "full") == pytest.approx(61 * 3 * latents, rel=0.1)  # and start-ups
+    assert sent(H100, "full") == pytest.approx(61 * 4 * keys, rel=0.1)
+    assert sent(plain, "none") == pytest.approx(61 * 3 * keys, rel=0.1)
+    assert sent(plain, "full", 65_536 * x) == pytest.approx(61 * 4 * keys, rel=0.1)  # too many keys to make
+    workload = StepWorkload(read_architecture(model, seq_len), 2, seq_len)
+    config = StepConfig(GridSizes(**sizes), 1, ExecutionOptions(recompute="full"))
+    made = 128 * (128 + 128) / x
+    assert exchanged_keys(workload, config)[0] == 3 * seq_len / 4 * (latents + made + keys) * 2
+    assert exchanged_keys(workload, config, has_nvlink=True)[0] == 3 * seq_len / 4 * keys * 2
+    step = predict(model, plain, grid=sizes, batch=2 // x, seq_len=seq_len, recompute="full")
+    assert step.exposed["context"] == pytest.approx(step.communication["keys"])
 
 
 @pytest.mark.parametrize("grid", [{"context": 4}, {"context": 2, "x": 2}])

@@ -23,6 +23,7 @@ CATALOGUES = (
     "tests.stress.tensor_parallel",
     "tests.stress.experts",
     "tests.stress.few_tokens",
+    "tests.stress.inference",
 )
 LATE_WARPS = "tests.stress.late_warps"
 FOUND = 1

@@ -14,6 +14,7 @@ from tests.ops import test_embedding_machine_code as embedding
 from tests.ops import test_machine_code as operators
 from tests.ops import test_put as put
 from tests.ops.attention import test_copies
+from tests.ops.decoding import launches as decoding
 from tests.ops.joint import test_machine_code as joint
 from tests.ops.joint import test_routed_machine_code as routed
 from tests.ops.moe import test_few_tokens, test_tensor_parallel_kernels, test_tile_order
@@ -291,6 +292,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     **{f"ops.rotary.{name}": lambda name=name: launch_rotation(name) for name in ("join_heads", "split_heads")},
     "ops.moe.grouped.kernels.multiply_groups_in_order": lambda: Launch(*test_tile_order.launch_in_order("product")),
     "ops.rotary.turn_heads": launch_turn,
+    **{name: lambda launch=launch: Launch(*launch()) for name, launch in decoding.LAUNCHES.items()},
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,

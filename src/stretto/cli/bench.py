@@ -11,6 +11,7 @@ from stretto.cli.settings_command import BenchApp
 
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesSetting
+    from stretto.bench.decoding.settings import DecodingSetting
     from stretto.bench.embedding.settings import EmbeddingSetting
     from stretto.bench.operators.settings import OperatorsSetting
     from stretto.bench.training.settings import ThroughputSetting
@@ -74,3 +75,11 @@ def sparse(setting: SparseSetting, out: Path) -> Any:
     from stretto.bench.sparse_weights import bench_sparse
 
     return bench_sparse(out, setting)
+
+
+@benches.command("decoding", "stretto.bench.decoding.settings", needs=Needs.RANKS, count=benches.count_ranks)
+def decoding(ranks: int, setting: DecodingSetting, out: Path) -> Any:
+    """Attention to a paged cache, and products with their sum and norm, compared with torch's and the backend's."""
+    from stretto.bench.decoding.run import bench_decoding
+
+    return bench_decoding(ranks, out, setting)

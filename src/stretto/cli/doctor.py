@@ -159,6 +159,25 @@ def _links(count: int) -> Iterator[Finding]:
         )
 
 
+def _network() -> Iterator[Finding]:
+    """Return which network interface each GPU's rank would use."""
+    from stretto.cluster.nics import VARIABLE, choose_nics, list_gpus
+
+    gpus = list_gpus()
+    without = f"ranks on other machines cannot be reached ({VARIABLE} names interfaces)"
+    try:
+        chosen = choose_nics(max(len(gpus), 1))
+    except ValueError as error:
+        yield Finding("network", "missing", str(error), without)
+        return
+    if not chosen:
+        yield Finding("network", "missing", "no interface that is up", without)
+    for nic in dict.fromkeys(chosen):
+        near = [str(place) for place, other in enumerate(chosen) if other == nic]
+        of = f"for GPU{'s' if near[1:] else ''} {', '.join(near)}" if gpus else "for all ranks"
+        yield Finding(f"network {nic.name}", "ok", f"{nic.describe()}, {of}")
+
+
 def _host_memory() -> Iterator[Finding]:
     """Return how much optimizer state host memory could hold, and how much of that a rank could pin, one rank a GPU."""
     import torch
@@ -223,4 +242,12 @@ def _extras() -> Iterator[Finding]:
         yield _package(name, without)
 
 
-LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _gpus, _host_memory, _compilers, _places, _extras)
+LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _python,
+    _gpus,
+    _network,
+    _host_memory,
+    _compilers,
+    _places,
+    _extras,
+)

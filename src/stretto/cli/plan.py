@@ -10,7 +10,7 @@ import typer
 
 from stretto.cli.console import Json, refusing_bad_input
 from stretto.cli.plan_tables import print_formulas, print_modes, print_table
-from stretto.execution import StateLocation, StateOptions, check_sparsity, option_help
+from stretto.execution import StateLocation, StateOptions, TwoLevel, check_sparsity, option_help
 from stretto.suggestions import are_missing
 
 if TYPE_CHECKING:
@@ -111,6 +111,14 @@ def plan(
             "--shard-sequence", help="Also try train.shard_sequence on grids with x > 1.", rich_help_panel=STEP
         ),
     ] = False,
+    two_level: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|true|false",
+            help="As train.two_level: z and data in two levels, between nodes and inside them (default: false).",
+            rich_help_panel=STEP,
+        ),
+    ] = None,
     overlap: Annotated[bool, typer.Option(help="Overlap collectives with computation.", rich_help_panel=STEP)] = True,
     captured: Annotated[
         bool,
@@ -191,6 +199,7 @@ def plan(
             "expert_tensor": expert_tensor,
             "imbalance": imbalance,
             "captured": captured,
+            "two_level": _read_two_level(two_level),
             "context": _read_ranks("context", context),
             "pipe": _read_ranks("pipe", pipe),
             "schedule": schedule,
@@ -250,6 +259,14 @@ def _read_ranks(option: str, value: str | None) -> int | str | None:
     if not value.isdecimal() or int(value) < 1:
         raise ValueError(f"--{option} is {value!r}, but must be a whole number, at least 1, or auto")
     return int(value)
+
+
+def _read_two_level(value: str | None) -> TwoLevel | None:
+    """A value of train.two_level, or None. ValueError for another one."""
+    known: dict[str | None, TwoLevel | None] = {None: None, "auto": "auto", "true": True, "false": False}
+    if value not in known:
+        raise ValueError(f"--two-level is {value!r}, but must be auto, true or false")
+    return known[value]
 
 
 def _check_memory(memory: str | None) -> bool:
@@ -331,6 +348,7 @@ def read_workload(path: Path) -> dict[str, Any]:
             "optimizer": run.optimizer,
             "state": run.state,
             "clips": run.clip is not None,
+            "two_level": run.two_level,
         }
         | {axis: size for axis in ("context", "pipe") if (size := getattr(config.grid, axis)) > 1}
     )
@@ -345,6 +363,7 @@ _OF_PREDICT = (
     "clips",
     "imbalance",
     "captured",
+    "two_level",
 )
 
 

@@ -170,6 +170,9 @@ def print_formulas(plan: "GridPlan") -> None:
     console.print(table)
     if (step := plan.terms.get("the optimizer")) is not None:
         console.print(f"a step of the optimizer takes {step:.4g} s of {plan.step_time:.4g} s", highlight=False)
+    if plan.nic_bytes:
+        sent = ", ".join(f"{_memory(size)} {kind.replace('_', ' ')}" for kind, size in plan.nic_bytes.items())
+        console.print(f"each network interface of a node sends in a step: {sent}", highlight=False)
 
 
 def _memory(size: float) -> str:

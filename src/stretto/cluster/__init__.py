@@ -4,7 +4,8 @@
 Modules: `cluster` (the class `Cluster`), `model` (its parts), `schema` (checks values, reads and writes TOML), `files`
 (bounded reading of files and presets), `detection` (the machine at hand, datasheets of known GPUs), `description` (a
 table for people), `host_memory` (this machine's host memory, its limits and what is left), `local_ranks` (which ranks
-of a job are on this machine).
+of a job are on this machine, and on one node), `nics` (the network interface of each rank), `two_level` (the times of
+collectives between and inside nodes).
 """
 
 from stretto.axes import name_grid

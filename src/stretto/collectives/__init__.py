@@ -23,7 +23,7 @@ Modules, from a program to its run:
     backend                             torch.distributed's calls; its docstring follows one to its kernel
     limits, host_trial, host_benchmark  checks for other runtimes, and timed runs on processes of this machine
     joint                               a schedule and a GEMM's tiles over the same chunks, derived and proved
-    two_level                           collectives between and inside nodes (experimental)
+    two_level                           collectives between and inside nodes
 """
 
 from typing import TYPE_CHECKING
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         install_folder,
         monitored_barrier,
         run_collective,
+        set_two_level,
         uninstall,
     )
 
@@ -92,6 +93,7 @@ __all__ = [
     "parallelize",
     "read_schedule",
     "run_collective",
+    "set_two_level",
     "to_xml",
     "trace",
     "uninstall",
@@ -100,5 +102,13 @@ __all__ = [
 ]
 
 # These need torch, and the rest here does not.
-_LAZY = ("call_counts", "install", "install_folder", "monitored_barrier", "run_collective", "uninstall")
+_LAZY = (
+    "call_counts",
+    "install",
+    "install_folder",
+    "monitored_barrier",
+    "run_collective",
+    "set_two_level",
+    "uninstall",
+)
 __getattr__, __dir__ = attach(__name__, dict.fromkeys(_LAZY, "stretto.collectives.backend"))

@@ -241,7 +241,7 @@ def _gated_sizes(name: str, family: Decoder, config: Mapping[str, Any]) -> dict[
         "ffn": _count(config, "intermediate_size", name),
         "vocab": _count(config, "vocab_size", name),
         "is_gated": True,
-        "fuses_qkv": False,
+        "fuses_qkv": family.fuses_qkv,
         "has_qkv_bias": _has(family.qkv_bias, config, name),
         "has_out_bias": _has(family.out_bias, config, name),
         "has_mlp_bias": _has(family.mlp_bias, config, name),

@@ -2,8 +2,10 @@
 """Context parallelism of transformers' models: their attention is computed over the ranks of the axis context, by
 transformers' own interface (`attn_implementation`). Nothing of transformers is changed."""
 
+import ast
 import functools
 import inspect
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.huggingface.linear_attention import linear_attentions_of
 from stretto.huggingface.loss import calls_loss_function, computes_masked_loss
+from stretto.huggingface.pretrained_model import base_of, unwrap
 from stretto.ops.attention.plan import Layout
 
 NAME = "stretto_context"
@@ -71,7 +74,7 @@ def is_causal(model: nn.Module) -> bool:
 
 def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
     """Say why the sequences of a transformers model cannot be cut; None if they can. parameters: of its forward."""
-    config, kind = model.config, type(model).__name__
+    config, kind = model.config, type(unwrap(model)).__name__
     attentions = attentions_of(model)
     linear = linear_attentions_of(model)
     layers = Counter(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
@@ -81,6 +84,11 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     ropes = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
     attends = {getattr(module, "is_causal", True) for module in attentions}
+    if adapters := sorted(map(str, _adapters_of_whole_sequences(model))):
+        return (
+            f"{kind} has adapters of PEFT ({', '.join(adapters)}) that add tokens or look at whole sequences, of which "
+            "context gives a rank a part; adapters of single tokens, such as LoRA, would do"
+        )
     if others:
         return (
             f"{kind} has layers of the kind {', '.join(others)}, and context cuts sequences of attention and linear "
@@ -113,6 +121,20 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _adapters_of_whole_sequences(model: nn.Module) -> set[Any]:
+    """The kinds of a model's PEFT adapters that compute more than a function of each token."""
+    adapters = getattr(model, "peft_config", None)
+    found = set()
+    for each in adapters.values() if isinstance(adapters, dict) else ():
+        kind = getattr(each.peft_type, "value", each.peft_type)
+        if each.is_prompt_learning or getattr(each, "alora_invocation_tokens", None) or kind in _ADAPTERS_OF_SEQUENCES:
+            found.add(kind)
+    return found
+
+
+_ADAPTERS_OF_SEQUENCES = ("ADAPTION_PROMPT", "XLORA")
+
+
 def _drops(module: nn.Module) -> bool:
     found = (getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout"))
     return any((getattr(each, "p", each) or 0.0) > 0 for each in found)
@@ -120,7 +142,7 @@ def _drops(module: nn.Module) -> bool:
 
 def refuse_arguments(model: Any, given: Mapping[str, Any], length: int) -> None:
     """Raise ValueError for arguments of a model's forward that sequences which are cut do not take."""
-    kind = type(model).__name__
+    kind = type(unwrap(model)).__name__
     if model.config._attn_implementation != NAME:  # attention would be to this rank's part alone
         raise ValueError(
             f"{kind} on a grid with context has the attn_implementation {NAME!r}, but its configuration now says "
@@ -154,10 +176,11 @@ class Documents(NamedTuple):
     begins: Tensor | None
 
 
-def find_documents(given: Mapping[str, Any], rows: int, length: int) -> Documents:
+def find_documents(model: nn.Module, given: Mapping[str, Any], rows: int, length: int) -> Documents:
     """The documents of rows that a model is given. For masks and positions on a GPU the host waits.
 
-    Raises ValueError for padding within a row, and for documents that are not these rows'.
+    Raises ValueError for padding within a row, for documents that are not these rows', and for positions that begin
+    anew where plain transformers would not look for documents in them.
     """
     starts, mask, positions = (given.get(name) for name in ("cu_seq_lens_q", "attention_mask", "position_ids"))
     begins = torch.zeros(rows, length, dtype=torch.bool)
@@ -170,8 +193,14 @@ def find_documents(given: Mapping[str, Any], rows: int, length: int) -> Document
                 f"one after another, and their end, {rows * length}; in a pipeline, give position_ids"
             )
         begins.view(-1)[starts[starts < rows * length]] = True
-    elif isinstance(positions, Tensor) and mask is None:  # with a mask, transformers looks for no documents
+    elif isinstance(positions, Tensor) and mask is None and is_causal(model):  # else transformers looks for none
         begins[:, 1:] |= (positions.diff(dim=1) != 1).cpu()
+        if int(begins.sum()) > rows and (reason := _ignores_positions(model, given)):
+            raise ValueError(
+                f"position_ids begin anew within a row, as those of packed documents do, but {reason}: plain "
+                "transformers would attend across them, and context does not. Give documents as cu_seq_lens_q, or "
+                "position_ids without such places"
+            )
     if isinstance(numbers := given.get("seq_idx"), Tensor):
         begins[:, 1:] |= (numbers.diff(dim=1) != 0).cpu()
     numbered = None
@@ -189,6 +218,34 @@ def find_documents(given: Mapping[str, Any], rows: int, length: int) -> Document
         return Documents(None, None)
     found = begins.view(-1).nonzero().flatten()
     return Documents(torch.cat((found, found.new_tensor([rows * length]))).int(), numbered)
+
+
+def _ignores_positions(model: nn.Module, given: Mapping[str, Any]) -> str | None:
+    """Why plain transformers does not look for documents in the positions of such a call; None if it does."""
+    inner = unwrap(model)
+    forwards = {inspect.unwrap(type(module).forward) for module in inner.modules()}
+    if not any(map(_makes_masks_of_positions, forwards)):
+        return f"the code of {type(inner).__name__} makes its masks without position_ids"
+    keeps = given.get("use_cache")
+    keeps = getattr(inner.config, "use_cache", False) if keeps is None else keeps
+    if keeps and not (inner.training and getattr(base_of(inner), "gradient_checkpointing", False)):
+        return "with a cache (use_cache, also of the config) transformers ignores that; use_cache=False would do"
+    return None
+
+
+@functools.cache
+def _makes_masks_of_positions(forward: Callable[..., Any]) -> bool:
+    """True if the code of a model's forward hands position_ids to transformers' functions that make causal masks."""
+    if not any("causal_mask" in name for name in getattr(getattr(forward, "__code__", None), "co_names", ())):
+        return False
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))))
+    except OSError:  # it has no file
+        return True
+    # In a call by keywords, or in a dict of these.
+    calls = ([each.arg for each in node.keywords] for node in nodes if isinstance(node, ast.Call))
+    dicts = ([getattr(key, "value", None) for key in node.keys] for node in nodes if isinstance(node, ast.Dict))
+    return any({"config", "attention_mask", "position_ids"} <= {*names} for names in (*calls, *dicts))
 
 
 def count_expanded(model: nn.Module) -> int:

@@ -121,12 +121,14 @@ def _trial_around(moe: nn.Module, experts: Any, generator: torch.Generator) -> n
     return trial
 
 
-def choose_scaled_inputs(moe: nn.Module) -> None:
+def choose_scaled_inputs(moe: nn.Module, *, overlaps: bool) -> None:
     """Have Llama 4's module around experts, which `ParallelExperts` has replaced, give them the chosen inputs alone.
 
     Its own code gives each expert a copy of all tokens, times their scores, which are 0 for tokens that chose others.
+    overlaps: whether the shared expert computes while tokens travel, not in the same order alone.
     """
     around: Any = moe
+    around.experts.starts_early = overlaps and around.experts.can_start
     around.forward = lambda hidden_states: _mix_scaled(around, around.experts, hidden_states)
 
 
@@ -136,8 +138,12 @@ def _mix_scaled(moe: Any, experts: Callable[..., Tensor], hidden: Tensor) -> tup
     scores, logits = moe.router(tokens)
     factors, ids = torch.topk(scores, moe.top_k, dim=1)
     copies = (tokens.unsqueeze(1) * factors.unsqueeze(2)).flatten(0, 1)
-    made = experts(copies, ids.view(-1, 1), torch.ones_like(factors).view(-1, 1))
-    return moe.shared_expert(tokens) + made.view(*ids.shape, -1).sum(1), logits
+    chosen = copies, ids.view(-1, 1), torch.ones_like(factors).view(-1, 1)
+    begins = getattr(experts, "can_start", False)  # to send tokens, for the call that follows
+    started = {"started": experts.start(*chosen)} if begins else {}  # type: ignore[attr-defined]
+    shared = moe.shared_expert(tokens)
+    made = experts(*chosen, **started)
+    return shared + made.view(*ids.shape, -1).sum(1), logits
 
 
 def _kind_by_shapes(module: nn.Module, name: str) -> ExpertsKind:

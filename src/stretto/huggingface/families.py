@@ -48,7 +48,7 @@ class Decoder:
 
     `experts`: some blocks have a router and experts that ranks divide among them. `has_latent_attention`: DeepSeek's.
     `ends_with_norm`: what the MLP returns passes a norm before it is added. `has_sinks`: its attention has a sink for
-    each head, and is made of plain operations.
+    each head, and is made of plain operations. `fuses_qkv`: one linear makes queries, keys and values.
 
     For `parallelize`: the entries of its tensor-parallel plan that are of unknown `styles`, a submodule of a class that
     is not taken (`refusal`), what a plan does not count (`note`), and whether logits change between head and loss.
@@ -69,6 +69,7 @@ class Decoder:
     has_latent_attention: bool = False
     has_sinks: bool = False
     ends_with_norm: bool = False
+    fuses_qkv: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ FAMILIES: dict[str, Family] = {
             ends_with_norm=True,
         )
     ),
-    "phi3": Family(Decoder("Phi3", note=_WHOLE_ATTENTION), family_roles.phi3),
+    "phi3": Family(Decoder("Phi3", note=_WHOLE_ATTENTION, fuses_qkv=True), family_roles.phi3),
     "olmo": Family(Decoder("Olmo", *_BIASED, block_norms=0, refusal=_OLMO_NORM)),
     "olmo2": Family(Decoder("Olmo2", *_BIASED, head_norms="all", ends_with_norm=True), family_roles.olmo2),
     "granite": Family(Decoder("Granite", *_BIASED, "mlp_bias", changes_logits=True)),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.execution import IGNORED_TARGET
+from stretto.huggingface.pretrained_model import unwrap
 
 
 class ShardedLoss(Protocol):
@@ -25,6 +26,7 @@ def replace_loss_function(model: nn.Module, loss: ShardedLoss) -> bool:
     The model's loss is recognized by its function, not by the model's class: losses of token classification take labels
     as those of language models do, but unshifted, and a user may have set another one.
     """
+    model = unwrap(model)
     is_shifted = _shifts_labels(model)
     if is_shifted is not None:
         model.loss_function = _loss_function(loss, is_shifted=is_shifted)  # type: ignore[assignment]
@@ -43,7 +45,7 @@ def _shifts_labels(model: nn.Module) -> bool | None:
 
 def calls_loss_function(model: nn.Module) -> bool:
     """True if the model's forward computes its loss by `loss_function`, not by its own code."""
-    forward = inspect.unwrap(type(model).forward)
+    forward = inspect.unwrap(type(unwrap(model)).forward)
     return inspect.isfunction(forward) and "loss_function" in forward.__code__.co_names
 
 
@@ -77,6 +79,7 @@ def compares_with_next(model: nn.Module) -> bool:
 
     Such a loss leaves the first label of each row out.
     """
+    model = unwrap(model)
     if calls_loss_function(model):
         ours = getattr(getattr(model, "loss_function", None), "is_shifted", None)
         return bool(_shifts_labels(model) if ours is None else ours)
@@ -86,6 +89,7 @@ def compares_with_next(model: nn.Module) -> bool:
 
 def changes_logits(model: nn.Module) -> bool:
     """True if the model's forward scales or caps logits between head and loss, by the names of what it reads."""
+    model = unwrap(model)
     forward = inspect.unwrap(type(model).forward)
     names = forward.__code__.co_names if inspect.isfunction(forward) else ()
     owners = (model, getattr(model, "config", None))
@@ -100,7 +104,7 @@ def changes_logits(model: nn.Module) -> bool:
 
 def computes_masked_loss(model: nn.Module) -> bool:
     """True if this is a masked language model of transformers, or T5, whose own code computes the loss, as BERT's."""
-    kind = type(model)
+    kind = type(unwrap(model))
     forward = inspect.unwrap(kind.forward)
     is_theirs = kind.__module__.startswith("transformers.") and kind.__name__.endswith(
         ("ForMaskedLM", "T5ForConditionalGeneration")

@@ -19,6 +19,14 @@ def is_pretrained_model(model: nn.Module) -> bool:
     return hasattr(model, "base_model_prefix") and hasattr(model, "config")
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """The transformers model within a wrapper that passes all attributes on, as PEFT's do; any other model itself.
+
+    A wrapper's forward hides what the model's own takes, and its loss.
+    """
+    return next((module for module in model.modules() if hasattr(type(module), "base_model_prefix")), model)
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """True if this is transformers' Conv1D: a linear that stores [in, out]."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"

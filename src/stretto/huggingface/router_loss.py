@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from stretto.huggingface.pretrained_model import base_of
+from stretto.huggingface.pretrained_model import base_of, unwrap
 
 # Gathers a rank's rows into as many of all ranks, as `stretto.parallel` counts its collectives.
 GatherRows = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
@@ -70,6 +70,7 @@ def balance_over_batch(model: nn.Module, ranks: RanksOfBatch) -> None:
     Where each rank has a loss of its own tokens, and gradients are averaged, one that is computed in another way stays
     of these tokens, and a warning says so.
     """
+    model = unwrap(model)
     base = base_of(model)
     if base is model or not hasattr(model.config, "output_router_logits"):
         return
@@ -170,5 +171,5 @@ def refusal_of_router_loss(model: nn.Module, *, stages: int, ranks: int) -> str 
 
 def _names_of_forward(model: nn.Module) -> tuple[str, ...]:
     """The names that the code of a model's forward reads, of globals and of attributes."""
-    forward = inspect.unwrap(type(model).forward)
+    forward = inspect.unwrap(type(unwrap(model)).forward)
     return forward.__code__.co_names if inspect.isfunction(forward) else ()

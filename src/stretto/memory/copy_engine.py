@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.cluster.local_ranks import name_node
 from stretto.memory.fences import find_fence
 from stretto.memory.gpus import NVML_NVLINK, nvml_supports
 from stretto.memory.plain_data import all_gather_data
@@ -42,7 +43,9 @@ def have_copy_engines(group: dist.ProcessGroup, device: torch.device) -> bool:
 def has_nvlink(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Check whether NVLink links each rank's GPU to every other's, the same on all ranks. Collective."""
     own = str(torch.cuda.get_device_properties(device).uuid)
-    return all(all_gather_data(are_linked(own, all_gather_data(own, group, str)), group, bool))
+    here = name_node(dist.get_rank(), dist.get_world_size()), own
+    nodes, gpus = zip(*all_gather_data(here, group, tuple[str, str]), strict=True)
+    return all(all_gather_data(len(set(nodes)) == 1 and are_linked(own, list(gpus)), group, bool))
 
 
 def are_linked(own: str, gpus: list[str]) -> bool:

@@ -4,6 +4,7 @@
 An operator and its kernels are in the file of its name; a kernel's docstring says what it signals and waits for, by
 `stretto.tiles`. GEMMs share `operator` (definition, gradients), `config`, `choices` and `tuning` (choice of a kernel),
 `gemm` (the tiles' products) and `small_m` (few rows). `attention` shares a sequence; its kernels are torch's.
+`decoding` has what inference needs beside them, `invariant` sums whose bits do not depend on the batch or the ranks.
 """
 
 from stretto.ops import moe
@@ -18,6 +19,13 @@ from stretto.ops.attention import (
 )
 from stretto.ops.choices import counts
 from stretto.ops.config import KernelConfig
+from stretto.ops.decoding import (
+    all_reduce_norm,
+    invariant_norm,
+    matmul_all_reduce_norm,
+    paged_attention,
+    scaled_matmul_all_reduce_norm,
+)
 from stretto.ops.embedding import (
     EmbeddingAllToAll,
     TableUpdate,
@@ -29,6 +37,7 @@ from stretto.ops.embedding import (
     tune_embedding,
 )
 from stretto.ops.gemm import Blocks
+from stretto.ops.invariant import LEAVES, invariant_matmul
 from stretto.ops.maintenance import Workspace, check, free_workspaces, workspaces
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -42,6 +51,7 @@ from stretto.ops.scaled import (
 from stretto.ops.tuning import tune
 
 __all__ = [
+    "LEAVES",
     "AttentionOptions",
     "Blocks",
     "EmbeddingAllToAll",
@@ -52,6 +62,7 @@ __all__ = [
     "all_gather_matmul",
     "all_gather_matmul_gathered",
     "all_gather_scaled_matmul",
+    "all_reduce_norm",
     "check",
     "check_indices",
     "context_attention",
@@ -61,13 +72,18 @@ __all__ = [
     "embedding_all_to_all_update",
     "embedding_all_to_all_updating",
     "free_workspaces",
+    "invariant_matmul",
+    "invariant_norm",
     "matmul_all_reduce",
+    "matmul_all_reduce_norm",
     "matmul_reduce_scatter",
     "mlp",
     "moe",
+    "paged_attention",
     "quantize_rows",
     "ring_attention",
     "scaled_matmul_all_reduce",
+    "scaled_matmul_all_reduce_norm",
     "scaled_matmul_reduce_scatter",
     "tune",
     "tune_attention",

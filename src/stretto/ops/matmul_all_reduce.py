@@ -13,6 +13,7 @@ from stretto.ops import small_m
 from stretto.ops.choices import find_config
 from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm import GroupProduct, Scales
+from stretto.ops.invariant.matmul import multiply_all_reduce, require_plain
 from stretto.ops.joint.kernel import launch_joint
 from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.matmul_reduce_scatter import launch_scatter
@@ -42,6 +43,7 @@ def matmul_all_reduce(
     bias: Tensor | None = None,
     grad_convention: str = "sum-of-losses",
     out: Tensor | None = None,
+    invariant: bool = False,
     implementation: str | KernelConfig = "auto",
     schedule: str | Schedule | None = None,
 ) -> Tensor:
@@ -66,6 +68,10 @@ def matmul_all_reduce(
       backward pass has no collective. The bias's is G summed over the rows, the same on all ranks. There are no second
       derivatives.
 
+    invariant: a row of the output has the same bits whatever the number of rows and the other rows, and on 1, 2, 4 or 8
+    ranks of the same whole k, which 8 divides: k is added up in 8 parts by one binary tree through ranks, in fp32, and
+    rounded once (`stretto.ops.invariant`). Without out, schedule and configurations.
+
     With one replicated loss, "sum-of-losses" makes gradients of x and weight too large by the number of ranks: of
     loss = out.sum() and 4 ranks, 4 times weight.sum(0) for each row of x.
 
@@ -78,6 +84,9 @@ def matmul_all_reduce(
     if grad_convention not in GRAD_CONVENTIONS:
         raise ValueError(f"grad_convention is one of {', '.join(GRAD_CONVENTIONS)}, not {grad_convention!r}")
     rows = flatten_rows("matmul_all_reduce", x)
+    if invariant:
+        require_plain("matmul_all_reduce", how, out, schedule)
+        return restore_dims(multiply_all_reduce(rows, weight, bias, name, grad_convention, how), x, x.shape[0])
     if out is not None:
         require_operands("matmul_all_reduce", rows, weight, bias, how)
         shape = *x.shape[:-1], weight.shape[0]
@@ -99,7 +108,7 @@ def _run(
     """The output, in `out` if there is one."""
 
     def compute(config: KernelConfig, out: Tensor | None = None) -> Tensor:
-        return _compute(config, x, weight, bias, group, out)
+        return compute_all_reduce(config, x, weight, bias, group, out)
 
     # The convention is among the options since ranks compare them: their backward passes would wait for each other.
     config = find_config(
@@ -109,7 +118,7 @@ def _run(
     return compute(config, out)
 
 
-def _compute(
+def compute_all_reduce(
     config: KernelConfig, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, out: Tensor | None
 ) -> Tensor:
     """The output by this configuration, in `out` if there is one."""

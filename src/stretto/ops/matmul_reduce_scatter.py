@@ -43,6 +43,7 @@ from stretto.ops.gemm import (
     split_last_wave,
     store_tile,
 )
+from stretto.ops.invariant.matmul import multiply_reduce_scatter, require_plain
 from stretto.ops.joint.kernel import launch_joint
 from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.matmul_reduce_scatter_copies import (
@@ -86,6 +87,7 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     reduce_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    invariant: bool = False,
     implementation: str | KernelConfig = "auto",
     schedule: str | Schedule | None = None,
 ) -> Tensor:
@@ -101,14 +103,19 @@ def matmul_reduce_scatter(
     is an `all_gather_matmul`, which gathers what weight's gradient needs. implementation: "auto" (the fastest measured,
     or a default), "kernel" (Stretto's, or it raises), "library" (a GEMM, then a reduce-scatter) or a `KernelConfig`.
     schedule: how sums travel: a reduce-scatter's algorithm by name, or any verified `Schedule` of one, which says in
-    what order they are added, and rounded at each hop (docs/tutorial-kernel.md). ValueError for other input (m that the
-    group does not divide, say) and for a rank outside of the group; PeerError for a rank that does not call. Flux,
+    what order they are added, and rounded at each hop (docs/tutorial-kernel.md). invariant: the bits of a row depend
+    neither on the other rows nor on the number of ranks, as in `matmul_all_reduce`. ValueError for other input (m that
+    the group does not divide, say) and for a rank outside of the group; PeerError for a rank that does not call. Flux,
     sections 3.2 and 4.
     """
     how, name = encode_implementation(implementation), find_name(group)
     if schedule is not None:
         how = encode_schedule("matmul_reduce_scatter", schedule, how, name)
     rows = flatten_rows("matmul_reduce_scatter", x)
+    if invariant:
+        require_plain("matmul_reduce_scatter", how, out, schedule)
+        first = divide_first_dim("matmul_reduce_scatter", x, group)
+        return restore_dims(multiply_reduce_scatter(rows, weight, bias, name, how), x, first)
     first = divide_first_dim("matmul_reduce_scatter", x, group) if x.dim() > 2 or out is not None else 0
     if out is not None:
         require_operands("matmul_reduce_scatter", rows, weight, bias, how)

@@ -30,10 +30,10 @@ from stretto.ops.gemm import (
     specialization_key,
     tile_width,
 )
-from stretto.ops.operator import abandon, find_workspace
+from stretto.ops.operator import OperatorWorkspace, abandon, find_workspace
 
 _PACKET_BYTES = 4
-_THREADS_OF_A_WARP = 64 if torch.version.hip else 32
+THREADS_OF_A_WARP = 64 if torch.version.hip else 32
 _MAX_PACKETS = (1 << 31) - (1 << 20)  # of a rank: with the last chunk's, in 32 bits
 _UNEVEN = 1.15  # tiles are split over k if whole ones would take this many times as long
 
@@ -41,8 +41,9 @@ _UNEVEN = 1.15  # tiles are split over k if whole ones would take this many time
 class PacketExchange(NamedTuple):
     """Sending of a call's packets. rows: of out. slot_words: packets between the two slots of the staging buffer.
 
-    Compiled in: form ("one-shot", "two-shot" or "scatter"); chunk, the packets that a program adds up at a time;
-    in_fours, whether a row is a multiple of four packets, which are then sent four at a time.
+    Compiled in: form ("one-shot", "two-shot", "scatter", or "push": the next launch adds the packets up); chunk, the
+    packets that a program adds up at a time; in_fours, whether a row is a multiple of four packets, which are then sent
+    four at a time.
     """
 
     rows: Any
@@ -66,7 +67,7 @@ def count_bytes(form: str, m: int, n: int, world: int, dtype: torch.dtype) -> in
             'implementation="library", or fewer rows at a time'
         )
     match form:
-        case "one-shot":
+        case "one-shot" | "push":
             return world * packets * _PACKET_BYTES
         case "two-shot":
             return (world + 1) * packets * _PACKET_BYTES
@@ -91,8 +92,12 @@ def _limit_blocks(blocks: Blocks, device: torch.device, most: int) -> Blocks:
     return blocks._replace(programs=min(limit_waiting(blocks.programs, device), most))
 
 
-def launch(operator: str, form: str, config: KernelConfig, product: GroupProduct, world: int) -> None:
-    """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n]."""
+def launch(operator: str, form: str, config: KernelConfig, product: GroupProduct, world: int) -> OperatorWorkspace:
+    """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n].
+
+    Of "push" it is the first of two: out gives shape and dtype of the sums, and the next launch takes the packets from
+    the workspace, which this returns, and ends the call.
+    """
     x, weight, bias, out, group, scales = product
     (m, k), n = x.shape, weight.shape[0]
     workspace = find_workspace(group, x.device, count_bytes(form, m, n, world, out.dtype), "packets")
@@ -105,7 +110,7 @@ def launch(operator: str, form: str, config: KernelConfig, product: GroupProduct
         partials = torch.empty(places * blocks.m * blocks.n, dtype=torch.float32, device=x.device)
     packets = count_packets(out.shape[0], n, out.dtype)
     # At least a packet a thread: see `tiles.packets`.
-    chunk = max(min(1 << ((packets - 1) // programs).bit_length(), 1024), _THREADS_OF_A_WARP * blocks.num_warps)
+    chunk = max(min(1 << ((packets - 1) // programs).bit_length(), 1024), THREADS_OF_A_WARP * blocks.num_warps)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales, in_parts=True)
     channel = workspace.channel.enter(operator, "p2p")
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
@@ -125,11 +130,14 @@ def launch(operator: str, form: str, config: KernelConfig, product: GroupProduct
     except BaseException:
         abandon(group, workspace.channel)
         raise
+    return workspace
 
 
 @triton.jit
 def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out):  # type: ignore[no-untyped-def]
     """out: the sum over all ranks of a @ b.T, + bias: all of it ("one-shot", "two-shot"), or own rows ("scatter").
+
+    Of "push" it sends what "one-shot" sends, and leaves the rest of the call to the next launch.
 
     Order: programs claim work units and multiply them, tile after tile; the program that completes a tile sends it, as
     packets: to all ranks, to the owner of the rows, or (two-shot) to the owner of the chunk, which sends back the sum.
@@ -152,6 +160,18 @@ def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out): 
     while unit < units:
         _multiply_unit(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype)
         unit = tiles.claim(channel)
+    if exchange.form != "push":
+        _add_and_store(channel, gemm, exchange, slot, bias, out, size, unit, units, pairs, publishes)
+        tiles.end_unsignalled_call(channel)
+
+
+@triton.jit
+def _add_and_store(  # type: ignore[no-untyped-def]
+    channel, gemm, exchange, slot, bias, out, size, unit, units, pairs, publishes
+):
+    """The second half of `gemm_exchange`: add up the packets of all ranks. unit: the first claim behind the units."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    each: tl.constexpr = 32 // dtype.primitive_bitwidth
     chunks = tl.cdiv(size, exchange.chunk)
     sums = slot + tl.cast(size, tl.int64) * channel.world
     if exchange.form == "two-shot":
@@ -185,7 +205,6 @@ def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out): 
             mask = index < size
             data = tiles.take_packets(channel, sums + index, mask, chunk, owner)
             _store_packets(out, index, data, mask, gemm.n, pairs, each, exchange.in_fours)
-    tiles.end_unsignalled_call(channel)
 
 
 @triton.jit
@@ -216,17 +235,17 @@ def _multiply_unit(  # type: ignore[no-untyped-def]
         if gemm.parts == 1:
             total, is_complete, begin = multiply_unit(gemm, stream_k, a, b, row, column, 0, begin, end)
             if is_complete:
-                _send_tile(channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype)
+                send_tile(channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype)
         else:
             totals = multiply_columns(gemm, a, b, row, column)
             begin += steps
             for part in tl.static_range(gemm.parts):
                 at = column + part * gemm.block_n
-                _send_tile(channel, gemm, exchange, slot, totals[part], row, at, pairs, publishes, dtype)
+                send_tile(channel, gemm, exchange, slot, totals[part], row, at, pairs, publishes, dtype)
 
 
 @triton.jit
-def _send_tile(  # type: ignore[no-untyped-def]
+def send_tile(  # type: ignore[no-untyped-def]
     channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype: tl.constexpr
 ):
     """Send a tile's packets to where they are added up, at place [this rank, row, pair of columns]."""
@@ -243,7 +262,7 @@ def _send_tile(  # type: ignore[no-untyped-def]
     mask = (at < gemm.m) & (pair < pairs) & publishes
     own = slot + tl.cast(channel.rank, tl.int64) * (exchange.rows * pairs)
     fours: tl.constexpr = exchange.in_fours
-    if exchange.form == "one-shot":
+    if exchange.form == "one-shot" or exchange.form == "push":
         for distance in tl.static_range(1, channel.world + 1):
             peer = (channel.rank + distance) % channel.world
             tiles.push_packets(channel, own, at * pairs + pair, data, mask, rank=peer, in_fours=fours, publishes=True)

@@ -65,14 +65,14 @@ def parallelize(
     seed: a model on the meta device is initialized here, from this seed and each module's name: the same on every grid.
         None fills parameters with NaN, for weights that are loaded afterwards.
     options: how a step executes (`stretto.execution.ExecutionOptions`). Its fields may also be passed as keyword
-        arguments (`changes`): overlap, reshard, recompute, shard_sequence, tune_matmuls, fused, stages,
+        arguments (`changes`): overlap, reshard, recompute, shard_sequence, tune_matmuls, fused, two_level, stages,
         drop_duplicates, expert_rows and expert_reduce. shard_sequence takes transformers' models of known families, and
         models that declare support (`takes_sharded_sequence`: attention reads shapes from the outputs of linears), such
         as `stretto.models.GPT`; and tokens, batch x seq, that x divides.
 
     Raises ValueError if a submodule with parameters has no role, if an integer attribute may be a local count but is
-    not listed, if an axis does not divide a size that it splits, and if ranks hold different weights; the model is then
-    unchanged.
+    not listed, if an axis does not divide a size that it splits, if ranks hold different weights, and if two_level is
+    True and nodes have unequal numbers of ranks; the model is then unchanged.
     """
     from stretto.parallel.context.sequence_parts import SequenceParts
     from stretto.parallel.install import install

@@ -21,6 +21,7 @@ from stretto.parallel.comm.copy_engine_gather import (
 )
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.rank_order import RankOrder
+from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.weight_gathering import StepGatherer, WeightGatherer, WeightPrefetcher
 from stretto.parallel.experts.module import ExpertsPlan, ParallelExperts, TokenFlow, several
 from stretto.parallel.experts.products import ExpertProduct
@@ -103,12 +104,14 @@ class Builder:
         self.has_one_rank = grid.size("world") == 1 and not is_stage
         over_z = grid.communicator("z")
         self.order = RankOrder(over_z, "weights and gradients over z")
+        levels = TwoLevels.of(grid, options.two_level)
         averages = request.gradients == "mean"
         self.gradient_reducer = GradientReducer(
             grid,
             self.precision,
             overlap,
             self.order,
+            levels,
             averages=averages,
             at_end=functools.partial(_finish, self.matmuls, self.attention),
         )
@@ -117,7 +120,7 @@ class Builder:
         # Copy engines gather into memory that the next forward pass overwrites, and a stage has several in flight.
         by_copies = overlap.copy_engines and not is_stage and have_copy_engines(over_z, grid.device)
         self.ring = self.gradient_reducer.ring = make_scatter_ring(over_z) if by_copies else None
-        self.gatherer: WeightGatherer = WeightPrefetcher(over_z, self.order, is_on=overlap.all_gather)
+        self.gatherer: WeightGatherer = WeightPrefetcher(over_z, self.order, levels, is_on=overlap.all_gather)
         if by_copies and options.keeps_weights and overlap.all_gather:
             self.gatherer = CopyEngineGatherer(CopyEngineAllGather(over_z), self.gatherer)
         if options.keeps_weights:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,14 @@ from stretto.axes import (
 )
 from stretto.cluster.local_ranks import agree_on_local_rank, find_local_rank, is_rank
 from stretto.counters import waiting_for
+from stretto.execution import TwoLevel
 from stretto.memory import group_timeout, shared_gpus
 from stretto.memory.groups import check_timeout, set_timeout
 from stretto.memory.shared_groups import SharedGroups
 from stretto.parallel.comm.collectives import NO_GROUP
+
+if TYPE_CHECKING:
+    from stretto.parallel.comm.two_level import TwoLevels
 
 START_LIMIT = timedelta(minutes=10)  # for ranks to import and to find each other, on a loaded machine or a cold disk
 
@@ -124,6 +128,7 @@ class Grid:
         self.context_layouts: set[Literal["contiguous", "zigzag", "balanced"]] = set()  # the same
         self.other_groups: dict[str, str] = {}  # the axis of groups that were made later, by their names
         self._shared: SharedGroups | None = SharedGroups()
+        self.two_levels: dict[TwoLevel, TwoLevels] = {}
         self._copies_meshes: dict[int, DeviceMesh] = {}
         # Of several ranks only: layers that communicate with nobody need no group (`communicator`).
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -296,6 +301,9 @@ class Grid:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        for levels in self.two_levels.values():
+            levels.close()
+        self.two_levels.clear()
         self._shared.close()
         self._shared = None
         # Until these are freed, so are not the groups' threads. torch caches meshes in many places.

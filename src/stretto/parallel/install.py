@@ -67,7 +67,8 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
     for name, module in placement.modules.items():
         _replace_module(model, name, module)
         if name in plan.experts and plan.experts[name].takes_copies:
-            choose_scaled_inputs(model.get_submodule(name.rpartition(".")[0]))
+            around = model.get_submodule(name.rpartition(".")[0])
+            choose_scaled_inputs(around, overlaps=options.overlap.hides_any)
     if builder.is_fused:
         fuse_modules(model, builder.attention)
     for name in placement.modules.keys() & plan.experts.keys():

@@ -3,10 +3,13 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import cast
 
-from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, GridSizes, axes_of
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster, MeasuredCollective
-from stretto.planner.communication import Rates, group_bandwidth, slowest_rate
+from stretto.cluster.two_level import LEVELED, Collective, Links, choose, choose_parts, predict
+from stretto.execution import TwoLevel
+from stretto.planner.communication import Rates, group_bandwidth, network_bandwidth, slowest_rate
 from stretto.planner.experts.cost import all_to_all_seconds, group_of_replicas, group_of_shards, ranks_in_node
 
 # Seconds that a hop of a ring takes to start, where the cluster does not say.
@@ -15,11 +18,18 @@ BETWEEN_NODES_LATENCY = 6e-6
 
 
 def collective_seconds(
-    kind: str, group: str, num_bytes: float, cluster: Cluster, grid: GridSizes, rates: Rates
+    kind: str,
+    group: str,
+    num_bytes: float,
+    cluster: Cluster,
+    grid: GridSizes,
+    rates: Rates,
+    two_level: TwoLevel = False,
 ) -> float:
     """Seconds of one collective that sends so many bytes from a rank: measured, or by latency and bandwidth.
 
-    group: an axis, one of experts' (`stretto.axes`), or a group of ranks over several axes.
+    group: an axis, one of experts' (`stretto.axes`), or a group of ranks over several axes. two_level: for z and the
+    replicas, as `ExecutionOptions.two_level`.
     """
     if group == EXPERT:
         leaves = grid.expert > ranks_in_node(grid, cluster.gpus_per_node)
@@ -39,7 +49,35 @@ def collective_seconds(
         return _interpolate(measured, num_bytes)
     trips = 2 if kind == "all_reduce" else 1  # around the ring
     start_up = trips * (size - 1) * message_latency(cluster, leaves=leaves)
-    return start_up + num_bytes / (rate or group_bandwidth(cluster, preceding, size))
+    flat = start_up + num_bytes / (rate or group_bandwidth(cluster, preceding, size))
+    if not leaves or two_level is False or group not in ("z", REPLICAS):
+        return flat
+    shard = num_bytes / (trips * (size - 1))
+    leveled = two_level_seconds(cast(Collective, kind), shard, cluster, preceding, size)
+    return flat if leveled is None or (two_level == "auto" and flat <= leveled) else leveled
+
+
+def two_level_seconds(
+    kind: Collective, shard_bytes: float, cluster: Cluster, preceding: int, size: int
+) -> float | None:
+    """Seconds of a collective in two levels (`stretto.cluster.two_level`); None for a group that has none.
+
+    The group has `size` ranks, each `preceding` from the next, and as many groups share each node's interfaces. Ranks
+    of a node that is not full, and groups with one node, have no two levels.
+    """
+    inside = cluster.gpus_per_node // preceding if preceding < cluster.gpus_per_node else 1
+    if size % inside or size == inside or (preceding < cluster.gpus_per_node and cluster.gpus_per_node % preceding):
+        return None
+    links = Links(
+        in_node_latency=message_latency(cluster, leaves=False),
+        in_node_bandwidth=group_bandwidth(cluster, preceding, inside) if inside > 1 else network_bandwidth(cluster),
+        latency=message_latency(cluster, leaves=True),
+        node_bandwidth=network_bandwidth(cluster) / min(preceding, cluster.gpus_per_node),
+    )
+    nodes = size // inside
+    chosen = choose(kind, shard_bytes, nodes, inside, links, LEVELED)
+    parts = choose_parts(kind, chosen, shard_bytes, nodes, inside, links)
+    return predict(kind, chosen, shard_bytes, nodes, inside, links, parts)
 
 
 def message_latency(cluster: Cluster, *, leaves: bool) -> float:

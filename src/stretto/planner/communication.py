@@ -7,12 +7,14 @@ run over, which for a rowwise linear is the other one: x and y change roles in e
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stretto.axes import EXPERT, INNER_TO_OUTER, NAMES, REPLICAS, GridSizes, axes_of
 from stretto.cluster import Cluster
+from stretto.execution import MAX_EXPANDED
 from stretto.planner.architecture import Architecture
 from stretto.planner.layers import Linear
+from stretto.planner.workload import StepConfig, StepWorkload
 
 KINDS = ("all_gather_z", "reduce_scatter_z", "all_reduce_y", "all_reduce_x", "all_reduce_data", "all_to_all", "keys")
 Rates = Mapping[str, float | None]  # bytes/s, by axis
@@ -130,12 +132,24 @@ def _block_volume(model: Architecture, grid: GridSizes, tokens: float, gathers: 
     return total
 
 
-def keys_numbers(model: Architecture, grid: GridSizes, tokens: float) -> float:
+def keys_numbers(model: Architecture, grid: GridSizes, tokens: float, *, latents: bool = False) -> float:
     """Numbers that one rank sends of one block's keys and values in its forward pass, `tokens` of them its own.
 
-    The rank that sends most, of sequences cut zig-zag: the last, whose tokens all others need.
+    The rank that sends most, of sequences cut zig-zag: the last, whose tokens all others need. latents: of these
+    (`sends_latents`).
     """
-    return (grid.context - 1) * tokens * sum(layer.exchanged_keys(grid) for layer in model.block)
+    numbers = sum(layer.latents(grid)[0] if latents else layer.exchanged_keys(grid) for layer in model.block)
+    return (grid.context - 1) * tokens * numbers
+
+
+def sends_latents(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> bool:
+    """True if ranks of context exchange latents, and make keys and values of them (`stretto.parallel.context`): of
+    blocks that are recomputed, where not too many numbers are made. has_nvlink: whether it joins these ranks, so that
+    copy engines send keys under attention."""
+    grid, (kind, *_) = workload.model.splitting_sizes(config.grid), workload.model.kinds
+    expanded = sum(layer.exchanged_keys(grid) for layer in kind.model.block if layer.latents(grid)[0])
+    pays = config.options.recomputation.is_on and config.token_parts == 1 and not has_nvlink and grid.context > 1
+    return pays and 0 < config.micro_batch * workload.seq_len * expanded <= MAX_EXPANDED
 
 
 def bandwidth(cluster: Cluster, grid: GridSizes, axis: str) -> float:
@@ -167,6 +181,37 @@ def network_bandwidth(cluster: Cluster) -> float:
         cluster.require("between_nodes.bandwidth")
     assert cluster.inter_node_bandwidth is not None
     return cluster.inter_node_bandwidth
+
+
+def nic_bytes(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> dict[str, float]:
+    """Bytes that each network interface of a node sends in a step of the linears' collectives, by kind.
+
+    Only of kinds whose groups reach other nodes, if the cluster says how many interfaces a node has; the node's traffic
+    is shared evenly. A ring over all ranks crosses from node to node once a group; in two levels each rank sends its
+    own part to every other node. ("auto" counts as rings: what it runs depends on the links' times.)
+    """
+    grid, options, nics = config.grid, config.options, cluster.nics_per_node
+    if nics is None:
+        return {}
+    count = config.micro_batches(workload)
+    first, again = config.weight_gathers(count)
+    gathers = first + (0 if options.keeps_weights else again)
+    volume = blocks_volume(workload.model, grid, workload.tokens / grid.replicas, workload.element, gathers=gathers)
+    volume = replace(volume, reduce_scatter_z=config.gradient_scatters(count) * volume.reduce_scatter_z)
+    found = {}
+    for kind in KINDS:
+        over, sent = axes_of(GROUP_OF[kind]), getattr(volume, kind)
+        if not sent or AXIS_OF[kind] in (EXPERT, "context"):
+            continue
+        preceding, size = grid.preceding(over[-1]), grid.over(over)
+        if preceding * size <= cluster.gpus_per_node:
+            continue
+        groups = min(preceding, cluster.gpus_per_node)
+        inside = max(1, cluster.gpus_per_node // preceding)
+        if options.two_level is True and AXIS_OF[kind] in ("z", "data"):
+            sent *= (size - inside) / (size - 1)  # nothing that only goes inside the node
+        found[kind] = groups * sent / nics
+    return found
 
 
 def leaves_node(cluster: Cluster, grid: GridSizes, pipe_rank: int) -> bool:
@@ -207,7 +252,12 @@ def message_numbers(model: Architecture, grid: GridSizes, tokens: float, token_p
 
 def has_nvlink_over_z(cluster: Cluster, grid: GridSizes) -> bool:
     """True if NVLink reaches all ranks of z, which are x * y apart."""
-    return cluster.has_nvlink and grid.preceding("z") * grid.z <= cluster.gpus_per_node
+    return has_nvlink_over(cluster, grid, "z")
+
+
+def has_nvlink_over(cluster: Cluster, grid: GridSizes, axis: str) -> bool:
+    """True if NVLink reaches all ranks of an axis."""
+    return cluster.has_nvlink and grid.preceding(axis) * grid[axis] <= cluster.gpus_per_node
 
 
 def bandwidths(cluster: Cluster, grid: GridSizes) -> Rates:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from stretto.axes import GridSizes
 from stretto.cluster import Cluster
 from stretto.cluster.model import ATTENTION_TOKENS, LONG_ATTENTION_TOKENS
+from stretto.execution import TwoLevel
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
 from stretto.planner.communication import has_nvlink_over_z
@@ -67,11 +68,11 @@ class Device:
         copied = cluster.gpu.measured_memory_bandwidth or COPY_EFFICIENCY * cluster.require("gpu.memory_bandwidth")
         self.memory_bandwidth = ELEMENT_WISE_EFFICIENCY * copied
         self._seconds: dict[tuple[int, int, int, str], float] = {}
-        self._collectives: dict[GridSizes, CollectivesOfGrid] = {}
+        self._collectives: dict[tuple[GridSizes, TwoLevel], CollectivesOfGrid] = {}
 
-    def collectives(self, grid: GridSizes) -> CollectivesOfGrid:
+    def collectives(self, grid: GridSizes, two_level: TwoLevel = False) -> CollectivesOfGrid:
         """A grid's collectives by kind, group and bytes, as far as they were predicted; added to by its steps."""
-        return self._collectives.setdefault(grid, {})
+        return self._collectives.setdefault((grid, two_level), {})
 
     @cached_property
     def _measured(self) -> dict[str, list[tuple[tuple[float, float, float], float]]]:

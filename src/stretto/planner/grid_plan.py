@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
-from stretto.axes import INNER_TO_OUTER
+from stretto.axes import INNER_TO_OUTER, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import ReshardPolicy, StateLocation
 from stretto.planner.activations import kept_activations
 from stretto.planner.capacity import peak, reserved
-from stretto.planner.communication import Rates, has_nvlink_over_z
+from stretto.planner.communication import Rates, has_nvlink_over, has_nvlink_over_z, nic_bytes
 from stretto.planner.compute import Device
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.experts.cost import explain_messages
@@ -50,6 +50,9 @@ class GridPlan:
 
     `host_time` is the host's seconds a step to launch all blocks (None: the cluster does not say it). `is_host_bound`
     says that the GPU waits for that.
+
+    `nic_bytes` is what each network interface of a node sends in a step, in bytes by kind of collective, for kinds that
+    reach other nodes.
 
     `why` says why it is not the first, or not possible. `notes`, the same for every plan, say what `parallelize` has
     against the model, what is taken for granted, and what was not tried.
@@ -91,6 +94,7 @@ class GridPlan:
     is_replayed: bool = False
     host_time: float | None = None
     is_host_bound: bool = False
+    nic_bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def peak_memory(self) -> float:
@@ -183,7 +187,7 @@ def judge(
     tokens = replace(config, micro_batch=micro_batch or local).tokens(workload)
     if impossible is None and tokens % config.token_parts:
         impossible = f"with shard_sequence, x={config.grid.x} does not divide a rank's {tokens} tokens at once"
-    needed = cache(partial(_memory_at, workload, config, has_nvlink=has_nvlink_over_z(cluster, config.grid)))
+    needed = cache(partial(_memory_at, workload, config, **_find_nvlink(cluster, config.grid)))
     size = micro_batch
     if size is None and impossible is None and device is None and workload.model.moe is not None:
         size = local  # the paper's model of memory has no activations
@@ -208,10 +212,13 @@ def judge(
     return Candidate(config, cost, components, host, fits, impossible, workload.model.copies(config.grid))
 
 
-def _memory_at(
-    workload: StepWorkload, config: StepConfig, micro_batch: int, *, has_nvlink: bool
-) -> Mapping[str, float]:
-    return memory(workload, replace(config, micro_batch=micro_batch), has_nvlink=has_nvlink)
+def _memory_at(workload: StepWorkload, config: StepConfig, micro_batch: int, **nvlink: bool) -> Mapping[str, float]:
+    return memory(workload, replace(config, micro_batch=micro_batch), **nvlink)
+
+
+def _find_nvlink(cluster: Cluster, grid: GridSizes) -> dict[str, bool]:
+    """What `memory` asks of NVLink."""
+    return {"has_nvlink": has_nvlink_over_z(cluster, grid), "joins_context": has_nvlink_over(cluster, grid, "context")}
 
 
 def largest_micro_batch(
@@ -264,7 +271,7 @@ def to_plan(
     config, cost, host, worst = candidate.config, candidate.cost, candidate.host, candidate.worst
     if worst is None:
         parameters = local_parameters(model, model.splitting_sizes(config.grid))
-        in_step: Mapping[str, float] = step_memory(workload, config, has_nvlink=has_nvlink_over_z(cluster, config.grid))
+        in_step: Mapping[str, float] = step_memory(workload, config, **_find_nvlink(cluster, config.grid))
         kept = kept_activations(workload, config)[0]
     else:
         parameters, in_step, kept = worst.parameters, worst.in_step, worst.kept
@@ -300,6 +307,7 @@ def to_plan(
         notes=notes,
         host_time=None if cost.launches is None else rounded(cost.launches),
         is_host_bound=cost.is_host_bound,
+        nic_bytes=nic_bytes(workload, config, cluster),
         **_describe_pipeline(candidate),
     )
 

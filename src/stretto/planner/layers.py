@@ -123,6 +123,11 @@ class BlockLayer(ABC):
         """Numbers of its keys and values, which ranks of context exchange; 0 by default."""
         return 0.0
 
+    def latents(self, grid: GridSizes) -> tuple[float, float]:
+        """Numbers of latents that may travel in place of keys and values, and of what a rank makes of other ranks' on
+        the way to these; 0 by default."""
+        return 0.0, 0.0
+
 
 STRIDED = 2.3  # how many times as long a pass over parts of rows takes as one over contiguous numbers
 # The same of Stretto's kernels for rotary positions and gates, which reach 2.7 and 3.0 TB/s on an H100, where PyTorch's

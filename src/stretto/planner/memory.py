@@ -25,6 +25,7 @@ from stretto.execution import (
 from stretto.planner.activations import activations_of_a_block, recomputed_blocks
 from stretto.planner.architecture import Architecture
 from stretto.planner.capacity import peak
+from stretto.planner.communication import sends_latents
 from stretto.planner.experts.cost import group_of_shards, local_expert_parameters
 from stretto.planner.experts.layers import expert_parts
 from stretto.planner.optimizer_state import number_bytes, parameters_and_optimizer, take_over
@@ -86,31 +87,40 @@ def whole_logits(workload: StepWorkload, tokens: int) -> float:
 RING_BYTES = 4 << 30
 
 
-def exchanged_keys(workload: StepWorkload, config: StepConfig) -> tuple[float, float]:
+def exchanged_keys(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> tuple[float, float]:
     """Bytes of other ranks' keys and values that attention over context holds in a block's forward pass; and in its
-    backward pass, with their gradients, and in fp32 those of its own."""
+    backward pass, with their gradients, and in fp32 those of its own. Of latents that travel in their place, with these
+    and what is made on the way. has_nvlink: whether it joins the ranks of context."""
     model, element, others = workload.model, workload.element, config.grid.context - 1
     if not others:
         return 0.0, 0.0
     grid, tokens, wide = model.splitting_sizes(config.grid), config.tokens(workload), max(4, workload.element)
     of_rank = tokens * max(sum(layer.exchanged_keys(grid) for layer in kind.model.block) for kind in model.kinds)
+    if sends_latents(workload, config, has_nvlink=has_nvlink):
+        sent, made = map(sum, zip(*(layer.latents(grid) for layer in workload.model.kinds[0].model.block), strict=True))
+        held = others * (of_rank + tokens * (sent + made))
+        return held * element, 2 * held * element + tokens * sent * wide
     held = of_rank * (min(2, others) if (others + 1) * of_rank * element > RING_BYTES else others)
     return held * element, 2 * held * element + of_rank * wide
 
 
-def memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> dict[str, float]:
+def memory(
+    workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False, joins_context: bool = False
+) -> dict[str, float]:
     """Bytes by component at the peak, on the rank that needs most: `step_memory`, or, with separate optimizer state
     and this is more, those of the moment before the first step when fp32 parameters are taken over (as temporary).
 
-    has_nvlink: as in `step_memory`.
+    has_nvlink, joins_context: as in `step_memory`.
     """
     grid = workload.model.splitting_sizes(config.grid)
     beginning = take_over(workload, config.state, local_parameters(workload.model, grid))
-    in_step = step_memory(workload, config, has_nvlink=has_nvlink)
+    in_step = step_memory(workload, config, has_nvlink=has_nvlink, joins_context=joins_context)
     return in_step if beginning is None else max(in_step, beginning, key=peak)
 
 
-def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> dict[str, float]:
+def step_memory(
+    workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False, joins_context: bool = False
+) -> dict[str, float]:
     """Bytes by component at the peak of a step, on the rank that needs most.
 
     parameters, gradients, optimizer, gathered_weights (copies in dtype, whole over z), activations, logits (the loss's
@@ -119,10 +129,11 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     has_nvlink: whether it reaches all ranks of z, and so those of x, so that copy engines may send what goes over z.
     Their buffers are kept all the time: those of gradients (`stretto.parallel.comm.copy_engine_scatter`), and, if
     collectives are hidden, those of weights that stay gathered (`stretto.parallel.comm.copy_engine_gather`). So are the
-    workspaces of products that gather sharded tokens, and of those that scatter them.
+    workspaces of products that gather sharded tokens, and of those that scatter them. joins_context: whether it reaches
+    all ranks of context.
     """
     if workload.model.is_sharded_by_blocks:
-        return _memory_of_blocks(workload, config, has_nvlink=has_nvlink)
+        return _memory_of_blocks(workload, config, has_nvlink=has_nvlink, joins_context=joins_context)
     model, grid, element = workload.model, config.grid, workload.element
     parameters = local_parameters(model, grid)
     of_number = number_bytes(workload, config.state)
@@ -179,7 +190,7 @@ def step_memory(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool 
     of_head = head / grid.z * of_number.gradient
     widest = max(layer.widest(grid) for kind in model.kinds for layer in kind.model.block) * tokens
     growth *= tokens
-    keys, keys_and_gradients = exchanged_keys(workload, config)
+    keys, keys_and_gradients = exchanged_keys(workload, config, has_nvlink=joins_context)
     # Beside the gradients of activations: a linear's weight gradient and what is next to it, or that of experts, whose
     # activations have been freed by then.
     of_products = max(2 * largest_linear, largest)
@@ -324,7 +335,9 @@ def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_
     return sum(weight for weight in of_block if weight >= least), sum(table for table in tables if table >= least)
 
 
-def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool) -> dict[str, float]:
+def _memory_of_blocks(
+    workload: StepWorkload, config: StepConfig, *, has_nvlink: bool, joins_context: bool
+) -> dict[str, float]:
     """`step_memory` of a model that is sharded block by block over z; ranks of x and y hold the same.
 
     A block's parameters are gathered as one message and copied out of it. Its gradients are there whole, and are copied
@@ -391,7 +404,7 @@ def _memory_of_blocks(workload: StepWorkload, config: StepConfig, *, has_nvlink:
             gathered = again + gathered_message + following
             note(gathered, earlier_blocks + kept_by_each + hidden, reduced=reduced, temporary=head + sent)
         gathered = number * block if keeps else again + following
-        keys = exchanged_keys(workload, config)[1] / element
+        keys = exchanged_keys(workload, config, has_nvlink=joins_context)[1] / element
         temporary = head + sent + 2 * largest + keys
         note(gathered, earlier_blocks + computed * of_each + growth, reduced=reduced, temporary=temporary)
         # All of its gradients are there; then as a message, too, for which its weights are freed.

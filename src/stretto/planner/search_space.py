@@ -14,6 +14,7 @@ from stretto.execution import (
     Recomputation,
     ReshardPolicy,
     StateOptions,
+    TwoLevel,
 )
 from stretto.planner.activations import activations_of_a_block
 from stretto.planner.architecture import Architecture
@@ -31,6 +32,7 @@ class FixedKeywords(TypedDict, total=False):
     expert: int | None
     expert_tensor: ExpertTensor | None
     drop_duplicates: bool
+    two_level: TwoLevel
 
 
 class SearchKeywords(FixedKeywords, total=False):
@@ -51,6 +53,7 @@ class SearchKeywords(FixedKeywords, total=False):
     expert_tensor: what ranks of x do to experts, "cut" or "fold" (default: searched).
     imbalance: rows of the busiest rank of experts over the mean (default: `expert_layers.IMBALANCE`).
     drop_duplicates: whether ranks of x that cut experts send each its own part of the tokens (default: True).
+    two_level: of the full model: `parallelize(two_level=...)` (default: False).
     clips: whether gradients are clipped (default: True), which prevents steps of separate optimizer state from
     beginning
         before all gradients are summed.
@@ -124,8 +127,8 @@ class SearchSpace:
     """The choices among which each grid's best is searched.
 
     recomputes, reshards, shardings, states: the values that are tried of each option. clips, overlaps: of all choices.
-    notes: what was not tried, and why. expert, expert_tensor: of all grids; None tries all. drops_duplicates: of all
-    choices. contexts: ranks that sequences are cut among.
+    notes: what was not tried, and why. expert, expert_tensor: of all grids; None tries all. drops_duplicates and
+    two_level: of all choices. contexts: ranks that sequences are cut among.
     """
 
     recomputes: Sequence[str]
@@ -138,6 +141,7 @@ class SearchSpace:
     expert: int | None = None
     expert_tensor: ExpertTensor | None = None
     drops_duplicates: bool = True
+    two_level: TwoLevel = False
     contexts: Sequence[int] = (1,)
 
     def list_grids(self, model: Architecture, grid: GridSizes) -> list[GridSizes]:
@@ -155,6 +159,7 @@ class SearchSpace:
                         mode,
                         shards,
                         drop_duplicates=self.drops_duplicates,
+                        two_level=self.two_level,
                     )
                     yield from (StepChoice(options, state) for state in self.states)
 
@@ -211,6 +216,7 @@ def make_search_space(
         expert=expert,
         expert_tensor=expert_tensor,
         drops_duplicates=fixed.get("drop_duplicates", True),
+        two_level=ExecutionOptions(two_level=fixed.get("two_level", False)).two_level,
     )
 
 

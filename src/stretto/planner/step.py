@@ -232,13 +232,15 @@ class KeysRecord:
 
     place: of the linear after it. sent: keys and values, in the forward pass; in the backward pass again, beside half
     of the computation, and as many gradients of them beside the other half. own, own_backward: seconds of attention
-    to a rank's own keys.
+    to a rank's own keys. expands: seconds to make keys of other ranks' latents, which then are what is sent, with
+    nothing to hide them, and in the backward pass their gradients alone; None for keys.
     """
 
     place: int
     sent: GroupCollective
     own: float
     own_backward: float
+    expands: float | None = None
 
 
 @dataclass(frozen=True)
@@ -331,7 +333,7 @@ class BlockRecord:
                 to.run("norm statistics", self.statistics)
             to.compute(OTHER, other)
             if self.keys is not None and place == self.keys.place:
-                self._exchange(to, "keys and values", self.keys.sent, self.keys.own)
+                self._exchange_forward(to, self.keys)
             is_left_out = is_last and place == len(self.linears) - 1
             if not (is_left_out and self.frees):
                 to.use(linear.weight)
@@ -367,14 +369,30 @@ class BlockRecord:
                 self._weight_gradient(to, linear)
             to.wait(*started)
             if self.keys is not None and place == self.keys.place:
-                self._exchange(to, "keys and values", self.keys.sent, self.keys.own_backward / 2)
-                self._exchange(to, "gradients of keys and values", self.keys.sent, self.keys.own_backward / 2)
+                self._exchange_backward(to, self.keys)
             to.compute(f"{OTHER}, backward", other)
             if self._begins_with_norm(place):
                 to.run("norm statistics, backward", self.statistics)
         if computes_weights and self._is_gathered_whole:
             self._send_together(to)
         return to.finish(self.host.block_backward, self.host.collective)
+
+    def _exchange_forward(self, to: PassRecorder, keys: KeysRecord) -> None:
+        if keys.expands is None:
+            self._exchange(to, "keys and values", keys.sent, keys.own)
+        else:
+            to.run("latents", keys.sent)
+            to.compute("keys of latents", keys.expands)
+            to.compute("attention to a rank's own keys", keys.own)
+
+    def _exchange_backward(self, to: PassRecorder, keys: KeysRecord) -> None:
+        if keys.expands is None:
+            self._exchange(to, "keys and values", keys.sent, keys.own_backward / 2)
+            self._exchange(to, "gradients of keys and values", keys.sent, keys.own_backward / 2)
+        else:
+            to.compute("attention to a rank's own keys", keys.own_backward)
+            to.compute("keys of latents, backward", 2 * keys.expands)
+            to.run("gradients of latents", keys.sent)
 
     @staticmethod
     def _exchange(to: PassRecorder, name: str, collective: GroupCollective, seconds: float) -> None:

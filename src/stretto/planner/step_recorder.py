@@ -17,9 +17,11 @@ from stretto.planner.communication import (
     LinearTraffic,
     Rates,
     WeightTraffic,
+    has_nvlink_over,
     has_nvlink_over_z,
     keys_numbers,
     linear_traffic,
+    sends_latents,
 )
 from stretto.planner.compute import (
     BACKWARD_ATTENTION,
@@ -80,7 +82,7 @@ def chunked_sums(
         return 2 * (replicas - 1) / replicas * kept / chunks * gradient
 
     num_bytes = sent(parameters - of_experts, grid.replicas)
-    seconds = collective_seconds("all_reduce", REPLICAS, num_bytes, cluster, grid, rates)
+    seconds = collective_seconds("all_reduce", REPLICAS, num_bytes, cluster, grid, rates, config.options.two_level)
     if of_experts:
         sent_by_experts = sent(of_experts, grid.expert_data)
         seconds += collective_seconds("all_reduce", EXPERT_DATA, sent_by_experts, cluster, grid, rates)
@@ -97,7 +99,7 @@ class _WorkloadRecorder:
         self.tokens, grid = config.tokens(workload), config.grid
         sizes = {"x": grid.x, "y": grid.y, "z": grid.z, REPLICAS: grid.replicas, "context": grid.context}
         sizes |= {EXPERT: grid.expert, EXPERT_Z: grid.expert_z, EXPERT_DATA: grid.expert_data}
-        self._known = device.collectives(grid)
+        self._known = device.collectives(grid, config.options.two_level)
         self._several = {group for group, size in sizes.items() if size > 1}  # that have several ranks
         options, has_nvlink = config.options, has_nvlink_over_z(self.cluster, config.grid)
         is_plain, is_whole = not self.model.is_sharded_by_blocks, config.grid.pipe == 1
@@ -144,7 +146,8 @@ class _WorkloadRecorder:
             return None
         key = kind, group, num_bytes
         if key not in self._known:
-            seconds = collective_seconds(*key, self.cluster, self.config.grid, self.rates)
+            options = self.config.options
+            seconds = collective_seconds(*key, self.cluster, self.config.grid, self.rates, options.two_level)
             self._known[key] = GroupCollective(*key, seconds) if seconds > 0 else None
         return self._known[key]
 
@@ -177,7 +180,7 @@ class _WorkloadRecorder:
         recomputes = options.recomputation.is_on
         seconds = block_seconds(self.workload, model, config, self.device)
         linears = tuple(self._linear(place, model.linears, seconds) for place in range(len(model.linears)))
-        keys = self._keys(model, seconds.attention)
+        keys = self._keys(model, seconds)
         own, own_backward = (0.0, 0.0) if keys is None else (keys.own, keys.own_backward)
         return BlockRecord(
             options,
@@ -194,18 +197,20 @@ class _WorkloadRecorder:
             keys=keys,
         )
 
-    def _keys(self, model: Architecture, attention: float) -> KeysRecord | None:
-        """What attention over context exchanges.
-
-        attention: seconds of a forward pass. To its own keys a rank attends in its part of that, cut zig-zag.
-        """
-        grid = model.splitting_sizes(self.config.grid)
-        keys = self._over("all_to_all", "context", keys_numbers(model, grid, self.tokens) * self.workload.element)
+    def _keys(self, model: Architecture, seconds: BlockSeconds) -> KeysRecord | None:
+        """What attention over context exchanges. To its own keys a rank attends in its part of all, cut zig-zag."""
+        grid, config = model.splitting_sizes(self.config.grid), self.config
+        has_nvlink = has_nvlink_over(self.cluster, config.grid, "context")
+        latents = sends_latents(self.workload, config, has_nvlink=has_nvlink)
+        numbers = keys_numbers(model, grid, self.tokens, latents=latents)
+        keys = self._over("all_to_all", "context", numbers * self.workload.element)
         if keys is None:
             return None
         place = next(place for place, linear in enumerate(model.linears) if linear.is_rowwise)
-        own = attention / grid.context
-        return KeysRecord(place, keys, own, BACKWARD_ATTENTION * own)
+        own, expands = seconds.attention / grid.context, None
+        if latents:  # of the last tokens' rank, the linear before its output's makes keys of all others' latents
+            expands = (grid.context - 1) * seconds.linears[place - 1][0]
+        return KeysRecord(place, keys, own, BACKWARD_ATTENTION * own, expands)
 
     def _statistics(self) -> GroupCollective | None:
         y = self.config.grid.y

@@ -134,23 +134,25 @@ def _greatest(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constexpr, senders=None):  # type: ignore[no-untyped-def]
+def sum_packets(  # type: ignore[no-untyped-def]
+    channel, pointer, stride, offsets, mask, part, dtype: tl.constexpr, senders=None, by_tree: tl.constexpr = False
+):
     """Wait for all ranks' packets, empty their places, and sum their numbers in fp32, in rank order.
 
     Returns (low, high, have_arrived): the sums, and whether all packets arrived before the time limit. If not, the sums
     are wrong and must not be sent on. Rank r's packets are at pointer + r * stride + offsets. dtype: of the numbers; a
     packet holds two of 16 bits, or one of 32 bits, and then low and high are the same. Each read covers all ranks'
     packets. senders: None, or int32 of a shape that broadcasts to that of offsets: bit r is set where rank r sends a
-    packet.
+    packet. by_tree: sum neighbouring ranks first, then these sums, and so on; the number of ranks is a power of two.
     """
     _require_one_load(offsets)
     stride = tl.cast(stride, tl.int64)  # all ranks' packets may be 2^31 or more
-    low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype, senders)
+    low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype, senders, by_tree)
     began = tl.cast(0, tl.int64)
     looks = 0
     waits = late >= 0
     while waits:
-        low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype, senders)
+        low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype, senders, by_tree)
         waits = late >= 0
         looks += 1
         if waits & (looks % READS_PER_CLOCK == 0):
@@ -162,8 +164,13 @@ def sum_packets(channel, pointer, stride, offsets, mask, part, dtype: tl.constex
 
 
 @triton.jit
-def _poll_all(channel, pointer, stride, offsets, mask, dtype: tl.constexpr, senders):  # type: ignore[no-untyped-def]
+def _poll_all(  # type: ignore[no-untyped-def]
+    channel, pointer, stride, offsets, mask, dtype: tl.constexpr, senders, by_tree: tl.constexpr
+):
     """Return (low, high, late): the sums, and the last rank with a missing packet, or -1."""
+    if by_tree:
+        low, high, late = _poll_tree(pointer, stride, offsets, mask, dtype, 0, channel.world)
+        return low, high, _greatest(late)
     low = tl.zeros(offsets.shape, tl.float32)
     high = tl.zeros(offsets.shape, tl.float32)
     late = tl.full(offsets.shape, -1, tl.int32)
@@ -175,6 +182,26 @@ def _poll_all(channel, pointer, stride, offsets, mask, dtype: tl.constexpr, send
         high += second
         late = tl.where(packets == 0, rank, late)
     return low, high, _greatest(late)
+
+
+@triton.jit
+def _poll_tree(  # type: ignore[no-untyped-def]
+    pointer, stride, offsets, mask, dtype: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
+):
+    """Return (low, high, late) of the ranks from FIRST on, each half's sums added up; late: for each packet."""
+    if COUNT == 1:
+        packets = tl.load(pointer + FIRST * stride + offsets, mask=mask, other=_ZERO, volatile=True)
+        low, high = unpack(packets, dtype)
+        late = tl.where(packets == 0, FIRST, -1)
+    else:
+        low, high, late = _poll_tree(pointer, stride, offsets, mask, dtype, FIRST, COUNT // 2)
+        more_low, more_high, more_late = _poll_tree(
+            pointer, stride, offsets, mask, dtype, FIRST + COUNT // 2, COUNT // 2
+        )
+        low += more_low
+        high += more_high
+        late = tl.maximum(late, more_late)
+    return low, high, late
 
 
 @triton.jit

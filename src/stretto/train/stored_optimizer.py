@@ -38,6 +38,7 @@ from stretto.optim.state.updates import (
 )
 from stretto.parallel import Grid, clip_scale
 from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
+from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.layout import TensorOnGrid, check_is_sharded, layout_of, local, place_like
 from stretto.parallel.state import require_state
 from stretto.train.config import RunConfig
@@ -100,7 +101,7 @@ class StoredOptimizer:
             dtype=dtype,
             options=self.options,
             device=grid.device,
-            communicator=GridCommunicator(grid, averages=reducer.averages),
+            communicator=GridCommunicator(grid, reducer.levels, averages=reducer.averages),
             clip=None if clip is None else lambda norm: clip_scale(norm, clip),
             loss_scale=self.loss_scale,
             skips_nonfinite=skips_nonfinite,
@@ -473,16 +474,19 @@ def _as_stored(parameter: nn.Parameter, shard: Tensor) -> Tensor:
 class _GradientSum:
     """A sum over several groups, in place, of which the first was started. wide: the sent tensor, if different."""
 
-    def __init__(self, gradients: Tensor, wide: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(
+        self, gradients: Tensor, wide: Tensor, groups: Sequence[dist.ProcessGroup], levels: TwoLevels | None
+    ) -> None:
         self._gradients = gradients
-        self._pending: Pending | None = start_all_reduce(wide, groups[0]) if groups else Pending(wide)
+        self._levels = levels
+        self._pending: Pending | None = start_all_reduce(wide, groups[0], levels=levels) if groups else Pending(wide)
         self._others = groups[1:]
 
     def wait(self) -> Tensor:
         if self._pending is not None:
             total, self._pending = self._pending.wait(), None
             for group in self._others:
-                all_reduce(total, group)
+                start_all_reduce(total, group, levels=self._levels).wait()
             if total is not self._gradients:
                 self._gradients.copy_(total)
         return self._gradients
@@ -496,8 +500,9 @@ class GridCommunicator:
     averages: divides by the number of ranks, before gradients are sent.
     """
 
-    def __init__(self, grid: Grid, *, averages: bool) -> None:
+    def __init__(self, grid: Grid, levels: TwoLevels | None = None, *, averages: bool) -> None:
         self._grid = grid
+        self._levels = levels
         self._averages = averages
 
     def start_sum(self, key: tuple[dist.ProcessGroup, ...], gradients: Tensor) -> _GradientSum:
@@ -505,7 +510,7 @@ class GridCommunicator:
         rounds_often = gradients.device.type == "cpu" and ranks > 2
         if self._averages and ranks > 1:
             gradients /= ranks
-        return _GradientSum(gradients, gradients.float() if rounds_often else gradients, key)
+        return _GradientSum(gradients, gradients.float() if rounds_often else gradients, key, self._levels)
 
     def sum_squares(self, squares: Tensor) -> Tensor:
         return all_reduce(squares, self._grid.group("world"))

@@ -3,16 +3,20 @@
 
 import os
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from tests.collectives.executor import programs
 
+from stretto.collectives.algorithms import find
 from stretto.collectives.collective import AllGather, AllReduce, AllToAll, Buffer, Collective
 from stretto.collectives.executor import REDUCTIONS, ExecutionError, simulate
 from stretto.collectives.executor.plan import DTYPES
+from stretto.collectives.executor.rank_run import FifoSender
 from stretto.collectives.language import chunk, parallelize
 from stretto.collectives.schedule import RankProgram, Schedule, Step, StepType, ThreadBlock
 
@@ -294,3 +298,45 @@ def test_blocks_of_the_ordinary_layout_are_cut_each_on_its_own():
     assert simulate(gather, inputs)[1].tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14, 20, 21, 22, 23, 24]
     exchange = programs.compile_collective(programs.direct_all_to_all, AllToAll(2, 2))
     assert simulate(exchange, [torch.arange(6), torch.arange(6) + 10])[1].tolist() == [3, 4, 5, 13, 14, 15]
+
+
+Sent = Counter[tuple[int, int]]
+
+
+def run_and_count(name: str, **options: int) -> tuple[list[torch.Tensor], Sent]:
+    """The outputs of an algorithm on these nodes, of inputs of which no two numbers are equal, and the messages that
+    were sent, by both ranks."""
+    schedule = find(name).compile(**options)
+    size = 2 * schedule.collective.input_chunks
+    inputs = [torch.arange(size, dtype=torch.int32) + rank * size for rank in range(schedule.collective.ranks)]
+    sent, send = Sent(), FifoSender.send
+
+    def count(end: FifoSender) -> None:
+        sent[end.connection.sender, end.connection.receiver] += 1
+        send(end)
+
+    with mock.patch.object(FifoSender, "send", count):
+        return simulate(schedule, inputs, seed=SEED), sent
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(3, 4), (2, 3)])
+def test_between_nodes_gpus_share_the_work(nodes, gpus):
+    """Of an all-to-all in two steps, a node sends another a 1/G of the messages of direct sends; of AllToNext each of
+    its GPUs sends a part (MSCCLang, 7.3 and 7.4)."""
+    print(f"seed {SEED}")
+    ranks = nodes * gpus
+
+    def crossing(sent: Sent) -> Sent:
+        return Counter({pair: count for pair, count in sent.items() if pair[0] // gpus != pair[1] // gpus})
+
+    outputs, two_step = run_and_count("two-step-all-to-all", nodes=nodes, gpus=gpus)
+    same, direct = run_and_count("direct-all-to-all", ranks=ranks)
+    assert all(map(torch.equal, outputs, same))
+    assert gpus * sum(crossing(two_step).values()) == sum(crossing(direct).values())
+    outputs, sent = run_and_count("all-to-next", nodes=nodes, gpus=gpus)
+    for rank in range(1, ranks):
+        size = outputs[rank].numel()
+        assert outputs[rank].tolist() == list(range((rank - 1) * size, rank * size))
+    far = crossing(sent)
+    assert set(far) == {(rank, rank + gpus) for rank in range(ranks - gpus)}
+    assert len(set(far.values())) == 1

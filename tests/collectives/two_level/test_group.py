@@ -10,8 +10,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import LIMIT
 
-from stretto.collectives.two_level import Links, Message, Nodes, TwoLevelGroup
+from stretto.collectives.two_level import GroupTransport, Links, Message, Nodes, TwoLevelGroup
+from stretto.collectives.two_level import group as group_module
 from stretto.collectives.two_level.nodes import Host
 from stretto.memory import PeerError
 
@@ -29,8 +31,8 @@ def values(rank: int, elements: int, dtype: torch.dtype, seed: int = 0) -> torch
     return torch.randint(0, 4, (elements,), generator=generator).to(dtype)
 
 
-def check_all_gathers(shape: tuple[int, int], part_bytes: int, sizes: list[int]) -> int:
-    two = TwoLevelGroup(ranks_per_node=shape[1], part_bytes=part_bytes)
+def check_all_gathers(shape: tuple[int, int], part_bytes: int, sizes: list[int], parts: int | None = None) -> int:
+    two = TwoLevelGroup(ranks_per_node=shape[1], part_bytes=part_bytes, parts=parts)
     checked = 0
     for number, dtype in enumerate(MOVED):
         for size in sizes if number == 0 else sizes[-1:]:
@@ -55,8 +57,8 @@ def expected_reduction(op: str, elements: int, dtype: torch.dtype, world: int) -
     return result
 
 
-def check_reductions(shape: tuple[int, int], part_bytes: int, sizes: list[int]) -> int:
-    two = TwoLevelGroup(ranks_per_node=shape[1], part_bytes=part_bytes)
+def check_reductions(shape: tuple[int, int], part_bytes: int, sizes: list[int], parts: int | None = None) -> int:
+    two = TwoLevelGroup(ranks_per_node=shape[1], part_bytes=part_bytes, parts=parts)
     checked = 0
     for number, dtype in enumerate(REDUCED):
         ops = {torch.float32: ["sum", "avg", "max", "min"], torch.bfloat16: ["avg", "max"]}.get(dtype, ["sum"])
@@ -96,7 +98,62 @@ def test_reductions_are_those_of_torch_distributed_for_every_dtype_and_size(rank
 @pytest.mark.parametrize("shape", [(3, 2), (1, 3)], ids=["3x2", "1x3"])
 def test_messages_in_many_parts_change_nothing(ranks, shape):
     ranks(shape[0] * shape[1]).run(check_all_gathers, shape, TINY_PARTS, [1, 11])
+    ranks(shape[0] * shape[1]).run(check_all_gathers, shape, 2**20, [1, 11], parts=3)
+    ranks(shape[0] * shape[1]).run(check_reductions, shape, 2**20, [1, 11], parts=3)
     ranks(shape[0] * shape[1]).run(check_reductions, shape, TINY_PARTS, [1, 11])
+
+
+class Halting:
+    """A transport that notes its first messages, and lets only the first part's go until `gathered` is set."""
+
+    def __init__(self, group: dist.ProcessGroup, began: threading.Event, gathered: threading.Event, free: int) -> None:
+        self.inner = GroupTransport(group)
+        self.began, self.gathered, self.free = began, gathered, free
+
+    def start(self, outgoing: list[Message], incoming: list[Message]) -> tuple[object, object]:
+        self.began.set()
+        self.free -= 1
+        assert self.free >= 0 or self.gathered.wait(LIMIT)
+        return self.inner.start(outgoing, incoming)
+
+
+def pipeline_through_both_levels() -> None:
+    """On two nodes of two ranks, in three parts: each level waits for something that the other does meanwhile."""
+    sum_inside, gather_inside = group_module.intra_node_reduce_scatter, group_module.intra_node_all_gather
+    for collective, free in (("all_gather", 1), ("reduce_scatter", 3), ("all_reduce", 2)):  # messages of the first part
+        began, gathered, sums = threading.Event(), threading.Event(), []
+
+        def gather(*arguments: object, gathered=gathered) -> None:
+            gather_inside(*arguments)
+            gathered.set()
+
+        def sum_up(*arguments: object, began=began, sums=sums) -> None:
+            sums.append(1)
+            assert len(sums) == 1 or began.wait(LIMIT)  # the second part's sum
+            sum_inside(*arguments)
+
+        def make(group: dist.ProcessGroup, began=began, gathered=gathered, free=free) -> Halting:
+            return Halting(group, began, gathered, free)
+
+        two = TwoLevelGroup(ranks_per_node=2, parts=3, make_transport=make)
+        mine, whole = torch.full((7,), float(two.rank)), torch.arange(28.0)
+        with (
+            mock.patch.object(group_module, "intra_node_all_gather", gather),
+            mock.patch.object(group_module, "intra_node_reduce_scatter", sum_up),
+        ):
+            if collective == "all_gather":
+                two.all_gather(whole, mine, algorithm="ring")
+                assert whole.tolist() == [float(rank) for rank in range(4) for _ in range(7)]
+            elif collective == "reduce_scatter":
+                two.reduce_scatter(mine, whole, algorithm="ring")
+                assert mine.tolist() == [4.0 * (7 * two.rank + i) for i in range(7)]
+            else:
+                two.all_reduce(whole, algorithm="ring")
+                assert whole.tolist() == [4.0 * i for i in range(28)]
+
+
+def test_parts_are_between_nodes_while_others_are_inside(ranks):
+    ranks(4).run(pipeline_through_both_levels)
 
 
 def count_message_bytes() -> list[int]:
@@ -211,12 +268,12 @@ def test_starting_does_not_wait_for_other_ranks(ranks):
     assert ranks(4).run(leave_while_it_runs)[1:] == [False] * 3
 
 
-def use_a_subgroup_of_scattered_nodes() -> list[object]:
-    """Ranks 1 to 6 are a group on two hosts, in turns."""
+def use_a_subgroup_of_scattered_nodes(hosts: str) -> list[object]:
+    """Ranks 1 to 6 are a group on two hosts."""
     group = dist.new_group(list(range(1, 7)))
     if dist.get_rank() in (0, 7):
         return []
-    host = Host(f"host {dist.get_rank() % 2}", 3, None)
+    host = Host(hosts[dist.get_rank() - 1], 3, None)
     with mock.patch.object(Host, "of_this_process", return_value=host):
         two = TwoLevelGroup(group)
     output = torch.empty(6 * 5, dtype=torch.int32)
@@ -233,8 +290,10 @@ def use_a_subgroup_of_scattered_nodes() -> list[object]:
 
 
 def test_nodes_are_found_from_hosts_and_need_not_be_neighbours(ranks):
-    found = ranks(8).run(use_a_subgroup_of_scattered_nodes)
+    found = ranks(8).run(use_a_subgroup_of_scattered_nodes, "ababab")
     assert found[1:7] == [[Nodes(((0, 2, 4), (1, 3, 5)))]] * 6
+    found = ranks(8).run(use_a_subgroup_of_scattered_nodes, "abbbaa")  # a later node's rank may be lower
+    assert found[1:7] == [[Nodes(((0, 4, 5), (1, 2, 3)))]] * 6
 
 
 def find_this_host() -> tuple[int, int]:
@@ -253,7 +312,7 @@ def test_one_host_is_one_node_and_the_library_serves_it(ranks):
 def choose_by_size() -> list[tuple[str, int]]:
     links = Links(0.0, 8e6, 10e-3, 4e6, leaf_nodes=2, oversubscription=2.0)
     two = TwoLevelGroup(ranks_per_node=2, links=links)
-    for size in (9_000, 11_000, 1_000_000):
+    for size in (9_000, 11_000, 100_000):
         two.all_gather(torch.empty(size * two.world, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8))
     return sorted((call.algorithm, count) for call, count in two.calls.items())
 
@@ -310,9 +369,15 @@ REFUSALS = {
         lambda two: TwoLevelGroup(),
         "the group's nodes have 2, 1 ranks, and two levels need equally many on each",
     ),
+    "parts": (lambda two: TwoLevelGroup(parts=0), "parts is 0, but must be 1 to 64; 1 would do"),
+    "intra": (
+        lambda two: TwoLevelGroup(intra="nclc"),
+        "intra is 'nclc', but must be a backend of torch.distributed; did you mean 'nccl'?",
+    ),
+    "inter": (lambda two: TwoLevelGroup(inter="mpi"), "inter is 'mpi', which this build of torch does not have"),
     "disagree": (
         lambda two: TwoLevelGroup(ranks_per_node=1, part_bytes=1024 if two.rank else 2048),
-        "rank 1 was given (ranks_per_node, (links, part_bytes)) = (1, ",
+        "rank 1 was given (ranks_per_node, (links, part_bytes, algorithms, parts, intra, inter)) = (1, ",
     ),
 }
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that run other submodules than in earlier steps: gradients as plain code gives, or an error that names them."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from stretto.parallel import Grid, gather, layout_of, no_sync, parallelize
 from stretto.parallel.comm import collectives
+from stretto.parallel.comm.rank_order import RankOrder
 from stretto.train.observe.metrics import CorruptionError
 from stretto.train.replicas import ModelWeights, ReplicaCheck
 from stretto.train.stored_optimizer import StoredOptimizer, sgd_update
@@ -209,6 +212,27 @@ def test_ranks_of_z_that_run_other_submodules_raise_an_error_that_names_them(ran
         assert f"rank {1 - rank} " in message
         assert "towers." in message
         assert "call it on zeros" in message
+
+
+def errors_of_a_rank_that_looks_while_the_other_agrees() -> str:
+    """What is said where one rank finds another's first pass to differ, and this one waits for it to agree."""
+    grid = Grid(z=2, timeout=4)
+    order, barrier = RankOrder(grid.group("z"), "weights over z"), torch.distributed.barrier
+    order.begin("forward")
+    with mock.patch.object(order, "_compare_one"):  # which both have come to, and whose end one has not seen yet
+        order.follow((f"gathering by rank {grid.coordinate('z')}",))
+    try:
+        for step in (order.look, order._compare_first) if grid.coordinate("z") else (lambda: None, order.look):
+            barrier(grid.group("z"))
+            step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_whose_look_finds_another_first_pass_tells_the_one_that_waits_for_it(ranks):
+    for rank, said in enumerate(ranks(2).run(errors_of_a_rank_that_looks_while_the_other_agrees)):
+        assert f"rank {rank} has come to gathering by rank {rank}, and rank {1 - rank} to gathering by rank" in said
 
 
 def reset_in_place() -> tuple[list[bool], str, str]:

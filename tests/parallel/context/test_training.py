@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache
+from transformers import BertConfig, BertForMaskedLM, DynamicCache
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
@@ -288,7 +288,7 @@ def distances_of_packed(family: str, sizes: Sizes, form: str) -> dict[str, float
     loss.backward()
     grid = Grid(**sizes)
     model, rows = parallelize(models[1], grid), my_rows(grid, 4)
-    given = {name: tensor[rows] for name, tensor in batch.items()}
+    given: dict[str, Any] = {name: tensor[rows] for name, tensor in batch.items()} | {"use_cache": False}
     own = [length for row in DOCUMENTS[rows] for length in row]
     documents = torch.tensor([0, *torch.tensor(own).cumsum(0)], dtype=torch.int32)
     if form == "cu_seq_lens":
@@ -317,9 +317,10 @@ def distances_of_packed(family: str, sizes: Sizes, form: str) -> dict[str, float
         pytest.param("llama", {"context": 4}, "cu_seq_lens", marks=LARGE),
         *(
             pytest.param(name, {"context": 2, "x": 2}, "position_ids", marks=LARGE)
-            for name in (*FAMILIES, "gpt_oss")
+            for name in FAMILIES
             if name not in LINEAR
         ),
+        pytest.param("gpt_oss", {"context": 2, "x": 2}, "cu_seq_lens", marks=LARGE),
     ],
     ids=str,
 )
@@ -339,7 +340,7 @@ def distances_of_packed_micro_batches() -> list[float]:
     loss.backward()
     model = parallelize(models[1], grid, recompute="full")
     with Pipeline(model, grid, schedule="1f1b", micro_batch_size=1) as pipeline:
-        own = pipeline.step(**batch)
+        own = pipeline.step(**batch, use_cache=False)
     theirs = dict(models[0].named_parameters())
     mine = [(name, ours) for name, ours in model.named_parameters() if ours.grad is not None]  # of this stage
     pairs = [(gather(ours.grad, layout_of(ours)), theirs[name].grad) for name, ours in mine]
@@ -350,6 +351,61 @@ def distances_of_packed_micro_batches() -> list[float]:
 def test_micro_batches_of_other_documents_are_trained_on_as_separate_ones(ranks):
     print(f"seed {SEED}")
     assert max(map(max, ranks(4).run(distances_of_packed_micro_batches))) < 5e-6
+
+
+def bert() -> nn.Module:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    return BertForMaskedLM(BertConfig(vocab_size=61, attention_probs_dropout_prob=0.0, **sizes)).eval()
+
+
+Packed = tuple[Callable[..., nn.Module], dict[str, Any]]
+PACKED: dict[str, Packed] = {
+    "documents, without a cache": (FAMILIES["llama"], {"use_cache": False}),
+    "one document, with a mask": (FAMILIES["llama"], {"attention_mask": torch.ones(4, 16)}),
+    "one document, in both directions": (bert, {}),
+}
+REFUSED: dict[str, tuple[Packed, str]] = {
+    "a cache by its configuration": ((FAMILIES["llama"], {}), "use_cache=False would do"),
+    "a cache": ((FAMILIES["qwen3"], {"use_cache": True}), "use_cache=False would do"),
+    "masks without positions": (
+        (partial(moe_families.build, "gpt_oss"), {"use_cache": False}),
+        "GptOssForCausalLM makes",
+    ),
+}
+
+
+def losses_of_packed() -> tuple[dict[str, tuple[float, float]], dict[str, str]]:
+    """Losses of packed rows by plain transformers and over context, of each of PACKED; why the others are refused."""
+    grid, losses, reasons = Grid(context=2), {}, {}
+    batch, explicit = packed(), torch.tensor([0, 16, 32, 48, 64])
+    for name, (make, options) in PACKED.items():
+        torch.manual_seed(SEED)
+        plain = make()
+        model = make()
+        model.load_state_dict(plain.state_dict())
+        model = parallelize(model, grid)
+        losses[name] = plain(**batch, **options).loss.item(), model(**batch, **options).loss.item()
+    for name, ((make, options), _) in REFUSED.items():
+        model = parallelize(make(), grid)
+        with pytest.raises(ValueError) as caught:
+            model(**batch, **options)
+        reasons[name] = str(caught.value)
+        model(**batch, **options, cu_seq_lens_q=explicit)
+    recomputed = [make().train() for make in [FAMILIES["llama"]] * 2]
+    recomputed[1].load_state_dict(recomputed[0].state_dict())
+    recomputed[0].gradient_checkpointing_enable()  # then transformers keeps no cache
+    model = parallelize(recomputed[1], grid, recompute="full")
+    losses["recomputed"] = recomputed[0](**batch).loss.item(), model(**batch).loss.item()
+    return losses, reasons
+
+
+def test_packed_rows_are_documents_where_plain_transformers_finds_some_and_refused_where_it_ignores_them(ranks):
+    print(f"seed {SEED}")
+    for losses, reasons in ranks(2).run(losses_of_packed):
+        for name, (plain, over_context) in losses.items():
+            assert over_context == pytest.approx(plain, rel=1e-5), name
+        for name, (_, words) in REFUSED.items():
+            assert words in reasons[name]
 
 
 def distances_of_packed_states(family: str, form: str) -> dict[str, float]:
@@ -379,8 +435,8 @@ def distances_of_latents(sizes: Sizes) -> tuple[dict[str, float], list[int]]:
     make, whole = partial(moe_families.build, "deepseek_v3"), packed()
     tokens, positions = whole["input_ids"][:1], whole["position_ids"][:1]
     plain = build(Case(make), PRECISIONS["fp32-sgd"]).train()
-    batch = {"input_ids": tokens, "position_ids": positions, "labels": whole["labels"][:1]}
-    loss = plain(**batch, use_cache=False).loss  # with a cache it would see no documents
+    batch = {"input_ids": tokens, "position_ids": positions, "labels": whole["labels"][:1], "use_cache": False}
+    loss = plain(**batch).loss
     loss.backward()
     grid, found, sent = Grid(**sizes), {}, []
     for mode in ("full", "none"):
@@ -519,7 +575,7 @@ def states_and_refusals(family: str) -> tuple[list[list[int]], list[int], list[s
     positions = torch.arange(8).repeat(2, 2)
     refusals = []
     for call in (
-        partial(model, input_ids=tokens, position_ids=positions),
+        partial(model, input_ids=tokens, position_ids=positions, use_cache=False),
         partial(model, input_ids=tokens[:, :4]),
         partial(cut_sequences, tokens, grid, layout="zigzag"),
     ):

@@ -19,14 +19,15 @@ What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
            executor/cuda/copy_engine/executor.py   for large arrays, if the table selects them: copy engines
            executor/cuda/interpreter.py            for an installed schedule that is too long for one kernel
            executor/cuda/nvrtc.py            compiles the CUDA C++ of all of these, and launches it
+         two_level.py        without an installed one, if `set_two_level` was called: between nodes and inside them
          calls.py            `run_staged`: strided tensors and lists to the flat buffers of the executor, and back
          nccl_warmup.py      has NCCL connect too, for messages that may follow
     4b. no schedule: the dispatcher returns None, and `StrettoBackend` calls gloo or NCCL
          host_fallback.py    only where ranks share GPUs, in tests: stages NCCL's calls on the host
     5. native.py           makes the Work object of a schedule (native/work.hpp); gloo or NCCL make their own
 
-`api.py` is what users call: `install`, `install_folder`, `uninstall`, `run_collective`, `monitored_barrier`,
-`call_counts`.
+`api.py` is what users call: `install`, `install_folder`, `uninstall`, `run_collective`, `set_two_level`,
+`monitored_barrier`, `call_counts`.
 `stretto.registration` registers the backend's name.
 """
 
@@ -36,6 +37,7 @@ from stretto.collectives.backend.api import (
     install_folder,
     monitored_barrier,
     run_collective,
+    set_two_level,
     uninstall,
 )
 from stretto.collectives.backend.dispatcher import InstalledSchedule
@@ -49,5 +51,6 @@ __all__ = [
     "install_folder",
     "monitored_barrier",
     "run_collective",
+    "set_two_level",
     "uninstall",
 ]

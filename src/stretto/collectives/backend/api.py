@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions for users: `install`, `uninstall`, `monitored_barrier` and `call_counts`."""
+"""Functions for users: `install`, `uninstall`, `set_two_level`, `monitored_barrier` and `call_counts`."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -11,14 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.cluster.two_level import ALGORITHMS, LEVELED
 from stretto.collectives.backend.calls import COLLECTIVES, BackendCall
 from stretto.collectives.backend.dispatcher import Dispatcher, InstalledSchedule, find_dispatcher
+from stretto.collectives.backend.two_level import TwoLevelRunner
 from stretto.collectives.collective import Collective
 from stretto.collectives.executor.plan import digest
 from stretto.collectives.schedule import Schedule
+from stretto.collectives.two_level import TwoLevelGroup
+from stretto.collectives.two_level.group import check_library
 from stretto.collectives.verifier import verify
 from stretto.collectives.xml import named_collective, read_ranks, read_schedule
-from stretto.memory import PeerError, exchange, find_missing, group_timeout
+from stretto.execution import ExecutionOptions, TwoLevel
+from stretto.memory import PeerError, exchange, find_missing, group_timeout, shared_gpus
 from stretto.memory.groups import check_timeout
 
 if TYPE_CHECKING:
@@ -188,6 +193,52 @@ def run_collective(
         return work
     work.wait()
     return None
+
+
+def set_two_level(
+    mode: TwoLevel = "auto",
+    group: dist.ProcessGroup | None = None,
+    *,
+    intra: str | None = None,
+    inter: str | None = None,
+) -> bool:
+    """Have a group's collectives run in two levels, between nodes and inside them. All ranks call it.
+
+    For all-reduces, and for all-gathers and reduce-scatters of single tensors, that no installed schedule matches.
+    mode: True for all of these; "auto" for those that a model of both levels (`stretto.cluster.two_level`) predicts to
+    be faster so; False for none from now on. group: of the backend stretto, None for all ranks. intra, inter: the
+    backend of each level (None: the group's inner ones). Calls that were made before are not changed.
+
+    Returns whether the group has two levels: its ranks are on several nodes with equally many ranks each. ValueError,
+    on all ranks, for another mode, an unknown backend, ranks that ask for different things, and where `mode` is True
+    and nodes have unequal numbers of ranks; PeerError for ranks that do not arrive.
+    """
+    dispatcher = find_dispatcher(group)
+
+    def check() -> tuple[TwoLevel, str]:
+        asked = ExecutionOptions(two_level=mode).two_level
+        check_library("intra", intra)
+        check_library("inter", inter)
+        return asked, f"two levels {mode}, intra {intra}, inter {inter}"
+
+    limit = group_timeout(group)
+    default = shared_gpus.default_backend("cuda" if "cuda" in dispatcher.inner else "cpu")
+    with dispatcher.bypassed():
+        asked = _agree(check, group, limit)
+        made = None
+        if asked is not False:
+            algorithms = LEVELED if asked is True else ALGORITHMS
+            levels = {"intra": intra or default, "inter": inter or default}
+            try:
+                made = TwoLevelGroup(group, algorithms=algorithms, timeout=limit, **levels)  # type: ignore[arg-type]
+            except ValueError:  # on all ranks: nodes have unequal numbers of ranks
+                if asked is True:
+                    raise
+    if dispatcher.two_level is not None:
+        dispatcher.two_level.close(limit)
+    has_levels = made is not None and made.nodes.count > 1
+    dispatcher.two_level = TwoLevelRunner(dispatcher.member, made) if made is not None and has_levels else None
+    return has_levels
 
 
 def monitored_barrier(

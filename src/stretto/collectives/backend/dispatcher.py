@@ -24,6 +24,8 @@ from stretto.memory import failures, is_debugging
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
 
+    from stretto.collectives.backend.two_level import TwoLevelRunner
+
 
 @dataclass(frozen=True, eq=False)
 class InstalledSchedule:
@@ -107,6 +109,7 @@ class Dispatcher:
         self._bypassing: set[int] = set()  # threads
         self._debug_check = DebugCheck(member) if is_debugging() else None
         self._fast = None if is_debugging() else fast
+        self._two_level: TwoLevelRunner | None = None
         self.is_closed = False
         self.load_schedules: Callable[[], object] | None = None
         """Callback: collectively installs schedules before the first call that one could run."""
@@ -126,6 +129,17 @@ class Dispatcher:
         self._installed = schedules
         if self._fast is not None:
             self._fast.clear()  # one of them may run what another kernel has run
+
+    @property
+    def two_level(self) -> "TwoLevelRunner | None":
+        """What runs calls in two levels, between nodes and inside them, that no installed schedule matches."""
+        return self._two_level
+
+    @two_level.setter
+    def two_level(self, runner: "TwoLevelRunner | None") -> None:
+        self._two_level = runner
+        if self._fast is not None:
+            self._fast.clear()
 
     def counts(self) -> dict[tuple[str, str], int]:
         """The calls so far, by (operation, what ran it)."""
@@ -176,6 +190,14 @@ class Dispatcher:
         chosen, why = (None, obstacle) if obstacle is not None else self._choose(call)
         if chosen is None and call.is_own:
             raise ValueError(f"no installed schedule runs {call.describe()}: {why}")
+        if chosen is None and obstacle is None and self._two_level is not None:
+            algorithm, how = self._two_level.find_algorithm(call)
+            if algorithm:
+                with self.bypassed():
+                    work = self._two_level.start(call)
+                self.counter.count(call, f"two levels, {algorithm}", f"{why}; {how}")
+                return work
+            why = f"{why}; {how}"
         if chosen is None:
             fastest = self._start_fastest(call) if obstacle is None else None
             if fastest is not None and fastest.work is not None:
@@ -249,6 +271,8 @@ class Dispatcher:
         """
         self.is_closed = True
         self.installed = ()
+        if self._two_level is not None:
+            self._two_level.close(seconds)
         for runner in self._runners.values():
             if runner is not None:
                 runner.close(seconds)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hierarchical collectives: one phase between nodes and one inside them, over torch.distributed's groups.
 
-Experimental: see the docstring of `stretto`.
+Training uses it for `ExecutionOptions.two_level` (`stretto.parallel.comm.two_level`), and the torch.distributed backend
+after `set_two_level`. Large buffers are cut into parts: while one is between nodes, another one is inside them.
 
 from stretto.collectives.two_level import TwoLevelGroup
 
@@ -37,20 +38,22 @@ Who sends what when, in an all-gather of one block a rank with the ring, seen fr
 A reduce-scatter runs the same table backwards (shuffle, sum inside the node, sums between nodes) and adds where the
 all-gather copies. An all-reduce is a reduce-scatter and an all-gather.
 
-Modules, in the order in which a call passes them: `group` (the public class), `model` (chooses ring, recursive or
-flat), `work` (starts collectives in order, waits with a time limit), `inter_node` and `intra_node` (the phases),
-`buffers` (splits, views and reduces tensors); `nodes` finds which ranks share a node.
+Modules, in the order in which a call passes them: `group` (the public class), `stretto.cluster.two_level` (chooses
+ring, recursive or flat, and the number of parts), `work` (starts collectives in order, waits with a time limit),
+`inter_node` and `intra_node` (the phases), `buffers` (splits, views and reduces tensors); `nodes` finds which ranks
+share a node.
 """
 
-from stretto.collectives.two_level.group import TwoLevelCall, TwoLevelGroup
+from stretto.cluster.two_level import TYPICAL, Links, choose, predict
+from stretto.collectives.two_level.group import Levels, TwoLevelCall, TwoLevelGroup
 from stretto.collectives.two_level.inter_node import GroupTransport, Message, Transport
-from stretto.collectives.two_level.model import TYPICAL, Links, choose, predict
-from stretto.collectives.two_level.nodes import Nodes
+from stretto.collectives.two_level.nodes import Nodes, exchange_hosts, name_nodes
 from stretto.collectives.two_level.work import MessageWork, Work
 
 __all__ = [
     "TYPICAL",
     "GroupTransport",
+    "Levels",
     "Links",
     "Message",
     "MessageWork",
@@ -60,5 +63,7 @@ __all__ = [
     "TwoLevelGroup",
     "Work",
     "choose",
+    "exchange_hosts",
+    "name_nodes",
     "predict",
 ]

@@ -4,16 +4,24 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.collectives.two_level.buffers import DEFAULT_PART_BYTES, check_reduction, library_reduces
+from stretto.cluster.two_level import ALGORITHMS, TYPICAL, Algorithm, Collective, Links, choose, choose_parts
+from stretto.collectives.two_level.buffers import (
+    DEFAULT_PART_BYTES,
+    Reduction,
+    check_reduction,
+    library_reduces,
+    split_range,
+)
 from stretto.collectives.two_level.inter_node import (
     GroupTransport,
     InterNodeAlgorithm,
@@ -31,16 +39,16 @@ from stretto.collectives.two_level.intra_node import (
     intra_node_all_gather,
     intra_node_reduce_scatter,
 )
-from stretto.collectives.two_level.model import ALGORITHMS, TYPICAL, Algorithm, Collective, Links, choose
-from stretto.collectives.two_level.nodes import Host, Nodes, find_nodes
-from stretto.collectives.two_level.work import Deadline, SerialRunner, Work
-from stretto.memory import PeerError, exchange, find_own_rank
-from stretto.memory.plain_data import all_gather_data
+from stretto.collectives.two_level.nodes import Nodes, exchange_hosts, find_nodes
+from stretto.collectives.two_level.work import Deadline, InlineRunner, SerialRunner, Work
+from stretto.memory import PeerError, find_own_rank, shared_gpus
+from stretto.suggestions import name_known
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 300.0
 _MIN_PART_BYTES = 16  # one element of any dtype
+_MAX_PARTS = 64
 
 RequestedAlgorithm = Literal["auto", "ring", "recursive", "flat"]
 
@@ -52,14 +60,41 @@ class TwoLevelCall(NamedTuple):
     algorithm: Algorithm
 
 
+class Levels(NamedTuple):
+    """The nodes of a group, and this rank's group inside its node and between nodes; None for one of one rank."""
+
+    nodes: Nodes
+    inside: dist.ProcessGroup | None
+    between: dist.ProcessGroup | None
+
+
+def check_library(level: str, name: str | None) -> None:
+    """Raise ValueError unless torch.distributed has this backend, or these by device ("cpu:gloo,cuda:nccl"), here.
+
+    level: the argument's name.
+    """
+    known = [each for each in dist.Backend.backend_list if each != "undefined"]
+    is_there = {"nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available, "ucc": dist.is_ucc_available}
+    for part in () if name is None else name.split(","):
+        backend = part.rpartition(":")[2]
+        if backend not in known:
+            near = name_known(backend, known)
+            raise ValueError(f"{level} is {name!r}, but must be a backend of torch.distributed{near}")
+        if backend in is_there and not is_there[backend]():
+            raise ValueError(f"{level} is {name!r}, which this build of torch does not have; 'gloo' would do on CPUs")
+
+
 class TwoLevelGroup:
     """All-gather, reduce-scatter and all-reduce of a group in two phases: between nodes, and inside them.
 
     group: the ranks (None: all). Every one of them makes its TwoLevelGroup, at the same time and with the same
     arguments. ranks_per_node: this many consecutive ranks are a node; None: the ranks of one host are a node (see
-    `find_nodes`), at any position in the group. links: the cost of messages, for `algorithm="auto"`. timeout: seconds
-    for a collective. part_bytes: the most bytes of a message or of a call of the library. make_transport: makes what
-    carries messages between nodes, given the inter-node group of this rank's place.
+    `find_nodes`), at any position in the group. links: the cost of messages, for `algorithm="auto"`; algorithms: those
+    that "auto" chooses from. parts: how many parts of a buffer are pipelined through both levels (None: by the model).
+    intra, inter: the backend of each level, such as "nccl" inside nodes and "mpi" between them (None: the group's).
+    timeout: seconds for a collective. part_bytes: the most bytes of a message or of a call of the library.
+    make_transport: makes what carries messages between nodes, given the inter-node group of this rank's place. levels:
+    the nodes and this rank's groups inside its node and between nodes (None: of one rank), if the caller has made them.
 
     Collectives run one at a time, in the order in which they were started; all ranks must start them in one order.
     Results are the same on all ranks and in all runs, bit for bit; another algorithm, or another number of ranks, may
@@ -75,22 +110,37 @@ class TwoLevelGroup:
         *,
         ranks_per_node: int | None = None,
         links: Links = TYPICAL,
+        algorithms: Sequence[Algorithm] = ALGORITHMS,
+        parts: int | None = None,
+        intra: str | None = None,
+        inter: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         part_bytes: int = DEFAULT_PART_BYTES,
         make_transport: Callable[[dist.ProcessGroup], Transport] = GroupTransport,
+        levels: "Levels | None" = None,
     ) -> None:
         if not 0 < timeout < math.inf:
             raise ValueError(f"timeout is {timeout}, but must be a finite number of seconds, greater than 0")
         if part_bytes < _MIN_PART_BYTES:
             raise ValueError(f"part_bytes is {part_bytes}, but must be at least {_MIN_PART_BYTES}")
+        if parts is not None and not 1 <= parts <= _MAX_PARTS:
+            near = min(max(parts, 1), _MAX_PARTS)
+            raise ValueError(f"parts is {parts}, but must be 1 to {_MAX_PARTS}; {near} would do")
+        check_library("intra", intra)
+        check_library("inter", inter)
         self.rank, self.world = find_own_rank(group)
         self.links = links
         self.calls: Counter[TwoLevelCall] = Counter()
         self._group = cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
         self._timeout = timeout
-        self.nodes = self._agree(ranks_per_node, (links, part_bytes))
+        self._algorithms = tuple(algorithms)
+        self._num_parts = parts
+        self._libraries = {"intra": intra, "inter": inter}
+        same = (links, part_bytes, self._algorithms, parts, intra, inter)
+        self.nodes = self._agree(ranks_per_node, same) if levels is None else levels.nodes
         self._node, self._place = self.nodes.place_of(self.rank)
         self._runners: dict[torch.device, SerialRunner] = {}
+        self._inside_runners: dict[torch.device, SerialRunner] = {}
         self._failure: Exception | None = None
         self._sub_groups: list[dist.ProcessGroup] = []
         everyone = Nodes.of_consecutive(self.world, self.world)
@@ -99,12 +149,16 @@ class TwoLevelGroup:
         column = tuple(node[self._place] for node in self.nodes.ranks)
         # On a single node a collective is the library's, on the group itself.
         has_levels = self.nodes.count > 1
-        inner = self._make_group(mine) if has_levels and len(mine) > 1 else None
-        self._intra_node = IntraNodeGroup(self.nodes, self._node, self._place, inner, part_bytes)
+        if levels is None:
+            inside = self._make_group(mine, intra) if has_levels and len(mine) > 1 else None
+            between = self._make_group(column, inter) if has_levels else None
+        else:
+            inside, between = levels.inside, levels.between
+        self._intra_node = IntraNodeGroup(self.nodes, self._node, self._place, inside, part_bytes)
         self._inter_node: InterNodeGroup | None = None
         if has_levels:
-            transport = make_transport(self._make_group(column))
-            self._inter_node = InterNodeGroup(column, self._node, transport, part_bytes)
+            assert between is not None
+            self._inter_node = InterNodeGroup(column, self._node, make_transport(between), part_bytes)
 
     def all_gather(
         self, output: Tensor, input: Tensor, *, algorithm: RequestedAlgorithm = "auto", async_op: bool = False
@@ -121,7 +175,7 @@ class TwoLevelGroup:
         after it.
         """
         _check_pair("output", output, "input", input, self.world)
-        chosen = self._choose("all_gather", input, algorithm)
+        chosen = self.choose("all_gather", input, algorithm)
         shard, whole = input.detach().view(-1), output.detach().view(self.world, -1)
 
         def run(deadline: Deadline) -> None:
@@ -148,7 +202,7 @@ class TwoLevelGroup:
         """
         reduction = check_reduction(op, input.dtype)
         _check_pair("input", input, "output", output, self.world)
-        chosen = self._choose("reduce_scatter", output, algorithm)
+        chosen = self.choose("reduce_scatter", output, algorithm)
         shard, whole = output.detach().view(-1), input.detach().view(self.world, -1)
 
         def run(deadline: Deadline) -> None:
@@ -172,7 +226,7 @@ class TwoLevelGroup:
         reduction = check_reduction(op, tensor.dtype)
         _check_contiguous("tensor", tensor)
         elements = -(-tensor.numel() // self.world)
-        chosen = self._choose("all_reduce", tensor, algorithm)
+        chosen = self.choose("all_reduce", tensor, algorithm)
         flat = tensor.detach().view(-1)
 
         def run(deadline: Deadline) -> None:
@@ -185,17 +239,32 @@ class TwoLevelGroup:
                 padded = flat.new_zeros(elements * self.world)
                 padded[: flat.numel()].copy_(flat)
             whole = padded.view(self.world, elements)
-            shard = torch.empty_like(whole[0])
-            self._reduce_scatter(shard, whole, reduction, chosen, deadline)
-            self._all_gather(whole, shard, chosen, deadline)
+            if chosen == "flat" or self._inter_node is None:
+                shard = torch.empty_like(whole[0])
+                self._reduce_scatter(shard, whole, reduction, chosen, deadline)
+                self._all_gather(whole, shard, chosen, deadline)
+            else:
+                self._all_reduce(whole, reduction, chosen, deadline)
             if padded is not flat:
                 flat.copy_(padded[: flat.numel()])
 
         return self._start("all_reduce", chosen, run, (tensor,), async_op)
 
+    def choose(self, collective: Collective, tensor: Tensor, algorithm: RequestedAlgorithm = "auto") -> Algorithm:
+        """The algorithm of a call. tensor: an all-gather's input, a reduce-scatter's output, or what is all-reduced."""
+        if algorithm not in ("auto", *ALGORITHMS):
+            raise ValueError(f"algorithm is {algorithm!r}: must be auto, {', '.join(ALGORITHMS)}")
+        if self.nodes.count == 1:
+            return "flat"
+        if algorithm != "auto":
+            return cast(InterNodeAlgorithm, algorithm)
+        # An all-reduce is given the whole tensor, the other collectives one rank's part.
+        shard_bytes = tensor.numel() * tensor.element_size() / (self.world if collective == "all_reduce" else 1)
+        return choose(collective, shard_bytes, self.nodes.count, self.nodes.size, self.links, self._algorithms)
+
     def close(self) -> None:
         """Wait for all collectives that were started, and destroy the sub-groups; all ranks call it."""
-        for runner in self._runners.values():
+        for runner in (*self._runners.values(), *self._inside_runners.values()):
             runner.close()
         self._failure = RuntimeError("it was closed")
         for sub_group in self._sub_groups:
@@ -210,37 +279,92 @@ class TwoLevelGroup:
         if chosen == "flat" or self._inter_node is None:
             intra_node_all_gather(whole, shard.unsqueeze(0), self._flat, deadline)
             return
-        slots = shard.new_empty(self.nodes.count, shard.numel())
-        slots[0].copy_(shard)
-        inter_node_all_gather(slots, all_gather_steps(chosen, self.nodes.count), self._inter_node, deadline)
-        intra_node_all_gather(whole, slots, self._intra_node, deadline)
+        parts = self._parts("all_gather", whole, chosen)
+        inside, gathers = self._inside(whole.device, parts), []
+        for begin, end in parts:
+            slots = shard.new_empty(self.nodes.count, end - begin)
+            slots[0].copy_(shard[begin:end])
+            inter_node_all_gather(slots, all_gather_steps(chosen, self.nodes.count), self._inter_node, deadline)
+            gathers.append(self._start_gather(inside, whole[:, begin:end], slots, deadline))
+        for gather in gathers:
+            gather.wait()
 
     def _reduce_scatter(
-        self, shard: Tensor, whole: Tensor, reduction: str, chosen: Algorithm, deadline: Deadline
+        self, shard: Tensor, whole: Tensor, name: Reduction, chosen: Algorithm, deadline: Deadline
     ) -> None:
         """Reduce all ranks' `whole` [world, elements] and leave this rank's row in `shard` [elements]."""
-        name = check_reduction(reduction, whole.dtype)
         divisor = self.world if name == "avg" else None
         if chosen == "flat" or self._inter_node is None:
             flat_reduce_scatter(shard, whole, self._flat, name, divisor, deadline)
             return
-        slots = whole.new_empty(self.nodes.count, shard.numel())
-        intra_node_reduce_scatter(slots, whole, self._intra_node, name, None, deadline)
-        inter_node_reduce_scatter(
-            slots, reduce_scatter_steps(chosen, self.nodes.count), self._inter_node, name, divisor, deadline
-        )
-        shard.copy_(slots[0])
+        parts = self._parts("reduce_scatter", whole, chosen)
+        inside = self._inside(whole.device, parts)
+        sums = [self._start_sum(inside, whole[:, begin:end], name, deadline) for begin, end in parts]
+        steps = reduce_scatter_steps(chosen, self.nodes.count)
+        for (begin, end), (slots, work) in zip(parts, sums, strict=True):
+            work.wait()
+            inter_node_reduce_scatter(slots, steps, self._inter_node, name, divisor, deadline)
+            shard[begin:end].copy_(slots[0])
 
-    def _choose(self, collective: Collective, tensor: Tensor, algorithm: RequestedAlgorithm) -> Algorithm:
-        if algorithm not in ("auto", *ALGORITHMS):
-            raise ValueError(f"algorithm is {algorithm!r}: must be auto, {', '.join(ALGORITHMS)}")
-        if self.nodes.count == 1:
-            return "flat"
-        if algorithm != "auto":
-            return cast(InterNodeAlgorithm, algorithm)
-        # An all-reduce is given the whole tensor, the other collectives one rank's part.
-        shard_bytes = tensor.numel() * tensor.element_size() / (self.world if collective == "all_reduce" else 1)
-        return choose(collective, shard_bytes, self.nodes.count, self.nodes.size, self.links)
+    def _all_reduce(self, whole: Tensor, reduction: Reduction, chosen: InterNodeAlgorithm, deadline: Deadline) -> None:
+        """Reduce all ranks' `whole` [world, elements] in place.
+
+        Inside the node, sums of the next two parts come before the gather of one, so that neither level awaits the
+        other once the first part is on its way.
+        """
+        assert self._inter_node is not None
+        divisor = self.world if reduction == "avg" else None
+        scatter_steps = reduce_scatter_steps(chosen, self.nodes.count)
+        gather_steps = all_gather_steps(chosen, self.nodes.count)
+        parts = self._parts("all_reduce", whole, chosen)
+        inside = self._inside(whole.device, parts)
+
+        def start_sum(number: int) -> tuple[Tensor, Work]:
+            begin, end = parts[number]
+            return self._start_sum(inside, whole[:, begin:end], reduction, deadline)
+
+        sums = [start_sum(number) for number in range(min(2, len(parts)))]
+        gathers = []
+        for number, (begin, end) in enumerate(parts):
+            slots, work = sums[number]
+            work.wait()
+            inter_node_reduce_scatter(slots, scatter_steps, self._inter_node, reduction, divisor, deadline)
+            inter_node_all_gather(slots, gather_steps, self._inter_node, deadline)
+            gathers.append(self._start_gather(inside, whole[:, begin:end], slots, deadline))
+            if number + 2 < len(parts):
+                sums.append(start_sum(number + 2))
+        for gather in gathers:
+            gather.wait()
+
+    def _start_gather(
+        self, inside: SerialRunner | InlineRunner, whole: Tensor, slots: Tensor, deadline: Deadline
+    ) -> Work:
+        run = partial(intra_node_all_gather, whole, slots, self._intra_node, deadline)
+        return inside.start(run, (whole, slots))
+
+    def _start_sum(
+        self, inside: SerialRunner | InlineRunner, whole: Tensor, reduction: Reduction, deadline: Deadline
+    ) -> tuple[Tensor, Work]:
+        slots = whole.new_empty(self.nodes.count, whole.shape[1])
+        run = partial(intra_node_reduce_scatter, slots, whole, self._intra_node, reduction, None, deadline)
+        return slots, inside.start(run, (whole, slots))
+
+    def _inside(self, device: torch.device, parts: Sequence[tuple[int, int]]) -> SerialRunner | InlineRunner:
+        """What runs the phases inside the node: by itself, if there are several parts."""
+        if len(parts) < 2:
+            return InlineRunner()
+        if device not in self._inside_runners:
+            self._inside_runners[device] = SerialRunner(device)
+        return self._inside_runners[device]
+
+    def _parts(self, collective: Collective, whole: Tensor, chosen: Algorithm) -> list[tuple[int, int]]:
+        """The ranges of each rank's elements, of `whole` [world, elements], that are pipelined through both levels."""
+        elements = whole.shape[1]
+        parts = self._num_parts
+        if parts is None:
+            num_bytes = elements * whole.element_size()
+            parts = choose_parts(collective, chosen, num_bytes, self.nodes.count, self.nodes.size, self.links)
+        return list(split_range(elements, -(-elements // parts)))
 
     def _start(
         self,
@@ -253,6 +377,8 @@ class TwoLevelGroup:
         self._require_usable()
         first = tensors[0]
         on_stream = first.is_cuda
+        if on_stream and algorithm != "flat":
+            self._require_gpu_libraries()
         self.calls[TwoLevelCall(collective, algorithm)] += 1
         logger.debug("rank %d: %s of %s %s runs as %s", self.rank, collective, first.numel(), first.dtype, algorithm)
 
@@ -280,30 +406,31 @@ class TwoLevelGroup:
         if self._failure is not None:
             raise PeerError(f"this two-level group is of no more use: {self._failure}")
 
+    def _require_gpu_libraries(self) -> None:
+        """ValueError for a level's backend that has no operations on GPU tensors."""
+        for level, name in self._libraries.items():
+            if name == "gloo" and not shared_gpus.is_enabled():
+                raise ValueError(f"{level}='gloo' sends no tensors of GPUs: None, the group's backend, would do")
+
     def _agree(self, ranks_per_node: int | None, same: tuple[object, ...]) -> Nodes:
         """Exchange hosts and arguments between all ranks; return the nodes. ValueError where arguments differ."""
-        mine = (ranks_per_node, same, Host.of_this_process())
-        kind = tuple[int | None, tuple[Links, int], Host]
-        if "gloo" in dist.get_backend_config(self._group):
-            everyone = exchange(mine, self._group, self._timeout, kind)
-        else:  # only gloo has a barrier that names the missing ranks
-            everyone = all_gather_data(mine, self._group, kind)
-        for rank, other in enumerate(everyone):
-            if other[:2] != everyone[0][:2]:
+        what = f"(ranks_per_node, (links, part_bytes, algorithms, parts, intra, inter)) = {(ranks_per_node, same)}"
+        everyone = exchange_hosts(self._group, self._timeout, what)
+        for rank, (other, _) in enumerate(everyone):
+            if other != everyone[0][0]:
                 raise ValueError(
-                    f"rank {rank} was given (ranks_per_node, (links, part_bytes)) = {other[:2]}, and rank 0 "
-                    f"{everyone[0][:2]}: all ranks must be given the same"
+                    f"rank {rank} was given {other}, and rank 0 {everyone[0][0]}: all ranks must be given the same"
                 )
         if ranks_per_node is not None:
             return Nodes.of_consecutive(self.world, ranks_per_node)
-        return find_nodes([host for _, _, host in everyone])
+        return find_nodes([host for _, host in everyone])
 
-    def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _make_group(self, ranks: tuple[int, ...], library: str | None) -> dist.ProcessGroup:
         """Make a sub-group of these ranks. Only its members call this: other ranks of the job may not be here."""
         made = dist.new_group(
             [dist.get_global_rank(self._group, rank) for rank in ranks],
             timeout=timedelta(seconds=self._timeout),
-            backend=dist.get_backend_config(self._group),
+            backend=library or dist.get_backend_config(self._group),
             use_local_synchronization=True,
         )
         self._sub_groups.append(made)

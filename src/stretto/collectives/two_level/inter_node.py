@@ -15,46 +15,19 @@ Synchronization: a rank waits for what a step receives before the next step, whi
 sends only at the end, because no slot that was sent is written again in the same collective.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.cluster.two_level import InterNodeAlgorithm, InterNodeStep, all_gather_steps
 from stretto.collectives.two_level.buffers import Reduction, accumulate, as_bytes, split_range
 from stretto.collectives.two_level.work import Deadline, MessageWork
-
-InterNodeAlgorithm = Literal["ring", "recursive"]
-
-
-@dataclass(frozen=True)
-class InterNodeStep:
-    """One step of an all-gather on node n of N.
-
-    Sends slots `source` to `source + blocks - 1` to node n - distance, and receives as many from node n + distance into
-    `target` and following. A reduce-scatter sends `target` and following to node n + distance, and adds what node n -
-    distance sends into `source` and following.
-    """
-
-    distance: int
-    source: int
-    target: int
-    blocks: int
-
-
-def all_gather_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[InterNodeStep, ...]:
-    """The steps of an all-gather of one slot a node. Before them a node has its slot 0, after them all slots.
-
-    ring: N - 1 steps of one slot. recursive: ceil(log2 N) steps, each of which doubles what a node has: recursive
-    doubling (Singh, section 6.2.3). That algorithm pairs nodes that differ in one bit of their number, and so needs N
-    to be a power of two; here each step's partners are `distance` apart on a ring (Bruck et al., "Efficient algorithms
-    for all-to-all communications in multiport message-passing systems", 1997). For a power of two this takes as many
-    steps and bytes, it works for every N, and each node always sends N - 1 slots.
-    """
-    return tuple(_ring(nodes) if algorithm == "ring" else _recursive(nodes))
+from stretto.memory import shared_gpus
 
 
 def reduce_scatter_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[InterNodeStep, ...]:
@@ -63,19 +36,6 @@ def reduce_scatter_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[Int
     recursive: recursive halving (section 6.2.3), for every N as in `all_gather_steps`.
     """
     return all_gather_steps(algorithm, nodes)[::-1]
-
-
-def _ring(nodes: int) -> Iterator[InterNodeStep]:
-    for slot in range(nodes - 1):
-        yield InterNodeStep(distance=1, source=slot, target=slot + 1, blocks=1)
-
-
-def _recursive(nodes: int) -> Iterator[InterNodeStep]:
-    held = 1
-    while held < nodes:
-        blocks = min(held, nodes - held)
-        yield InterNodeStep(distance=held, source=0, target=held, blocks=blocks)
-        held += blocks
 
 
 @dataclass(frozen=True)
@@ -98,7 +58,8 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """Point-to-point operations of a process group: one by one on gloo, in one batch on NCCL.
+    """Point-to-point operations of a process group: one by one on gloo (of GPUs that ranks share, too), in one batch on
+    NCCL.
 
     NCCL runs a send and a receive that are issued separately one after the other, so two ranks that send to each other
     would deadlock; only in a batch do they run together. NCCL has no tags and keeps the order.
@@ -112,7 +73,7 @@ class GroupTransport:
     ) -> tuple[Sequence[MessageWork], Sequence[MessageWork]]:
         """Start all of them; `MessageWork.wait` says what waiting means."""
         messages = [*incoming, *outgoing]
-        if messages and messages[0].data.is_cuda:
+        if messages and messages[0].data.is_cuda and not shared_gpus.is_enabled():
             return self._start_batch(outgoing, incoming)
         received = [
             dist.irecv(message.data, group=self._group, group_src=message.peer, tag=message.tag) for message in incoming
@@ -156,6 +117,10 @@ class InterNodeGroup:
     node: int
     transport: Transport
     part_bytes: int
+
+    def member(self, node: int) -> int:
+        """The number of a node's rank in the inter-node group, which torch numbers in the order of ranks."""
+        return sorted(self.ranks).index(self.ranks[node])
 
 
 def inter_node_all_gather(
@@ -220,4 +185,5 @@ def _ranges(tensor: Tensor, group: InterNodeGroup) -> list[tuple[int, int]]:
 
 def _messages(tensor: Tensor, peer: int, group: InterNodeGroup) -> list[Message]:
     flat = tensor.view(-1)
-    return [Message(as_bytes(flat[begin:end]), peer, part) for part, (begin, end) in enumerate(_ranges(flat, group))]
+    member = group.member(peer)
+    return [Message(as_bytes(flat[begin:end]), member, part) for part, (begin, end) in enumerate(_ranges(flat, group))]

@@ -10,6 +10,8 @@ from functools import cached_property
 import torch.distributed as dist
 
 from stretto.cluster.local_ranks import name_node
+from stretto.memory import exchange
+from stretto.memory.plain_data import all_gather_data
 
 
 @dataclass(frozen=True)
@@ -95,20 +97,33 @@ class Host:
         return cls(node, _integer("LOCAL_WORLD_SIZE"), _integer("GROUP_RANK"))
 
 
-def find_nodes(hosts: Sequence[Host]) -> Nodes:
-    """The nodes of ranks with these hosts.
+def name_nodes(hosts: Sequence[Host]) -> list[Hashable]:
+    """Name the node of each of these ranks of a job.
 
     A node is what `name_node` says: a machine, or what STRETTO_NODES declares. If one seems to have more ranks than its
     launcher started there (several machines with one name, or several agents that stand for nodes), each of torchrun's
-    agents is a node instead. ValueError for nodes of unequal size.
+    agents is a node instead.
     """
     machines = [host.machine for host in hosts]
     is_crowded = any(
         host.local_world_size is not None and machines.count(host.machine) > host.local_world_size for host in hosts
     )
     if is_crowded and all(host.agent is not None for host in hosts):
-        return Nodes.of_hosts([(host.machine, host.agent) for host in hosts])
-    return Nodes.of_hosts(machines)
+        return [(host.machine, host.agent) for host in hosts]
+    return list(machines)
+
+
+def find_nodes(hosts: Sequence[Host]) -> Nodes:
+    """The nodes of ranks with these hosts, by `name_nodes`. ValueError for nodes of unequal size."""
+    return Nodes.of_hosts(name_nodes(hosts))
+
+
+def exchange_hosts(group: dist.ProcessGroup, timeout: float, what: str = "") -> list[tuple[str, Host]]:
+    """All-gather `what` and the host of each rank of the group, in rank order. PeerError for ranks that do not come."""
+    mine, kind = (what, Host.of_this_process()), tuple[str, Host]
+    if "gloo" in dist.get_backend_config(group):
+        return exchange(mine, group, timeout, kind)
+    return all_gather_data(mine, group, kind)  # only gloo has a barrier that names the missing ranks
 
 
 def _integer(variable: str) -> int | None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts collectives one after another in a background thread, and waits for them with a time limit.
 
-On a CPU a thread runs them, on a GPU a side stream.
+On a CPU a thread runs them, on a GPU a side stream. A two-level group has one for whole collectives, which also runs
+their phases between nodes, and another for phases inside a node, while parts are pipelined.
 """
 
 import time
@@ -71,12 +72,32 @@ class SerialRunner:
             return _StreamWork(self._stream.record_event(), self._device)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stretto-two-level")
-        return _ThreadWork(self._thread.submit(torch.no_grad()(run)))
+        # In inference mode, or this thread could not write to inference tensors.
+        return _ThreadWork(self._thread.submit(torch.inference_mode()(run)))
 
     def close(self) -> None:
         """Wait for all that was started, then end the thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
+
+
+class InlineRunner:
+    """Runs each collective at once, in the caller's thread and on its stream."""
+
+    def start(self, run: Callable[[], None], tensors: tuple[Tensor, ...]) -> Work:
+        """Run `run`, as `SerialRunner.start`."""
+        run()
+        return _DoneWork()
+
+
+class _DoneWork:
+    """Work that has ended."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class _ThreadWork:

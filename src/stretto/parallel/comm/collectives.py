@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,12 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from stretto import counters
+
+if TYPE_CHECKING:
+    from stretto.collectives.two_level import Work
+    from stretto.parallel.comm.two_level import TwoLevels
+
+    AnyWork: TypeAlias = dist.Work | Work
 
 # torch 2.13 renamed these two, and warns at each call of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -74,7 +80,7 @@ class collective:
             self._record.__enter__()
         return self
 
-    def watch(self, work: "dist.Work | None", tensor: Tensor) -> "Started | None":
+    def watch(self, work: "AnyWork | None", tensor: Tensor) -> "Started | None":
         """The collective's work on a tensor, whose wait is in this rank's counters. For an `async_op=True` in the
         statement."""
         if work is None:
@@ -124,13 +130,13 @@ def look_at_others() -> None:
 class _Waiter:
     """A thread that waits for reduce-scatters of gloo."""
 
-    _waits: "queue.SimpleQueue[tuple[dist.Work, threading.Event] | None] | None" = None
+    _waits: "queue.SimpleQueue[tuple[AnyWork, threading.Event] | None] | None" = None
 
     def forget(self) -> None:
         """In a forked process, which has no threads."""
         self._waits = None
 
-    def wait_for(self, work: dist.Work) -> threading.Event:
+    def wait_for(self, work: "AnyWork") -> threading.Event:
         """The event that is set once the work has ended or failed."""
         if self._waits is None:
             self._waits = queue.SimpleQueue()
@@ -146,7 +152,7 @@ class _Waiter:
             self._waits = None
 
 
-def _wait_for_each(waits: "queue.SimpleQueue[tuple[dist.Work, threading.Event] | None]") -> None:
+def _wait_for_each(waits: "queue.SimpleQueue[tuple[AnyWork, threading.Event] | None]") -> None:
     while (wait := waits.get()) is not None:
         with suppress(Exception):  # who waits for it waits again, and raises
             wait[0].wait()
@@ -163,7 +169,7 @@ class Started:
 
     __slots__ = ("_group", "_kind", "_number", "_waits_on_host", "work")
 
-    def __init__(self, work: dist.Work, kind: str, group: int, number: int, *, waits_on_host: bool = False) -> None:
+    def __init__(self, work: "AnyWork", kind: str, group: int, number: int, *, waits_on_host: bool = False) -> None:
         self.work, self._kind, self._group, self._number = work, kind, group, number
         self._waits_on_host = waits_on_host
 
@@ -270,13 +276,18 @@ def own(product: Tensor) -> Tensor:
 
 
 def start_all_reduce(
-    tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    levels: "TwoLevels | None" = None,
 ) -> Pending:
-    """Begin to reduce `tensor` over the group in place."""
+    """Begin to reduce `tensor` over the group in place. levels: of a group on several nodes, here and below."""
     if group.size() == 1:
         return Pending(tensor)
     with collective("all_reduce", group) as issued:
-        return Pending(tensor, issued.watch(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor))
+        work = None if levels is None else levels.all_reduce(tensor, group, op)
+        work = work or dist.all_reduce(tensor, op=op, group=group, async_op=True)
+        return Pending(tensor, issued.watch(work, tensor))
 
 
 def can_average(tensor: Tensor, group: dist.ProcessGroup) -> bool:
@@ -292,7 +303,7 @@ def gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
     return start_gather_rows(shard, rows, group).wait()
 
 
-def start_gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Pending:
+def start_gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup, levels: "TwoLevels | None" = None) -> Pending:
     """Begin `gather_rows`."""
     size = group.size()
     if size == 1:
@@ -301,8 +312,9 @@ def start_gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Pen
     whole = shard.new_empty(chunk * size, *shard.shape[1:])
     source = _padded(shard, chunk)
     with collective("all_gather", group) as issued:
-        work = issued.watch(_all_gather(whole, source, group=group, async_op=True), whole)
-        return Pending(whole[:rows], work, source)
+        work = None if levels is None else levels.all_gather(whole, source, group)
+        work = work or _all_gather(whole, source, group=group, async_op=True)
+        return Pending(whole[:rows], issued.watch(work, whole), source)
 
 
 def scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup) -> Tensor:
@@ -310,7 +322,13 @@ def scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup) -> Te
     return start_scatter_rows(whole, local_rows, group).wait()
 
 
-def start_scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup, factor: float = 1.0) -> Pending:
+def start_scatter_rows(
+    whole: Tensor,
+    local_rows: int,
+    group: dist.ProcessGroup,
+    factor: float = 1.0,
+    levels: "TwoLevels | None" = None,
+) -> Pending:
     """Begin `scatter_rows`, times a factor. The backend multiplies if the result is an average and it can average; else
     `Pending.factor` is left to the caller."""
     size = group.size()
@@ -323,8 +341,9 @@ def start_scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup,
     if factor == 1 / size and can_average(whole, group):
         op, factor = dist.ReduceOp.AVG, 1.0
     with collective("reduce_scatter", group) as issued:
-        work = issued.watch(_reduce_scatter(part, source, op=op, group=group, async_op=True), part)
-        return Pending(part[:local_rows], work, source, factor)
+        work = None if levels is None else levels.reduce_scatter(part, source, group, op)
+        work = work or _reduce_scatter(part, source, op=op, group=group, async_op=True)
+        return Pending(part[:local_rows], issued.watch(work, part), source, factor)
 
 
 def all_to_all(

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from stretto.execution import BUCKET_BYTES
 from stretto.parallel.comm.collectives import Pending, all_reduce, can_average, start_all_reduce
 from stretto.parallel.comm.rank_order import RULE, RankOrder
+from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
 
@@ -46,8 +47,11 @@ class GradientBucket:
     reads these.
     """
 
-    def __init__(self, groups: tuple[dist.ProcessGroup, ...], *, averages: bool) -> None:
+    def __init__(
+        self, groups: tuple[dist.ProcessGroup, ...], levels: TwoLevels | None = None, *, averages: bool
+    ) -> None:
         self.groups = groups
+        self._levels = levels
         self._averages = averages
         self._op = dist.ReduceOp.SUM
         self.num_bytes = 0
@@ -81,7 +85,7 @@ class GradientBucket:
     def start(self) -> None:
         """Begin to sum the flat tensor over the first group."""
         assert self._flat is not None
-        self._pending, self._flat = start_all_reduce(self._flat, self.groups[0], self._op), None
+        self._pending, self._flat = start_all_reduce(self._flat, self.groups[0], self._op, self._levels), None
 
     def add_to_grad(self, absent: set[nn.Parameter]) -> list[nn.Parameter]:
         """Wait for the sum, sum over the other groups, and add the result to the parameters' `.grad`.
@@ -92,7 +96,7 @@ class GradientBucket:
         assert self._pending is not None
         flat = self._pending.wait()
         for group in self.groups[1:]:
-            all_reduce(flat, group, self._op)
+            start_all_reduce(flat, group, self._op, self._levels).wait()
         parameters = [parameter for parameter, _ in self._shapes]
         if not (flat.is_cuda and torch.cuda.is_current_stream_capturing()):
             absent.difference_update(parameters)
@@ -166,7 +170,8 @@ class BucketedSums:
     compares what must be the same). What no rank has a gradient of keeps its `.grad`.
 
     groups: over which a parameter's gradient is summed; all parameters, in one order on all ranks. group: all ranks of
-    these. averages: sums are divided by their ranks. overlaps: buckets start while the backward pass runs.
+    these. levels: of groups on several nodes. averages: sums are divided by their ranks. overlaps: buckets start while
+    the backward pass runs.
     """
 
     def __init__(
@@ -175,6 +180,7 @@ class BucketedSums:
         group: dist.ProcessGroup,
         device: torch.device,
         precision: Precision,
+        levels: TwoLevels | None = None,
         *,
         averages: bool,
         overlaps: bool,
@@ -184,6 +190,7 @@ class BucketedSums:
         self._group = group
         self._device = device
         self._precision = precision
+        self._levels = levels
         self._averages = averages
         self._overlaps = overlaps
         self._order: list[nn.Parameter] | None = None  # in which gradients came in the first pass, on the first rank
@@ -261,7 +268,7 @@ class BucketedSums:
     ) -> None:
         """Send a bucket, with zeros for what this rank has no gradient of."""
         current.started += 1
-        bucket = GradientBucket(groups, averages=self._averages)
+        bucket = GradientBucket(groups, self._levels, averages=self._averages)
         for parameter in held:
             total = current.totals.pop(parameter, None)
             if total is None:

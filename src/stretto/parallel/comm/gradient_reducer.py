@@ -59,6 +59,7 @@ from stretto.parallel.comm.gradient_buckets import (
     local_gradient,
 )
 from stretto.parallel.comm.rank_order import RankOrder
+from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.unsharded_gradients import UnshardedGradients
 from stretto.parallel.comm.users_hooks import UsersHooks, alive
 from stretto.parallel.comm.weight_gathering import WeightToGather
@@ -89,7 +90,8 @@ class GradientReducer:
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
     parameters alone is none: the reducer does not see it. `averages`: reductions over ranks average, so that a loss of
     the global batch has its gradient multiplied by the number of ranks (docs/decisions/030); else they sum.
-    `loss_covers_own_rows`: each rank's loss is of its own rows, and not of the global batch.
+    `loss_covers_own_rows`: each rank's loss is of its own rows, and not of the global batch. `levels`: of groups on
+    several nodes.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class GradientReducer:
         precision: Precision,
         overlap: Overlap,
         order: RankOrder,
+        levels: TwoLevels | None = None,
         *,
         averages: bool,
         at_end: Callable[[], None],
@@ -105,6 +108,7 @@ class GradientReducer:
         self.grid = grid
         self.precision = precision
         self.overlap = overlap
+        self.levels = levels
         self.averages = averages
         self.at_end = at_end
         self.ring: ScatterRing | None = None
@@ -128,7 +132,8 @@ class GradientReducer:
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
         self.order = order  # over z
         stage = grid.communicator(STAGE)
-        self._sums = BucketedSums(self._groups, stage, grid.device, precision, averages=averages, overlaps=overlap.data)
+        how = {"averages": averages, "overlaps": overlap.data}
+        self._sums = BucketedSums(self._groups, stage, grid.device, precision, levels, **how)
         self._reductions = self._sums.ranks
         self._given: set[int] = set()  # to the sink, in this step
 

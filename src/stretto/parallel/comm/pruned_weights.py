@@ -26,6 +26,7 @@ from stretto.parallel.comm.collectives import (
     start_gather_rows,
     start_scatter_rows,
 )
+from stretto.parallel.comm.two_level import TwoLevels
 
 
 class Index(Protocol):
@@ -84,18 +85,21 @@ class PrunedWeight:
         """Bytes of both indices."""
         return self.whole.num_bytes + self.own.num_bytes
 
-    def start_gather(self, dtype: torch.dtype | None) -> Pending:
+    def start_gather(self, dtype: torch.dtype | None, levels: TwoLevels | None) -> Pending:
         """Begin to all-gather the whole rows, in `dtype` (None: the weight's own)."""
         sent = self.values if dtype is None else self.values.to(dtype)
-        pending = start_gather_rows(sent, self.share * self.group.size(), self.group)
+        pending = start_gather_rows(sent, self.share * self.group.size(), self.group, levels)
         return _ExpandedPending(pending.result, pending.work, pending.source, index=self.whole, shape=self.shape)
 
-    def start_scatter(self, gradient: Tensor, dtype: torch.dtype | None, factor: float) -> Pending:
+    def start_scatter(
+        self, gradient: Tensor, dtype: torch.dtype | None, factor: float, levels: TwoLevels | None
+    ) -> Pending:
         """Begin to reduce-scatter a gradient of whole rows, times a factor, in `dtype`; the result is [count]."""
         dense = gradient.transpose(0, self.dim).reshape(-1)
         left = dense.new_zeros(self.share * self.group.size())
         self.whole.compress(dense, left[: self.whole.count])
-        return start_scatter_rows(left if dtype is None else left.to(dtype), self.count, self.group, factor)
+        sent = left if dtype is None else left.to(dtype)
+        return start_scatter_rows(sent, self.count, self.group, factor, levels)
 
     def to_rows(self, values: Tensor) -> Tensor:
         """What is left of this rank's rows, of the ranks' shares `values` [count]. Collective."""

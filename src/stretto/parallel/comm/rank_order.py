@@ -231,7 +231,7 @@ class RankOrder:
             self._store.set(f"first/{self._key(self._own)}", json.dumps([*map(self._describe, self._first)]))
             for rank in others:
                 if self._store.check([key := f"first/{self._key(rank)}"]):
-                    self._compare(rank, [*map(self._describe, self._first)], json.loads(self._store.get(key)))
+                    self._compare_first_with(rank, json.loads(self._store.get(key)))
         self._agreements += 1
         ahead = self._read([rank for rank in others if self._store.check([self._key(rank)])])
         behind = min((report["at"] for report in ahead.values()), default=self._events)
@@ -239,6 +239,15 @@ class RankOrder:
             self._say(self._first or [self._done[max(behind - self._events, -len(self._done))]])
             self._raise(ahead | self._read([self._own]))
         self._agreements -= 1
+
+    def _compare_first_with(self, rank: int, theirs: Sequence[str]) -> None:
+        """Raise RuntimeError where events of first passes differ; a rank that waits in `_agree` reads this rank's."""
+        try:
+            self._compare(rank, [*map(self._describe, self._first)], theirs)
+        except RuntimeError:
+            self._agreements += 1
+            self._say(self._first)
+            raise
 
     def _raise(self, reports: dict[int, dict[str, Any]]) -> NoReturn:
         """Raise for the first rank whose report differs from this rank's."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import Pending, start_gather_rows
 from stretto.parallel.comm.rank_order import Event, RankOrder
+from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.layout import TensorOnGrid, Version, local, version_of
 from stretto.parallel.state import require_state
 
@@ -39,8 +40,8 @@ class GatherSource(Protocol):
     def parameter(self) -> Any:
         """The registered parameters."""
 
-    def start(self, current: Any, group: dist.ProcessGroup) -> Pending:
-        """Begin to all-gather."""
+    def start(self, current: Any, group: dist.ProcessGroup, levels: TwoLevels | None) -> Pending:
+        """Begin to all-gather over the group, in two levels if it has any."""
 
     def version(self, current: Any) -> Any:
         """The version of the shard: weights gathered from another version are stale."""
@@ -60,12 +61,13 @@ class WeightToGather:
     group: dist.ProcessGroup | None = None
     dim: int = 0
 
-    def start(self, current: Tensor, group: dist.ProcessGroup) -> Pending:
+    def start(self, current: Tensor, group: dist.ProcessGroup, levels: TwoLevels | None) -> Pending:
         """Begin to all-gather the rows of the parameter, or of the tensor that has replaced it."""
         if isinstance(current, TensorOnGrid) and current.pruned is not None:
-            return cast(Pending, current.pruned.start_gather(self.dtype))
+            return cast(Pending, current.pruned.start_gather(self.dtype, levels))
         shard = local(current).transpose(0, self.dim)
-        return start_gather_rows(shard if self.dtype is None else shard.to(self.dtype), self.rows, self.group or group)
+        shard = shard if self.dtype is None else shard.to(self.dtype)
+        return start_gather_rows(shard, self.rows, self.group or group, levels)
 
     def version(self, current: Tensor) -> Version:
         """The state of this rank's shard."""
@@ -161,10 +163,14 @@ class WeightPrefetcher(WeightGatherer):
     Forward passes have one order and backward passes another: with activation checkpointing or weights that are not
     kept, backward passes gather again. Where an order turns out wrong, the rest of it is learned again; that costs only
     the overlap. is_on: False gathers each weight when it is asked for. ranks: compares the order with other ranks'.
+    levels: of z's ranks on several nodes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: RankOrder, *, is_on: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: RankOrder, levels: TwoLevels | None = None, *, is_on: bool
+    ) -> None:
         self.group = group
+        self.levels = levels
         self.ranks = ranks
         self.is_on = is_on
         self._events: dict[object, Event] = {}
@@ -202,14 +208,14 @@ class WeightPrefetcher(WeightGatherer):
         self.ranks.follow(self._events[key])
         weight = self._weights[key]
         if not self.is_on:
-            return GatheredWeight(weight.start(parameter, self.group).wait())
+            return GatheredWeight(weight.start(parameter, self.group, self.levels).wait())
         order = self._current_order()
         self._follow(order, key)
         prefetch = order.started.pop(0) if order.started and order.started[0].key == key else None
         if prefetch is not None and prefetch.version != weight.version(parameter):
             prefetch.pending.wait()
             prefetch = None
-        pending = weight.start(parameter, self.group) if prefetch is None else prefetch.pending
+        pending = weight.start(parameter, self.group, self.levels) if prefetch is None else prefetch.pending
         whole = pending.wait()
         self._start_next(order)
         return GatheredWeight(whole)
@@ -248,7 +254,7 @@ class WeightPrefetcher(WeightGatherer):
             key = order.keys[order.position + len(order.started)]
             weight = self._weights[key]
             version = weight.version(weight.parameter)
-            order.started.append(_Prefetch(key, version, weight.start(weight.parameter, self.group)))
+            order.started.append(_Prefetch(key, version, weight.start(weight.parameter, self.group, self.levels)))
 
 
 class StepGatherer(WeightGatherer):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.execution import IGNORED_TARGET
+from stretto.execution import IGNORED_TARGET, MAX_EXPANDED
 from stretto.huggingface import context as of_transformers
 from stretto.huggingface.linear_attention import (
     linear_attentions_of,
@@ -24,7 +24,7 @@ from stretto.huggingface.linear_attention import (
     replace_scans,
 )
 from stretto.huggingface.loss import compares_with_next
-from stretto.huggingface.pretrained_model import is_pretrained_model
+from stretto.huggingface.pretrained_model import is_pretrained_model, unwrap
 from stretto.ops.attention import context_attention
 from stretto.ops.attention.exchange import can_copy
 from stretto.ops.attention.gathered import attend_to_gathered
@@ -47,7 +47,6 @@ from stretto.parallel.layers.dropout import ParallelDropout
 T = TypeVar("T")
 _IDS = ("input_ids", "tokens", "inputs_embeds")
 _POSITIONS = ("position_ids", "positions")
-_MAX_EXPANDED = 1 << 31  # numbers of a layer's keys and values: 4 GiB of 16 bits
 
 
 def _make_mask(documents: Tensor | None) -> Mask:
@@ -81,7 +80,13 @@ class SequenceParts:
         self._has_states = has_states
         self._least_length = self.group.size() * positions_before(model) if has_states else 1
         self._missing_packages = packages_for_documents(model) if has_states else []
-        self._signature = inspect.signature(model.forward)
+        # Arguments have the names of the wrapper's forward, if it has any, and reach the model within by these.
+        self._signature, self._names = (
+            inspect.signature(model.forward),
+            inspect.signature(unwrap(model).forward).parameters,
+        )
+        if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in self._signature.parameters.values()):
+            self._signature = inspect.signature(unwrap(model).forward)
         self.has_dropout = False
         self.expanded = 0  # numbers of a token's keys and values that a rank makes of latents, if these travel
         # Of rows that are balanced, in the last pass: their documents, and the places of this rank's tokens.
@@ -158,7 +163,7 @@ class SequenceParts:
         is_shifted = self.is_pretrained and given.get("shift_labels") is None and compares_with_next(model)
         if is_shifted and isinstance(labels, Tensor):
             found["labels"] = found["shift_labels"] = self.cut_targets(model, labels)
-        at = next((name for name in _POSITIONS if name in self._signature.parameters), None)
+        at = next((name for name in _POSITIONS if name in self._names), None)
         if at is not None and found.get(at) is None:
             here = self.cut(torch.arange(length, device=given[name].device)[None])
             found[at] = here[0] if at == "positions" else here
@@ -169,7 +174,7 @@ class SequenceParts:
                 found["context_padding"] = mask == 0
         if layout != self.layout:
             found["context_layout"] = layout  # for attention, which may be recomputed after another batch
-        is_small = 0 < rows * length * self.expanded <= _MAX_EXPANDED
+        is_small = 0 < rows * length * self.expanded <= MAX_EXPANDED
         if is_small and (documents is None or rows == 1):
             gather = partial(self._gather_latents, _make_mask(documents), layout)
             found["context_latents"] = of_transformers.LatentCache(gather)
@@ -178,7 +183,7 @@ class SequenceParts:
             found.pop("seq_idx", None)
             if begins is not None:
                 found["seq_idx"] = self._cut_documents(model, begins).to(given[name].device)
-        if "use_cache" in self._signature.parameters:  # of keys and values that nothing would read
+        if "use_cache" in self._names:  # of keys and values that nothing would read
             found.setdefault("use_cache", False)
         return found
 
@@ -200,7 +205,7 @@ class SequenceParts:
         documents = begins = None
         if self.is_pretrained:
             of_transformers.refuse_arguments(model, given, length)
-            documents, begins = of_transformers.find_documents(given, rows, length)
+            documents, begins = of_transformers.find_documents(model, given, rows, length)
         layout = self._choose_layout(given, documents)
         self._packed = self._places = None
         if layout == "balanced" and documents is not None:
@@ -294,7 +299,7 @@ def require_context(model: nn.Module, grid_sizes: Mapping[str, int]) -> None:
     context, kind = grid_sizes.get("context", 1), type(model).__name__
     if context == 1:
         return
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(unwrap(model).forward).parameters
     if not is_pretrained_model(model):
         attends = [module for module in model.modules() if hasattr(module, "attend")]
         if not attends or "positions" not in parameters:

@@ -40,6 +40,7 @@ from stretto.parallel.comm.autograd import (
 )
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
 from stretto.parallel.layers.held_tensors import ParameterPlace, check_places, hold, hold_and_check
 from stretto.parallel.layout import TensorOnGrid, Version, layout_of, local, version_of
@@ -83,7 +84,7 @@ class _BlockMessage:
         """The states of this rank's shards."""
         return tuple(map(version_of, current))
 
-    def start(self, current: tuple[nn.Parameter, ...], group: dist.ProcessGroup) -> Pending:
+    def start(self, current: tuple[nn.Parameter, ...], group: dist.ProcessGroup, levels: TwoLevels | None) -> Pending:
         """Begin to all-gather the message: [z x size]."""
         shards = [local(parameter).detach().flatten() for parameter in current]
         message = shards[0].new_empty(self.size, dtype=self.dtype or shards[0].dtype)
@@ -92,7 +93,7 @@ class _BlockMessage:
             for place, shard in zip(message.split(self.sizes), shards, strict=True)
         ]
         torch._foreach_copy_(places, shards)  # rows of padding are arbitrary: they are not read
-        return start_gather_rows(message, group.size() * self.size, group)
+        return start_gather_rows(message, group.size() * self.size, group, levels)
 
     def unpack(self, message: Tensor) -> list[Tensor]:
         """Copy each whole parameter out of the gathered message."""
@@ -109,6 +110,7 @@ class _BlockMessage:
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         factors: Sequence[float],
+        levels: TwoLevels | None,
     ) -> list[Pending]:
         """Begin to reduce-scatter the gradients of the `chosen` slots in this dtype, each times its factor; returns
         this rank's shards."""
@@ -118,7 +120,7 @@ class _BlockMessage:
         rows = [each.reshape(slot.shape[0], -1) for each, slot in zip(gradients, slots, strict=True)]
         torch._chunk_cat(rows, dim=0, num_chunks=ranks, out=message)  # one kernel, which casts and pads
         common = factors[0] if len(set(factors)) == 1 else 1.0
-        sent = start_scatter_rows(message.view(-1), size, group, common)
+        sent = start_scatter_rows(message.view(-1), size, group, common, levels)
         if sent.factor != common:
             factors = [1.0] * len(factors)
         parts = [
@@ -289,18 +291,21 @@ class BlockShard:
 
     def _start_pruned(self, index: int, gradient: Tensor, factor: float) -> Pending:
         pruned = self.parameters[index].pruned  # type: ignore[attr-defined]
-        return cast(Pending, pruned.start_scatter(gradient, self.precision.wire(gradient), factor))
+        wire, levels = self.precision.wire(gradient), self.gradients.levels
+        return cast(Pending, pruned.start_scatter(gradient, wire, factor, levels))
 
     def _start_all(
         self, message: _BlockMessage, chosen: Sequence[int], gradients: Sequence[Tensor], factors: Sequence[float]
     ) -> list[Pending]:
-        return message.start_scatter(gradients, chosen, self.group, self.precision.wire(gradients[0]), factors)
+        wire, levels = self.precision.wire(gradients[0]), self.gradients.levels
+        return message.start_scatter(gradients, chosen, self.group, wire, factors, levels)
 
     def _start_one(self, gradient: Tensor, factor: float) -> Pending:
         ranks, place = self.group.size(), self.group.rank()
         padded = -(-gradient.shape[0] // ranks)
         rows = max(min(padded, gradient.shape[0] - place * padded), 0)
-        return start_scatter_rows(gradient.to(self.precision.wire(gradient)), rows, self.group, factor)
+        wire, levels = self.precision.wire(gradient), self.gradients.levels
+        return start_scatter_rows(gradient.to(wire), rows, self.group, factor, levels)
 
     def _make_whole(self) -> list[Tensor]:
         """Whole tensors of the parameters, through which gradients flow to these."""

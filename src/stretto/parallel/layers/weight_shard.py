@@ -82,13 +82,15 @@ class WeightShard:
 
     def _start_scatter(self, parameter: nn.Parameter, gradient: Tensor, factor: float) -> Pending:
         if isinstance(parameter, TensorOnGrid) and parameter.pruned is not None:
-            return cast_to(Pending, parameter.pruned.start_scatter(gradient, self.precision.reduce, factor))
+            options = self.precision.reduce, factor, self.gradients.levels
+            return cast_to(Pending, parameter.pruned.start_scatter(gradient, *options))
         if self.precision.reduce is not None and self.is_sent(parameter):
             gradient = gradient.to(self.precision.reduce)
         if self.ring is None:
+            levels = self.gradients.levels
             if not self.dim or self.group.size() == 1:
-                return start_scatter_rows(gradient, self.local_rows, self.group, factor)
-            sent = start_scatter_rows(gradient.transpose(0, self.dim), self.local_rows, self.group, factor)
+                return start_scatter_rows(gradient, self.local_rows, self.group, factor, levels)
+            sent = start_scatter_rows(gradient.transpose(0, self.dim), self.local_rows, self.group, factor, levels)
             return replace(sent, result=sent.result.transpose(0, self.dim))
         return self.ring.start(gradient, self.local_rows, parameter.dtype, factor)
 

@@ -270,6 +270,9 @@ class LatentAttentionLayer(BlockLayer):
     def exchanged_keys(self, grid: GridSizes) -> float:
         return sum(self._heads(grid))
 
+    def latents(self, grid: GridSizes) -> tuple[float, float]:
+        return self.shape.kv_rank + self.shape.rope, self.heads * (self.shape.nope + self.shape.value) / grid.x
+
     def attention_flops(self, grid: GridSizes, tokens: int, seq_len: int) -> float:
         # Queries with keys, and weights with values; a causal mask leaves half. Repeated on every rank of y.
         return tokens * seq_len * sum(self._heads(grid))

@@ -19,7 +19,7 @@ from stretto.execution import MESSAGE_RINGS_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_S
 from stretto.planner.activations import recomputed_blocks
 from stretto.planner.architecture import Architecture
 from stretto.planner.capacity import peak
-from stretto.planner.communication import has_nvlink_over_z, message_numbers
+from stretto.planner.communication import has_nvlink_over, has_nvlink_over_z, message_numbers
 from stretto.planner.grids import divisors
 from stretto.planner.memory import local_parameters, step_memory
 from stretto.planner.optimizer_state import take_over
@@ -167,7 +167,8 @@ def stage_memory(
     ]
     num_bytes = tokens * workload.element
     has_nvlink = cluster is not None and has_nvlink_over_z(cluster, config.grid)
-    in_step = dict(step_memory(own, config, has_nvlink=has_nvlink))
+    joins_context = cluster is not None and has_nvlink_over(cluster, config.grid, "context")
+    in_step = dict(step_memory(own, config, has_nvlink=has_nvlink, joins_context=joins_context))
     sides = (not stages.is_first) + (not stages.is_last) if len(stages.blocks) == 1 else 2
     numbers = message_numbers(workload.model, config.grid, tokens, config.token_parts)
     in_step["messages"] = sides * _MESSAGES_AHEAD * numbers * workload.element

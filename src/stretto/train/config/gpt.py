@@ -17,6 +17,7 @@ from stretto.execution import (
     StageOptions,
     StagePlacement,
     StateOptions,
+    TwoLevel,
 )
 from stretto.quantities import MAX_LAYERS, MAX_LENGTH
 from stretto.train.config.model import ModelConfig
@@ -93,6 +94,7 @@ class RunConfig(RunOptions):
     expert_reduce: ExpertReduce = execution_option("expert_reduce")
     tune_matmuls: bool = execution_option("tune_matmuls")
     fused: Annotated[Fused, CanBeSwitch] = execution_option("fused")
+    two_level: Annotated[TwoLevel, CanBeSwitch] = execution_option("two_level")
     shard_sequence: bool = execution_option("shard_sequence")
     cuda_graph: bool = option(
         False, "replay each step as one CUDA graph; faster where steps are so short that the host limits the GPU"

@@ -8,17 +8,20 @@ GPU library.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, cast
 
-from stretto.cluster import Cluster
-from stretto.collectives.two_level.inter_node import InterNodeAlgorithm, all_gather_steps
+from stretto.cluster.cluster import Cluster
 
+InterNodeAlgorithm = Literal["ring", "recursive"]
 Algorithm = Literal["ring", "recursive", "flat"]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 ALGORITHMS: tuple[Algorithm, ...] = ("recursive", "ring", "flat")
+LEVELED: tuple[Algorithm, ...] = ("recursive", "ring")
+PARTS = (1, 2, 4, 8)
+"""Parts of a buffer that the two levels may pipeline."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,13 @@ TYPICAL = Links(in_node_latency=10e-6, in_node_bandwidth=200e9, latency=20e-6, n
 
 
 def predict(
-    collective: Collective, algorithm: Algorithm, shard_bytes: float, nodes: int, size: int, links: Links
+    collective: Collective,
+    algorithm: Algorithm,
+    shard_bytes: float,
+    nodes: int,
+    size: int,
+    links: Links,
+    parts: int = 1,
 ) -> float:
     """Predict the seconds of a collective on `nodes` nodes of `size` ranks.
 
@@ -93,20 +102,26 @@ def predict(
       next node, with the whole of B. A hop begins when its block has arrived and the link is done with the one before.
 
     Additions are assumed to be free. An all-reduce is a reduce-scatter and an all-gather.
+
+    parts: so many equal parts of the buffer are pipelined: while one is between nodes, another is inside them. The
+    slower level then hides the other but for the first part (of an all-reduce, the first and the last).
     """
-    if collective == "all_reduce":
-        gathering = predict("all_gather", algorithm, shard_bytes, nodes, size, links)
-        return predict("reduce_scatter", algorithm, shard_bytes, nodes, size, links) + gathering
+    trips = 2 if collective == "all_reduce" else 1
     if not shard_bytes or nodes * size == 1:
         return 0.0
     if algorithm == "flat" or nodes == 1:
-        return _flat(shard_bytes, nodes, size, links)
+        return trips * _flat(shard_bytes, nodes, size, links)
+    part = shard_bytes / parts
     between = sum(
-        links.latency + step.blocks * shard_bytes * size * links.slowdown(step.distance, nodes) / links.node_bandwidth
+        links.latency + step.blocks * part * size * links.slowdown(step.distance, nodes) / links.node_bandwidth
         for step in all_gather_steps(cast(InterNodeAlgorithm, algorithm), nodes)
     )
-    inside = (size - 1) * (links.in_node_latency + nodes * shard_bytes / links.in_node_bandwidth)
-    return between + inside
+    inside = (size - 1) * (links.in_node_latency + nodes * part / links.in_node_bandwidth)
+    if parts == 1:
+        return trips * (between + inside)
+    # In an all-reduce a level takes each part twice, and the ends are inside: a sum before, a gather after.
+    hidden = max(between, inside) * trips * (parts - 1)
+    return hidden + trips * (between + inside)
 
 
 def choose(
@@ -117,9 +132,10 @@ def choose(
     links: Links,
     algorithms: Sequence[Algorithm] = ALGORITHMS,
 ) -> Algorithm:
-    """The algorithm that `predict` finds fastest; among equals, the first of `algorithms`. One node has only flat.
+    """The algorithm that `predict` finds fastest with `choose_parts`; among equals, the first of `algorithms`.
 
-    It is remembered: predicting takes milliseconds for tens of thousands of ranks, and calls repeat their sizes.
+    One node has only flat. It is remembered: predicting takes milliseconds for tens of thousands of ranks, and calls
+    repeat their sizes.
     """
     return _choose(collective, shard_bytes, nodes, size, links, tuple(algorithms))
 
@@ -135,7 +151,22 @@ def _choose(
 ) -> Algorithm:
     if nodes == 1:
         return "flat"
-    return min(algorithms, key=lambda name: predict(collective, name, shard_bytes, nodes, size, links))
+
+    def seconds(name: Algorithm) -> float:
+        parts = choose_parts(collective, name, shard_bytes, nodes, size, links)
+        return predict(collective, name, shard_bytes, nodes, size, links, parts)
+
+    return min(algorithms, key=seconds)
+
+
+@lru_cache(maxsize=4096)
+def choose_parts(
+    collective: Collective, algorithm: Algorithm, shard_bytes: float, nodes: int, size: int, links: Links
+) -> int:
+    """The number of parts to pipeline, of `PARTS`, that `predict` finds fastest; the smallest among equals."""
+    if algorithm == "flat" or nodes == 1 or size == 1:
+        return 1
+    return min(PARTS, key=lambda parts: predict(collective, algorithm, shard_bytes, nodes, size, links, parts))
 
 
 @lru_cache(maxsize=1024)
@@ -152,3 +183,43 @@ def _flat(shard_bytes: float, nodes: int, size: int, links: Links) -> float:
         free = [start + serial for start, (_, serial) in zip(begin, hops, strict=True)]
         arrived = [end + latency for end, (latency, _) in zip(free, hops, strict=True)]
     return max(arrived)
+
+
+@dataclass(frozen=True)
+class InterNodeStep:
+    """One step of an all-gather on node n of N.
+
+    Sends slots `source` to `source + blocks - 1` to node n - distance, and receives as many from node n + distance into
+    `target` and following. A reduce-scatter sends `target` and following to node n + distance, and adds what node n -
+    distance sends into `source` and following.
+    """
+
+    distance: int
+    source: int
+    target: int
+    blocks: int
+
+
+def all_gather_steps(algorithm: InterNodeAlgorithm, nodes: int) -> tuple[InterNodeStep, ...]:
+    """The steps of an all-gather of one slot a node. Before them a node has its slot 0, after them all slots.
+
+    ring: N - 1 steps of one slot. recursive: ceil(log2 N) steps, each of which doubles what a node has: recursive
+    doubling (Singh, section 6.2.3). That algorithm pairs nodes that differ in one bit of their number, and so needs N
+    to be a power of two; here each step's partners are `distance` apart on a ring (Bruck et al., "Efficient algorithms
+    for all-to-all communications in multiport message-passing systems", 1997). For a power of two this takes as many
+    steps and bytes, it works for every N, and each node always sends N - 1 slots.
+    """
+    return tuple(_ring(nodes) if algorithm == "ring" else _recursive(nodes))
+
+
+def _ring(nodes: int) -> Iterator[InterNodeStep]:
+    for slot in range(nodes - 1):
+        yield InterNodeStep(distance=1, source=slot, target=slot + 1, blocks=1)
+
+
+def _recursive(nodes: int) -> Iterator[InterNodeStep]:
+    held = 1
+    while held < nodes:
+        blocks = min(held, nodes - held)
+        yield InterNodeStep(distance=held, source=0, target=held, blocks=blocks)
+        held += blocks

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stretto bench decoding`: attention to a paged cache, and products with their sum, residual and norm."""

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stretto bench decoding`: the calls of a decoding step, each beside the fastest public way to do it, in one run.
+
+Caches and weights rotate through more memory than a GPU's caches hold. A row has the bytes that a call must read, and
+the part of the GPU's memory bandwidth that this makes of the time.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from stretto import ops
+from stretto.bench.decoding.settings import DecodingSetting
+from stretto.bench.harness import Column, print_row, print_table, run_ranks, write_result
+from stretto.bench.interleaved import TimingEffort, time_interleaved
+from stretto.cluster import Cluster
+from stretto.ops.decoding.paged_kernels import SINGLES, PagedCall, PagedConfig, attend_by_kernels
+from stretto.ops.invariant.kernels import choose_blocks, multiply_leaves
+from stretto.parallel import Grid
+
+_ROTATED_BYTES = 512 << 20  # more than a GPU's L2 cache
+EPS = 1e-5
+COLUMNS = (
+    Column("call", "call"),
+    Column("m", "tokens"),
+    Column("shape", "shape"),
+    Column("variant", "tiles"),
+    Column("stretto", "Stretto (us)", "{:.1f}"),
+    Column("invariant", "invariant (us)", "{:.1f}"),
+    Column("library", "library (us)", "{:.1f}"),
+    Column("to_library", "library / Stretto", "{:.2f}"),
+    Column("cost", "cost of invariance", "{:.0%}"),
+    Column("megabytes", "reads (MB)", "{:.1f}"),
+    Column("bandwidth", "of memory bandwidth", "{:.0%}"),
+    Column("error", "error", "{:.0e}"),
+)
+
+
+def bench_decoding(ranks: int, out: Path, setting: DecodingSetting) -> list[dict[str, Any]]:
+    """Measure all calls, print the table, and write the JSON anew after every row. Returns the rows."""
+    rows = run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
+    print_table(f"Calls of a decoding step, {ranks} ranks", COLUMNS, rows)
+    return rows
+
+
+@torch.no_grad()
+def measure_all(ranks: int, out: Path, setting: DecodingSetting) -> list[dict[str, Any]]:
+    """The job of each rank; returns the rows. Rank 0 writes them."""
+    device = Grid(data=ranks, device=None if torch.cuda.is_available() else "cpu").device
+    memory = Cluster.detect().gpu.memory_bandwidth if device.type == "cuda" else None
+    rows: list[dict[str, Any]] = []
+    measures: list[tuple[str, Callable[..., Iterator[dict[str, Any]]]]] = [
+        ("attention", measure_attention),
+        ("products", measure_products),
+    ]
+    for what, measure in measures:
+        for m in setting.batches if what in setting.only else ():
+            for row in measure(setting, m, device):
+                if memory:
+                    row["bandwidth"] = row["megabytes"] * 1e12 / memory / row["stretto"]
+                rows.append(row)
+                print_row(row)
+                if dist.get_rank() == 0:
+                    write_result(out, "decoding", COLUMNS, rows, ranks=ranks)
+    return rows
+
+
+def measure_attention(setting: DecodingSetting, m: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Attention of a token of each of m sequences, beside torch's on contiguous caches; and other tiles."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    pages = -(-setting.context // setting.page)
+    size = 2 * m * setting.context * setting.kv_heads * setting.size * dtype.itemsize
+    copies = max(1, min(64, _ROTATED_BYTES // size)) if device.type == "cuda" else 1
+    shape = copies * m * pages, setting.page, setting.kv_heads, setting.size
+    keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    q = torch.randn(m, setting.heads, setting.size, device=device, dtype=dtype)
+    tables = torch.randperm(copies * m * pages, device=device).int().view(copies, m, pages)
+    lengths = torch.full((m,), setting.context, dtype=torch.int32, device=device)
+    whole = [
+        one[tables[0].long()].flatten(1, 2)[:, : setting.context].transpose(1, 2).contiguous() for one in (keys, values)
+    ]
+    whole = [one[None].repeat(min(copies, 8), 1, 1, 1, 1) for one in whole]  # as many as the caches forget
+    turns = itertools.cycle(range(copies)), itertools.cycle(range(min(copies, 8)))
+
+    def attend(**options: Any) -> Tensor:
+        return ops.paged_attention(q, keys, values, tables[next(turns[0])], lengths, **options)
+
+    def attend_contiguous() -> Tensor:
+        turn = next(turns[1])
+        out = functional.scaled_dot_product_attention(
+            q[:, :, None], whole[0][turn], whole[1][turn], enable_gqa=setting.heads != setting.kv_heads
+        )
+        return out[:, :, 0]
+
+    runs: dict[str, Callable[[], Any]] = {
+        "stretto": attend,
+        "invariant": partial(attend, invariant=True),
+        "library": attend_contiguous,
+    }
+    row = {"call": "attention", "m": m, "shape": f"{setting.context} x {setting.heads}/{setting.kv_heads}"}
+    error = ops.paged_attention(q, keys, values, tables[0], lengths).float() - attend_contiguous().float()
+    row |= {"megabytes": size / 1e6, "error": error.abs().max().item()}
+    yield row | _time(runs, setting)
+    if not setting.has_variants or device.type != "cuda":
+        return
+    configs = [
+        PagedConfig(SINGLES.rows, depth, warps, stages, programs)
+        for depth, warps in ((32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8))
+        for stages in (2, 3, 4)
+        for programs in (4, 8, 16)
+    ]
+
+    def attend_by(config: PagedConfig) -> Tensor:
+        call = PagedCall(q, keys, values, tables[next(turns[0])], lengths, None, setting.size**-0.5, 0, False)
+        return attend_by_kernels(call, config)
+
+    yield from _time_variants(row, {_name(one): partial(attend_by, one) for one in configs}, setting)
+
+
+def measure_products(setting: DecodingSetting, m: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Products with their sum, residual and norm, beside torch's and the backend's; and tiles of invariant ones."""
+    world, n = dist.get_world_size(), setting.hidden
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for depth in setting.depths:
+        k = depth // world
+        size = n * k * dtype.itemsize
+        copies = max(2, min(32, _ROTATED_BYTES // size)) if device.type == "cuda" else 1
+        weights = [torch.randn(n, k, device=device, dtype=dtype) / depth**0.5 for _ in range(copies)]
+        x, residual = (torch.randn(m, columns, device=device, dtype=dtype) for columns in (k, n))
+        norm_weight, turns = torch.ones(n, device=device, dtype=dtype), itertools.cycle(weights)
+        dist.broadcast(residual, 0)
+
+        def fuse(x: Tensor, residual: Tensor, norm_weight: Tensor, turns: Iterator[Tensor], invariant: bool) -> Any:
+            return ops.matmul_all_reduce_norm(x, next(turns), residual, norm_weight, eps=EPS, invariant=invariant)
+
+        def compose(x: Tensor, residual: Tensor, norm_weight: Tensor, turns: Iterator[Tensor]) -> Any:
+            total = x @ next(turns).t()
+            if world > 1:
+                dist.all_reduce(total)
+            added = residual + total
+            return functional.rms_norm(added, (n,), norm_weight, EPS), added
+
+        given = x, residual, norm_weight, turns
+        runs: dict[str, Callable[[], Any]] = {
+            "stretto": partial(fuse, *given, False),
+            "invariant": partial(fuse, *given, True),
+            "library": partial(compose, *given),
+        }
+        ours, theirs = fuse(*given[:3], iter(weights), False), compose(*given[:3], iter(weights))
+        row = {"call": "product, sum, norm", "m": m, "shape": f"{n} x {k}", "megabytes": size / 1e6}
+        yield row | {"error": (ours[0] - theirs[0]).abs().max().item()} | _time(runs, setting)
+        if not setting.has_variants or device.type != "cuda":
+            continue
+        leaves = ops.LEAVES // world
+        first = choose_blocks(m, n, k // leaves, dtype.itemsize, 132)
+        variants: dict[str, Callable[[], Any]] = {
+            f"{leaves} leaves, {_name(blocks)}": partial(_multiply, x, turns, leaves, blocks)
+            for width in (16, 32, 64, 128)
+            for deep in (64, 128)
+            for stages in (3, 4, 6)
+            for blocks in [first._replace(n=width, k=min(deep, first.k), num_stages=stages)]
+            if (blocks.m + width) * blocks.k * stages * dtype.itemsize < 220_000
+        }
+        yield from _time_variants(row | {"call": "invariant product"}, variants, setting)
+
+
+def _multiply(x: Tensor, turns: Iterator[Tensor], leaves: int, blocks: Any) -> Tensor:
+    return multiply_leaves(x, next(turns), None, leaves, torch.float32, blocks)
+
+
+def _name(config: Any) -> str:
+    return " ".join(f"{key}={value}" for key, value in config._asdict().items())
+
+
+def _time(runs: dict[str, Callable[[], Any]], setting: DecodingSetting) -> dict[str, float]:
+    """Microseconds of each run in a graph, and what they say."""
+    found = time_interleaved(runs, 0, is_graph=torch.cuda.is_available(), effort=TimingEffort(setting.rounds, 5))
+    times = {name: timed.seconds * 1e6 for name, timed in found.items()}
+    more = {"to_library": times["library"] / times["stretto"], "cost": times["invariant"] / times["stretto"] - 1}
+    return times | more
+
+
+def _time_variants(
+    row: dict[str, Any], runs: dict[str, Callable[[], Any]], setting: DecodingSetting
+) -> Iterator[dict[str, Any]]:
+    """A row of each variant, the fastest first."""
+    found = time_interleaved(runs, 0, is_graph=True, effort=TimingEffort(setting.rounds, 5))
+    for name, timed in sorted(found.items(), key=lambda pair: pair[1].seconds):
+        yield {**row, "error": None, "variant": name, "stretto": timed.seconds * 1e6}

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce + residual + norm: in one launch for few rows, whose sums travel as packets."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.ops.choices import find_group_obstacle
+from stretto.ops.config import encode_implementation
+from stretto.ops.invariant.matmul import LEAVES, count_leaves
+from stretto.ops.invariant.ranks import reduce_by_tree
+from stretto.ops.operator import (
+    DTYPES,
+    abandon,
+    all_reduce,
+    define_operator,
+    find_group,
+    find_name,
+    find_workspace,
+    flatten_rows,
+    needs_gradients,
+    require_agreement,
+    require_place,
+    show_shape,
+)
+from stretto.ops.row_sums.kernel import SumOperands, fits_packets, launch_sums
+from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm, require_norm, require_norm_operands
+from stretto.ops.small_m import count_bytes
+
+
+def all_reduce_norm(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    eps: float,
+    norm: str = "rms",
+    bias: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    offset: float = 0.0,
+    invariant: bool = False,
+    implementation: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(norm of the new residual, the new residual), which is residual + (the sum of all ranks' x, + bias): [..., n].
+
+    x, residual: [..., n] of bf16, fp16 or fp32, contiguous; the residual is the same on all ranks. norm: "rms"
+    (x / sqrt(mean of squares + eps) * (norm_weight + offset)) or "layer" (of x - mean, + norm_bias); it computes in
+    fp32. norm_weight, norm_bias: [n] of bf16, fp16 or fp32, whatever x's dtype; bias: [n] of x's dtype. A sum and a
+    residual are rounded to x's dtype, as separate operators round them. All ranks get the same bits. group: None for
+    all ranks.
+
+    invariant: a row's bits depend on x, and on no other row, nor on the number of rows, kernel or device; the ranks'
+    numbers are added by a binary tree, in fp32. With `implementation`: "auto", "kernel" (in one launch, or it raises)
+    or "library" (an all-reduce, then one kernel).
+
+    There are no gradients. ValueError for other input, PeerError for a rank that does not call.
+    """
+    how, name = encode_implementation(implementation), find_name(group)
+    require_no_gradients("all_reduce_norm", x, residual, norm_weight, bias, norm_bias)
+    rows = flatten_rows("all_reduce_norm", x)
+    require_same_shape("all_reduce_norm", x.shape, residual)
+    operands = rows, residual.view_as(rows), norm_weight, bias, norm_bias
+    normed, added = _call(*operands, name, float(eps), norm, float(offset), invariant, how)
+    return normed.view_as(x), added.view_as(x)
+
+
+def require_no_gradients(operator: str, *tensors: Tensor | None) -> None:
+    """ValueError where gradients would be needed, of which the operator has none."""
+    if needs_gradients(*tensors):
+        raise ValueError(f"{operator} has no gradients: call it under torch.no_grad(), or detach its operands")
+
+
+def require_same_shape(operator: str, shape: tuple[int, ...], residual: Tensor) -> None:
+    """ValueError unless the residual is contiguous and of this shape."""
+    if tuple(residual.shape) != tuple(shape) or not residual.is_contiguous():
+        raise ValueError(
+            f"{operator}: residual is contiguous, {list(shape)}, not {show_shape(residual)} with strides "
+            f"{residual.stride()}"
+        )
+
+
+def _run(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    bias: Tensor | None,
+    norm_bias: Tensor | None,
+    group: str,
+    eps: float,
+    norm: str,
+    offset: float,
+    invariant: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    operands = NormOperands(bias, residual, norm_weight, norm_bias)
+    _require(x, operands, norm, eps)
+    (m, n), world, described = x.shape, find_group(group).size(), Norm(norm, eps, offset, invariant)
+    if invariant:
+        count_leaves("all_reduce_norm", LEAVES, world)
+    wire = torch.float32 if invariant else x.dtype
+    call = f"all_reduce_norm {list(x.shape)} {x.dtype} {(norm, bias is None, invariant, implementation)}"
+    require_agreement(call, False, group, x.device)
+    obstacle = find_group_obstacle(group, x.device)
+    if not obstacle and not fits_packets(m, n, wire, world):
+        obstacle = f"{list(x.shape)} of {wire} from {world} ranks are more than packets are for"
+    if implementation == "kernel" and obstacle:
+        raise ValueError(f'all_reduce_norm: no kernel can run: {obstacle}; implementation="library" can')
+    if implementation == "library" or obstacle or not x.numel():
+        if invariant:
+            total, operands = reduce_by_tree(x.float(), bias, x.dtype, group), operands._replace(bias=None)
+        else:
+            total = all_reduce(x, group)
+        return add_norm(total, operands, described)
+    workspace = find_workspace(group, x.device, count_bytes("push", m, n, world, wire), "packets")
+    channel = workspace.channel.enter("all_reduce_norm", "p2p")
+    try:
+        sums = SumOperands(*operands, torch.empty_like(residual))
+        return launch_sums(workspace, channel, x, sums, wire, by_tree=invariant, norm=described)
+    except BaseException:
+        abandon(group, workspace.channel)
+        raise
+
+
+def _require(x: Tensor, operands: NormOperands, norm: str, eps: float) -> None:
+    require_norm("all_reduce_norm", norm, eps)
+    if x.dtype not in DTYPES:
+        raise ValueError(f"all_reduce_norm takes {', '.join(map(str, DTYPES))}, not {x.dtype}: convert x")
+    require_place("all_reduce_norm", x)
+    require_norm_operands("all_reduce_norm", x, x.shape[0], x.shape[1], operands)
+
+
+def _fake(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    bias: Tensor | None,
+    norm_bias: Tensor | None,
+    group: str,
+    eps: float,
+    norm: str,
+    *_: object,
+) -> tuple[Tensor, Tensor]:
+    _require(x, NormOperands(bias, residual, norm_weight, norm_bias), norm, eps)
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+_call = define_operator("all_reduce_norm", _run, fake=_fake, tensors=slice(5))

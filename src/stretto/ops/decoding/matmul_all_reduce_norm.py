@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GEMM + all-reduce + residual + norm, for decoding: in two launches for few rows."""
+
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.ops import small_m
+from stretto.ops.choices import find_config
+from stretto.ops.config import KernelConfig, encode_implementation
+from stretto.ops.decoding.all_reduce_norm import require_no_gradients, require_same_shape
+from stretto.ops.gemm import GroupProduct
+from stretto.ops.invariant.kernels import multiply_and_sum
+from stretto.ops.invariant.matmul import count_leaves, goes_by_packets, multiply_all_reduce, require_plain
+from stretto.ops.matmul_all_reduce import compute_all_reduce
+from stretto.ops.operator import (
+    abandon,
+    define_operator,
+    find_group,
+    find_name,
+    flatten_rows,
+    require_agreement,
+    require_operands,
+)
+from stretto.ops.row_sums.kernel import SumOperands, launch_sums
+from stretto.ops.row_sums.norm import (
+    MAX_COLUMNS,
+    Norm,
+    NormOperands,
+    add_norm,
+    require_norm,
+    require_norm_operands,
+)
+from stretto.ops.scaled import scaled_matmul_all_reduce
+
+
+def matmul_all_reduce_norm(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    eps: float,
+    norm: str = "rms",
+    bias: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    offset: float = 0.0,
+    invariant: bool = False,
+    implementation: str | KernelConfig = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(norm of the new residual, the new residual), which is residual + matmul_all_reduce(x, weight, bias): [..., n].
+
+    x: [..., k], weight: [n, k], as in `matmul_all_reduce`; residual: [..., n], the same on all ranks; bias: [n] of x's
+    dtype, added once. norm, eps, offset, norm_weight and norm_bias are those of `all_reduce_norm`. The bits are those
+    of `matmul_all_reduce`, an addition and the norm, one after another. Few rows take two launches: a product that
+    sends its tiles as packets, and a kernel that adds them up, with residual and norm.
+
+    invariant: a row's bits depend neither on the number of rows nor on the other rows, nor on the number of ranks (1,
+    2, 4 or 8 of the same k): see `matmul_all_reduce`. There are no gradients. ValueError for other input, PeerError for
+    a rank that does not call.
+    """
+    how, name = encode_implementation(implementation), find_name(group)
+    require_no_gradients("matmul_all_reduce_norm", x, weight, residual, norm_weight, bias, norm_bias)
+    rows = flatten_rows("matmul_all_reduce_norm", x)
+    if invariant:
+        require_plain("matmul_all_reduce_norm", how, None, None)
+    shape = *x.shape[:-1], weight.shape[0]
+    require_same_shape("matmul_all_reduce_norm", shape, residual)
+    operands = rows, weight, residual.flatten(0, -2), norm_weight, bias, norm_bias
+    normed, added = _call(*operands, name, float(eps), norm, float(offset), invariant, how)
+    return normed.view(shape), added.view(shape)
+
+
+def scaled_matmul_all_reduce_norm(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    eps: float,
+    norm: str = "rms",
+    bias: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    offset: float = 0.0,
+    implementation: str | KernelConfig = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`matmul_all_reduce_norm` of fp8 operands; the output has the residual's dtype, bf16, fp16 or fp32.
+
+    x, weight and their scales are as in `scaled_matmul_all_reduce`.
+    """
+    require_norm("scaled_matmul_all_reduce_norm", norm, eps)
+    require_same_shape("scaled_matmul_all_reduce_norm", (*x.shape[:-1], weight.shape[0]), residual)
+    rows = residual.flatten(0, -2)
+    operands = NormOperands(None, rows, norm_weight, norm_bias)
+    require_norm_operands("scaled_matmul_all_reduce_norm", rows, rows.shape[0], rows.shape[1], operands)
+    total = scaled_matmul_all_reduce(
+        x, weight, x_scale, weight_scale, group, bias=bias, out_dtype=residual.dtype, implementation=implementation
+    )
+    normed, added = add_norm(total.flatten(0, -2), operands, Norm(norm, eps, offset))
+    return normed.view_as(residual), added.view_as(residual)
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    bias: Tensor | None,
+    norm_bias: Tensor | None,
+    group: str,
+    eps: float,
+    norm: str,
+    offset: float,
+    invariant: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    operands = NormOperands(bias, residual, norm_weight, norm_bias)
+    described = Norm(norm, eps, offset, invariant)
+    if invariant:
+        _require(x, weight, operands, norm, eps)
+        return multiply_sum_norm(x, weight, operands, described, group, implementation)
+
+    def compute(config: KernelConfig) -> tuple[Tensor, Tensor]:
+        return _compute(config, x, weight, operands, described, group)
+
+    config = find_config(
+        "matmul_all_reduce", x, weight, bias, group, implementation, "norm", norm, run=compute,
+        check=lambda: _require(x, weight, operands, norm, eps),
+    )  # fmt: skip
+    return compute(config)
+
+
+def _compute(
+    config: KernelConfig, x: Tensor, weight: Tensor, operands: NormOperands, norm: Norm, group: str
+) -> tuple[Tensor, Tensor]:
+    """By a product whose packets the norm's kernel adds up, or by a `matmul_all_reduce` and a kernel for the rest."""
+    residual, world = operands.residual, find_group(group).size()
+    goes_by_packets = config.implementation == "kernel" and config.exchange == "packets" and not config.schedule
+    if not (goes_by_packets and config.shots == 1 and residual.shape[1] <= MAX_COLUMNS and 0 not in weight.shape):
+        total = compute_all_reduce(config, x, weight, operands.bias, group, None)
+        return add_norm(total, operands._replace(bias=None), norm)
+    product = GroupProduct(x, weight, None, residual, group)
+    workspace = small_m.launch("matmul_all_reduce_norm", "push", config, product, world)
+    try:
+        channel = workspace.channel.describe("matmul_all_reduce_norm", "p2p", begun_in_kernel=True)
+        sums = SumOperands(*operands, torch.empty_like(residual))
+        return launch_sums(workspace, channel, None, sums, x.dtype, norm=norm)
+    except BaseException:
+        abandon(group, workspace.channel)
+        raise
+
+
+def multiply_sum_norm(
+    x: Tensor, weight: Tensor, operands: NormOperands, norm: Norm, group: str, implementation: str
+) -> tuple[Tensor, Tensor]:
+    """The invariant call: a product that sends its tiles, and a kernel for the rest, or one after another."""
+    (m, k), n, world = x.shape, weight.shape[0], find_group(group).size()
+    leaves = count_leaves("matmul_all_reduce_norm", k, world)
+    call = f"invariant matmul_all_reduce_norm m={m} n={n} k={k} {x.dtype} {(norm, implementation)}"
+    require_agreement(call, False, group, x.device)
+    if world > 1 and m and goes_by_packets("matmul_all_reduce_norm", m, n, group, x.device, implementation):
+        sums = SumOperands(*operands, torch.empty_like(operands.residual))
+        return multiply_and_sum("matmul_all_reduce_norm", "push", x, weight, leaves, sums, group, norm)
+    total = multiply_all_reduce(x, weight, operands.bias, group, "sum-of-losses", "library")
+    return add_norm(total, operands._replace(bias=None), norm)
+
+
+def _require(x: Tensor, weight: Tensor, operands: NormOperands, norm: str, eps: float) -> None:
+    require_norm("matmul_all_reduce_norm", norm, eps)
+    require_operands("matmul_all_reduce_norm", x, weight, operands.bias)
+    require_norm_operands("matmul_all_reduce_norm", x, x.shape[0], weight.shape[0], operands)
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    bias: Tensor | None,
+    norm_bias: Tensor | None,
+    group: str,
+    eps: float,
+    norm: str,
+    *_: object,
+) -> tuple[Tensor, Tensor]:
+    _require(x, weight, NormOperands(bias, residual, norm_weight, norm_bias), norm, eps)
+    return torch.empty_like(residual), torch.empty_like(residual)
+
+
+def _count_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+    return 2 * x[0] * prod(weight)
+
+
+_call = define_operator("matmul_all_reduce_norm", _run, fake=_fake, count_flops=_count_flops, tensors=slice(6))

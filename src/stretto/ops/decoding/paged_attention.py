@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of new tokens to a paged cache of keys and values: single tokens and chunks of prompts in one call."""
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from stretto.ops.config import IMPLEMENTATIONS
+from stretto.ops.decoding.all_reduce_norm import require_no_gradients
+from stretto.ops.decoding.paged_kernels import PagedCall, attend_by_kernels
+from stretto.ops.operator import DTYPES, define_operator, show_shape
+from stretto.tiles import INTERPRETED
+
+MAX_SIZE = 256
+"""Of a head: a program keeps its queries' results in registers."""
+
+FLASH_PAGE = 256
+"""flash-attn's pages are multiples of it."""
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    query_offsets: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    invariant: bool = False,
+    implementation: str = "auto",
+) -> Tensor:
+    """Causal attention of each sequence's last tokens to all of its tokens, whose keys lie in pages: [tokens, h, d].
+
+    q: [tokens, heads, d]: the sequences' new tokens, one sequence after another. query_offsets: int32 [sequences + 1],
+    where each sequence's tokens begin in q, and the end of the last; None: one token a sequence. key_cache,
+    value_cache: [pages, page size, kv heads, d], already with the new tokens' own; heads are a multiple of kv heads,
+    and head i reads kv head i // (heads / kv heads). block_table: int32 [sequences, most pages]: the page of each page
+    size's tokens of a sequence; entries behind a sequence's last page are not read. lengths: int32 [sequences]: tokens
+    of each sequence with the new ones, so that its last new token is at position length - 1; a sequence of length 0 has
+    zeros. Rows of q behind the last offset are zeros or garbage of no one: they are not read, and their output is 0.
+    scale: of scores, by default 1 / sqrt(d). window: a token attends to itself and the window - 1 tokens before it.
+
+    The host reads none of the tensors: calls are captured in CUDA graphs, and lengths and tables may then change in
+    place. bf16, fp16 or fp32, all of one dtype; scores and sums are fp32.
+
+    invariant: a token's bits depend on its sequence alone: neither on the other sequences, nor on the chunk that it
+    comes in, nor on the number of heads here; keys are split at fixed positions. implementation: "auto", "kernel" or
+    "library" (flash-attn, if installed and able, else torch). There are no gradients. ValueError for other input.
+    """
+    require_no_gradients("paged_attention", q, key_cache, value_cache)
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"paged_attention: window is a number of tokens from 1 on, or None, not {window!r}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation is {', '.join(map(repr, IMPLEMENTATIONS))}, not {implementation!r}")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    inputs = q, key_cache, value_cache, block_table, lengths, query_offsets
+    return _call(*inputs, scale, window or 0, invariant, implementation)
+
+
+def _run(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    query_offsets: Tensor | None,
+    scale: float,
+    window: int,
+    invariant: bool,
+    implementation: str,
+) -> Tensor:
+    _require(q, key_cache, value_cache, block_table, lengths, query_offsets)
+    call = PagedCall(
+        q, key_cache, value_cache, block_table, lengths, query_offsets, scale, window, is_invariant=invariant
+    )
+    obstacle = _find_obstacle(call)
+    if implementation == "library" or (implementation == "auto" and obstacle):
+        return _attend_by_library(call)
+    if obstacle:
+        raise ValueError(f'paged_attention: no kernel can run: {obstacle}; implementation="library" can')
+    return attend_by_kernels(call)
+
+
+def _find_obstacle(call: PagedCall) -> str:
+    """Why the kernels cannot run this call; "" if they can."""
+    if call.q.device.type == "cpu" and not INTERPRETED.value:
+        return "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
+    if call.q.shape[2] > MAX_SIZE:
+        return f"heads have up to {MAX_SIZE} numbers, not {call.q.shape[2]}"
+    if call.keys.stride() != call.values.stride():
+        return f"the caches have different strides, {call.keys.stride()} and {call.values.stride()}"
+    return ""
+
+
+def _attend_by_library(call: PagedCall) -> Tensor:
+    """By flash-attn, where it is installed and takes the call, else by torch."""
+    if call.is_invariant or call.offsets is not None or not call.q.is_cuda or call.q.dtype == torch.float32:
+        return attend_by_torch(*call[:-1])
+    if call.keys.shape[1] % FLASH_PAGE or importlib.util.find_spec("flash_attn") is None:
+        return attend_by_torch(*call[:-1])
+    from flash_attn import flash_attn_with_kvcache
+
+    return flash_attn_with_kvcache(
+        call.q[:, None], call.keys, call.values, cache_seqlens=call.lengths, block_table=call.table,
+        softmax_scale=call.scale, causal=True, window_size=(call.window - 1 if call.window else -1, -1),
+    )[:, 0]  # fmt: skip
+
+
+def attend_by_torch(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    query_offsets: Tensor | None,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """The attention by torch's operators, without reading a tensor on the host: each token with a row of all keys."""
+    tokens, heads, size = q.shape
+    page_size, kv_heads = key_cache.shape[1:3]
+    sequences, most = block_table.shape[0], block_table.shape[1] * page_size
+    index = torch.arange(tokens, device=q.device)
+    if query_offsets is None:
+        sequence, position = index, lengths.long() - 1
+        is_there = position >= 0
+    else:
+        sequence = torch.searchsorted(query_offsets.long(), index, right=True) - 1
+        is_there = (sequence >= 0) & (sequence < sequences)
+        sequence = sequence.clamp(0, sequences - 1)
+        position = lengths.long()[sequence] - query_offsets.long()[sequence + 1] + index
+    key_index = torch.arange(most, device=q.device)
+    is_seen = (key_index <= position[:, None]) & is_there[:, None]
+    if window:
+        is_seen &= key_index > position[:, None] - window
+    pages = block_table.long().clamp(0, key_cache.shape[0] - 1)
+    keys, values = (cache[pages].reshape(sequences, most, kv_heads, size).float() for cache in (key_cache, value_cache))
+    grouped = q.view(tokens, kv_heads, heads // kv_heads, size).float()
+    out = torch.empty_like(q)
+    step = max(1, (1 << 24) // max(1, most * kv_heads * size))
+    for first in range(0, tokens, step):
+        part = slice(first, first + step)
+        scores = torch.einsum("tkgd,tskd->tkgs", grouped[part], keys[sequence[part]]) * scale
+        seen = is_seen[part, None, None]
+        weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1).masked_fill(~seen, 0)
+        values_seen = values[sequence[part]].masked_fill(~is_seen[part, :, None, None], 0)
+        out[part] = torch.einsum("tkgs,tskd->tkgd", weights, values_seen).flatten(1, 2).to(q.dtype)
+    return out
+
+
+def _require(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    query_offsets: Tensor | None,
+) -> None:
+    """ValueError for tensors that do not go together."""
+    if q.dim() != 3 or key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+        raise ValueError(
+            "paged_attention takes q [tokens, heads, d] and caches [pages, page size, kv heads, d] of one shape, not "
+            f"{show_shape(q)}, {show_shape(key_cache)} and {show_shape(value_cache)}"
+        )
+    heads, size = q.shape[1:]
+    kv_heads = key_cache.shape[2]
+    if key_cache.shape[3] != size or heads % kv_heads:
+        raise ValueError(
+            f"paged_attention: q has {heads} heads of {size} and the cache {kv_heads} of {key_cache.shape[3]}: the "
+            "sizes are equal, and the heads a multiple of the cache's"
+        )
+    for name, one in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if one.dtype != q.dtype or one.device != q.device:
+            raise ValueError(
+                f"paged_attention: q is {q.dtype} on {q.device} and {name} {one.dtype} on {one.device}: convert one"
+            )
+        if one.stride(3) != 1:
+            raise ValueError(f"paged_attention: the last dim of {name} is contiguous, not of strides {one.stride()}")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"paged_attention takes {', '.join(map(str, DTYPES))}, not {q.dtype}")
+    if not q.is_contiguous():
+        raise ValueError(f"paged_attention takes a contiguous q, not strides {q.stride()}: call contiguous() on it")
+    sequences = lengths.shape[0] if lengths.dim() == 1 else -1
+    shapes = {"block_table": (block_table, 2, sequences), "lengths": (lengths, 1, sequences)}
+    if query_offsets is not None:
+        shapes["query_offsets"] = query_offsets, 1, sequences + 1
+    elif sequences != q.shape[0]:
+        raise ValueError(
+            f"paged_attention: {q.shape[0]} tokens of {sequences} sequences: without query_offsets each has one token"
+        )
+    for name, (one, dims, first) in shapes.items():
+        if one.dim() != dims or one.shape[0] != first or one.dtype != torch.int32 or one.device != q.device:
+            raise ValueError(
+                f"paged_attention: {name} is int32 with {dims} dims on {q.device}, its first of {first}, not "
+                f"{show_shape(one)} of {one.dtype} on {one.device}"
+            )
+        if not one.is_contiguous():
+            raise ValueError(f"paged_attention takes a contiguous {name}, not strides {one.stride()}")
+
+
+def _fake(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    query_offsets: Tensor | None,
+    *_: object,
+) -> Tensor:
+    _require(q, key_cache, value_cache, block_table, lengths, query_offsets)
+    return torch.empty_like(q)
+
+
+_call = define_operator("paged_attention", _run, fake=_fake, tensors=slice(6))

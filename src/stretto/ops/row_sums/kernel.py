@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel that adds up all ranks' rows, which travel as packets, with a residual and its norm."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto import tiles
+from stretto.memory.gpus import limit_waiting
+from stretto.ops.gemm import divide_up
+from stretto.ops.operator import OperatorWorkspace
+from stretto.ops.row_sums.norm import MAX_COLUMNS, Norm, add_to_residual, describe_norm, normalize_tile
+from stretto.ops.small_m import THREADS_OF_A_WARP
+from stretto.tiles import kind_of
+
+MAX_PACKET_BYTES = 4 << 20
+"""That a rank sends to the others, at most, where every rank adds up all rows: about 10 us of NVLink."""
+
+NO_NORM = Norm("none", 0.0)
+_WIRES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+class SumOperands(NamedTuple):
+    """What is added to sums over ranks, as in `NormOperands`, and where they go: added [m, n]."""
+
+    bias: Tensor | None
+    residual: Tensor | None
+    weight: Tensor | None
+    norm_bias: Tensor | None
+    added: Tensor
+
+
+@triton.jit
+def sum_and_normalize(  # type: ignore[no-untyped-def]
+    channel, staging, slot_words, x, bias, residual, weight, norm_bias, normed, added, rows, columns,
+    WIRE: tl.constexpr, BY_TREE: tl.constexpr, IN_FOURS: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr,
+    OFFSET: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """added = residual + (the sum of all ranks' x, + bias), [rows, columns]; normed = its norm.
+
+    x: None where the launch before, of the same call, has sent its packets. residual: or None, and then there is no
+    norm. A program adds up whole rows, of BLOCK packets of numbers of type WIRE.
+    Order: programs claim rows of x and send them, as packets, to all ranks; then they add up every so many-th row.
+    Signals: none but the packets.
+    Waits: for packets. Rows to send are claimed, so running programs send all of them before any of them waits; the
+    launch before waits for nothing. There are no more programs than may wait at once (`limit_waiting`).
+    Failure: packets are sent only while no wait of this process has failed.
+    Reuse: two slots, by the call's number; every rank waits for the sums of all ranks' packets: see `call_slot`.
+    """
+    dtype: tl.constexpr = added.dtype.element_ty
+    each: tl.constexpr = 32 // WIRE.primitive_bitwidth
+    pairs = tl.cdiv(columns, each)
+    size = rows * pairs
+    slot = staging + tiles.call_slot(channel).to(tl.int64) * slot_words
+    index = tl.arange(0, BLOCK)
+    if x is not None:
+        own = slot + tl.cast(channel.rank, tl.int64) * size
+        publishes = tiles.may_publish(channel)
+        row = tiles.claim(channel)
+        while row < rows:
+            at = x + row.to(tl.int64) * columns + index * each
+            low = tl.load(at, mask=index < pairs, other=0).to(tl.float32)
+            high = low
+            if each == 2:
+                high = tl.load(at + 1, mask=index * 2 + 1 < columns, other=0).to(tl.float32)
+            data = tiles.pack(low, high, WIRE)
+            for distance in tl.static_range(1, channel.world + 1):
+                peer = (channel.rank + distance) % channel.world
+                tiles.push_packets(
+                    channel, own, row * pairs + index, data, index < pairs, rank=peer, in_fours=IN_FOURS,
+                    publishes=publishes
+                )  # fmt: skip
+            row = tiles.claim(channel)
+    column = tl.arange(0, BLOCK * each)[None, :]
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        low, high, _ = tiles.sum_packets(
+            channel, slot, size, row * pairs + index, index < pairs, row, WIRE, by_tree=BY_TREE
+        )
+        sums = low
+        if each == 2:
+            sums = tl.interleave(low, high)
+        sums = tl.expand_dims(sums, 0)
+        place = tl.cast(row, tl.int64) * columns + column
+        there = column < columns
+        if residual is None:
+            if bias is not None:
+                sums += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)
+            tl.store(added + place, sums.to(dtype), mask=there)
+        else:
+            value = tl.load(residual + place, mask=there, other=0.0).to(tl.float32)
+            value = add_to_residual(value, sums, bias, column, columns, dtype)
+            tl.store(added + place, value.to(dtype), mask=there)
+            result = normalize_tile(value, there, weight, norm_bias, column, columns, KIND, EPS, OFFSET, EXACT)
+            tl.store(normed + place, result.to(dtype), mask=there)
+    tiles.end_unsignalled_call(channel)
+
+
+def launch_sums(
+    workspace: OperatorWorkspace,
+    channel: tiles.Channel,
+    x: Tensor | None,
+    operands: SumOperands,
+    wire: torch.dtype,
+    *,
+    by_tree: bool = False,
+    norm: Norm = NO_NORM,
+) -> tuple[Tensor, Tensor]:
+    """Launch `sum_and_normalize` on the packets of a call that has begun: (normed, or the sums; added).
+
+    x: this rank's summands, if they have not been sent.
+    """
+    bias, residual, weight, norm_bias, added = operands
+    rows, columns = added.shape
+    normed = added if residual is None else torch.empty_like(added)
+    each = 4 // wire.itemsize
+    pairs = divide_up(columns, each)
+    num_warps = min(16, max(4, triton.next_power_of_2(pairs) // 256))
+    block = max(triton.next_power_of_2(pairs), THREADS_OF_A_WARP * num_warps)
+    programs = limit_waiting(rows, added.device)
+    staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
+    in_fours = columns * wire.itemsize % 16 == 0
+    options = _WIRES[wire], by_tree, in_fours, *describe_norm(norm).values()
+    kinds = [kind_of(one) for one in (x, bias, residual, weight, norm_bias, normed, added)]
+    workspace.channel.launch(
+        sum_and_normalize,
+        (added.shape, wire, by_tree, norm, num_warps, *kinds),
+        programs,
+        (
+            channel, staging, workspace.words(1, torch.int32), x, bias, residual, weight, norm_bias, normed, added,
+            rows, columns, *options, block,
+        ),
+        num_warps=num_warps,
+        **({} if not norm.is_exact else {"enable_fp_fusion": False}),
+    )  # fmt: skip
+    return normed, added
+
+
+def fits_packets(rows: int, columns: int, wire: torch.dtype, world: int) -> bool:
+    """True if the sums of all rows are sent as packets, to all ranks: where latency counts, not bandwidth."""
+    return columns <= MAX_COLUMNS and rows * columns * wire.itemsize * max(1, world - 1) <= MAX_PACKET_BYTES

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residual and norm of rows, in the kernels of an all-reduce, and by torch.
+
+A row's numbers are rounded where separate operators would round them: the sum with its bias, the residual after it, and
+the norm of the rounded residual. So a fused call gives the bits of the separate calls.
+
+An invariant norm adds up squares exactly, as 64-bit integers relative to the row's largest number: every order of the
+additions, hence every kernel, tile and device, gives the same bits.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.ops.gemm import divide_up
+from stretto.ops.operator import DTYPES, Autograd, define_operator, show_shape
+from stretto.tiles import INTERPRETED
+from stretto.tiles.launches import launch_cached
+
+NORMS = ("rms", "layer")
+MAX_COLUMNS = 16384  # a program keeps whole rows in registers
+_POINT = 40  # binary digits after the point of an exact sum
+_POINT_SCALE = tl.constexpr(float(1 << _POINT))
+
+
+class Norm(NamedTuple):
+    """A norm: its kind ("rms" or "layer"), eps, the number added to the weight, and whether its sums are exact."""
+
+    kind: str
+    eps: float
+    offset: float = 0.0
+    is_exact: bool = False
+
+
+class NormOperands(NamedTuple):
+    """What a norm reads beside the sum: bias [n] of the sum, residual [m, n], the norm's weight [n] and bias [n]."""
+
+    bias: Tensor | None
+    residual: Tensor
+    weight: Tensor
+    norm_bias: Tensor | None
+
+
+def invariant_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    norm: str = "rms",
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+) -> Tensor:
+    """The norm of rows [..., n] with the bits of `all_reduce_norm` with invariant=True; rounded once, to x's dtype.
+
+    norm: "rms" or "layer". weight, bias: [n] of any dtype. Differentiable, once.
+    """
+    require_norm("invariant_norm", norm, eps)
+    for name, one in (("weight", weight), ("bias", bias)):
+        if one is not None and one.shape != x.shape[-1:]:
+            raise ValueError(f"invariant_norm: {name} is [{x.shape[-1]}], not {show_shape(one)}")
+    return _exact_norm(x, weight, bias, float(eps), norm, float(offset))
+
+
+def _run_exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: str, offset: float) -> Tensor:
+    described = Norm(norm, eps, offset, is_exact=True)
+    if not can_launch(x) or x.shape[-1] > MAX_COLUMNS:
+        return normalize_by_torch(x, weight, bias, described)
+    rows = x.contiguous().view(-1, x.shape[-1])
+    normed = torch.empty_like(rows)
+    _launch(None, None, rows, weight.contiguous(), bias, normed, None, described)
+    return normed.view(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, *ctx.norm = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """By torch's derivatives of the norm that is not exact."""
+    eps, norm, offset = ctx.norm
+    saved = [None if one is None else one.detach().requires_grad_() for one in ctx.saved_tensors]
+    x, weight, bias = saved
+    assert x is not None
+    assert weight is not None
+    with torch.enable_grad():
+        out = normalize_by_torch(x, weight, bias, Norm(norm, eps, offset))
+    found = iter(torch.autograd.grad(out, [one for one in saved if one is not None], grad))
+    return *(None if one is None else next(found) for one in saved), None, None, None
+
+
+_exact_norm = define_operator(
+    "invariant_norm",
+    _run_exact_norm,
+    fake=lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    autograd=Autograd(_save, _differentiate),
+)
+
+
+def require_norm(operator: str, norm: str, eps: float) -> None:
+    """ValueError for a norm that is unknown, or divides by zero."""
+    if norm not in NORMS:
+        raise ValueError(f"{operator}: norm is one of {', '.join(NORMS)}, not {norm!r}")
+    if not isinstance(eps, int | float) or not 0 <= eps < 1:
+        raise ValueError(f"{operator}: eps is a number from 0 to 1, such as 1e-6, not {eps!r}")
+
+
+def require_norm_operands(operator: str, x: Tensor, m: int, n: int, operands: NormOperands) -> None:
+    """ValueError unless residual is [m, n] of x's dtype, contiguous, and weights and biases are [n], on one device."""
+    bias, residual, weight, norm_bias = operands
+    if tuple(residual.shape) != (m, n) or residual.dtype != x.dtype or not residual.is_contiguous():
+        raise ValueError(
+            f"{operator}: residual is contiguous, [{m}, {n}] of {x.dtype}, not {show_shape(residual)} of "
+            f"{residual.dtype} with strides {residual.stride()}"
+        )
+    for name, one in (("bias", bias), ("norm_weight", weight), ("norm_bias", norm_bias)):
+        if one is None:
+            continue
+        if tuple(one.shape) != (n,) or not one.is_contiguous():
+            raise ValueError(f"{operator}: {name} is contiguous, [{n}], not {show_shape(one)}")
+        if name == "bias" and one.dtype != x.dtype:
+            raise ValueError(f"{operator}: x is {x.dtype} and bias {one.dtype}: convert one of them")
+        if one.dtype not in DTYPES:
+            raise ValueError(f"{operator}: {name} is of {', '.join(map(str, DTYPES))}, not {one.dtype}")
+    for name, one in (("residual", residual), ("bias", bias), ("norm_weight", weight), ("norm_bias", norm_bias)):
+        if one is not None and one.device != x.device:
+            raise ValueError(f"{operator}: x is on {x.device} and {name} on {one.device}: move one of them")
+
+
+def add_norm(total: Tensor, operands: NormOperands, norm: Norm) -> tuple[Tensor, Tensor]:
+    """(norm of the new residual, the new residual): by one kernel on GPUs, and where kernels are interpreted."""
+    if not can_launch(total) or total.shape[-1] > MAX_COLUMNS:
+        return add_and_normalize_by_torch(total, operands, norm)
+    bias, residual, weight, norm_bias = operands
+    normed, added = torch.empty_like(residual), torch.empty_like(residual)
+    _launch(total.contiguous(), bias, residual, weight, norm_bias, normed, added, norm)
+    return normed, added
+
+
+def can_launch(x: Tensor) -> bool:
+    """True if kernels run here, and there is something to do."""
+    return x.numel() > 0 and (x.is_cuda or INTERPRETED.value)
+
+
+def _launch(
+    total: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    normed: Tensor,
+    added: Tensor | None,
+    norm: Norm,
+) -> None:
+    (rows, columns), tiling = residual.shape, tile_rows(residual.shape[1])
+    launch_cached(
+        add_and_normalize, divide_up(rows, tiling["ROWS"]),
+        total, bias, residual, weight, norm_bias, normed, added, rows, columns,
+        **describe_norm(norm), **tiling, enable_fp_fusion=not norm.is_exact,
+    )  # fmt: skip
+
+
+def add_and_normalize_by_torch(total: Tensor, operands: NormOperands, norm: Norm) -> tuple[Tensor, Tensor]:
+    """(norm of the new residual, the new residual), by torch; total: [m, n], of the sum's dtype."""
+    bias, residual, weight, norm_bias = operands
+    if bias is not None:
+        total = total.float() + bias.float()
+    added = (residual.float() + total.to(residual.dtype).float()).to(residual.dtype)
+    return normalize_by_torch(added, weight, norm_bias, norm), added
+
+
+def normalize_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+    """The norm of rows [m, n], by torch."""
+    value, columns = x.float(), x.shape[-1]
+    if norm.kind == "layer":
+        value = value - (_sum_exactly(value) / columns if norm.is_exact else value.mean(-1, keepdim=True))
+    if norm.is_exact:
+        square = _sum_exactly(value, squared=True) / columns
+        scale = 1 / (square + norm.eps).double().sqrt().float()  # not all of torch's roots of fp32 are the nearest
+    else:
+        scale = torch.rsqrt(value.square().mean(-1, keepdim=True) + norm.eps)
+    out = value * scale * (weight.float() + norm.offset)
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def _sum_exactly(value: Tensor, *, squared: bool = False) -> Tensor:
+    """The sum of rows, or of their squares, as `sum_exactly` of kernels: fp32 [m, 1]."""
+    most = value.abs().amax(-1, keepdim=True)
+    power = torch.ldexp(torch.ones_like(most), torch.frexp(most).exponent.clamp(-100, 127) - 1)
+    unit = value / power
+    unit = (unit * unit if squared else unit) * float(1 << _POINT)
+    total = unit.nan_to_num(0).to(torch.int64).sum(-1, keepdim=True).float() / float(1 << _POINT)
+    total = total * power * (power if squared else 1)
+    return torch.where(torch.isfinite(most), total, torch.nan)
+
+
+@triton.jit
+def sum_exactly(value, there, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of each row of a tile, or of its squares, whose bits depend on no order of additions: fp32 [rows, 1].
+
+    Numbers are divided by a power of two near the row's largest, an exact operation, and added as integers of 2^-40. A
+    row with an infinity or a NaN has a NaN.
+    """
+    size = tl.where(there, tl.abs(value), 0.0)
+    is_finite = tl.min(tl.where(size < float("inf"), 1, 0), 1)[:, None] > 0
+    most = tl.max(tl.where(size < float("inf"), size, 0.0), 1)[:, None]
+    exponent = tl.minimum(tl.maximum((most.to(tl.int32, bitcast=True) >> 23) & 0xFF, 26), 253)
+    power = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    unit = value * inverse
+    if SQUARED:
+        unit = unit * unit
+    unit = tl.where(there & is_finite, unit * _POINT_SCALE, 0.0)
+    total = tl.sum(unit.to(tl.int64), 1)[:, None].to(tl.float32) * (1 / _POINT_SCALE) * power
+    if SQUARED:
+        total = total * power
+    return tl.where(is_finite, total, float("nan"))
+
+
+@triton.jit
+def normalize_tile(  # type: ignore[no-untyped-def]
+    value, there, weight, norm_bias, column, columns,
+    KIND: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The norm of a tile of whole rows: fp32. value: fp32 [rows, BLOCK], 0 outside; column: [1, BLOCK]."""
+    factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32) + OFFSET
+    count = columns.to(tl.float32)
+    if KIND == "layer":
+        mean = tl.div_rn(sum_exactly(value, there, False), count) if EXACT else tl.sum(value, 1)[:, None] / count
+        value = tl.where(there, value - mean, 0.0)
+    if EXACT:
+        scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_exactly(value, there, True), count) + EPS))
+    else:
+        scale = 1 / tl.sqrt(tl.sum(value * value, 1)[:, None] / count + EPS)
+    result = value * scale * factor
+    if norm_bias is not None:
+        result += tl.load(norm_bias + column, mask=column < columns, other=0.0).to(tl.float32)
+    return result
+
+
+@triton.jit
+def add_and_normalize(  # type: ignore[no-untyped-def]
+    total, bias, residual, weight, norm_bias, normed, added, rows, columns,
+    KIND: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, EXACT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """added = residual + (total + bias); normed = its norm. total, bias: or None; without total, normed alone.
+
+    A program has ROWS rows of BLOCK >= columns numbers. Bytes: each tensor is read or written once. Synchronization:
+    none: programs own their rows.
+    """
+    dtype: tl.constexpr = residual.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    there = (row < rows) & (column < columns)
+    value = tl.load(residual + row * columns + column, mask=there, other=0.0).to(tl.float32)
+    if total is not None:
+        sums = tl.load(total + row * columns + column, mask=there, other=0.0).to(tl.float32)
+        value = add_to_residual(value, sums, bias, column, columns, dtype)
+        tl.store(added + row * columns + column, value.to(dtype), mask=there)
+    result = normalize_tile(value, there, weight, norm_bias, column, columns, KIND, EPS, OFFSET, EXACT)
+    tl.store(normed + row * columns + column, result.to(dtype), mask=there)
+
+
+@triton.jit
+def add_to_residual(value, sums, bias, column, columns, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """residual + (sums + bias), rounded to dtype after each addition: fp32."""
+    if bias is not None:
+        sums += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
+    return (value + sums.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+
+
+def tile_rows(columns: int) -> dict[str, int]:
+    """The rows and columns of a tile, and the warps of a program; depends on the columns alone."""
+    block = triton.next_power_of_2(columns)
+    return {"ROWS": max(1, 2048 // block), "BLOCK": block, "num_warps": min(16, max(4, block // 512))}
+
+
+def describe_norm(norm: Norm) -> dict[str, Any]:
+    """A norm as kernels take it."""
+    # Constants: as arguments, fp64 would get them rounded to fp32.
+    return {"KIND": norm.kind, "EPS": float(norm.eps), "OFFSET": float(norm.offset), "EXACT": norm.is_exact}

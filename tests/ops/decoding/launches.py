@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches of the kernels of inference, to compile them without a GPU: (kernel, arguments, options) by name."""
+
+import torch
+import triton.language as tl
+from tests.tiles.machine_code import make_channel
+
+from stretto.ops.decoding import paged_kernels as paged
+from stretto.ops.gemm import describe_gemm, fixed
+from stretto.ops.invariant import kernels as invariant
+from stretto.ops.row_sums import kernel as row_sums
+from stretto.ops.row_sums import norm
+from stretto.ops.small_m import PacketExchange
+
+HALF = torch.zeros(256, dtype=torch.bfloat16)
+FLOATS = torch.zeros(256)
+WORDS = torch.zeros(256, dtype=torch.int32)
+RMS = norm.Norm("rms", 1e-5)
+
+
+def launch_paged(name, config, *, is_invariant=False, size=128, group=4):
+    constants = {
+        "GROUP": group, "SIZE": size, "DIMS": max(16, 1 << (size - 1).bit_length()), "PAGE": 16, "WINDOW": 0,
+        "SPLIT": paged.SPLIT if is_invariant else 0, "PRECISION": "tf32", "KEYS": config.keys,
+    }  # fmt: skip
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": not is_invariant}
+    cache = HALF.clone(), HALF.clone(), HALF.clone(), WORDS, WORDS
+    strides = 16 * 8 * size, 8 * size, size
+    match name:
+        case "attend_singles":
+            arguments = *cache, WORDS, HALF, FLOATS, FLOATS, 8, 64, *strides, 4, 0.1
+            return paged.attend_singles, arguments, {"ROWS": config.rows} | constants | options
+        case "merge_splits":
+            arguments = FLOATS, FLOATS, WORDS, WORDS, HALF, 32, 4
+            kept = {one: constants[one] for one in ("WINDOW", "SPLIT", "KEYS", "SIZE", "DIMS")}
+            return paged.merge_splits, arguments, {"num_warps": 1} | kept
+    arguments = *cache, WORDS, HALF, 8, 64, *strides, 64, 0.1
+    return paged.attend_chunks, arguments, {"ROWS": config.rows, "SEQUENCES": 64} | constants | options
+
+
+def launch_add_and_normalize(*, is_exact=False):
+    halves = [HALF.clone() for _ in range(5)]
+    constants = norm.describe_norm(RMS._replace(is_exact=is_exact)) | norm.tile_rows(4096)
+    arguments = halves[0], None, halves[1], FLOATS, None, halves[3], halves[4], 64, 4096
+    return norm.add_and_normalize, arguments, constants
+
+
+def launch_sums(*, wire=tl.bfloat16, by_tree=False, sends=True):
+    channel = make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
+    x = HALF.clone() if sends else None
+    constants = wire, by_tree, True, *norm.describe_norm(RMS._replace(is_exact=by_tree)).values()
+    block = 4096 * wire.primitive_bitwidth // 32
+    rows = HALF.clone(), FLOATS, None, HALF.clone(), HALF.clone(), 64, 4096
+    return row_sums.sum_and_normalize, (channel, WORDS, 1 << 20, x, None, *rows, *constants, block), {"num_warps": 8}
+
+
+def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, blocks=None):
+    blocks = blocks or invariant.choose_blocks(m, n, k // leaves, 2, 132)
+    x = torch.empty(m, k, dtype=torch.bfloat16)
+    weight = torch.empty(k, n, dtype=torch.bfloat16).t() if transposed else torch.empty(n, k, dtype=torch.bfloat16)
+    gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
+    tree = invariant.Leaves(k // leaves // blocks.k, fixed(leaves))
+    exchange = PacketExchange(m, 1 << 20, fixed(form), fixed(0), fixed(True))
+    channel = None if form == "none" else make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
+    out = torch.empty(m, n, dtype=torch.bfloat16) if form == "none" else None
+    arguments = channel, gemm, tree, exchange, a, b, None if form == "none" else WORDS, None, out
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, "enable_fp_fusion": False}
+    return invariant.sum_leaves, arguments, options
+
+
+LAUNCHES = {
+    **{
+        f"ops.decoding.paged_kernels.{name}": lambda name=name, config=config: launch_paged(name, config)
+        for name, config in (
+            ("attend_singles", paged.SINGLES),
+            ("merge_splits", paged.SINGLES),
+            ("attend_chunks", paged.CHUNKS),
+        )
+    },
+    "ops.invariant.kernels.sum_leaves": lambda: launch_leaves(64, 4096, 4096, 8, "push"),
+    "ops.row_sums.kernel.sum_and_normalize": launch_sums,
+    "ops.row_sums.norm.add_and_normalize": launch_add_and_normalize,
+}

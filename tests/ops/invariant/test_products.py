@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products whose rows have the same bits in every batch and on every number of ranks, which may be a trainer's."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ops.operands import random_of
+
+from stretto import ops
+from stretto.ops.invariant import kernels
+from stretto.ops.invariant.kernels import choose_blocks
+from stretto.ops.invariant.matmul import multiply_by_torch
+from stretto.ops.invariant.ranks import add_by_tree
+from stretto.ops.row_sums import kernel as row_sums
+
+ROWS = 24
+CASES = [(24, 128, torch.bfloat16), (37, 72, torch.float32), (40, 256, torch.float16)]
+"""(n, k of all ranks, dtype): leaves of whole steps, odd sizes whose leaves are padded, and larger leaves."""
+
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+def cut(whole):
+    """This rank's part of the last dim."""
+    return whole.chunk(dist.get_world_size(), -1)[dist.get_rank()].contiguous()
+
+
+@torch.no_grad()
+def multiply(implementation, cases):
+    """(the product's error, names of calls whose rows have other bits than those of one rank with the whole k)."""
+    world, rank, wrong, errors = dist.get_world_size(), dist.get_rank(), [], []
+    for n, k, dtype in cases:
+        x, weight = random_of(1, ROWS, k, dtype=dtype), random_of(2, n, k, dtype=dtype)
+        bias, residual, norm_weight = (
+            random_of(3, n, dtype=dtype),
+            random_of(4, ROWS, n, dtype=dtype),
+            random_of(5, n),
+        )
+        whole = ops.invariant_matmul(x, weight, bias=bias, leaves=8)
+        expected = x.double() @ weight.double().t() + bias.double()
+        errors.append(((whole.double() - expected).abs().max() / expected.abs().max() / ROUNDING[dtype]).item())
+        own, own_weight = cut(x), cut(weight)
+        added = (residual.float() + whole.float()).to(dtype)
+        normed = ops.invariant_norm(added, norm_weight, eps=1e-5)
+        layer_normed = ops.invariant_norm(added, norm_weight, eps=1e-5, norm="layer", bias=norm_weight)
+        options = {"invariant": True, "implementation": implementation}
+        for rows in (slice(0, ROWS), slice(3, 4), slice(8, 16)):
+            found = {"all-reduce": ops.matmul_all_reduce(own[rows], own_weight, bias=bias, **options)}
+            right = {"all-reduce": whole[rows], "added": added[rows], "normed": normed[rows]}
+            found["normed"], found["added"] = ops.matmul_all_reduce_norm(
+                own[rows], own_weight, residual[rows], norm_weight, eps=1e-5, bias=bias, **options
+            )
+            found["layer norm"], _ = ops.matmul_all_reduce_norm(
+                own[rows], own_weight, residual[rows], norm_weight, eps=1e-5, norm="layer", bias=bias,
+                norm_bias=norm_weight, **options,
+            )  # fmt: skip
+            right["layer norm"] = layer_normed[rows]
+            if len(own[rows]) % world == 0:
+                found["reduce-scatter"] = ops.matmul_reduce_scatter(own[rows], own_weight, bias=bias, **options)
+                right["reduce-scatter"] = whole[rows].chunk(world)[rank]
+            wrong += [(name, rows, dtype) for name, one in found.items() if not torch.equal(one, right[name])]
+        one = ops.invariant_matmul(x, weight)
+        if not torch.equal(ops.invariant_matmul(x[3:4], weight[: n // 2].contiguous())[0], one[3, : n // 2]):
+            wrong.append(("columns", dtype))
+    return max(errors), wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_rows_have_the_same_bits_on_every_number_of_ranks(ranks, world):
+    """By torch, and the ranks' sums by the group's backend."""
+    for error, wrong in ranks(world).run(multiply, "auto", CASES):
+        assert error < 1
+        assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("world", "implementation", "cases"),
+    [
+        (4, "kernel", CASES[:1]),
+        (2, "library", CASES[1:2]),
+        pytest.param(2, "kernel", CASES, marks=pytest.mark.exhaustive),
+        pytest.param(4, "kernel", CASES[1:], marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_kernels_and_packets_give_the_same_bits_on_every_number_of_ranks(interpret, world, implementation, cases):
+    for error, wrong in interpret(world, multiply, implementation, cases):
+        assert error < 1
+        assert not wrong
+
+
+@torch.no_grad()
+def add_ranks():
+    """Whether ranks' numbers are added as a tree, of which rank order gives other bits; by packets, and without."""
+    world = dist.get_world_size()
+    parts = [random_of(peer, 5, 48).exp2() ** 8 for peer in range(world)]
+    residual, weight = torch.zeros(5, 48), torch.ones(48)
+    tree, in_order = add_by_tree(parts), sum(parts[1:], parts[0])
+    found = [
+        ops.all_reduce_norm(
+            parts[dist.get_rank()], residual, weight, eps=1e-5, invariant=True, implementation=implementation
+        )[1]
+        for implementation in ("kernel", "library")
+    ]
+    return [torch.equal(one, tree) for one in found], torch.equal(tree, in_order)
+
+
+def test_ranks_are_added_by_a_tree(interpret):
+    for are_right, is_in_order in interpret(4, add_ranks):
+        assert are_right == [True, True]
+        assert not is_in_order
+
+
+def test_leaves_are_added_by_a_tree():
+    x, weight = random_of(1, 3, 64).exp2() ** 6, random_of(2, 5, 64)
+    leaves = [multiply_by_torch(*(one.chunk(8, 1)[leaf] for one in (x, weight)), 1) for leaf in range(8)]
+    assert torch.equal(multiply_by_torch(x, weight, 8), add_by_tree(leaves))
+    assert not torch.equal(multiply_by_torch(x, weight, 8), sum(leaves[1:], leaves[0]))
+
+
+def multiply_leaves():
+    """Whether the kernel adds up leaves by the tree, of 2, 4 and 8, stored in either order of the weight's dims."""
+    found = []
+    for leaves in (2, 4, 8):
+        x, weight = random_of(1, 20, 32 * leaves).exp2() ** 6, random_of(2, 40, 32 * leaves)
+        parts = [
+            kernels.multiply_leaves(
+                *(one.chunk(leaves, 1)[leaf].contiguous() for one in (x, weight)), None, 1, torch.float32
+            )
+            for leaf in range(leaves)
+        ]
+        for stored in (weight, weight.t().contiguous().t()):
+            result = kernels.multiply_leaves(x, stored, None, leaves, torch.float32)
+            found.append(torch.equal(result, add_by_tree(parts)))
+        found.append(leaves == 2 or not torch.equal(result, sum(parts[1:], parts[0])))
+    return found
+
+
+def test_the_kernel_adds_leaves_by_a_tree(interpret):
+    assert interpret(1, multiply_leaves) == [[True] * 9]
+
+
+def differentiate():
+    """Largest differences of gradients from those of one process with all of k."""
+    world, rank, errors = dist.get_world_size(), dist.get_rank(), []
+    x, weight = random_of(1, 8, 64), random_of(2, 12, 64)
+    grads = [random_of(10 + peer, 8, 12) for peer in range(world)]
+    for form in ("sum-of-losses", "replicated-loss", "scatter"):
+        leaves = [cut(one).requires_grad_() for one in (x, weight)]
+        if form == "scatter":
+            out = ops.matmul_reduce_scatter(*leaves, invariant=True)
+            total = torch.cat([grad.chunk(world)[peer] for peer, grad in enumerate(grads)])
+            out.backward(total.chunk(world)[rank])
+        else:
+            ops.matmul_all_reduce(*leaves, invariant=True, grad_convention=form).backward(
+                grads[rank] if form == "sum-of-losses" else grads[0]
+            )
+            total = sum(grads) if form == "sum-of-losses" else grads[0]
+        for leaf, right in zip(leaves, (cut(total @ weight), cut(total.t() @ x)), strict=True):
+            errors.append((leaf.grad - right).abs().max().item())
+    return errors
+
+
+def test_gradients_are_those_of_the_other_operators(ranks):
+    for errors in ranks(2).run(differentiate):
+        assert max(errors) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "leaf", "expected"),
+    [
+        (1, 4096, 512, (64, 32, 128)),
+        (64, 28672, 4096, (64, 128, 128)),
+        (8192, 4096, 512, (128, 128, 64)),
+        (64, 1536, 1376, (64, 16, 32)),
+    ],
+)
+def test_tiles_follow_the_sizes(m, n, leaf, expected):
+    assert choose_blocks(m, n, leaf, 2, 132)[:3] == expected
+
+
+def test_sums_that_are_too_large_for_packets_go_by_the_backend():
+    assert row_sums.fits_packets(64, 4096, torch.float32, 4)
+    assert not row_sums.fits_packets(512, 4096, torch.float32, 4)
+    assert not row_sums.fits_packets(1, 20000, torch.float32, 2)
+
+
+def refuse(world_k):
+    messages = []
+    calls = (
+        lambda: ops.matmul_all_reduce(torch.ones(3, world_k), torch.ones(4, world_k), invariant=True),
+        lambda: ops.matmul_all_reduce(torch.ones(3, 8), torch.ones(4, 8), out=torch.ones(3, 4), invariant=True),
+        lambda: ops.matmul_reduce_scatter(
+            torch.ones(4, 8), torch.ones(4, 8), schedule="ring-reduce-scatter", invariant=True
+        ),
+        lambda: ops.invariant_matmul(torch.ones(4, 9), torch.ones(4, 9), leaves=8),
+        lambda: ops.invariant_matmul(torch.ones(4, 9), torch.ones(4, 9), leaves=3),
+    )
+    for call in calls:
+        with pytest.raises(ValueError) as refused:
+            call()
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_what_an_invariant_call_does_not_take_is_refused(ranks):
+    for messages in ranks(2).run(refuse, 10):
+        assert "adds up k in 8 equal parts, which do not divide 20 (of all ranks): 16 will do" in messages[0]
+        assert "takes no out, no schedule" in messages[1]
+        assert "takes no out, no schedule" in messages[2]
+        assert "8 leaves do not divide k, 9: 8 will do" in messages[3]
+        assert "leaves are 1, 2, 4 or 8, not 3" in messages[4]
+    assert "a group of 1, 2, 4 or 8 ranks, not 3" in ranks(3).run(refuse, 8)[0][0]

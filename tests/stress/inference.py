@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stress configurations of inference: products and sums with their norm, invariant sums, attention to a paged cache."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from tests.ops.decoding.sequences import Batch, make_batch
+from torch import Tensor
+
+from stretto import ops
+from stretto.ops.row_sums.norm import Norm, normalize_by_torch
+from stretto.stress.catalogue import Check, Configuration, StressCase
+from stretto.stress.operators import agree, check_workspaces, poison_workspaces
+from stretto.stress.team import Team, is_exact
+
+ENTRIES = 6
+EPS = 2.0**-10
+_GEMM = "ops.small_m.gemm_exchange"
+_LEAVES = "ops.invariant.kernels.sum_leaves"
+_SUMS = "ops.row_sums.kernel.sum_and_normalize"
+_NORM = "ops.row_sums.norm.add_and_normalize"
+_PAGED = tuple(f"ops.decoding.paged_kernels.{name}" for name in ("attend_singles", "merge_splits", "attend_chunks"))
+
+
+class SumCase(StressCase):
+    """Calls on whole numbers, whose sums are exact. Norms are checked where they are invariant: exact, too."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team, *, form: str, rows: int, is_invariant: bool, dtype: torch.dtype) -> None:
+        """form: "product", "sum", "all_reduce" or "reduce_scatter". rows: of all of x."""
+        self._team, self._form, self._is_invariant, world = team, form, is_invariant, team.world
+        n, k = (1040, 512) if team.is_cuda else (48, 32)
+        rows = rows if team.is_cuda else min(rows, 8)
+        rows = -(-rows // world) * world if form == "reduce_scatter" else rows
+        weights = [team.integers((n, k), "weight", peer, density=0.03) for peer in range(world)]
+        self._weight, self._norm_weight = weights[team.rank].to(dtype), torch.ones(n, device=team.device)
+        self._inputs: list[tuple[Tensor, Tensor]] = []
+        self._expected: list[tuple[Tensor, Tensor]] = []
+        exact = True
+        for entry in range(ENTRIES):
+            residual = team.integers((rows, n), "residual", entry, low=-8, high=8)
+            width = n if form == "sum" else k
+            xs = [team.integers((rows, width), "x", entry, peer, density=0.25) for peer in range(world)]
+            parts = xs if form == "sum" else [x @ weight.t() for x, weight in zip(xs, weights, strict=True)]
+            total = torch.stack(parts).sum(0)
+            if form in ("product", "sum"):
+                exact = exact and is_exact(total, dtype)
+                total = total + residual
+            elif form == "reduce_scatter":
+                total = total.chunk(world)[team.rank]
+            exact = exact and is_exact(total, dtype) and all(is_exact(part, dtype) for part in parts)
+            self._inputs.append((xs[team.rank].to(dtype), residual.to(dtype)))
+            added = total.to(dtype)
+            self._expected.append(
+                (added, normalize_by_torch(added, self._norm_weight, None, Norm("rms", EPS, is_exact=True)))
+            )
+        if not agree(team, exact):
+            raise AssertionError("sums of so many numbers are rounded")
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        (x, residual), (added, normed) = self._inputs[entry], self._expected[entry]
+        group, options = self._team.group, {"invariant": self._is_invariant, "implementation": "kernel"}
+        with torch.no_grad():
+            match self._form:
+                case "all_reduce":
+                    return [Check(ops.matmul_all_reduce(x, self._weight, group, **options), added)]
+                case "reduce_scatter":
+                    return [Check(ops.matmul_reduce_scatter(x, self._weight, group, **options), added)]
+                case "sum":
+                    found = ops.all_reduce_norm(x, residual, self._norm_weight, group, eps=EPS, **options)
+                case _:
+                    if not self._is_invariant:
+                        options["implementation"] = ops.KernelConfig(exchange="packets")
+                    found = ops.matmul_all_reduce_norm(
+                        x, self._weight, residual, self._norm_weight, group, eps=EPS, **options
+                    )
+        return [Check(found[1], added), *([Check(found[0], normed)] if self._is_invariant else [])]
+
+    def poison(self) -> None:
+        """Fill the workspaces with poison."""
+        poison_workspaces(self._team)
+
+    def check(self) -> None:
+        """Raise the error that the device has reported."""
+        check_workspaces(self._team)
+
+
+class PagedCase(StressCase):
+    """Attention whose every call has the bits of the first, which is compared with torch's."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team, *, is_invariant: bool) -> None:
+        self._is_invariant, batches = is_invariant, []
+        large = [Batch([1] * 9, [700, 1, 64, 300, 0, 17, 513, 256, 255], 32, 8, 128)]
+        large += [Batch([1, 90, 1, 17], [700, 90, 300, 200], 32, 8, 128), Batch([5, 1], [5, 260], 8, 8, 64, window=33)]
+        small = [Batch([1, 1, 1], [70, 0, 9]), Batch([1, 9, 1], [40, 12, 3]), Batch([5, 1], [5, 60], window=7)]
+        for entry in range(ENTRIES):
+            batches.append((large if team.is_cuda else small)[entry % 3])
+        dtype = torch.bfloat16 if team.is_cuda else torch.float32
+        self._calls: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = []
+        self._expected: list[Tensor] = []
+        for entry, batch in enumerate(batches):
+            operands, offsets = make_batch(batch, dtype, str(team.device), seed=entry)
+            self._calls.append((operands, {"query_offsets": offsets, "window": batch.window}))
+            with torch.no_grad():
+                right = ops.paged_attention(*operands, **self._calls[-1][1], implementation="library")
+            self._expected.append(self._attend(entry))
+            if (self._expected[-1].float() - right.float()).abs().max() > 2**-5:
+                raise AssertionError(f"attention of {batch} is wrong")
+
+    def _attend(self, entry: int) -> Tensor:
+        operands, options = self._calls[entry]
+        with torch.no_grad():
+            return ops.paged_attention(*operands, **options, invariant=self._is_invariant, implementation="kernel")
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
+        return [Check(self._attend(entry), self._expected[entry])]
+
+
+class NormCase(StressCase):
+    """Exact norms, whose bits torch's equal."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        rows, columns = (64, 4096) if team.is_cuda else (5, 40)
+        self._inputs = [team.integers((rows, columns), "x", entry).bfloat16() for entry in range(ENTRIES)]
+        self._weight = team.integers((columns,), "weight").float()
+        norm = Norm("layer", EPS, is_exact=True)
+        self._expected = [normalize_by_torch(x, self._weight, None, norm) for x in self._inputs]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
+        found = ops.invariant_norm(self._inputs[entry], self._weight, eps=EPS, norm="layer")
+        return [Check(found, self._expected[entry])]
+
+
+def list_configurations() -> list[Configuration]:
+    """All configurations of inference."""
+    powers = (1, 2, 4, 8)
+    sums = [
+        Configuration(
+            f"inference/{name}",
+            "inference",
+            kernels,
+            covers,
+            partial(SumCase, form=form, rows=rows, is_invariant=is_invariant, dtype=dtype),
+            suits=lambda ranks, is_invariant=is_invariant: (ranks in powers or not is_invariant) and ranks > 1,
+        )
+        for name, covers, kernels, form, rows, is_invariant, dtype in (
+            ("product-norm", "product, sum, residual and norm", (_GEMM, _SUMS), "product", 16, False, torch.bfloat16),
+            ("product-norm-fp32", "the same in fp32", (_GEMM, _SUMS), "product", 3, False, torch.float32),
+            ("sum-norm", "all-reduce, residual and norm", (_SUMS,), "sum", 33, False, torch.bfloat16),
+            ("invariant-norm", "an invariant product and norm", (_LEAVES, _SUMS), "product", 70, True, torch.bfloat16),
+            ("invariant-sum", "ranks added by a tree", (_SUMS,), "sum", 5, True, torch.float16),
+            ("invariant-reduce", "an invariant all-reduce", (_LEAVES, _SUMS), "all_reduce", 9, True, torch.float16),
+            ("invariant-scatter", "one scattered", (_LEAVES, _SUMS), "reduce_scatter", 64, True, torch.bfloat16),
+        )
+    ]
+    paged = [
+        Configuration(
+            f"inference/paged{'-invariant' * is_invariant}", "inference", _PAGED, "attention to pages",
+            partial(PagedCase, is_invariant=is_invariant),
+        )
+        for is_invariant in (False, True)
+    ]  # fmt: skip
+    return [*sums, *paged, Configuration("inference/norm", "inference", (_NORM,), "an exact norm", NormCase)]
