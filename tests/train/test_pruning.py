@@ -48,7 +48,7 @@ def check_cases(ranks: Any, sizes: dict[str, int], names: list[str]) -> None:
             limit = 0 if sums_of_two and name in CASES else 1e-6
             worst = max(result["differences"].items(), key=lambda item: item[1])
             assert worst[1] <= limit, (name, worst)
-            assert result["pruned"]["numbers"] < 0.6 * result["dense"]["numbers"]
+            assert result["pruned"]["numbers"] < 0.7 * result["dense"]["numbers"]  # with gaps, to multiples of 64
 
 
 @pytest.mark.parametrize(

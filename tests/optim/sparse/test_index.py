@@ -41,7 +41,7 @@ def check_index(made: Any, mask: torch.Tensor, dtype: torch.dtype, parts: list[t
     assert torch.equal(made.fill(left, torch.full_like(dense, 9)), expected)
     skip = torch.zeros(1, dtype=torch.int32)
     in_place = torch.zeros_like(dense)
-    for first, last in parts:
+    for first, last in reversed(parts):  # none may write another's numbers
         assert torch.equal(made.compress(dense, left.new_empty(last - first), first=first, last=last), left[first:last])
         made.expand(left[first:last], in_place, first=first, last=last, skip=skip)
     assert torch.equal(in_place, expected)
@@ -110,6 +110,32 @@ def check_kernels(dtype_name: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)])
 def test_the_kernels_do_what_the_cpu_does(interpret: Any, dtype: str) -> None:
     interpret(1, check_kernels, dtype)
+
+
+def test_a_pruned_parameter_without_a_gradient_keeps_its_weights() -> None:
+    """Its bucket is updated, in a buffer that holds other numbers where the parameter's own would be."""
+    from stretto.optim.sparse.weights import SparseWeights
+    from stretto.optim.state.store import StoredParameter
+    from stretto.train.stored_optimizer import NoRanks, build_store, sgd_update
+
+    mask = torch.arange(20) % 2 == 0
+    indices = [make_index(pack(mask), 20), make_index(pack(mask), 20)]
+    parameters = [StoredParameter(name, torch.Size((10,)), (), 1, 0.0) for name in "ab"]
+    options = StateOptions("device", bucket_size=128)
+    store = build_store(
+        parameters, sgd_update(), torch.bfloat16, options, torch.device("cpu"), NoRanks(), indices=indices
+    )
+    dense = [torch.zeros(20, dtype=torch.bfloat16) for _ in "ab"]
+    assert isinstance(store.weights, SparseWeights)
+    for number in range(2):
+        store.weights.attach(number, dense[number])
+        store.set_weight(number, torch.full((10,), 3.0))
+    store.prepare()
+    store.add(0, torch.full((20,), 2.0))
+    store.finish()
+    store.step(0.5)
+    assert torch.equal(dense[0], torch.where(mask, 2.0, 0.0).bfloat16())
+    assert torch.equal(dense[1], torch.where(mask, 3.0, 0.0).bfloat16())
 
 
 def test_a_bitmap_takes_an_eighth_of_a_byte_a_number() -> None:
