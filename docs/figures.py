@@ -20,6 +20,7 @@ from stretto.report.style import (
     GREY,
     GUIDE,
     INK,
+    LIGHT,
     ORANGE,
     PURPLE,
     SKY,
@@ -169,6 +170,53 @@ def draw_two_level(path: Path) -> None:
         picture.caption = (
             "A box is the block of the rank with its number, and blocks of one node have one colour. Only phase 1 "
             "crosses the network."
+        )
+
+
+def draw_put(path: Path) -> None:
+    """The way of a slice from one rank's kernel to another's, in columns: two GPUs, two hosts, and the network."""
+    size = (1.7, 0.8)
+    boxes = (
+        (0, 2, "kernel stores\ninto a slot", tint(ORANGE)),
+        (0, 0, "and posts\na descriptor", tint(ORANGE)),
+        (2.5, 2, "pinned slot", tint(SKY)),
+        (2.5, 0, "FIFO, read\nby the proxy", tint(SKY)),
+        (5, 1, "frame: number,\nbytes, signal", LIGHT),
+        (7.5, 2, "pinned slot", tint(SKY)),
+        (7.5, 0, "proxy counts up,\nin order", tint(SKY)),
+        (10, 2, "kernel loads,\ngives the credit", tint(ORANGE)),
+        (10, 0, "kernel waits for\nthe signal", tint(ORANGE)),
+    )
+    arrows = (
+        ((1.7, 2.4), (2.5, 2.4)),
+        ((1.7, 0.4), (2.5, 0.4)),
+        ((4.2, 2.3), (5, 1.6)),
+        ((4.2, 0.5), (5, 1.2)),
+        ((6.7, 1.6), (7.5, 2.3)),
+        ((6.7, 1.2), (7.5, 0.5)),
+        ((9.2, 2.4), (10, 2.4)),
+        ((9.2, 0.4), (10, 0.4)),
+        ((10.85, 0.8), (10.85, 2)),
+    )
+    with drawing(path, 10, 2.6) as picture:
+        axes = picture.panels(1, 1)[0, 0]
+        for left, bottom, text, colour in boxes:
+            draw_box(axes, left, bottom, size, colour, text)
+        for start, end in arrows:
+            axes.annotate("", end, start, arrowprops=ARROW)
+        hide_frame(axes)
+        axes.set(xlim=(-0.1, 11.8), ylim=(-0.1, 3.1))
+        axes.set_xticks(
+            [0.85, 3.35, 5.85, 8.35, 10.85],
+            ["GPU of rank 0", "host of rank 0", "network", "host of rank 1", "GPU of rank 1"],
+        )
+        axes.set_yticks([])
+        axes.tick_params(length=0)
+        picture.title = "A put: the way of a slice from a kernel on one node to a kernel on another"
+        picture.caption = (
+            "The proxies are threads of the two processes. The descriptor comes after the bytes on the sending side, "
+            "the signal on the receiving side; the network may deliver frames in any order. The credit goes back the "
+            "same way, as a put of no bytes."
         )
 
 
@@ -377,6 +425,7 @@ def main() -> None:
     draw_grid(FOLDER / "grid.png")
     draw_experts(FOLDER / "experts.png")
     draw_two_level(FOLDER / "two-level.png")
+    draw_put(FOLDER / "put.png")
     draw_fused_kernel(FOLDER / "fused-kernel.png")
     draw_channels(FOLDER / "channels.png")
     draw_memory(FOLDER / "memory.png")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lab.two_level.run import COLLECTIVES, TwoLevelSetting
-from stretto.collectives.two_level import GroupTransport, Message, MessageWork, Transport, TwoLevelGroup
+from stretto.collectives.two_level import GroupTransport, Message, MessageWork, NodeTransport, TwoLevelGroup
 
 _LEAD = 0.03  # seconds from agreeing on a start to the start
 _SMALL = 16  # bytes: only latency counts
@@ -148,7 +148,7 @@ class DelayedTransport:
     delay, are passed to the wrapped transport at once.
     """
 
-    def __init__(self, below: Transport, seconds: Callable[[int], float]) -> None:
+    def __init__(self, below: NodeTransport, seconds: Callable[[int], float]) -> None:
         self._below = below
         self._seconds = seconds
         self._waiting: queue.SimpleQueue[_Delayed] = queue.SimpleQueue()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stretto import collectives as collectives
     from stretto import execution as execution
     from stretto import huggingface as huggingface
+    from stretto import inference as inference
     from stretto import memory as memory
     from stretto import models as models
     from stretto import ops as ops
@@ -55,6 +56,7 @@ _SUBMODULES = (
     "collectives",
     "execution",
     "huggingface",
+    "inference",
     "memory",
     "models",
     "ops",

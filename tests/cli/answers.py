@@ -35,6 +35,7 @@ class Answer(NamedTuple):
 
 
 STEP = "--model gpt2-small --cluster dgx-h100 --gpus 4 --batch 8 --seq-len 256"
+INFERENCE = "--model llama-3-8b --cluster dgx-h200 --context 1024 --batch 64"
 RING = "--topology ring:16 --bandwidth 50GiB/s --latency 500ns"
 ANSWERS = (
     Answer("--help", DONE, "Usage"),
@@ -76,6 +77,12 @@ ANSWERS = (
     Answer("plan missing.toml --cluster perlmutter", REFUSED, "missing.toml"),
     Answer("plan --model gpt3 --cluster perlmutter --batch 8 --seq-len 128", REFUSED, "named 'gpt3'. Known: gpt2"),
     Answer("plan --model qwen-3-8b --cluster perlmutter --batch 8 --seq-len 128", REFUSED, "did you mean 'qwen3-8b'?"),
+    Answer("plan --inference --model llama-3-8b --batch 1", REFUSED, "--cluster, --prompt, --context are missing"),
+    Answer(f"plan --inference {INFERENCE} --prompt 2k", REFUSED, "--prompt is '2k', but must be numbers of tokens"),
+    Answer(f"plan --inference {INFERENCE} --prompt 512,2048 --seq-len 9", REFUSED, "--seq-len is no option of"),
+    Answer(f"plan --inference {INFERENCE} --prompt 512,2048 --tpot 20ms", DONE, "tokens/s/GPU"),
+    Answer("plan --model gpt-5b --cluster alps --batch 8 --seq-len 128 --tpot 1ms", REFUSED, "--tpot is no option of"),
+    Answer("bench inference --model lama-3-8b", REFUSED, "did you mean 'llama-3-8b'"),
     Answer("plan --model gpt-5b --cluster perlmuter --batch 8 --seq-len 128", REFUSED, "did you mean 'perlmutter'"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --dtype fp7", REFUSED, "fp7"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --memory all", REFUSED, "can be auto"),
@@ -183,6 +190,7 @@ ANSWERS = (
     Answer("bench ops --only gahter", REFUSED, "did you mean 'gather'"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --sparsity 1", REFUSED, "0.9 would do"),
     Answer("bench sparse --sparsities 1.5", REFUSED, "sparsity is 1.5, but must be at least 0 and less than 1"),
+    Answer("bench network --proxies nativ", REFUSED, "nativ"),
     Answer("bench decoding --only atention", REFUSED, "did you mean 'attention'"),
     Answer("bench embedding --dtype int8", REFUSED, "--dtype is float32, float16 or bfloat16"),
     Answer("probe --dtype fp7", REFUSED, "--dtype is 'fp7'"),

@@ -1,29 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The presets' figures, against what their sources say."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from stretto.cluster import Cluster, HostLink, InNodeBandwidth
+from stretto.cluster import Cluster, HostLink, InNodeBandwidth, NodeLink
 from stretto.cluster.detection import DATASHEETS
 from stretto.cluster.schema import dotted_keys
 
 NAMES = (
+    "a100-pcie",
     "alps",
     "azure-ndv4",
     "dgx-1v",
     "dgx-2",
+    "dgx-a100",
     "dgx-h100",
     "dgx-h200",
     "frontier",
+    "h800",
     "mi210-ib",
     "perlmutter",
     "summit",
 )
 
 
-def test_the_presets_are_the_ten_that_the_guide_lists():
+def test_the_presets_are_those_that_the_guide_lists():
     assert Cluster.presets() == NAMES
 
 
@@ -49,6 +53,20 @@ def test_four_slingshot_11_nics_of_200_gigabits_give_a_node_100_gigabytes_a_seco
     assert cluster.inter_node_bandwidth == 100e9
 
 
+def test_a_ring_on_pcie_crosses_numa_domains_as_rarely_as_it_can():
+    cluster = Cluster.preset("a100-pcie")
+    assert cluster.ring_order(range(8)) == list(range(8))
+    assert cluster.ring_order([0, 4, 1, 5, 2, 12, 8]) == [0, 2, 4, 1, 3, 6, 5]
+    assert Cluster.preset("dgx-h100").ring_order([9, 1, 8, 0]) == [1, 3, 0, 2]
+
+
+def test_numa_domains_have_a_link_and_equal_parts_of_the_gpus():
+    with pytest.raises(ValueError, match="domains = 2: needs domain_bandwidth"):
+        NodeLink(domains=2)
+    with pytest.raises(ValueError, match="must divide the node's 8 GPUs; 2 would do"):
+        replace(Cluster.preset("a100-pcie"), in_node=NodeLink(domains=6, domain_bandwidth=1e9))
+
+
 def test_whole_machines_have_as_many_gpus_as_their_sites_state():
     assert Cluster.preset("summit").gpus == 27_648
     assert Cluster.preset("alps").gpus == 10_752
@@ -63,7 +81,9 @@ def test_whole_machines_have_as_many_gpus_as_their_sites_state():
         ("azure-ndv4", 8, 8, 300, 200),
         ("dgx-1v", 8, 4, 150, 50),
         ("dgx-2", 16, 8, 150, 200),
+        ("dgx-a100", 8, 8, 300, 200),
         ("dgx-h100", 8, 8, 450, 400),
+        ("h800", 8, 8, 200, 400),
         ("summit", 6, 2, 100, 25),
     ],
 )

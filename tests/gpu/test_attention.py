@@ -46,7 +46,7 @@ def poison_buffers() -> None:
     torch.cuda.synchronize()
     dist.barrier()
     for purpose, channel in list_channels(dist.group.WORLD.group_name):
-        if purpose == "barrier":
+        if purpose in ("barrier", "copy_engine"):
             channel.tensor((channel.num_bytes - channel._signal_bytes,), torch.uint8).fill_(0xFF)
     torch.cuda.synchronize()
     dist.barrier()
@@ -71,6 +71,28 @@ def test_it_is_attention_of_the_whole_sequence(
     for rank, found in enumerate(gpu_pool.run(world, compare, world, implementation, dtype)):
         for number, errors in enumerate(found):
             assert all(error < LIMIT[dtype] for error in errors), (rank, number, errors)  # NaN is not less
+
+
+def compare_scheduled(world: int, schedule: str, is_slow: bool) -> list[list[float]]:
+    """Errors of attention to keys that a schedule gathers, in both slots. is_slow: as on GPUs that PCIe connects."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        if is_slow:
+            patch.setenv(choices.COPIES_VARIABLE, "1")
+        for case in list_cases(world):
+            for _ in range(2):
+                poison_buffers()
+                pairs = list_pairs(case, "all_gather", torch.bfloat16, "cuda", schedule=schedule)
+                found.append([relative_error(one, right) for one, right in pairs])
+    return found
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("schedule", ["direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"])
+def test_it_is_the_same_by_a_schedule(gpu_pool: GpuRanks, world: int, schedule: str, is_slow: bool) -> None:
+    for rank, found in enumerate(gpu_pool.run(world, compare_scheduled, world, schedule, is_slow)):
+        for number, errors in enumerate(found):
+            assert all(error < LIMIT[torch.bfloat16] for error in errors), (rank, number, errors)  # NaN is not less
 
 
 def compare_few_heads(world: int) -> list[float]:

@@ -134,7 +134,7 @@ def compare_ranks(n: int, k: int, dtype: torch.dtype) -> dict[str, bool]:
     for m in (1, 2, 8, 63, 64, 65, 200, 768):
         rows = slice(768 - m, 768) if m < 768 else slice(0, 768)
         same[f"rows {m}"] = torch.equal(ops.invariant_matmul(whole[rows], weight, bias=bias, leaves=8), expected[rows])
-        if m <= 200:
+        if m <= 200:  # of 8 ranks in several parts
             options = {"invariant": True, "implementation": "kernel"}
             found = ops.matmul_all_reduce(own[rows], own_weight, bias=bias, **options)
             same[f"all-reduce {m}"] = torch.equal(found, expected[rows])

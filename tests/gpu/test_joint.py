@@ -11,7 +11,7 @@ from torch import Tensor
 from stretto import ops
 from stretto.collectives import Schedule
 from stretto.collectives.algorithms import find
-from stretto.ops import moe
+from stretto.ops import choices, moe
 from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.operator import list_channels
 from tests.collectives.joint.random_algorithms import random_all_to_all, random_schedule
@@ -63,8 +63,18 @@ def poison() -> None:
     dist.barrier()
 
 
-def count_wrong(operator: str, schedules: tuple[str, ...], seed: int | None = None) -> int:
-    """The number of wrong results, of named schedules, or of random ones."""
+def count_wrong(operator: str, schedules: tuple[str, ...], seed: int | None = None, is_slow: bool = False) -> int:
+    """The number of wrong results, of named schedules, or of random ones. is_slow: as on GPUs that PCIe connects."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_slow:
+            patch.setenv(choices.COPIES_VARIABLE, "1")
+        found = _count_wrong(operator, schedules, seed)
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        assert choices.signals_by_copies(name, torch.device("cuda", torch.cuda.current_device())) == is_slow
+    return found
+
+
+def _count_wrong(operator: str, schedules: tuple[str, ...], seed: int | None) -> int:
     generator, wrong = torch.Generator().manual_seed(dist.get_rank()), 0
     rng = random.Random(seed)
     for shape in SHAPES:
@@ -78,7 +88,9 @@ def count_wrong(operator: str, schedules: tuple[str, ...], seed: int | None = No
                 if turn == 4:
                     poison()
                 torch.cuda._sleep(int(torch.randint(0, 2_000_000, (), generator=generator)))
-                how = ops.KernelConfig(transfer="programs" if turn % 2 else "copies")  # of gathered rows
+                transfer = "programs" if turn % 2 else "copies"
+                direction = "pull" if turn % 4 == 2 and operator == "all_gather_matmul" else "push"
+                how = ops.KernelConfig(transfer=transfer, direction=direction)
                 out = getattr(ops, operator)(x, weight, schedule=schedule, implementation=how)
                 wrong += not torch.equal(out, wanted)
     return wrong
@@ -95,12 +107,22 @@ def test_random_schedules_give_exact_products(gpu_pool: GpuRanks, world: int, op
     assert gpu_pool.run(world, count_wrong, operator, (), SEED) == [0] * world
 
 
-def replay() -> list[bool]:
+@pytest.mark.parametrize("operator", list(NAMED))
+def test_products_without_atomic_operations_between_gpus_are_exact(
+    gpu_pool: GpuRanks, world: int, operator: str
+) -> None:
+    print(f"seed {SEED}")
+    assert gpu_pool.run(world, count_wrong, operator, NAMED[operator], None, True) == [0] * world
+    assert gpu_pool.run(world, count_wrong, operator, (), SEED, True) == [0] * world
+
+
+def replay(operator: str, schedule: str, how: ops.KernelConfig) -> list[bool]:
     """Whether replays of a captured product are right, on other rows each time."""
-    x, weight, _ = multiply_plainly("matmul_reduce_scatter", SHAPES[0])
+    x, weight, _ = multiply_plainly(operator, SHAPES[0])
 
     def run() -> Tensor:
-        return ops.matmul_reduce_scatter(x, weight, schedule="ring-reduce-scatter")
+        found: Tensor = getattr(ops, operator)(x, weight, schedule=schedule, implementation=how)
+        return found
 
     for _ in range(3):  # the kernel is compiled, and the workspace allocated
         run()
@@ -120,8 +142,19 @@ def replay() -> list[bool]:
     return same
 
 
-def test_captured_products_replay(gpu_pool: GpuRanks, world: int) -> None:
-    assert gpu_pool.run(world, replay) == [[True] * 5] * world
+@pytest.mark.parametrize(
+    ("operator", "schedule", "how"),
+    [
+        ("matmul_reduce_scatter", "ring-reduce-scatter", ops.KernelConfig(transfer="programs")),
+        ("matmul_reduce_scatter", "ring-reduce-scatter", ops.KernelConfig(transfer="copies")),
+        ("matmul_all_reduce", "two-shot-all-reduce", ops.KernelConfig(transfer="copies")),
+        ("all_gather_matmul", "ring-all-gather", ops.KernelConfig(direction="pull")),
+    ],
+)
+def test_captured_products_replay(
+    gpu_pool: GpuRanks, world: int, operator: str, schedule: str, how: ops.KernelConfig
+) -> None:
+    assert gpu_pool.run(world, replay, operator, schedule, how) == [[True] * 5] * world
 
 
 HIDDEN, INNER, LOCAL, K = 264, 136, 4, 3

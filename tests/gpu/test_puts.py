@@ -68,7 +68,7 @@ def gather_in_many_calls(nodes: str, proxy: str, seed: int) -> list[tuple[Any, .
 def test_slices_arrive_whole_past_late_ranks_broken_connections_and_graphs(run_ranks: Run, world: int, proxy: str):
     print(f"seed {SEED}")
     nodes = f"2x{world // 2}"
-    assert run_ranks(gather_in_many_calls, nodes, proxy, SEED, timeout=300.0) == [[]] * world
+    assert run_ranks(world, gather_in_many_calls, nodes, proxy, SEED, timeout=300.0) == [[]] * world
 
 
 def lose_a_rank() -> str:
@@ -94,7 +94,7 @@ def lose_a_rank() -> str:
 
 @pytest.mark.ranks(2)
 def test_a_wait_for_a_slice_that_never_comes_names_rank_node_nic_and_operator(run_ranks: Run, world: int):
-    first, *others = run_ranks(lose_a_rank, timeout=120.0)
+    first, *others = run_ranks(world, lose_a_rank, timeout=120.0)
     assert first == ""
     for message in others:
         assert "all_gather_by_puts: waited in vain for a slice with signal" in message

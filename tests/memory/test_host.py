@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.processes import LIMIT
 
 from stretto import counters, memory
-from stretto.memory import fences, host
+from stretto.memory import host, symmetric
 
 
 def mapped() -> int:
@@ -184,7 +184,7 @@ def test_a_fence_stands_between_data_and_counter(monkeypatch):
     assert seen == [0]
     assert second.has_reached(0, 0, 1)
     assert seen == [0, 1]  # after it is loaded
-    fences.membarrier()()
+    symmetric.membarrier()()
 
 
 def allocate_too_much():

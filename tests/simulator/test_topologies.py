@@ -57,6 +57,17 @@ def test_shapes_have_the_links_and_diameters_of_textbooks(text, devices, vertice
         assert all(is_route(topology, route, *pair) for route in routes)
 
 
+def test_gpus_of_two_numa_domains_share_the_link_between_them():
+    topology = of_cluster(Cluster.preset("a100-pcie"), 8)
+    for source, target, links in ((0, 3, 2), (4, 7, 2), (3, 4, 3), (7, 0, 3)):
+        assert hops(topology, source, target) == links
+    crossing = {topology.routes(source, target)[0][1] for source in range(4) for target in range(4, 8)}
+    assert [topology.links[number].bandwidth for number in crossing] == [16e9]
+    assert hops(of_cluster(Cluster.preset("a100-pcie"), 5), 0, 4) == 3  # the fifth GPU is in the second domain
+    two_nodes = of_cluster(Cluster.preset("a100-pcie"), 16)
+    assert (hops(two_nodes, 8, 11), hops(two_nodes, 8, 12)) == (2, 3)
+
+
 def test_routes_are_as_short_as_networkx_finds_them():
     topology = torus((5, 4), 1e9, 0.0)
     graph = networkx.DiGraph([(link.source, link.target) for link in topology.links])

@@ -10,6 +10,7 @@ from tests.ops.attention.whole import Case, see
 
 from stretto import ops
 from stretto.ops.attention import list_chunks
+from stretto.ops.joint.registry import name_schedule
 from stretto.stress.catalogue import Check, Configuration, StressCase
 from stretto.stress.operators import check_workspaces, poison_workspaces
 from stretto.stress.team import Team
@@ -29,11 +30,13 @@ class AttentionCase(StressCase):
 
     entries = ENTRIES
 
-    def __init__(self, team: Team, *, case: Case, implementation: str) -> None:
+    def __init__(self, team: Team, *, case: Case, implementation: str, schedule: str | None = None) -> None:
         self._team = team
         length, total = case.length, case.length * team.world
         case = replace(case, scale=1.0, documents=None if case.documents is None else (0, 3, total // 2 + 5, total))
         self._options = case.options() | {"implementation": implementation}
+        if schedule is not None:
+            self._options["implementation"] = name_schedule("all_gather_attention", schedule, "kernel", team.world)
         if case.has_sinks:
             self._options["sinks"] = torch.full((case.heads,), -1000.0, device=team.device)
         bits = total.bit_length()
@@ -106,5 +109,24 @@ def list_configurations() -> list[Configuration]:
                 "ring",
             ),
             ("ring-window", "only the ranks that a window reaches", replace(plain, window=70), "ring"),
+        )
+    ] + [
+        Configuration(
+            f"attention/{name}",
+            "attention",
+            (*_KERNELS, "tiles.signals.wait_for_channel"),
+            covers,
+            partial(AttentionCase, case=case, implementation="all_gather", schedule=schedule),
+            suits=lambda ranks: ranks >= several,
+            on_cpu=False,
+        )
+        for name, covers, case, schedule in (
+            ("schedule-ring", "keys by a ring's schedule, causal, zig-zag", plain, "ring-all-gather"),
+            (
+                "schedule-doubling",
+                "by recursive doubling, contiguous, chunks that nobody needs left out",
+                replace(plain, layout="contiguous"),
+                "recursive-doubling-all-gather",
+            ),
         )
     ]

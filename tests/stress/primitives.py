@@ -72,9 +72,9 @@ class TileCase(StressCase):
         """Allocate an output in the shape of the result."""
         return torch.empty_like(self.expected[0])
 
-    def begin(self, mode: str, slot: int | None = None) -> tiles.Channel:
+    def begin(self, mode: str, slot: int | None = None, *, by_copies: bool = False) -> tiles.Channel:
         """Begin a call of static mappings."""
-        return self.channel.begin("stress", self.producer, self.producer, mode, slot=slot)
+        return self.channel.begin("stress", self.producer, self.producer, mode, slot=slot, by_copies=by_copies)
 
     def run(self, x: Tensor, out: Tensor) -> None:
         """Call the kernels."""
@@ -282,15 +282,18 @@ class PacketSumCase(TileCase):
 
 
 class CopyCase(TileCase):
-    """Copy engines push rows and signal them; a kernel's tiles or the stream waits, for one rank or for all."""
+    """Copy engines push rows and signal them; a kernel's tiles or the stream waits, for one rank or for all.
 
-    def __init__(self, team: Team, *, waits: str) -> None:
-        self._waits = waits
+    begins: copies signal that calls begin, too.
+    """
+
+    def __init__(self, team: Team, *, waits: str, begins: bool = False) -> None:
+        self._waits, self._begins = waits, begins
         super().__init__(team)
 
     def run(self, x: Tensor, out: Tensor) -> None:
         channel, slot = self.channel, next(self.slot_cycle)
-        begun = self.begin("broadcast", slot)
+        begun = self.begin("broadcast", slot, by_copies=self._begins)
         gathered = self.buffer(*out.shape, slot=slot)
         own = slice(self.rank * self.rows, (self.rank + 1) * self.rows)
         gathered[own].copy_(x)
@@ -456,6 +459,11 @@ def list_configurations() -> list[Configuration]:
             "the same, all ranks at once",
             (BEGIN, "tiles.signals.wait_for_all"),
             partial(CopyCase, waits="all"),
+        ),
+        "copies-begin": (
+            "copies signal that a call begins, too",
+            (BEGIN, "tiles.calls.await_beginning"),
+            partial(CopyCase, waits="kernel", begins=True),
         ),
         "tma-store": ("stored by TMA, then signalled", (BEGIN,), partial(DescriptorCase, form="store")),
         "tma-load": ("waited for, then loaded by TMA", (BEGIN,), partial(DescriptorCase, form="load")),

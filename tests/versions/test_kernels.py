@@ -26,6 +26,7 @@ from tests.tiles.machine_code import make_channel
 from stretto import tiles
 from stretto.ops import cross_entropy, rms_norm, rotary
 from stretto.ops.embedding import backward_kernel, forward_kernel
+from stretto.ops.joint.kernel import add_rows
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
 from stretto.ops.moe import (
     activation,
@@ -44,7 +45,7 @@ from stretto.optim import adamw_kernel
 from stretto.optim.sparse import kernels as sparse_kernels
 from stretto.optim.state import kernels as state_kernels
 from stretto.parallel.comm import copy_engine_scatter
-from stretto.tiles import begin_call, signals
+from stretto.tiles import begin_call, calls, signals
 from stretto.tiles.compile_only import compile_kernel
 from stretto.train import bit_hash_kernel
 
@@ -257,6 +258,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         joint.joint_arguments(operators.NARROW, is_gather=False),
         {"num_warps": operators.NARROW.num_warps, "num_stages": operators.NARROW.num_stages},
     ),
+    "ops.joint.kernel.add_rows": lambda: Launch(add_rows, joint.sum_arguments(operators.NARROW), {"num_warps": 4}),
     "ops.joint.routed.move_rows": lambda: Launch(routed.move_rows, routed.move_arguments(), {"num_warps": 16}),
     "ops.matmul_reduce_scatter.gemm_reduce_scatter": lambda: launch_operator("scatter", operators.WIDE),
     "ops.matmul_reduce_scatter_copies.add_tiles": launch_added_tiles,
@@ -309,6 +311,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         copy_engine_scatter.begin_scatter, (make_channel("p2p"), WORDS, WORDS, 3), {"num_warps": 1}
     ),
     "parallel.comm.copy_engine_scatter.sum_parts": launch_sum_of_parts,
+    "tiles.calls.await_beginning": lambda: Launch(calls.await_beginning, (make_channel(),), {"num_warps": 1}),
     "tiles.calls.begin_call": launch_begin_of_a_call,
     "tiles.puts.gather_slices": lambda: Launch(*test_puts.launch_gather()),
     "tiles.signals.wait_for_all": lambda: Launch(signals.wait_for_all, (make_channel(), 2, 9), {"num_warps": 1}),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of benches: frozen dataclasses whose fields are the options of a command of `stretto bench`.
 
-Each bench has its settings in a module of its own that does not import torch, so that `stretto bench --help` is fast. A
-field that the command line sets is annotated with an `Option`; `stretto.cli.settings_command` makes the command from
-these.
+Each bench has its settings in a module that does not import torch, its own or, if they are few, this one, so that
+`stretto bench --help` is fast. A field that the command line sets is annotated with an `Option`;
+`stretto.cli.settings_command` makes the command from these.
 
 Two traps: when a command is used, `stretto.cli.settings_command` unpacks each annotation,
 `type_, option = get_args(field.type)`.
@@ -143,3 +143,29 @@ class SparseSetting:
         for sparsity in self.sparsities:
             check_sparsity(sparsity)
         require_least(1, repeats=self.repeats, rounds=self.rounds)
+
+
+PROXIES = ("native", "python")
+
+
+@dataclass(frozen=True)
+class NetworkSetting:
+    """Sizes of puts, and by which proxies. Raises ValueError for others."""
+
+    proxies: Annotated[tuple[str, ...], Option("native, python, with commas.")] = PROXIES
+    smallest: Annotated[int, Option("Bytes of a put.")] = 64 << 10
+    largest: Annotated[int, Option("Bytes of a put.")] = 4 << 20
+    step: Step = 4
+    megabytes: Annotated[int, Option("Sent each way for each rate, in MB.", least=1, most=1 << 16)] = 256
+    idle_seconds: Annotated[
+        int, Option("Over which an idle proxy's share of a core is measured.", least=1, most=60)
+    ] = 3
+
+    def __post_init__(self) -> None:
+        require_known("proxy", self.proxies, PROXIES)
+        list_sizes(self.smallest, self.largest, self.step)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of puts."""
+        return list_sizes(self.smallest, self.largest, self.step)

@@ -29,9 +29,11 @@ from stretto.collectives.selection import (
     LIBRARY,
     AlgorithmChoice,
     Table,
+    add_candidate,
     find_choices,
     time_key,
 )
+from stretto.collectives.xml import read_ranks
 from stretto.parallel import Grid
 from stretto.parallel.layers.gemm_layout import GEMM_LAYOUTS
 from stretto.tuning import TuningStore, machine_key
@@ -69,6 +71,10 @@ def _tune_collectives(ranks: int, setting: CollectivesTuning) -> list[Row]:
 def measure_collectives(communicator: Any, setting: CollectivesTuning, device: torch.device) -> list[Row]:
     """Time the library and every algorithm and protocol in CUDA graphs, and keep the seconds."""
     has_nvlink = communicator.workspace.has_nvlink
+    if setting.schedules is not None:
+        for file in sorted(setting.schedules.glob("*.xml")):
+            if read_ranks(file) in (communicator.world_size, None):
+                add_candidate(file)
     rows: list[Row] = []
     measured: dict[str, list[float]] = {}
     for collective in setting.collectives:

@@ -281,8 +281,8 @@ def show(
     operator: Annotated[
         str | None,
         typer.Option(
-            help="Draw it inside this operator, as simulated: all_gather_matmul, matmul_reduce_scatter or "
-            "matmul_all_reduce."
+            help="Draw it inside this operator, as simulated: all_gather_matmul, matmul_reduce_scatter, "
+            "matmul_all_reduce or all_gather_attention."
         ),
     ] = None,
     sizes: Annotated[
@@ -290,7 +290,8 @@ def show(
         typer.Option(
             metavar="MxNxK",
             help="With --operator: rows of the product, and a rank's weight [n, k], in bf16 (default: "
-            "8192x12288x12288, and --cluster dgx-h200).",
+            "8192x12288x12288, and --cluster dgx-h200); of attention, all keys, a rank's queries, and the numbers of "
+            "a position's keys and values.",
         ),
     ] = None,
     cluster: MaybeClusterName = None,
@@ -336,7 +337,7 @@ def show(
 def _show_in_operator(schedule: "Schedule", operator: str, sizes: str, cluster: str, picture: Path) -> None:
     """Simulate the schedule inside an operator, print its time, and draw its tiles and moves."""
     from stretto.cluster import Cluster
-    from stretto.collectives.joint import join, require_collective, require_operator, verify_joint
+    from stretto.collectives.joint import is_gather, join, require_collective, require_operator, verify_joint
     from stretto.collectives.joint.schedule import COLLECTIVES, ROUTED
     from stretto.collectives.verifier import verify
     from stretto.report.joint import plot_joint  # imports matplotlib
@@ -346,7 +347,7 @@ def _show_in_operator(schedule: "Schedule", operator: str, sizes: str, cluster: 
     require_operator(operator)
     if operator in ROUTED:
         others = ", ".join(one for one in COLLECTIVES if one not in ROUTED)
-        raise ValueError(f"{operator}'s messages have the sizes that a call's routing gives: {others} will do")
+        raise ValueError(f"{operator}'s messages have sizes that a call gives, and are not shown: {others} will do")
     m, n, k = _read_sizes(sizes)
     ranks = schedule.collective.ranks
     require_collective(operator, schedule, ranks)
@@ -355,7 +356,7 @@ def _show_in_operator(schedule: "Schedule", operator: str, sizes: str, cluster: 
     found = verify(schedule)
     if not found.ok:
         raise ValueError(f"{shown_name(schedule.name)} is not verified: {found.errors[0]}")
-    joint = join(operator, schedule, m // ranks if operator == "all_gather_matmul" else m, 128)
+    joint = join(operator, schedule, m // ranks if is_gather(operator) else m, 128)
     if errors := verify_joint(joint):
         raise ValueError(f"{shown_name(schedule.name)} in {operator}: {errors[0]}")
     machine = Cluster.find(cluster)

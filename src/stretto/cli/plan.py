@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from stretto.cli.console import Json, refusing_bad_input
-from stretto.cli.plan_tables import print_formulas, print_modes, print_table
+from stretto.cli.plan_tables import print_formulas, print_inference, print_modes, print_table
 from stretto.execution import StateLocation, StateOptions, TwoLevel, check_sparsity, option_help
 from stretto.suggestions import are_missing
 
@@ -34,7 +34,9 @@ ClusterName = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option(help="Global batch, in sequences.")]
 SeqLen = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
-STEP, EXPERTS, PIPELINES, OUTPUT = "How a step runs", "Mixtures of experts", "Pipelines", "Output"  # headings of --help
+# Headings of --help.
+STEP, EXPERTS, PIPELINES, OUTPUT = "How a step runs", "Mixtures of experts", "Pipelines", "Output"
+INFERENCE = "Inference"
 
 
 def plan(
@@ -130,7 +132,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="N|auto",
-            help="Ranks that each sequence is cut among; auto searches (default: 1; auto from 32,768 tokens on).",
+            help="Ranks that each sequence is cut among; auto searches (default: 1; auto from 32,768 tokens on). With "
+            "--inference: tokens in the cache of a request that decodes; several, with commas, are equally likely.",
             rich_help_panel=STEP,
         ),
     ] = None,
@@ -172,6 +175,21 @@ def plan(
         str | None,
         typer.Option(help="For message-driven: arrival, backward or forward.", rich_help_panel=PIPELINES),
     ] = None,
+    inference: Annotated[
+        bool,
+        typer.Option(
+            "--inference",
+            help="Rank grids by how they answer --batch requests at a time (stretto.inference).",
+            rich_help_panel=INFERENCE,
+        ),
+    ] = False,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="Tokens of a prompt; several, with commas, are equally likely.", rich_help_panel=INFERENCE),
+    ] = None,
+    tpot: Annotated[
+        str | None, typer.Option(help="The longest time per output token, such as 20ms.", rich_help_panel=INFERENCE)
+    ] = None,
     top: Annotated[int, typer.Option(help="Number of rows in the table.", min=1, rich_help_panel=OUTPUT)] = 15,
     as_json: Json = False,
 ) -> None:
@@ -185,8 +203,18 @@ def plan(
     - stretto plan --model gpt-20b --cluster perlmutter --gpus 32 --batch 1024 --seq-len 2048
     - stretto plan demo.toml --cluster dgx-h200 --gpus 4
     - stretto plan --model gpt-80b --cluster alps --gpus 512 --batch 2048 --seq-len 2048 --pipe auto
+    - stretto plan --inference --model llama-3-8b --cluster dgx-h200 --prompt 2048 --context 1024 --batch 64 --tpot 20ms
     """
+    if inference:
+        of_training = {"CONFIG.toml": config, "--seq-len": seq_len, "--optimizer": optimizer, "--pipe": pipe}
+        of_training |= {"--recompute": recompute, "--expert": expert, "--memory": memory, "--reshard": reshard}
+        requests = {"model": model, "cluster": cluster, "prompt": prompt, "context": context, "batch": batch}
+        with refusing_bad_input(as_json=as_json):
+            _refuse_others("--inference", of_training)
+            _plan_inference(requests, gpus, tpot, dtype or "bf16", top, as_json=as_json)
+        return
     with refusing_bad_input(as_json=as_json):
+        _refuse_others("a training plan; --inference takes them", {"--prompt": prompt, "--tpot": tpot})
         given: dict[str, Any] = {
             "gpus": gpus,
             "batch": batch,
@@ -250,6 +278,58 @@ def plan(
         print_table(plans, machine, cost, top, has_memory=is_auto or plans[0].optimizer_state != "fp32")
     if explain and not as_json:
         print_formulas(plans[0])
+
+
+def _refuse_others(what: str, given: dict[str, Any]) -> None:
+    """Raise ValueError for options that a kind of plan does not take."""
+    if found := [name for name, value in given.items() if value is not None]:
+        raise ValueError(f"{', '.join(found)} is no option of {what}; leave it out")
+
+
+def _plan_inference(
+    asked: dict[str, Any], gpus: int | None, tpot: str | None, dtype: str, top: int, *, as_json: bool
+) -> None:
+    """Print grids by how they answer requests."""
+    meanings = _REQUIRED | {
+        "batch": "requests at a time",
+        "prompt": "tokens of a prompt",
+        "context": "tokens in the cache of a request that decodes",
+    }
+    missing = {f"--{name}": meanings[name] for name, value in asked.items() if value is None}
+    if missing:
+        lines = "".join(f"\n  {option}  {meaning}" for option, meaning in missing.items())
+        raise ValueError(f"{are_missing(list(missing))}:{lines}")
+    prompts, contexts = (_read_lengths(name, asked[name]) for name in ("prompt", "context"))
+    from stretto.quantities import read_seconds
+
+    seconds = None if tpot is None else read_seconds(tpot)
+
+    from stretto.cluster import Cluster
+    from stretto.planner.inference import plan_inference
+
+    machine = Cluster.find(asked["cluster"])
+    plans = plan_inference(
+        asked["model"],
+        machine,
+        prompts=prompts,
+        contexts=contexts,
+        batch=asked["batch"],
+        gpus=gpus,
+        token_seconds=seconds,
+        dtype=dtype,
+    )
+    if as_json:
+        print(json.dumps([plan.as_dict() for plan in plans]), flush=True)
+    else:
+        print_inference(plans, machine, top)
+
+
+def _read_lengths(option: str, value: str) -> list[int]:
+    """Numbers of tokens with commas between them. ValueError for anything else."""
+    parts = value.split(",")
+    if not all(part.strip().isdecimal() and part.isascii() and len(part) < 10 for part in parts):
+        raise ValueError(f"--{option} is {value!r}, but must be numbers of tokens, such as 2048 or 512,2048")
+    return [int(part) for part in parts]
 
 
 def _read_ranks(option: str, value: str | None) -> int | str | None:

@@ -10,6 +10,7 @@ from stretto.axes import name_grid
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
     from stretto.planner import GridPlan
+    from stretto.planner.inference import InferencePlan, PassSeconds
 
 
 def print_modes(plans: "list[GridPlan]", cost: str) -> None:
@@ -43,6 +44,47 @@ def print_modes(plans: "list[GridPlan]", cost: str) -> None:
     console.print("kept: activations of all blocks, between the passes of a micro-batch", highlight=False)
     if cost == "paper":
         console.print("the paper's model counts no recomputation: --cost full does", highlight=False)
+
+
+def print_inference(plans: "list[InferencePlan]", cluster: "Cluster", top: int) -> None:
+    """The table of `stretto plan --inference`."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    good = sum(plan.fits and plan.meets for plan in plans)
+    title = f"{len(plans)} grids on {cluster.name}, {good} of which hold all requests in time"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    headings = ("", "grid", "first token", "limit", "sums", "a token", "limit", "sums", "tokens/s/GPU", "cache", "fits")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
+    for place, plan in enumerate(plans[:top], start=1):
+        is_good = plan.fits and plan.meets
+        table.add_row(
+            str(place),
+            name_grid(plan.grid),
+            *_pass_cells(plan.first_token),
+            *_pass_cells(plan.token),
+            f"{plan.tokens_per_gpu:,.0f}",
+            f"{plan.cache_tokens:,}",
+            "no" if not plan.fits else "yes" if plan.meets else "late",
+            style=None if is_good else "dim",
+        )
+    console = Console()
+    console.width = max(console.width, 150)
+    console.print(table)
+    notes = (
+        "first token: of a prompt alone; a token: one step that decodes the whole batch, of which the rate is",
+        "limit: the GPU's bytes and FLOPs by its data sheet, without communication; sums: communication's part",
+        "cache: tokens of all requests together; fits: it holds them ('late': above --tpot)",
+    )
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+def _pass_cells(seconds: "PassSeconds") -> tuple[str, str, str]:
+    share = seconds.communication / seconds.total
+    return f"{seconds.total * 1e3:.3g} ms", f"{seconds.limit * 1e3:.3g} ms", f"{share:.0%}"
 
 
 def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int, *, has_memory: bool) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Cluster`: everything that planning or simulating work on a machine needs to know about it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import gcd
 from pathlib import Path
 
 from stretto.atomic_files import write_atomically
@@ -51,6 +52,11 @@ class Cluster:
     def __post_init__(self) -> None:
         check(self)
         self._check_bandwidths()
+        if self.gpus_per_node % self.domains:
+            raise ValueError(
+                f"in_node.domains = {self.domains}: must divide the node's {self.gpus_per_node} GPUs; "
+                f"{gcd(self.domains, self.gpus_per_node)} would do"
+            )
         keys = _figures()
         for key in self.sources:
             if key not in keys:
@@ -127,6 +133,19 @@ class Cluster:
     def gpus(self) -> int | None:
         """The number of GPUs of the whole machine; None where the number of nodes is open."""
         return None if self.nodes is None else self.nodes * self.gpus_per_node
+
+    @property
+    def domains(self) -> int:
+        """NUMA domains of a node, which have equal parts of its GPUs."""
+        return self.in_node.domains or 1
+
+    def ring_order(self, gpus: Sequence[int]) -> list[int]:
+        """Ranks in the order of a ring that crosses nodes, then NUMA domains, as rarely as it can (Flux, section 4.3).
+
+        gpus: the number of each rank's GPU; those of a node, and of a domain in it, follow each other.
+        """
+        size = self.gpus_per_node // self.domains
+        return sorted(range(len(gpus)), key=lambda rank: (gpus[rank] // size, rank))
 
     @property
     def inter_node_bandwidth(self) -> float | None:

@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -176,6 +176,9 @@ DATASHEETS = {
     "NVIDIA A100 80GB PCIe": Datasheet(_A100, 1935e9, _A100_SOURCE),
     "NVIDIA H100 80GB HBM3": Datasheet(_H100_SXM, 3.35e12, _H100_SOURCE, _PCI_EXPRESS_5),
     "NVIDIA H100 PCIe": Datasheet(_H100_PCIE, 2e12, _H100_SOURCE, _PCI_EXPRESS_5),
+    "NVIDIA H800": Datasheet(
+        replace(_H100_SXM, fp64=1e12), 3.35e12, "NVIDIA H800 datasheet, SXM; rates printed with sparsity are halved"
+    ),
     "NVIDIA H200": Datasheet(
         _H100_SXM, 4.8e12, "NVIDIA H200 datasheet; rates printed with sparsity are halved", _PCI_EXPRESS_5
     ),

@@ -67,6 +67,7 @@ class NodeLink:
 
     `bandwidth` is what one GPU sends to all others of its node at once, with all its links; `pair_bandwidth` is what it
     sends to one peer that it is directly connected to (the slowest such peer). Behind a switch the two are equal.
+    `domains`: of GPUs that PCI Express connects, so many NUMA domains have equal parts of the node's GPUs, in order.
     """
 
     bandwidth: float | None = field(
@@ -76,9 +77,15 @@ class NodeLink:
         default=None, metadata=figure(Kind.QUANTITY, "bytes/s, one direction, to one peer")
     )
     latency: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
+    domains: int | None = field(default=None, metadata=figure(Kind.COUNT))
+    domain_bandwidth: float | None = field(
+        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, one direction, from one NUMA domain to another")
+    )
 
     def __post_init__(self) -> None:
         check(self)
+        if (self.domains or 1) > 1 and self.domain_bandwidth is None:
+            raise ValueError(f"domains = {self.domains}: needs domain_bandwidth, of the link between two of them")
         if self.bandwidth and self.pair_bandwidth and self.pair_bandwidth > self.bandwidth:
             rule = f"must be at most bandwidth; {self.bandwidth:g} would do"
             raise ValueError(f"pair_bandwidth = {self.pair_bandwidth:g}: {rule}")

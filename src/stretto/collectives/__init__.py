@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         set_two_level,
         uninstall,
     )
+    from stretto.collectives.selection import add_candidate
 
 __all__ = [
     "PROTOCOLS",
@@ -82,6 +83,7 @@ __all__ = [
     "StepType",
     "ThreadBlock",
     "Verification",
+    "add_candidate",
     "algorithm",
     "call_counts",
     "chunk",
@@ -111,4 +113,5 @@ _LAZY = (
     "set_two_level",
     "uninstall",
 )
-__getattr__, __dir__ = attach(__name__, dict.fromkeys(_LAZY, "stretto.collectives.backend"))
+_HOMES = {**dict.fromkeys(_LAZY, "stretto.collectives.backend"), "add_candidate": "stretto.collectives.selection"}
+__getattr__, __dir__ = attach(__name__, _HOMES)

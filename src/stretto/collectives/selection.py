@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 
 from stretto.collectives.algorithms import find
+from stretto.collectives.executor.plan import digest
 from stretto.collectives.schedule import PROTOCOLS, Schedule
 from stretto.collectives.verifier import verify
+from stretto.collectives.xml import named_collective, read_schedule
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, read_times
 
 TABLE_VARIABLE = "STRETTO_COLLECTIVES_TABLE"
@@ -39,6 +41,10 @@ class AlgorithmChoice:
     def compile(self, ranks: int, *, in_place: bool) -> Schedule:
         """Compile its algorithm for so many ranks, one of two levels for two halves. ValueError if it cannot be."""
         assert self.algorithm is not None
+        if self.algorithm in _candidates:
+            if obstacle := self.find_obstacle(ranks, in_place=in_place):
+                raise ValueError(obstacle)
+            return _candidates[self.algorithm]
         algorithm = find(self.algorithm)
         if "nodes" not in algorithm.parameters:
             return algorithm.compile(ranks=ranks, in_place=in_place)
@@ -46,6 +52,22 @@ class AlgorithmChoice:
             raise ValueError(f"{self.algorithm} is for two halves of the ranks, of two or more each, not for {ranks}")
         return algorithm.compile(nodes=2, gpus=ranks // 2, in_place=in_place)
 
+    def find_obstacle(self, ranks: int, *, in_place: bool, reduction: str = "sum") -> str:
+        """Why a candidate's schedule is for no such call; "" if it is, and for algorithms."""
+        schedule = _candidates.get(self.algorithm or "")
+        if schedule is None:
+            return ""
+        if schedule.collective.ranks != ranks:
+            return f"{schedule.name} is a schedule of {schedule.collective.ranks} ranks, not of {ranks}"
+        if not (schedule.in_place if in_place else schedule.out_of_place):
+            return f"{schedule.name} does not run {'in' if in_place else 'out of'} place"
+        if schedule.reduction not in (None, reduction):
+            return f"{schedule.name} is a schedule of {schedule.reduction!r}, not of {reduction!r}"
+        return ""
+
+
+_candidates: dict[str, Schedule] = {}
+"""Users' schedules, by the name that their choices have."""
 
 LIBRARY = AlgorithmChoice()
 _VARIANTS = (("LL", 1), ("LL", 2), ("LL128", 1), ("LL128", 2), ("Simple", 1), ("Simple", 4))
@@ -93,6 +115,34 @@ _LARGEST_LL = 64 << 10
 _KEY = re.compile(r"collective (\w+) (\w+) (\d{1,9}) ranks (\d{1,15}) bytes by (.+)")
 
 
+def add_candidate(schedule: Schedule | Path | str) -> AlgorithmChoice:
+    """Have a schedule, or that of an MSCCL XML file, run the calls at whose sizes it was measured to be the fastest.
+
+    `stretto tune collectives --schedules FOLDER` measures a folder's files that run out of place. All ranks add the
+    same, before the group's first collective on GPUs; one that was not measured runs nothing. ValueError for a
+    collective that is not tuned, and for a schedule that fails verification; ScheduleFileError for an invalid file.
+    """
+    made = schedule if isinstance(schedule, Schedule) else read_schedule(Path(schedule))
+    kind, ranks, chunks = made.collective.name, made.collective.ranks, made.collective.chunks_per_loop
+    if kind not in CHOICES:
+        raise ValueError(f"{made.name} is a schedule of {kind!r}, and {', '.join(CHOICES)} are tuned")
+    made = replace(made, collective=replace(named_collective(kind, ranks, chunks), in_place=made.collective.in_place))
+    found = verify(made)
+    if not found.ok:
+        raise ValueError(f"{made.name} is not safe to run: {found.errors[0]}")
+    name = f"{made.name} {digest(made)}"
+    _candidates[name] = made
+    return AlgorithmChoice(name, made.protocol)
+
+
+def _list_choices(collective: str) -> tuple[AlgorithmChoice, ...]:
+    """All choices for a collective, candidates among them."""
+    given = (
+        AlgorithmChoice(name, one.protocol) for name, one in _candidates.items() if one.collective.name == collective
+    )
+    return *CHOICES[collective], *given
+
+
 class Selection(NamedTuple):
     """The choice for a call, and the reason for it, for logs."""
 
@@ -107,13 +157,19 @@ def find_choices(collective: str, *, has_nvlink: bool, ranks: int | None = None)
     """
     return tuple(
         choice
-        for choice in CHOICES[collective]
-        if (has_nvlink or choice.protocol != "LL128") and (ranks is None or _can_compile(choice.algorithm, ranks))
+        for choice in _list_choices(collective)
+        if (has_nvlink or choice.protocol != "LL128") and (ranks is None or _can_compile(choice, ranks))
     )
 
 
+def _can_compile(choice: AlgorithmChoice, ranks: int) -> bool:
+    if choice.algorithm in _candidates:
+        return not choice.find_obstacle(ranks, in_place=False)
+    return _is_for(choice.algorithm, ranks)
+
+
 @lru_cache(maxsize=1024)
-def _can_compile(algorithm: str | None, ranks: int) -> bool:
+def _is_for(algorithm: str | None, ranks: int) -> bool:
     try:
         return algorithm is None or bool(AlgorithmChoice(algorithm).compile(ranks, in_place=False))
     except ValueError:
@@ -282,14 +338,17 @@ def _parse_key(key: str, *, has_nvlink: bool) -> tuple[TimedCall, AlgorithmChoic
 
 
 def _parse_choice(collective: str, name: str, has_nvlink: bool) -> AlgorithmChoice:
-    choices = {choice.name: choice for choice in CHOICES[collective]}
+    choices = {choice.name: choice for choice in _list_choices(collective)}
     if name not in choices:
         algorithm, _, protocol = name.partition(" ")
         protocol = protocol.partition(" ")[0]
         names = ALGORITHMS_OF[collective] + _TIMED_ALGORITHMS_OF[collective]
         if algorithm not in names:
             known = ", ".join(names)
-            raise ValueError(f"{collective} is run by library, {known}: not by {algorithm!r}")
+            raise ValueError(
+                f"{collective} is run by library, {known}, or a schedule that `add_candidate` was given: not by "
+                f"{algorithm!r}"
+            )
         if protocol not in PROTOCOLS:
             raise ValueError(f"there is no protocol {protocol!r}: there are {', '.join(PROTOCOLS)}")
         raise ValueError(f"there is no choice {name!r}: there are {', '.join(choices)}")

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from stretto.huggingface.attention.linear_attention import linear_attentions_of
 from stretto.huggingface.known_modules import cache_of_nothing
-from stretto.huggingface.linear_attention import linear_attentions_of
 from stretto.huggingface.loss import calls_loss_function, computes_masked_loss
 from stretto.huggingface.pretrained_model import base_of, unwrap
 from stretto.ops.attention.plan import Layout
@@ -28,7 +28,7 @@ _LAYERS = ("full_attention", "sliding_attention", "attention", "moe", "mlp")
 _LINEAR_LAYERS = ("linear_attention", "mamba", "hybrid", "conv")
 """The kinds of layers that may carry a state along the sequence."""
 
-_DEPENDS_ON_LENGTH = ("dynamic", "longrope")
+DEPENDS_ON_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the longest position, which differs between ranks."""
 
 
@@ -60,7 +60,7 @@ def _uses_interface(kind: type[nn.Module]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
 
 
-def _passes_window(kind: type[nn.Module]) -> bool:
+def passes_window(kind: type[nn.Module]) -> bool:
     """True if an attention's code calls the interface with the keyword sliding_window."""
     constants = inspect.unwrap(kind.forward).__code__.co_consts
     return any(isinstance(names, tuple) and "sliding_window" in names for names in constants)
@@ -106,9 +106,9 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
         return (
             f"{kind} caps its attention's logits, which fused attention does not; attn_logit_softcapping=None would do"
         )
-    if found := ropes & set(_DEPENDS_ON_LENGTH):
+    if found := ropes & set(DEPENDS_ON_LENGTH):
         return f"{kind}'s rotary embedding, {', '.join(sorted(found))}, depends on the length of what a rank sees"
-    if getattr(config, "sliding_window", None) and not all(_passes_window(type(module)) for module in attentions):
+    if getattr(config, "sliding_window", None) and not all(passes_window(type(module)) for module in attentions):
         return f"the attention of {kind} has a sliding window by its mask alone; sliding_window=None would do"
     if any(_drops(module) for module in attentions):
         return f"{kind} has dropout of attention's weights (attention_dropout, attn_pdrop); 0 would do"

@@ -41,8 +41,13 @@ def rms_norm_of(module: nn.Module, name: str) -> NormKind | None:
 
 def is_gated_mlp(module: nn.Module) -> bool:
     """True if a module computes down_proj(act_fn(gate_proj(x)) * up_proj(x)), whatever these four are."""
+    return has_own_forward(module) and is_of_gated_mlps(module)
+
+
+def is_of_gated_mlps(module: nn.Module) -> bool:
+    """True if a module's class computes what `is_gated_mlp` says, whether or not this one's forward was replaced."""
     parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
-    return has_own_forward(module) and all(hasattr(module, part) for part in parts) and _is_gated(type(module).forward)
+    return all(hasattr(module, part) for part in parts) and _is_gated(type(module).forward)
 
 
 @functools.cache
@@ -52,6 +57,31 @@ def _is_gated(forward: Callable[..., Any]) -> bool:
         gate_proj=lambda x: 2 * x + 1, up_proj=lambda x: x - 3, down_proj=lambda x: x.flip(-1), act_fn=torch.sin
     )
     return _computes(forward, (stand_in, x), (torch.sin(2 * x + 1) * (x - 3)).flip(-1))
+
+
+def is_pre_norm_block(layer: nn.Module) -> bool:
+    """True if a layer's class computes h = x + self_attn(input_layernorm(x)), and h + mlp(post_attention_layernorm(h)).
+
+    Whatever these four are; it hands attention hidden_states and its other arguments by name, and takes the first of
+    what attention returns.
+    """
+    parts = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    # What transformers wraps around it checkpoints activations.
+    return all(hasattr(layer, part) for part in parts) and _is_pre_norm(inspect.unwrap(type(layer).forward))
+
+
+@functools.cache
+def _is_pre_norm(forward: Callable[..., Any]) -> bool:
+    x = _draw(2, 3, 4)
+    stand_in = SimpleNamespace(
+        input_layernorm=lambda x: 2 * x + 1,
+        self_attn=lambda hidden_states, **_: (torch.sin(hidden_states), None),
+        post_attention_layernorm=lambda x: x - 3,
+        mlp=torch.cos,
+        training=False,
+    )
+    inner = x + torch.sin(2 * x + 1)
+    return _computes(forward, (stand_in, x), inner + torch.cos(inner - 3))
 
 
 def is_gelu_by_tanh(module: nn.Module) -> bool:

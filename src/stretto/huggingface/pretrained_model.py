@@ -52,7 +52,8 @@ def base_and_prefix(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def generate_in_step(model: nn.Module) -> None:
-    """Have `generate` run on every rank until the last is done: each step gathers weights from all ranks.
+    """Have `generate` run on every rank until the last is done: each step gathers weights from all ranks, or sends
+    tokens to their experts.
 
     Sets Hugging Face's option synced_gpus, which is off by default.
     """

@@ -63,10 +63,19 @@ PUBLIC_MODELS: dict[str, dict[str, Any]] = {
     "gpt2-xl": _GPT | {"n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024},
     # Of table 2.1 in Brown et al. (2020), whose sizes GPT-2's code builds: all layers' attention is dense here.
     "gpt-3-6.7b": _GPT | {"n_embd": 4096, "n_layer": 32, "n_head": 32, "n_positions": 2048},
+    "gpt-3-175b": _GPT | {"n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048},
     "llama-2-7b": _LLAMA_2
     | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     "llama-2-13b": _LLAMA_2
     | {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "llama-2-70b": _LLAMA_2
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
     "llama-3-8b": _LLAMA_3
     | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "llama-3-70b": _LLAMA_3

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.cluster.local_ranks import name_node
-from stretto.memory.fences import find_fence
 from stretto.memory.gpus import NVML_NVLINK, nvml_supports
 from stretto.memory.plain_data import all_gather_data
+from stretto.memory.symmetric import find_fence
 
 SIDE_STREAMS = ("copy", "flag", "wait")
 

@@ -3,6 +3,7 @@
 
 import ctypes
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,18 @@ def has_native_atomics(device: int, peer: int) -> bool:
     driver, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
     failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, device, peer)
     return not failed and bool(answer.value)
+
+
+def find_numa_domain(device: torch.device) -> int:
+    """The NUMA domain of a GPU's slot; -1 where Linux or torch does not say, and of CPUs."""
+    if device.type != "cuda":
+        return -1
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        domain, bus, slot = (int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
+        return int(Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{slot:02x}.0/numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return -1
 
 
 def bound_blocks(multiprocessors: int) -> int:

@@ -25,12 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.cluster.host_memory import host_memory_available
-from stretto.cluster.local_ranks import name_node
-from stretto.memory.fences import find_fence
+from stretto.cluster.local_ranks import count_local_ranks, name_node
 from stretto.memory.groups import exchange, find_own_rank, require_same, timed_barrier
 from stretto.memory.network.descriptors import Put
 from stretto.memory.network.endpoint import Endpoint, find_endpoint
-from stretto.memory.symmetric import MASK, Backoff, PeerError, Reach, SymmetricMemory, has_reached
+from stretto.memory.symmetric import MASK, Backoff, PeerError, Reach, SymmetricMemory, find_fence, has_reached
 
 _ALIGNMENT = 64
 _SECONDS_BEFORE_ASKING = 0.1  # a longer wait checks whether the peer is still alive
@@ -300,6 +299,7 @@ def _reserve(descriptor: int, total: int, world_size: int) -> Exception | None:
 
 
 def _require_available(total: int, world_size: int) -> None:
+    world_size = min(world_size, count_local_ranks() or world_size)  # those of other machines have memory of their own
     available = host_memory_available()
     if total * world_size > available.bytes:
         raise ValueError(

@@ -23,7 +23,7 @@ from torch import Tensor
 from stretto.cluster.local_ranks import name_node
 from stretto.collectives.joint.schedule import require_operator
 from stretto.memory import failures, is_debugging, shared_gpus
-from stretto.memory.gpus import count_processors, find_capability, find_obstacle
+from stretto.memory.gpus import count_processors, find_capability, find_numa_domain, find_obstacle
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops import confirmation
 from stretto.ops.config import (
@@ -39,7 +39,7 @@ from stretto.ops.config import (
     find_refusal,
 )
 from stretto.ops.gemm import takes_tma
-from stretto.ops.joint.registry import find_schedule, is_runnable
+from stretto.ops.joint.registry import CANDIDATES, find_schedule, is_runnable, list_rings
 from stretto.ops.operator import FP8, find_group, require_agreement, require_no_capture
 from stretto.ops.prediction import (
     Speeds,
@@ -53,6 +53,10 @@ logger = logging.getLogger("stretto.ops")
 CONFIRM_VARIABLE = "STRETTO_CONFIRM"
 """The environment variable that switches timing of first calls on, where it is 1."""
 
+COPIES_VARIABLE = "STRETTO_SIGNAL_BY_COPIES"
+"""The environment variable that, where it is 1, has operators do as on GPUs without atomic operations on each other's
+memory, for tests: see `signals_by_copies`."""
+
 _NEAR = 1.5  # a measurement counts for up to so many times as many rows, or as few
 _MAX_CHOICES = 4096
 _WAY = "way of "
@@ -62,14 +66,17 @@ _WAY = "way of "
 class _GroupChoices:
     """Agreed timings, cached configurations and call counts of a group.
 
-    obstacle: why no kernel can run, or "". times: seconds by problem and encoded configuration. choices: a
-    configuration and the reason for it. recalled: configurations of calls that were checked before. speeds: of the
-    slowest GPU. confirmed: times that were measured in calls. ways: of calls without a
-    configuration, by their names.
+    obstacle: why no kernel can run, or "". copies_obstacle: why not even those whose copy engines move rows by a
+    schedule, which need no atomic operations between GPUs. order: the ranks, those of one NUMA domain together. times:
+    seconds by problem and encoded configuration. choices: a configuration and the reason for it. recalled:
+    configurations of calls that were checked before. speeds: of the slowest GPU. confirmed: times that were measured in
+    calls. ways: of calls without a configuration, by their names.
     """
 
     group: "weakref.ref[dist.ProcessGroup]"
     obstacle: str = ""
+    copies_obstacle: str = ""
+    order: tuple[int, ...] = ()
     times: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     choices: dict[tuple[GemmProblem, Machine, str], tuple[KernelConfig, str]] = field(default_factory=dict)
     recalled: dict[tuple[object, ...], KernelConfig] = field(default_factory=dict)
@@ -77,6 +84,15 @@ class _GroupChoices:
     speeds: Speeds | None = None
     confirmed: dict[str, dict[str, float]] = field(default_factory=dict)
     ways: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def signals_by_copies(self) -> bool:
+        """True if only copy engines can signal between the group's GPUs."""
+        return bool(self.obstacle) and not self.copies_obstacle
+
+    def can_run(self, config: KernelConfig) -> bool:
+        """True if nothing about the group's GPUs is in a kernel's way."""
+        return not self.obstacle or (self.signals_by_copies and config.schedule != "" and config.transfer == "copies")
 
 
 _groups: dict[str, _GroupChoices] = {}
@@ -247,11 +263,15 @@ def _choose(
     if 0 in (problem.m, problem.n, problem.k):
         return LIBRARY, "there is nothing to multiply"
     if config is not None:
-        if config.implementation == "kernel":
-            _require_kernel(known, problem)
         if config.schedule:
             _require_schedule(problem, config.schedule)
-        if problem.returns_gathered:  # the host does not know the slot that programs gather into
+            if known.signals_by_copies:
+                config = config._replace(transfer="copies")
+        if config.implementation == "kernel":
+            _require_kernel(known, problem, by_copies=config.schedule != "" and config.transfer == "copies")
+        if (
+            problem.returns_gathered and not config.schedule
+        ):  # the host does not know the slot that programs gather into
             config = config._replace(transfer="copies", direction="push")
         if config.blocks is None and config != LIBRARY:
             config = config._replace(blocks=default_blocks(problem, machine, config.transfer))
@@ -262,14 +282,19 @@ def _choose(
         return restored, "the checkpoint says so"
     measured = _find_fastest(known, problem, needs_kernel=implementation == "kernel")
     if implementation == "kernel":
-        _require_kernel(known, problem)
+        by_copies = known.signals_by_copies and problem.operator in CANDIDATES and problem.dtype != FP8
+        _require_kernel(known, problem, by_copies=by_copies)
         if measured is not None:
             return measured
+        if by_copies:
+            (ring, *_) = list_rings(problem.operator, known.order)
+            blocks = default_blocks(problem, machine)
+            return KernelConfig(blocks=blocks, schedule=ring), "a kernel was asked for, and copy engines make its moves"
         if not machine.processors:
             return default_config(problem, machine)[0], "a kernel was asked for"
         return find_fastest_kernel(problem, machine)[0], "a kernel was asked for"
     if known.obstacle:
-        return LIBRARY, known.obstacle
+        return measured or (LIBRARY, known.obstacle)
     return measured or default_config(problem, machine)
 
 
@@ -280,9 +305,12 @@ def _require_schedule(problem: GemmProblem, schedule: str) -> None:
     find_schedule(problem.operator, schedule, problem.world)
 
 
-def _require_kernel(known: _GroupChoices, problem: GemmProblem) -> None:
-    if known.obstacle:
-        raise ValueError(f'{problem.operator}: no kernel can run: {known.obstacle}; implementation="library" can')
+def _require_kernel(known: _GroupChoices, problem: GemmProblem, *, by_copies: bool = False) -> None:
+    """ValueError where no kernel can run. by_copies: it needs no atomic operations between GPUs."""
+    obstacle = known.copies_obstacle if by_copies else known.obstacle
+    if obstacle:
+        schedule = ", as can a schedule" if known.signals_by_copies and problem.operator in CANDIDATES else ""
+        raise ValueError(f'{problem.operator}: no kernel can run: {obstacle}; implementation="library" can{schedule}')
 
 
 def _find_fastest(
@@ -300,6 +328,7 @@ def _find_fastest(
         (seconds, config)
         for config, seconds in configs
         if not (needs_kernel and config == LIBRARY)
+        and (config == LIBRARY or known.can_run(config))
         and (not config.schedule or is_runnable(problem.operator, config.schedule, problem.world))
     ]
     if not timed or not 1 / _NEAR <= nearest / problem.m <= _NEAR:
@@ -318,6 +347,24 @@ def _measured_rows(known: _GroupChoices, problem: GemmProblem) -> list[int]:
             if digits.isdecimal() and int(digits) > 0:
                 found.append(int(digits))
     return found
+
+
+def signals_by_copies(name: str, device: torch.device) -> bool:
+    """True if the group's GPUs reach each other's memory, but have no native atomic operations there, as over PCIe.
+
+    Calls by a schedule run there, whose rows copy engines move. Collective at the group's first call.
+    """
+    return _find(name, device).signals_by_copies
+
+
+def find_ring_order(name: str, device: torch.device) -> tuple[int, ...]:
+    """The ranks in the order of a ring that crosses from one NUMA domain to another as rarely as it can."""
+    return _find(name, device).order
+
+
+def find_copies_obstacle(name: str, device: torch.device) -> str:
+    """Why copy engines cannot move rows of the group's ranks by a schedule; "" if they can. Collective at first."""
+    return _find(name, device).copies_obstacle
 
 
 def find_group_obstacle(name: str, device: torch.device) -> str:
@@ -346,9 +393,11 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
         problem: {config.encode(): second for config, second in seconds.items()} for problem, seconds in read.items()
     }
     speeds = find_speeds(device) if device.type == "cuda" else None
-    sent = name_node(dist.get_rank(), dist.get_world_size()), times, speeds
-    everyone = all_gather_data(sent, group, tuple[str, dict[str, dict[str, float]], Speeds | None])
-    nodes, found = {node for node, *_ in everyone}, [one for *_, one in everyone if one is not None]
+    is_forced, domain = os.environ.get(COPIES_VARIABLE) == "1", find_numa_domain(device)
+    sent = name_node(dist.get_rank(), dist.get_world_size()), times, speeds, is_forced, domain
+    everyone = all_gather_data(sent, group, tuple[str, dict[str, dict[str, float]], Speeds | None, bool, int])
+    nodes, found = {node for node, *_ in everyone}, [one for _, _, one, *_ in everyone if one is not None]
+    order = sorted(range(len(everyone)), key=lambda rank: (everyone[rank][-1], rank))
     obstacle = ""
     if len(nodes) > 1:
         obstacle = f"its ranks are on {len(nodes)} nodes, and kernels reach the memory of one"
@@ -356,10 +405,21 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
         obstacle = "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
     elif device.type == "cuda":
         obstacle = find_obstacle(group, device) or ""
+    copies_obstacle = obstacle
+    if obstacle and device.type == "cuda" and len(nodes) == 1:
+        copies_obstacle = find_obstacle(group, device, needs_atomics=False) or ""
+    if not obstacle and any(forced for *_, forced, _ in everyone):
+        obstacle = f"{COPIES_VARIABLE}=1 says that its GPUs have no atomic operations on each other's memory"
     slowest = Speeds(*map(min, zip(*found, strict=True))) if len(found) == len(everyone) else None
     restored = _restored.get(_name_ranks(group))
     confirmed = dict(restored.confirmed) if restored else {}
-    return _GroupChoices(weakref.ref(group), obstacle, everyone[0][1], speeds=slowest, confirmed=confirmed)
+    known = _GroupChoices(
+        weakref.ref(group), obstacle, copies_obstacle, tuple(order), everyone[0][1], speeds=slowest, confirmed=confirmed
+    )
+    if known.signals_by_copies:  # a stored time may be of one
+        for operator in CANDIDATES:
+            list_rings(operator, known.order)
+    return known
 
 
 def autotuner(device: torch.device, store: TuningStore | None = None) -> Autotuner[str, KernelConfig]:

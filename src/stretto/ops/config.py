@@ -78,13 +78,13 @@ class KernelConfig(NamedTuple):
     implementation: "kernel" or "library" (which ignores all other fields). blocks: the GEMM's tiles, whose columns are
     a multiple of 16; kernels that exchange tiles, or whose rows copy engines move, round them down to a power of two.
     transfer: how gathered rows are transferred: by copy engines ("copies"), or by the first `movers` programs of the
-    kernel before they multiply ("programs"), which push or pull them (direction); and how tiles of partial sums are
-    transferred: by copy engines, or by the program that has computed them. piece_bytes: bytes transferred per signal.
-    exchange: partial sums are sent as "tiles", or, for few rows, as "packets". shots: of an all-reduce: 1, all ranks
-    send to all ranks; 2, an owner reduces and broadcasts. is_shifted: each rank begins with another rank's tiles (Flux,
-    section 4.1); if not, all begin with rank 0's. schedule: the name of a collective's schedule that moves rows
-    (`stretto.ops.joint`), "" for the operator's own way. Tuning files contain these names: renaming a field makes
-    earlier measurements unreadable.
+    kernel before they multiply ("programs"), which push or pull them (direction), as copy engines do by a schedule; and
+    how tiles of partial sums are transferred: by copy engines, or by the program that has computed them. piece_bytes:
+    bytes transferred per signal. exchange: partial sums are sent as "tiles", or, for few rows, as "packets". shots: of
+    an all-reduce: 1, all ranks send to all ranks; 2, an owner reduces and broadcasts. is_shifted: each rank begins with
+    another rank's tiles (Flux, section 4.1); if not, all begin with rank 0's. schedule: the name of a collective's
+    schedule that moves rows (`stretto.ops.joint`), "" for the operator's own way. Tuning files contain these names:
+    renaming a field makes earlier measurements unreadable.
     """
 
     implementation: str = "kernel"
@@ -134,8 +134,11 @@ def _encode_constant(config: KernelConfig) -> str:
 
 
 @lru_cache(maxsize=4096)
-def decode(text: str) -> KernelConfig:
-    """The configuration that `KernelConfig.encode` wrote as this text. ValueError for other text."""
+def decode(text: str, schedule: str = "") -> KernelConfig:
+    """The configuration that `KernelConfig.encode` wrote as this text. ValueError for other text.
+
+    schedule: to have in it, if any.
+    """
     if text == "library":
         return LIBRARY
     try:
@@ -143,6 +146,7 @@ def decode(text: str) -> KernelConfig:
         if fields["blocks"] is not None:
             fields["blocks"] = Blocks(*fields["blocks"])
         config = KernelConfig(**fields)
+        config = config._replace(schedule=schedule or config.schedule)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{text[:80]!r} is no configuration of a kernel: {error}") from error
     require_config(config)
@@ -162,10 +166,12 @@ def require_config(config: KernelConfig) -> None:
     for what, given, known in options:
         if given not in known:
             raise ValueError(f"a configuration's {what} is one of {', '.join(map(str, known))}, not {given!r}")
-    if config.transfer == "copies" and config.direction == "pull":
-        raise ValueError('copy engines push: "pull" goes with transfer="programs"')
     if not isinstance(config.schedule, str):
         raise ValueError(f"a configuration's schedule is its name, not {config.schedule!r}")
+    if config.direction == "pull" and (config.transfer == "copies") != bool(config.schedule):
+        if config.schedule:
+            raise ValueError('programs push what a schedule moves: "pull" goes with transfer="copies"')
+        raise ValueError('copy engines push: "pull" goes with transfer="programs", or with a schedule')
     for what, number in (("movers", config.movers), ("piece_bytes", config.piece_bytes)):
         if not isinstance(number, int) or not 1 <= number <= 1 << 30:
             raise ValueError(f"a configuration's {what} is a whole number, 1 or more, not {number!r}")

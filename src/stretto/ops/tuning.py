@@ -10,10 +10,19 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
+from stretto.collectives.joint.schedule import is_gather
 from stretto.memory import PeerError
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
-from stretto.ops.choices import autotuner, clear_choices, describe_problem, find_machine, group_speeds
+from stretto.ops.choices import (
+    autotuner,
+    clear_choices,
+    describe_problem,
+    find_machine,
+    find_ring_order,
+    group_speeds,
+    signals_by_copies,
+)
 from stretto.ops.config import (
     DIRECTIONS,
     EXCHANGES,
@@ -24,6 +33,7 @@ from stretto.ops.config import (
     count_grouped_rows,
     count_usable,
     deepen_for_fp8,
+    default_blocks,
     default_config,
     encode_implementation,
     find_fastest_kernel,
@@ -31,7 +41,7 @@ from stretto.ops.config import (
     fit_blocks,
 )
 from stretto.ops.gemm import Blocks
-from stretto.ops.joint.registry import CANDIDATES, list_candidates
+from stretto.ops.joint.registry import CANDIDATES, list_candidates, list_rings
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.moe.tensor_parallel import describe_product, gather_multiply, gather_routing, multiply_scatter
@@ -234,6 +244,10 @@ class _ExpertOperands(RotatingOperands):
 def _search(
     problem: GemmProblem, machine: Machine, operands: RotatingOperands, group: dist.ProcessGroup | None
 ) -> dict[KernelConfig, float]:
+    name, device = find_name(group), operands.x.device
+    if signals_by_copies(name, device) and problem.operator in CANDIDATES and problem.dtype != FP8:
+        configs = vary_copies(problem, machine, find_ring_order(name, device))
+        return _measure((LIBRARY, *configs), operands, group)
     measured = _measure((LIBRARY, *vary_blocks(problem, machine)), operands, group)
     kernels = {config: seconds for config, seconds in measured.items() if config != LIBRARY}
     if not kernels:
@@ -293,8 +307,19 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
     yield from (other for other in others if other != config)
     if problem.operator in CANDIDATES and problem.m > FEW_ROWS and problem.dtype != FP8:
         for schedule in list_candidates(problem.operator, problem.world):
-            for count in (16, 32) if machine.processors else (1,):
-                yield config._replace(exchange="tiles", movers=count, schedule=schedule)
+            joint = config._replace(exchange="tiles", direction="push", schedule=schedule)
+            for count in (16, 32) if machine.processors and not problem.returns_gathered else (1,):
+                yield joint._replace(transfer="copies" if problem.returns_gathered else "programs", movers=count)
+            if not problem.returns_gathered:
+                yield joint._replace(transfer="copies")
+
+
+def vary_copies(problem: GemmProblem, machine: Machine, order: tuple[int, ...]) -> Iterator[KernelConfig]:
+    """Configurations for GPUs that signal by copies alone: schedules by copy engines. order: of a ring of the ranks."""
+    config = KernelConfig(blocks=default_blocks(problem, machine))
+    for schedule in list_rings(problem.operator, order):
+        for direction in DIRECTIONS if is_gather(problem.operator) else DIRECTIONS[:1]:
+            yield config._replace(schedule=schedule, direction=direction)
 
 
 def vary_order(problem: GemmProblem, config: KernelConfig) -> Iterator[KernelConfig]:

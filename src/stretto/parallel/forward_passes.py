@@ -20,7 +20,7 @@ from stretto.parallel.comm.counting import not_counted
 from stretto.parallel.comm.graph_functions import current_stream
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import ShardedModule
-from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded
+from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded, has_layout
 from stretto.parallel.state import ParallelState, state_of, wrappers_of
 from stretto.suggestions import did_you_mean
 
@@ -52,9 +52,10 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
     for prefix, module in waiting:
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if parameter.requires_grad:
+                if parameter.requires_grad and not has_layout(parameter):
                     check_is_sharded(prefix + name, parameter)
-                gradient_reducer.defer_hooks(parameter, prefix + name)
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                    gradient_reducer.defer_hooks(parameter, prefix + name)
         if isinstance(module, ShardedModule) and module.in_graphs is not None and module.in_graphs.is_outdated(stream):
             module.follow_weights()
         waiting += [(f"{prefix}{name}.", each) for name, each in module._modules.items() if each is not None]

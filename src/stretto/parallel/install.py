@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from stretto.axes import EXPERT
 from stretto.execution import MIN_COPIED_BYTES
 from stretto.huggingface import pretrained_model
 from stretto.huggingface.experts import choose_scaled_inputs
@@ -90,7 +91,7 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
         install_loss_of_rows(model, reducer, is_pretrained=is_pretrained, overlaps=overlaps, is_fused=builder.is_fused)
     if plan.is_pretrained and has_roles:
         pretrained_model.compile_inside_of_own_checkpoints(model)
-    if plan.is_pretrained and request.grid.size("z") > 1:
+    if plan.is_pretrained and max(request.grid.size(axis) for axis in ("z", EXPERT)) > 1:
         pretrained_model.generate_in_step(model)
     pretrained_model.refuse_saving(model)
     pretrained_model.refuse_resizing(model)

@@ -25,6 +25,7 @@ SCATTER = "ops.matmul_reduce_scatter.gemm_reduce_scatter"
 COPIED = ("ops.matmul_reduce_scatter_copies.multiply_tiles", "ops.matmul_reduce_scatter_copies.add_tiles")
 FEW_ROWS = "ops.small_m.gemm_exchange"
 JOINT = "ops.joint.kernel.joint_gemm"
+ADDED = "ops.joint.kernel.add_rows"
 
 _DENSITIES = (0.5, 0.25, 0.1, 0.03)  # fraction of nonzero operands: uses the first with which no sum is rounded
 _PROGRAMS = 12  # fewer than the 14 multiprocessors that a rank has when 8 share an H100
@@ -333,6 +334,10 @@ _GATHERS: dict[str, tuple[str, OperatorVariant]] = {
         "the same by copy engines",
         OperatorVariant("", 50, 192, 128, COPIES, has_bias=True, schedule="ring-all-gather"),
     ),
+    "ring-pulled": (
+        "copy engines pull them, ragged",
+        OperatorVariant("", 50, 131, 77, COPIES._replace(direction="pull"), schedule="ring-all-gather"),
+    ),
     "doubling": (
         "recursive doubling's schedule, ragged",
         OperatorVariant("", 50, 131, 77, PUSH, FP16, has_bias=True, schedule="recursive-doubling-all-gather"),
@@ -368,6 +373,10 @@ _SCATTERS: dict[str, tuple[str, OperatorVariant]] = {
         OperatorVariant("", 64, 192, 128, COPIES._replace(**UNSHIFTED)),
     ),
     "ring": ("a ring's schedule", OperatorVariant("", 64, 192, 128, PUSH, schedule="ring-reduce-scatter")),
+    "ring-copies": (
+        "the same by copy engines, ragged, sums in fp32",
+        OperatorVariant("", 33, 131, 77, COPIES, has_bias=True, reduce_dtype=FP32, schedule="ring-reduce-scatter"),
+    ),
     "halving": (
         "recursive halving's schedule, ragged, sums in fp32",
         OperatorVariant(
@@ -385,6 +394,10 @@ _SCATTERS: dict[str, tuple[str, OperatorVariant]] = {
 
 _REDUCES: dict[str, tuple[str, OperatorVariant]] = {
     "ring": ("a ring's schedule", OperatorVariant("", 120, 192, 128, PUSH, schedule="ring-all-reduce")),
+    "ring-copies": (
+        "the same by copy engines",
+        OperatorVariant("", 64, 192, 128, COPIES, has_bias=True, schedule="ring-all-reduce"),
+    ),
     "two-shot-schedule": (
         "two shots' schedule, ragged",
         OperatorVariant("", 33, 131, 77, PUSH, FP16, has_bias=True, schedule="two-shot-all-reduce"),
@@ -510,8 +523,9 @@ def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
     if call.plan is None:
         return DEFAULT
     if call.schedule is not None:
-        waits = ("tiles.signals.wait_for_channel",) * (call.is_gather and call.plan.transfer == "copies")
-        return (BEGIN, *waits, JOINT)
+        by_copies = call.plan.transfer == "copies"
+        waits, sums = ("tiles.signals.wait_for_channel",) * by_copies, (ADDED,) * (by_copies and not call.is_gather)
+        return (BEGIN, *waits, JOINT, *sums)
     if call.is_gather:
         if call.operator == "all_gather_matmul_gathered":
             return (BEGIN, "tiles.signals.wait_for_channel", GATHER_BY_COPIES)

@@ -62,7 +62,7 @@ from stretto.tiles.put_channel import PutChannel
 from stretto.tiles.puts import (
     Puts,
     arrived_slice,
-    await_slot,
+    await_credit,
     outgoing_slice,
     put_slice,
     release_slice,
@@ -90,8 +90,8 @@ __all__ = [
     "StaticMapping",
     "arrive_produced",
     "arrived_slice",
+    "await_credit",
     "await_numbered",
-    "await_slot",
     "begin_call",
     "call_number",
     "call_slot",

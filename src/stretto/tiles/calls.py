@@ -64,6 +64,18 @@ def begin_call(channel, producer, counts, slot, WITH_BARRIER: tl.constexpr, BLOC
 
 
 @triton.jit
+def await_beginning(channel):  # type: ignore[no-untyped-def]
+    """Wait until all ranks have begun this call: one program, after `begin_call` without its barrier.
+
+    Signals: none. Copies of 4 bytes have written this rank's call number into its last peer slot at the other ranks.
+    Waits: for the same slot of every other rank. Every rank has then ended the previous call, whichever slot it used.
+    """
+    epoch = tl.load(channel.state + EPOCH)
+    for distance in tl.static_range(1, channel.world):
+        await_slot(channel, (channel.rank + distance) % channel.world, channel.peer_tiles, epoch, OF_BEGIN, False)
+
+
+@triton.jit
 def end_call(channel, producer):  # type: ignore[no-untyped-def]
     """End a call that began by `enter`: each program calls this last, and the last program writes the call's state.
 

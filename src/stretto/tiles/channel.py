@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.memory import MAX_SIGNALS, SymmetricMemory, allocate, failures, find_own_rank, group_timeout
-from stretto.memory.copy_engine import SideStream
-from stretto.tiles.call_state import HEADER, WaitLimit, make_state
-from stretto.tiles.calls import begin_call
+from stretto.memory.copy_engine import SideStream, set_flag
+from stretto.tiles.call_state import EPOCH, HEADER, WaitLimit, make_state
+from stretto.tiles.calls import await_beginning, begin_call
 from stretto.tiles.intrinsics import INTERPRETED, register_record
 from stretto.tiles.launches import Launches, launch_kernel
 from stretto.tiles.mapping import DynamicMapping, Mapping, StaticMapping
@@ -171,6 +171,7 @@ class BlockChannel:
         slot: int | None = None,
         with_barrier: bool = True,
         launches: bool = True,
+        by_copies: bool = False,
     ) -> Channel:
         """Begin a call: on the device, increment the call's number, and advance the targets of all counters.
 
@@ -185,7 +186,9 @@ class BlockChannel:
         ranks have begun, so that the call may overwrite the previous call's buffers; without it the kernels must ensure
         this themselves. slot: 0 or 1, the same on all ranks, for double-buffered calls: a rank that is one call ahead
         then need not wait. Any order of slots is safe. launches: False if the caller's next kernel, of one program,
-        calls `begin_call` itself, which saves a launch.
+        calls `begin_call` itself, which saves a launch. by_copies: the barrier's signals are copies of 4 bytes in
+        stream order, not atomic operations, for GPUs that have no native ones on each other's memory; it is a whole
+        barrier, whichever slot the call uses.
 
         Returns the first argument of the call's kernels; the mappings are separate arguments. PeerError if a wait has
         failed before.
@@ -195,6 +198,7 @@ class BlockChannel:
             self.join_side_streams()
         # Arguments that were checked before are not checked again.
         described = self.describe(operator, mode)
+        with_barrier = with_barrier and not by_copies
         key = None if counts is not None else (operator, mode, id(producer), id(consumer), slot, with_barrier)
         if key is None or not self.launch.knows(begin_call, key):
             self._require_fitting(producer, consumer, counts, slot)
@@ -205,6 +209,11 @@ class BlockChannel:
             self.launch(begin_call, key, 1, arguments, kept=(producer, consumer), num_warps=4)
         elif launches:
             launch_kernel(begin_call, 1, *arguments, on_load=self.limit.allow_loading, num_warps=4)
+        if by_copies:
+            for distance in range(1, self.world_size):
+                peer = (self.rank + distance) % self.world_size
+                set_flag(self.slot_word(peer, self.peer_tiles), self._state[EPOCH.value : EPOCH.value + 1])
+            launch_kernel(await_beginning, 1, channel, on_load=self.limit.allow_loading, num_warps=1)
         return channel
 
     def enter(self, operator: str, mode: str) -> Channel:

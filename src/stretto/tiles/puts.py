@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts to ranks whose memory the GPU cannot map, on the device: slices go through pinned slots, and a proxy sends them.
 
-A slice's way: `await_slot` waits until the peer has read the slot's last slice (its credit), the program stores into
+A slice's way: `await_credit` waits until the peer has read the slot's last slice (its credit), the program stores into
 `outgoing_slice`, and `put_slice` posts a descriptor to the proxy's FIFO. The proxy sends the bytes to the peer's
 proxy, which stores them into the same slot there and counts up the signal. There `wait_slice` waits for it, the program
 loads from `arrived_slice`, once, and `release_slice` gives the credit back, as a put of 0 bytes.
@@ -62,7 +62,7 @@ class Puts(NamedTuple):
 
 @triton.jit
 def outgoing_slice(puts, slot, peer):  # type: ignore[no-untyped-def]
-    """Return a pointer (uint8) to the slot from which the next slice is put to `peer`, after `await_slot`."""
+    """Return a pointer (uint8) to the slot from which the next slice is put to `peer`, after `await_credit`."""
     return puts.buffer + _outgoing(puts, slot, peer)
 
 
@@ -74,7 +74,7 @@ def arrived_slice(puts, slot, peer):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def await_slot(puts, slot, peer):  # type: ignore[no-untyped-def]
+def await_credit(puts, slot, peer):  # type: ignore[no-untyped-def]
     """Wait until `peer` has released all slices that were put to it through this slot; returns the opaque zero.
 
     A slot belongs to one program of a launch. Order: stores through the zero come after the peer's loads (acquire at
@@ -92,7 +92,7 @@ def put_slice(puts, slot, size, peer, signal):  # type: ignore[no-untyped-def]
 
     Order: the block's barrier, so that all threads' stores into the slot come before the descriptor, whose first word
     is a release at system scope. After a failed wait nothing is posted.
-    Reuse: `await_slot` before the next store into the slot.
+    Reuse: `await_credit` before the next store into the slot.
     """
     tl.device_assert((size >= 0) & (size <= puts.slot_bytes), "the slice is larger than its slot")
     tl.device_assert((signal >= 0) & (signal < puts.slices), "there is no such signal")
@@ -196,7 +196,7 @@ def gather_slices(puts, shard, out, words, BLOCK: tl.constexpr):  # type: ignore
         size = tl.minimum(words - piece * BLOCK, BLOCK) * 4
         for distance in range(1, puts.world):
             peer = (puts.rank + distance) % puts.world
-            zero = await_slot(puts, program, peer)
+            zero = await_credit(puts, program, peer)
             slot = outgoing_slice(puts, program, peer).to(tl.pointer_type(tl.int32))
             tl.store(tl.multiple_of(slot + zero, 16) + index, value, mask=mask)
             put_slice(puts, program, size, peer, program)

@@ -311,9 +311,9 @@ def run_and_count(name: str, **options: int) -> tuple[list[torch.Tensor], Sent]:
     inputs = [torch.arange(size, dtype=torch.int32) + rank * size for rank in range(schedule.collective.ranks)]
     sent, send = Sent(), FifoSender.send
 
-    def count(end: FifoSender) -> None:
+    def count(end: FifoSender, num_bytes: int) -> None:
         sent[end.connection.sender, end.connection.receiver] += 1
-        send(end)
+        send(end, num_bytes)
 
     with mock.patch.object(FifoSender, "send", count):
         return simulate(schedule, inputs, seed=SEED), sent

@@ -5,6 +5,7 @@ from stretto.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, S
 
 COLLECTIVES = {
     "all_gather_matmul": AllGather,
+    "all_gather_attention": AllGather,
     "matmul_reduce_scatter": ReduceScatter,
     "matmul_all_reduce": AllReduce,
 }

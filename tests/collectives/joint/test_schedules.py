@@ -19,6 +19,8 @@ from stretto.collectives.joint.schedule import (
     Rows,
     Source,
     join,
+    keep_needed,
+    pull,
     require_collective,
 )
 from stretto.collectives.joint.verifier import verify_joint
@@ -34,7 +36,10 @@ def random_joint(rng, operator):
     assert verify(schedule, waive=["replica_consistency"]).ok
     require_collective(operator, schedule, ranks)
     rows = rng.randint(1, 40) * (ranks if operator == "matmul_reduce_scatter" else 1)
-    return join(operator, schedule, rows, rng.choice([4, 16]))
+    joint = join(operator, schedule, rows, rng.choice([4, 16]))
+    if operator == "all_gather_attention":  # of a mask that lets each rank see some chunks of others
+        joint = keep_needed(joint, [set(rng.sample(range(joint.channels), joint.channels // 2)) for _ in range(ranks)])
+    return pull(joint) if joint.is_gather and rng.random() < 0.5 else joint
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -150,7 +155,7 @@ def add_twice(rng, joint, rank, number):
 def map_a_tile_a_row_off(rng, joint, rank, number):
     tiles = joint.ranks[rank].tiles
     changed = change_one(rng, tiles, lambda tile: tile._replace(start=tile.start + 1, stop=tile.stop + 1))
-    return change_plan(joint, rank, tiles=changed)
+    return changed and change_plan(joint, rank, tiles=changed)
 
 
 def signal_another_chunk(rng, joint, rank, number):

@@ -3,6 +3,7 @@
 
 import os
 import random
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from tests.collectives.random_programs import random_program
 
 from stretto.collectives import compile_program
 from stretto.collectives.executor import run_on_host, simulate
-from stretto.memory import Reach, allocate
+from stretto.memory import PeerError, Reach, allocate
 
 SEED = 63
 
@@ -95,3 +96,28 @@ def run_schedules(count, seed):
 def test_schedules_have_the_same_bits_on_several_nodes(ranks, count, nodes, proxy, runs):
     print(f"seed {SEED}")
     assert ranks(count).run(on_nodes, nodes, proxy, run_schedules, runs, SEED) == [[]] * count
+
+
+def lose_a_rank():
+    """Rank 1 leaves its node without a word; what rank 0's put, and its wait, say."""
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    with mock.patch.dict(os.environ, {"STRETTO_NODES": "2x1"}):
+        memory = allocate(64, group, signals=1, timeout=60.0)
+        with pytest.raises(ValueError, match=r"rank . is on another node"):
+            memory.buffer(1 - memory.rank)
+        for wrong in ({"size": 65}, {"offset": 60}, {"source": -1}, {"index": 1}):
+            with pytest.raises(ValueError):
+                memory.put(1 - memory.rank, **({"source": 0, "offset": 0, "size": 8, "index": 0} | wrong))
+        if memory.rank == 1:
+            memory.endpoint.close()
+            return ""
+        with pytest.raises(PeerError) as lost:
+            memory.wait(1, 0, 1, timeout=60.0)
+        with pytest.raises(PeerError, match="it has closed the group"):
+            memory.put(1, 0, 0, 8, 0)
+        return str(lost.value)
+
+
+def test_a_lost_rank_is_named_with_its_node_and_interface(ranks):
+    message, _ = ranks(2).run(lose_a_rank)
+    assert message == ("rank 0 of 2 (node 0, NIC lo) has lost rank 1 of 2 (node 1, NIC lo): it has closed the group")

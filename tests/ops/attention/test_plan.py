@@ -5,10 +5,14 @@ import random
 
 import pytest
 import torch
+from tests.collectives.joint.random_algorithms import random_schedule
 from tests.ops.attention.whole import Case, see
 
 from lab.operators.document_lengths import draw_documents
-from stretto.ops.attention.plan import Mask, list_chunks, make_plan
+from stretto.collectives.algorithms import find
+from stretto.ops.attention.joint import OPERATOR, find_gather, find_lasting
+from stretto.ops.attention.plan import Mask, Range, list_chunks, list_key_blocks, make_plan
+from stretto.ops.joint.registry import name_schedule
 
 
 def draw_case(choose, ranks):
@@ -24,12 +28,33 @@ def draw_case(choose, ranks):
     )
 
 
-def count_pairs(case, ranks, schedule):
-    """How often blocks have each pair of positions, int [total, total]; all ranks' steps send what others receive."""
-    places = [
+def mark_pairs(found, blocks, queries, keys):
+    """Count the pairs of positions that blocks have; queries, keys: the positions of their rows."""
+    for block in blocks:
+        query, key = (torch.arange(part.stop - part.start) for part in block[:2])
+        seen = torch.ones(len(query), len(key), dtype=torch.bool)
+        if block.is_causal:
+            assert len(query) == len(key)
+            seen &= key <= query[:, None]
+        if block.left is not None:
+            seen &= key >= query[:, None] + len(key) - len(query) - block.left
+        assert seen.any(1).all()
+        assert block.left is None or len(query) <= len(key)  # with more, torch's flash attention gives NaN
+        at = torch.tensor(queries)[slice(*block.queries)], torch.tensor(keys)[slice(*block.keys)]
+        found[at[0][:, None], at[1]] += seen
+
+
+def list_places(case, ranks):
+    """The positions of each rank's rows."""
+    return [
         [at for chunk in list_chunks(case.layout, rank, ranks, case.length, case.documents) for at in range(*chunk)]
         for rank in range(ranks)
     ]
+
+
+def count_pairs(case, ranks, schedule):
+    """How often blocks have each pair of positions, int [total, total]; all ranks' steps send what others receive."""
+    places = list_places(case, ranks)
     found = torch.zeros(case.length * ranks, case.length * ranks, dtype=torch.int64)
     mask = Mask(case.causal, case.window, case.documents)
     plans = [make_plan(case.layout, rank, ranks, case.length, mask, schedule) for rank in range(ranks)]
@@ -45,18 +70,7 @@ def count_pairs(case, ranks, schedule):
             assert len(rows) <= step.room
             calls.append((step.blocks, rows))
         for blocks, keys in calls:
-            for block in blocks:
-                query, key = (torch.arange(part.stop - part.start) for part in block[:2])
-                seen = torch.ones(len(query), len(key), dtype=torch.bool)
-                if block.is_causal:
-                    assert len(query) == len(key)
-                    seen &= key <= query[:, None]
-                if block.left is not None:
-                    seen &= key >= query[:, None] + len(key) - len(query) - block.left
-                assert seen.any(1).all()
-                assert block.left is None or len(query) <= len(key)  # with more, torch's flash attention gives NaN
-                at = torch.tensor(places[rank])[slice(*block.queries)], torch.tensor(keys)[slice(*block.keys)]
-                found[at[0][:, None], at[1]] += seen
+            mark_pairs(found, blocks, places[rank], keys)
     return found
 
 
@@ -67,6 +81,46 @@ def test_blocks_have_each_pair_that_is_seen_once(seed):
         ranks = choose.choice((1, 2, 3, 5, 8))
         case, schedule = draw_case(choose, ranks), choose.choice(("all_gather", "ring"))
         assert torch.equal(count_pairs(case, ranks, schedule), see(case, case.length * ranks).long()), (case, ranks)
+
+
+def count_scheduled_pairs(case, ranks, schedule):
+    """The same of blocks of keys that a schedule gathers, and how many of all its copies are made."""
+    places, mask = list_places(case, ranks), Mask(case.causal, case.window, case.documents)
+    found, own = torch.zeros(case.length * ranks, case.length * ranks, dtype=torch.int64), []
+    name = name_schedule(OPERATOR, schedule, "kernel", ranks)
+    joint = find_gather(name, ranks, case.length, case.layout, find_lasting(mask, case.layout))
+    for rank, plan in enumerate(joint.ranks):
+        own = make_plan(case.layout, rank, ranks, case.length, mask, "all_gather").own
+        mark_pairs(found, own, places[rank], places[rank])
+        keys = tuple(Range(tile.start, tile.stop) for tile in plan.tiles)
+        for blocks in list_key_blocks(case.layout, rank, ranks, case.length, mask, keys):
+            mark_pairs(found, blocks, places[rank], [at for place in places for at in place])
+    return found, sum(len(plan.moves) for plan in joint.ranks)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_of_gathered_chunks_have_each_pair_that_is_seen_once(seed):
+    choose = random.Random(seed)
+    for _ in range(25):
+        ranks = choose.choice((2, 3, 5, 8))
+        case, chunks = draw_case(choose, ranks), choose.choice((1, 2, 3))
+        schedule = random_schedule(choose, "all_gather_matmul", ranks, chunks)
+        found, _ = count_scheduled_pairs(case, ranks, schedule)
+        assert torch.equal(found, see(case, case.length * ranks).long()), (case, ranks)
+
+
+@pytest.mark.parametrize(
+    ("case", "copies"),
+    [
+        (Case(8, "contiguous"), 8 * 7 // 2),  # to later ranks alone
+        (Case(8, "contiguous", window=9), 7),  # to the next rank alone
+        (Case(8, "contiguous", documents=(0, 8, 64)), 8 * 7 // 2),  # of this batch alone
+        (Case(8, "contiguous", causal=False), 8 * 7),
+        (Case(8, "zigzag"), 8 * 7),
+    ],
+)
+def test_chunks_that_no_rank_behind_another_needs_do_not_travel(case, copies):
+    assert count_scheduled_pairs(case, 8, find("ring-all-gather").compile(ranks=8))[1] == copies
 
 
 def measure_plan(layout, rank, ranks, length, documents=None):

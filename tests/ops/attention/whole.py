@@ -2,11 +2,12 @@
 """Context-parallel attention beside plain attention of the whole sequence, by a mask of all pairs of positions."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from stretto.ops.attention import context_attention, list_chunks
+from stretto.ops.attention import all_gather_attention, context_attention, list_chunks
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,13 @@ def draw_whole(case, total, dtype=torch.float64, device="cpu", batch=2):
     return q, k, v, make(case.heads) if case.has_sinks else None, grad
 
 
-def find_differences(case, implementation, dtype=torch.float64):
+def find_differences(case, implementation, dtype=torch.float64, **options):
     """Largest differences of this rank's output and gradients from the whole's in fp64."""
-    pairs = list_pairs(case, implementation, dtype)
+    pairs = list_pairs(case, implementation, dtype, **options)
     return [float((one.double() - other).abs().max()) for one, other in pairs]
 
 
-def list_pairs(case, implementation, dtype, device="cpu"):
+def list_pairs(case, implementation, dtype, device="cpu", **options):
     """This rank's output and gradients, each with the whole's in fp64."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     *inputs, grad = draw_whole(case, case.length * ranks, dtype, device)
@@ -90,7 +91,8 @@ def list_pairs(case, implementation, dtype, device="cpu"):
     *here, sinks = inputs
     here = [each[:, :, rows].requires_grad_() for each in here]
     sinks = None if sinks is None else sinks.requires_grad_()
-    out = context_attention(*here, sinks=sinks, implementation=implementation, **case.options())
+    attend = all_gather_attention if options else partial(context_attention, implementation=implementation)
+    out = attend(*here, sinks=sinks, **case.options(), **options)
     out.backward(grad[:, :, rows])
     found = [out.detach(), *(each.grad for each in here)]
     if sinks is not None:

@@ -48,7 +48,7 @@ def launch_add_and_normalize(*, is_exact=False):
 def launch_sums(*, wire=tl.bfloat16, by_tree=False, sends=True):
     channel = make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
     x = HALF.clone() if sends else None
-    constants = wire, by_tree, True, *norm.describe_norm(RMS._replace(is_exact=by_tree)).values()
+    constants = wire, by_tree, True, sends and not by_tree, *norm.describe_norm(RMS._replace(is_exact=by_tree)).values()
     block = 4096 * wire.primitive_bitwidth // 32
     rows = HALF.clone(), FLOATS, None, HALF.clone(), HALF.clone(), 64, 4096
     return row_sums.sum_and_normalize, (channel, WORDS, 1 << 20, x, None, *rows, *constants, block), {"num_warps": 8}

@@ -25,8 +25,16 @@ def cut(whole):
     return whole.chunk(dist.get_world_size(), -1)[dist.get_rank()].contiguous()
 
 
-@torch.no_grad()
 def multiply(implementation, cases):
+    """What `compare` returns, where some calls have more rows than are sent as packets at a time."""
+    world = dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_sums, "MAX_PACKET_BYTES", 4 * (world - 1) * 24 * 13)
+        return compare(implementation, cases)
+
+
+@torch.no_grad()
+def compare(implementation, cases):
     """(the product's error, names of calls whose rows have other bits than those of one rank with the whole k)."""
     world, rank, wrong, errors = dist.get_world_size(), dist.get_rank(), [], []
     for n, k, dtype in cases:
@@ -76,10 +84,10 @@ def test_rows_have_the_same_bits_on_every_number_of_ranks(ranks, world):
 @pytest.mark.parametrize(
     ("world", "implementation", "cases"),
     [
-        (4, "kernel", CASES[:1]),
+        (2, "kernel", CASES[:1]),
         (2, "library", CASES[1:2]),
-        pytest.param(2, "kernel", CASES, marks=pytest.mark.exhaustive),
-        pytest.param(4, "kernel", CASES[1:], marks=pytest.mark.exhaustive),
+        pytest.param(2, "kernel", CASES[1:], marks=pytest.mark.exhaustive),
+        pytest.param(4, "kernel", CASES, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -180,9 +188,8 @@ def test_tiles_follow_the_sizes(m, n, leaf, expected):
 
 
 def test_sums_that_are_too_large_for_packets_go_by_the_backend():
-    assert row_sums.fits_packets(64, 4096, torch.float32, 4)
-    assert not row_sums.fits_packets(512, 4096, torch.float32, 4)
-    assert not row_sums.fits_packets(1, 20000, torch.float32, 2)
+    assert 64 <= row_sums.count_rows_at_a_time(4096, torch.float32, 4) < 512
+    assert row_sums.count_rows_at_a_time(1 << 24, torch.float32, 4) == 1
 
 
 def refuse(world_k):

@@ -29,6 +29,12 @@ def joint_arguments(blocks, is_gather, dtype=torch.bfloat16, k=K):
     return channel, mapping, mapping, mapping, tables, gemm, a, b, inputs, landed, torch.empty(N, dtype=dtype), out
 
 
+def sum_arguments(blocks):
+    """The arguments of `add_rows`."""
+    _, _, sources, destinations, tables, _, _, _, inputs, landed, _, out = joint_arguments(blocks, is_gather=False)
+    return sources, destinations, tables, inputs, landed, torch.empty_like(inputs), out, 3, 1
+
+
 @pytest.mark.sampled(2, quick=1)
 @pytest.mark.parametrize("blocks", [WIDE._replace(num_stages=3), NARROW])
 @pytest.mark.parametrize("is_gather", [True, False])

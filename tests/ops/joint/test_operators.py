@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.collectives.joint.named_algorithms import make_schedule
 from tests.collectives.joint.random_algorithms import random_schedule
 from tests.ops.operands import BLOCKS, lie, random_operands, relative_error
 
@@ -93,6 +94,33 @@ def test_products_with_random_schedules_are_right(interpret, operator, ranks):
     for error, is_same in interpret(ranks, run_random, SEED, operator, 3):
         assert error <= 1e-5
         assert is_same
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("operator", list(OPERATORS))
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_500_products_with_random_schedules_are_right(interpret, operator, ranks):
+    print(f"seed {SEED}")
+    for error, is_same in interpret(ranks, run_random, SEED, operator, 56, timeout=3600.0):
+        assert error <= 1e-5
+        assert is_same
+
+
+def run_named():
+    """The algorithms whose products are wrong, or ran in no kernel, or not twice alike."""
+    found = []
+    for operator in OPERATORS:
+        for name in ("double ring", "tree", "a user's", "an XML"):
+            schedule = make_schedule(name, operator, dist.get_world_size())
+            error, is_same, _, ran = multiply(operator, schedule, (7, 24, 16), torch.float32, False, True)
+            if error > 1e-5 or not is_same or ran != 2:
+                found.append((operator, name, error, is_same, ran))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_products_with_named_algorithms_are_right(interpret, ranks):
+    assert interpret(ranks, run_named) == [[]] * ranks
 
 
 def make_two_level():

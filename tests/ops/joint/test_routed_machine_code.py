@@ -16,7 +16,7 @@ ROWS, BLOCK = 32, 1024
 def move_arguments(positions=True):
     """Of a two-step all-to-all, as a dispatch launches it."""
     routed = route(find_algorithm("two-step-all-to-all").compile(nodes=2, gpus=WORLD // 2))
-    tables = make_tables("moe", routed, 0, 32 * WORLD, 32, 32, torch.device("cpu"))
+    tables = make_tables(routed, 0, 32 * WORLD, 32, 32, torch.device("cpu"))
     half, words = torch.zeros(1 << 16, dtype=torch.bfloat16), torch.zeros(1 << 10, dtype=torch.int32)
     given = GivenRows(half, torch.zeros(64, dtype=torch.int64) if positions else None, 4096, 8192)
     sizes = 0, False, tables.pieces, tables.parts, tables.channels, tables.longest, ROWS, BLOCK

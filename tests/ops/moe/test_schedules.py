@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts whose tokens move by a schedule, interpreted: the bits of the direct exchange, on 2 to 8 ranks."""
+"""Experts whose tokens move by a schedule, interpreted: the bits of the direct exchange, 2 to 8 ranks."""
 
 import random
-from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives.joint.random_algorithms import random_all_to_all
+from tests.ops.embedding import test_schedules as look_ups
 from tests.ops.moe.oracle import draw, make_layer
 from tests.ops.moe.test_exchange import Case, part
+from tests.pool import Pool
+from tests.processes import shared_server
 
 from stretto.collectives.algorithms import find
 from stretto.ops import moe
@@ -44,43 +46,55 @@ def run_products(case, dtype, **options):
     return [inner.detach(), sent.offsets, out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def compare_with_direct(*calls):
-    """(whether each result has the bits of the kernels' own exchange, what pushed rows) of calls with a schedule."""
-    found = []
-    for case, dtype, which, options in calls:
-        used = Counter()
-        with (
-            mock.patch.object(kernel_route, "launch_moves", wraps=kernel_route.launch_moves) as moves,
-            mock.patch.object(kernel_route, "push_rows", new=None),
-        ):
-            ours = run_products(case, dtype, schedule=make_schedule(which), **options)
-            used["moves"] = moves.call_count
-        direct = run_products(case, dtype, implementation="kernel", **options)
-        found.append(([torch.equal(*pair) for pair in zip(ours, direct, strict=True)], used["moves"]))
-    return found
+def compare_with_direct(case, dtype, which, options):
+    """(whether each result of a call has the bits of the kernels' own exchange, launches that moved rows)."""
+    with (
+        mock.patch.object(kernel_route, "launch_moves", wraps=kernel_route.launch_moves) as moves,
+        mock.patch.object(kernel_route, "push_rows", new=None),
+    ):
+        ours = run_products(case, dtype, schedule=make_schedule(which), **options)
+    direct = run_products(case, dtype, implementation="kernel", **options)
+    return [torch.equal(*pair) for pair in zip(ours, direct, strict=True)], moves.call_count
 
 
 RANK, CHOICE, BF16, FP32 = {}, {"reduce": "choice"}, torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("ranks", "calls"),
+    ("ranks", "call"),
     [
-        (2, [(Case((2, 5), 2, 4), BF16, "direct-all-to-all", RANK)]),
-        (3, [(Case((2, 0, 3), 2, 6), FP32, (SEED, 3, 2), CHOICE)]),
-        (4, [(Case((2, 5, 0, 9), 2, 8), BF16, (2, 2), RANK)]),
-        (4, [(Case((3, 3, 3, 3), 2, 4), FP32, (2, 2), {"max_rows": 24})]),
-        (4, [(Case((2, 1, 6, 3), 2, 8), BF16, (SEED, 4, 1), RANK)]),
-        (8, [(Case((2, 1, 0, 3, 1, 4, 2, 1), 2, 8), BF16, (2, 4), RANK)]),
+        (4, (Case((2, 5, 0, 9), 2, 8), BF16, (2, 2), RANK)),
+        pytest.param(4, (Case((3, 3, 3, 3), 2, 4), FP32, (2, 2), {"max_rows": 24}), marks=pytest.mark.long),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                (2, (Case((2, 5), 2, 4), BF16, "direct-all-to-all", RANK)),
+                (3, (Case((2, 0, 3), 2, 6), FP32, (SEED, 3, 2), CHOICE)),
+                (4, (Case((2, 1, 6, 3), 2, 8), BF16, (SEED, 4, 1), RANK)),
+            )
+        ),
     ],
-    ids=str,
-)  # fmt: skip
-def test_experts_whose_tokens_move_by_a_schedule_have_the_bits_of_the_direct_exchange(interpret, ranks, calls):
+    ids=["two-step", "two-step-fixed", "direct", "random-choice", "random"],
+)
+def test_experts_whose_tokens_move_by_a_schedule_have_the_bits_of_the_direct_exchange(interpret, ranks, call):
     print(f"seed {SEED}")
-    for found in interpret(ranks, compare_with_direct, *calls):
-        for same, moves in found:
+    for same, moves in interpret(ranks, compare_with_direct, *call):
+        assert all(same), same
+        assert moves >= 4
+
+
+@pytest.mark.exhaustive
+def test_tokens_and_vectors_go_by_two_nodes_of_four_ranks():
+    print(f"seed {SEED}")
+    pool = Pool(8, {"TRITON_INTERPRET": "1"}, modules=["stretto.ops"], python=shared_server("torch").python)
+    try:
+        case = Case((2, 1, 0, 3, 1, 4, 2, 1), 2, 8)
+        for same, moves in pool.run(8, compare_with_direct, case, BF16, (2, 4), RANK, timeout=600.0):
             assert all(same), same
             assert moves >= 4
+        assert pool.run(8, look_ups.compare_with_direct, SEED % 1000, ["two-step"], timeout=600.0) == [[]] * 8
+    finally:
+        pool.close()
 
 
 def refuse():

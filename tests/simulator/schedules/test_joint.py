@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated joint schedules against times by hand, and what the command prints of them."""
 
+from dataclasses import replace
+
 import pytest
 from typer.testing import CliRunner
 
 from stretto.cli import app
+from stretto.cluster import Cluster
 from stretto.collectives.algorithms import find
-from stretto.collectives.joint import join
-from stretto.simulator.network import parse_topology
+from stretto.collectives.joint import join, pull
+from stretto.simulator.network import of_cluster, parse_topology
 from stretto.simulator.schedules.joint import ProductCosts, simulate_joint
 from stretto.simulator.schedules.simulate import PACKET_BYTES
 
@@ -33,6 +36,41 @@ def test_the_last_chunk_of_a_sum_travels_behind_its_product():
     assert found.exposed == pytest.approx(
         arrival - 200e-6, abs=1.01 * PACKET_BYTES / 20e6
     )  # a switch passes packets on
+
+
+FLUX_ON_PCIE = 0.41, 0.57
+"""The least and the largest overlap efficiency that Flux (section 5.1) reports of 8 A100 that PCIe connects."""
+INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def overlap_on_pcie(operator, algorithm, m, *, pulls=False, **options):
+    """The overlap efficiency (Flux, equation 2) of GPT-3 175B's products (section 5.1) on 8 A100."""
+    n, k = (49152 // 8, 12288) if operator == "all_gather_matmul" else (12288, 49152 // 8)
+    cluster = Cluster.preset("a100-pcie")
+    joint = join(
+        operator, find(algorithm).compile(ranks=8, **options), m // 8 if operator == "all_gather_matmul" else m, 128
+    )
+    costs = ProductCosts.of_gpu(cluster.gpu, n, k)
+    together, alone = (
+        simulate_joint(pull(joint) if pulls else joint, of_cluster(cluster, 8), each)
+        for each in (costs, replace(costs, flops=1e30))
+    )
+    return 1 - together.exposed / alone.seconds
+
+
+@pytest.mark.parametrize("m", [1024, 8192])
+def test_rings_hide_as_much_over_pcie_as_flux_says_and_other_ways_less(m):
+    least, largest = FLUX_ON_PCIE
+    for operator, ring, direct in (
+        ("all_gather_matmul", "ring-all-gather", "direct-all-gather"),
+        ("matmul_reduce_scatter", "ring-reduce-scatter", "direct-reduce-scatter"),
+    ):
+        found = overlap_on_pcie(operator, ring, m)
+        assert least <= found <= largest
+        assert overlap_on_pcie(operator, direct, m) < found / 2
+        assert overlap_on_pcie(operator, ring, m, order=INTERLEAVED) < found / 2  # each hop crosses
+    pulled = overlap_on_pcie("all_gather_matmul", "ring-all-gather", m, pulls=True)
+    assert pulled == pytest.approx(overlap_on_pcie("all_gather_matmul", "ring-all-gather", m), abs=0.01)
 
 
 def test_movers_take_their_part_of_the_product():
@@ -64,6 +102,7 @@ def test_the_command_draws_a_schedule_inside_an_operator(tmp_path):
         (["--operator", "all_gather_matmul", "--sizes", "4x4"], "MxNxK"),
         (["--operator", "all_gather_matmul", "--sizes", "1026x4x4"], "1028 will do"),
         (["--operator", "all_gather_matmul", "--only", "0-1"], "leave it out"),
+        (["--operator", "dispatch_grouped_matmul"], "sizes that a call gives"),
         (["--sizes", "8x8x8"], "are of --operator"),
     ):
         done = CliRunner().invoke(app, ["collective", "show", "ring-all-gather", "--ranks", "4", *given])

@@ -59,15 +59,28 @@ class CollectivesSetting(CollectiveSizes):
 
 @dataclass(frozen=True)
 class CollectivesTuning(Tuning, CollectiveSizes):
-    """Settings of `stretto tune collectives`. table: the file that keeps the times (None: the store)."""
+    """Settings of `stretto tune collectives`. table: the file that keeps the times (None: the store).
+
+    schedules: a folder of schedules that are measured, too; None for none.
+    """
 
     table: Annotated[
         Path | None,
         Option("File in which the times are kept (default: the cache).", metavar="FILE", envvar=TABLE_VARIABLE),
     ] = None
+    schedules: Annotated[
+        Path | None,
+        Option(
+            "Folder whose MSCCL XML files for so many ranks are measured, too.",
+            metavar="FOLDER",
+            envvar="STRETTO_SCHEDULES",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.schedules is not None and not any(self.schedules.glob("*.xml")):
+            raise ValueError(f"{self.schedules} is no folder with schedules: it has no file *.xml")
         if self.table is not None and self.table.exists():
             from stretto.tuning import read_times
 

@@ -12,7 +12,7 @@ from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, ExecutionPlan,
 from stretto.collectives.executor.rank_run import RankRun
 from stretto.collectives.executor.turns import Coroutine, ExecutionError, list_waits, take_turns
 from stretto.collectives.schedule import Schedule
-from stretto.memory import Backoff, HostMemory, allocate, exchange, find_own_rank, group_timeout
+from stretto.memory import Backoff, HostMemory, PeerError, allocate, exchange, find_own_rank, group_timeout
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -93,7 +93,10 @@ class PeerWaiter:
         for coroutine in waiting:
             peer = self._run.awaited_peer(coroutine.number, coroutine.awaited) if coroutine.awaited else None
             if peer is not None:
-                memory.check(peer)
+                try:
+                    memory.check(peer)
+                except PeerError as error:
+                    self._stop(waiting, str(error))
         failed = [rank for rank in range(memory.world_size) if memory.has_reached(rank, self._run.plan.gave_up, 1)]
         if failed:
             self._stop(waiting, f"rank {failed[0]} has failed")

@@ -8,13 +8,24 @@ and `routed_verifier` proves them for any sizes.
 
 from stretto.collectives.joint.routed import RoutedSchedule, route
 from stretto.collectives.joint.routed_verifier import verify_routed
-from stretto.collectives.joint.schedule import JointSchedule, join, require_collective, require_operator
+from stretto.collectives.joint.schedule import (
+    JointSchedule,
+    is_gather,
+    join,
+    keep_needed,
+    pull,
+    require_collective,
+    require_operator,
+)
 from stretto.collectives.joint.verifier import verify_joint
 
 __all__ = [
     "JointSchedule",
     "RoutedSchedule",
+    "is_gather",
     "join",
+    "keep_needed",
+    "pull",
     "require_collective",
     "require_operator",
     "route",

@@ -2,21 +2,19 @@
 """Routed schedules: an all-to-all's messages when only the device knows how many rows each rank has for each other.
 
 A chunk is a piece of the rows that one rank, its source, has for another one, its target. Its size is read from a table
-at run time, so that no place has a fixed address. A rank's memory has areas, in each of which chunks lie one after
-another, in an order that is fixed; a chunk's first row is the sum of the sizes of those before it:
+at run time, so no place has a fixed address. In each area of a rank's memory chunks lie one after another, in an order
+that is fixed; a chunk's first row is the sum of the sizes of the chunks before it:
 
-    GIVEN        the rows that a rank sends, by target, then piece       in the order in which the operator has them
-    FORWARDED    chunks that this rank passes on                         symmetric memory, behind what arrives
-    ARRIVED      the rows for a rank, by source, then piece              symmetric memory, where the operator reads them
+    GIVEN        the rows that a rank sends, by target, then piece, as the operator has them
+    FORWARDED    chunks that the rank passes on, in symmetric memory, behind what arrives
+    ARRIVED      the rows for a rank, by source, then piece, in symmetric memory, where the operator reads them
 
-A chunk's way is a chain of hops, derived from a verified schedule's steps. The hops of one piece that a rank sends to
-another at once are a message, which has a signal (a channel) of its own at the receiver. The two-step all-to-all of
-two nodes of two, ranks 0, 1 and 2, 3:
+A chunk's way is a chain of hops, derived from a verified schedule's steps. The chunks of one piece that a step sends
+are a message, which has a signal (a channel) of its own at the receiver: whoever reads one of its chunks, to pass it on
+or to multiply it, waits for that. Of the two-step all-to-all of nodes of ranks 0, 1 and 2, 3:
 
-    rank 0    for 0, 1, 2, 3  --1--> rank 1, FORWARDED: 0's rows for 3 --\\
-    rank 1    for 0, 1, 2, 3  -------------------------------------------+-- rows for 3, one message --> rank 3, ARRIVED
-
-Rows of 16 chunks need no memory at other ranks than those of 4 pairs. `verify_routed` proves it for any sizes.
+    rank 0   GIVEN: rows for 3  ---> rank 1   FORWARDED: 0's rows for 3   ---+ one message
+                                     rank 1   GIVEN: its own rows for 3   ---+------------> rank 3   ARRIVED: 0's, 1's
 """
 
 from collections import Counter, defaultdict
@@ -65,9 +63,10 @@ class RoutedMessage(NamedTuple):
 
 
 class RankRoutes(NamedTuple):
-    """A rank's messages, in their order; the chunks that it passes on, by their places; and what its tiles wait for:
+    """A rank's messages, in their order.
 
-    (sender, channel) of the message that brings each chunk, by its place among those that arrive.
+    forwarded: the chunks that it passes on, by their places. arrivals: what tiles wait for: (sender, channel) of the
+    message that brings each chunk, by its place among those that arrive.
     """
 
     messages: tuple[RoutedMessage, ...]
@@ -89,27 +88,18 @@ class RoutedSchedule:
     forwarded_pairs: int
     channels: int
 
-    def list_given(self, rank: int) -> list[int]:
-        """The chunks that a rank sends, by their places: by target, then piece."""
-        return list(range(rank * len(self.ranks) * self.pieces, (rank + 1) * len(self.ranks) * self.pieces))
-
-    def list_arrived(self, rank: int) -> list[int]:
-        """The chunks that a rank receives, by their places: by source, then piece."""
-        world, pieces = len(self.ranks), self.pieces
-        return [(source * world + rank) * pieces + piece for source in range(world) for piece in range(pieces)]
-
     def list_places(self, rank: int, area: int) -> list[int]:
-        """The chunks of an area, by their places."""
-        match area:
-            case 0:
-                return self.list_given(rank)
-            case 1:
-                return list(self.ranks[rank].forwarded)
-        return self.list_arrived(rank)
+        """The chunks of an area, in the order in which they lie there."""
+        world, pieces = len(self.ranks), self.pieces
+        if area == GIVEN:
+            return list(range(rank * world * pieces, (rank + 1) * world * pieces))
+        if area == FORWARDED:
+            return list(self.ranks[rank].forwarded)
+        return [(source * world + rank) * pieces + piece for source in range(world) for piece in range(pieces)]
 
 
 def count_pairs(chunks: tuple[int, ...], pieces: int) -> int:
-    """How many times the rows of a pair, of any number, are memory enough for all of these chunks."""
+    """Count the pairs of ranks whose rows, if each has the most that any pair has, need the memory of these chunks."""
     times: dict[int, int] = {}
     for chunk, count in Counter(chunks).items():  # of a pair that comes by twice each piece may, too
         times[chunk // pieces] = max(times.get(chunk // pieces, 0), count)

@@ -112,7 +112,7 @@ def _find_blind_reads(routed: RoutedSchedule, writers: dict[tuple[int, int, int]
     for rank, routes in enumerate(routed.ranks):
         for at, (sender, channel) in enumerate(routes.arrivals):
             if not is_seen(rank, ARRIVED, at, sender, channel):
-                yield f"rank {rank}: tiles of chunk {routed.list_arrived(rank)[at]} begin before it is there"
+                yield f"rank {rank}: tiles of chunk {routed.list_places(rank, ARRIVED)[at]} begin before it is there"
 
 
 def _find_cycles(routed: RoutedSchedule) -> Iterator[str]:

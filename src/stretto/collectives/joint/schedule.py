@@ -21,8 +21,8 @@ proves it, and that every tile and every move has its data, of the tables that w
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ from stretto.suggestions import name_known
 
 COLLECTIVES = {
     "all_gather_matmul": "allgather",
+    "all_gather_attention": "allgather",
     "matmul_reduce_scatter": "reducescatter",
     "matmul_all_reduce": "allreduce",
     "dispatch_grouped_matmul": "alltoall",
@@ -50,9 +51,9 @@ COLLECTIVES = {
 ROUTED = tuple(operator for operator, kind in COLLECTIVES.items() if kind == "alltoall")
 """The operators whose chunks' sizes are known at run time alone: see `routed`."""
 
-INPUT, LANDED, OUTPUT = range(3)
+INPUT, LANDED, OUTPUT, NOWHERE = range(4)
 """Areas of a rank's memory: what the collective begins with (x, or the product), what moves have brought, and the
-output of a reduction."""
+output of a reduction. NOWHERE: nothing is written, and the receiver is only told that the rows may be pulled."""
 NOBODY = -1
 
 
@@ -68,11 +69,13 @@ class Source(NamedTuple):
     """Rows that a move adds, and the signal that says they are there: `sender`'s on `channel`, or NOBODY's.
 
     Where it waits for none, they were there at the beginning, or an earlier move of the same rank has written them.
+    rank: in whose memory they are; NOBODY: the mover's own.
     """
 
     rows: Rows
     sender: int = NOBODY
     channel: int = NOBODY
+    rank: int = NOBODY
 
 
 class Destination(NamedTuple):
@@ -111,6 +114,7 @@ class JointSchedule:
     """A schedule joined with a product of `rows` rows (of this rank's for an all-gather, else of all ranks').
 
     landed_rows: of the area LANDED of each rank; channels: a rank's signals, of which one is of one chunk or message.
+    needs: the gathered rows that each rank's tiles read, as ranges in order; None: all. pulls: receivers copy (`pull`).
     """
 
     name: str
@@ -120,11 +124,13 @@ class JointSchedule:
     ranks: tuple[RankPlan, ...]
     landed_rows: int
     channels: int
+    needs: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    pulls: bool = False
 
     @property
     def is_gather(self) -> bool:
-        """True if tiles multiply what has come; else moves send what tiles have made."""
-        return self.operator == "all_gather_matmul"
+        """True if tiles read what has come; else moves send what tiles have made."""
+        return is_gather(self.operator)
 
     @property
     def product_rows(self) -> int:
@@ -149,6 +155,11 @@ class _ChunkRows(NamedTuple):
         block, within = divmod(index, self.per_block)
         start, stop = (min(at * chunk_rows, self.block_rows) for at in (within, within + 1))
         return block * self.block_rows + start, block * self.block_rows + stop
+
+
+def is_gather(operator: str) -> bool:
+    """True if the operator gathers rows, rather than sums."""
+    return COLLECTIVES[operator] == "allgather"
 
 
 def require_operator(operator: str) -> None:
@@ -207,21 +218,21 @@ def join(operator: str, schedule: Schedule, rows: int, block_rows: int) -> Joint
     """
     collective = schedule.collective
     ranks = collective.ranks
-    is_gather = operator == "all_gather_matmul"
+    gathers = is_gather(operator)
     of_block = rows // ranks if operator == "matmul_reduce_scatter" else rows
     chunks = _ChunkRows(count_block_chunks(collective), of_block)
     fused = lower_to_fused_program(schedule, in_place=schedule.in_place)
-    gathered = rows * ranks if is_gather else 0
+    gathered = rows * ranks if gathers else 0
     lowerings = [
-        _Lowering(schedule.name, fused.collective, program, chunks, gathered, is_gather=is_gather)
+        _Lowering(schedule.name, fused.collective, program, chunks, gathered, is_gather=gathers)
         for program in fused.ranks
     ]
     plans = _lower(lowerings, max(len(program.levels) for program in fused.ranks))
-    count = collective.output_chunks if is_gather else collective.input_chunks
+    count = collective.output_chunks if gathers else collective.input_chunks
     channels = count + max(len(lowering.landing) for lowering in lowerings)
-    orders = _order_chunks(plans, count, is_gather=is_gather)
+    orders = _order_chunks(plans, count, is_gather=gathers)
     tiles = tuple(
-        tuple(_cut_tiles(chunks, order, lowering.arrivals if is_gather else {}, lowering.rank, block_rows))
+        tuple(_cut_tiles(chunks, order, lowering.arrivals if gathers else {}, lowering.rank, block_rows))
         for lowering, order in zip(lowerings, orders, strict=True)
     )
     landed = max(lowering.landed_rows for lowering in lowerings)
@@ -419,6 +430,99 @@ def _find_times(plans: list[tuple[Move, ...]]) -> _Times:
                 has_moved = True
     assert all(len(begun) == len(moves) for begun, moves in zip(begins, plans, strict=True))
     return _Times(begins, signals)
+
+
+def keep_needed(joint: JointSchedule, needs: Sequence[Collection[int]]) -> JointSchedule:
+    """The gather without tiles of chunks that a rank does not need, and without moves on which no needed chunk depends.
+
+    needs: the chunks of each rank, by their channels. What nobody needs behind a rank on a chunk's way does not travel.
+    """
+    moves = {
+        (to.rank, rank, to.channel): (rank, move) for rank, plan in enumerate(joint.ranks) for move in plan.moves
+        for to in move.destinations
+    }  # fmt: skip
+    tiles = [
+        [tile for tile in plan.tiles if tile.channel in needed] for plan, needed in zip(joint.ranks, needs, strict=True)
+    ]
+    asked = [(rank, tile.sender, tile.channel) for rank, of_rank in enumerate(tiles) for tile in of_rank]
+    kept = set(asked)
+    while asked:
+        giver, move = moves[asked.pop()]
+        more = {(giver, one.sender, one.channel) for one in move.sources if one.sender != NOBODY} - kept
+        kept |= more
+        asked += more
+    plans = []
+    for rank, plan in enumerate(joint.ranks):
+        left = (
+            (move, tuple(to for to in move.destinations if (to.rank, rank, to.channel) in kept)) for move in plan.moves
+        )
+        plans.append(tuple(move._replace(destinations=to) for move, to in left if to))
+    arrivals = _find_times(plans).signals
+    for rank, of_rank in enumerate(tiles):
+        of_rank.sort(key=lambda tile: (arrivals.get((rank, tile.sender, tile.channel), 0), tile.start))
+    ranks = tuple(RankPlan(*both) for both in zip(plans, map(tuple, tiles), strict=True))
+    return replace(joint, ranks=ranks, needs=tuple(_join_rows(of_rank) for of_rank in tiles))
+
+
+def _join_rows(tiles: Iterable[RowTile]) -> tuple[tuple[int, int], ...]:
+    """The rows of tiles, as ranges in order that do not touch."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(tile[:2] for tile in tiles):
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return tuple(joined)
+
+
+def pull(joint: JointSchedule) -> JointSchedule:
+    """The gather whose copies are made by those who receive them, from where their senders have the rows.
+
+    A sender offers rows once they lie among its gathered rows, its own as well, and the receiver, which has waited for
+    that, copies them and signals itself. Offers and copies are in one order of all ranks, the pushed moves' by the time
+    at which these begin: of one move the offer before the copy, and offers of own rows first of all.
+    """
+    if not joint.is_gather:
+        raise ValueError(f"{joint.operator} adds up what comes, so {joint.name} is not pulled: push it")
+    made: list[list[tuple[tuple[int, bool], Move]]] = [[] for _ in joint.ranks]
+    begins = _find_times([plan.moves for plan in joint.ranks]).begins
+    for rank, plan in enumerate(joint.ranks):
+        placed = {
+            move.sources[0].rows: to.rows
+            for move in plan.moves
+            for to in move.destinations
+            if to.rank == rank and move.sources[0].rows.area == INPUT
+        }
+        for begin, move in zip(begins[rank], plan.moves, strict=True):
+            (source,) = move.sources
+            for to in move.destinations:
+                if to.rank == rank:
+                    made[rank].append(((begin, False), move._replace(sources=(_follow(source),), destinations=(to,))))
+                    continue
+                rows, at = source.rows, begin
+                if rows.area == INPUT:
+                    at = 0
+                    if rows not in placed:
+                        start = rank * joint.rows + rows.start
+                        placed[rows] = Rows(LANDED, start, start + rows.stop - rows.start)
+                        made[rank].append(((-1, False), Move((source,), (Destination(rank, placed[rows]),))))
+                    rows = placed[rows]
+                offer = Destination(to.rank, rows._replace(area=NOWHERE), to.channel)
+                made[rank].append(((at, False), Move((Source(rows),), (offer,))))
+                copied = Source(rows, rank, to.channel, rank)
+                made[to.rank].append(((begin, True), Move((copied,), (to,))))
+    plans = []
+    for rank, plan in enumerate(joint.ranks):
+        first = [(place, move) for place, move in made[rank] if move.sources[0].rows.area == INPUT]
+        rest = [(place, move) for place, move in made[rank] if move.sources[0].rows.area != INPUT]
+        rest.sort(key=lambda one: one[0])
+        tiles = tuple(tile._replace(sender=rank) for tile in plan.tiles)
+        plans.append(RankPlan(tuple(move for _, move in (*first, *rest)), tiles))
+    return replace(joint, ranks=tuple(plans), pulls=True)
+
+
+def _follow(source: Source) -> Source:
+    """Rows that an earlier copy of the same rank has brought, for which a later one on its stream need not wait."""
+    return Source(source.rows)
 
 
 def _order_chunks(plans: list[tuple[Move, ...]], chunks: int, *, is_gather: bool) -> Iterator[list[int]]:

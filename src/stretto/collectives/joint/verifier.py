@@ -10,10 +10,20 @@ more programs only allow more to run.
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
-from stretto.collectives.joint.schedule import INPUT, LANDED, NOBODY, OUTPUT, JointSchedule, Move, Rows, Source
+from stretto.collectives.joint.schedule import (
+    INPUT,
+    LANDED,
+    NOBODY,
+    NOWHERE,
+    OUTPUT,
+    JointSchedule,
+    Move,
+    Rows,
+    Source,
+)
 
 _Signal = tuple[int, int, int]
 """A signal: its receiver, its sender and its channel there."""
@@ -34,7 +44,7 @@ class _Writes:
         self.found: dict[tuple[int, int], list[_Written]] = {}
         for rank, plan in enumerate(joint.ranks):
             for number, move in enumerate(plan.moves):
-                for one in move.destinations:
+                for one in (one for one in move.destinations if one.rows.area != NOWHERE):
                     written = _Written(one.rows, rank, number)
                     self.found.setdefault((one.rank, one.rows.area), []).append(written)
         for listed in self.found.values():
@@ -63,6 +73,8 @@ def _name(rank: int, number: int) -> str:
 def _find_bad_places(joint: JointSchedule) -> Iterator[str]:
     """Find rows, ranks and channels outside of what there is, and moves of rows of several sizes."""
     sizes = {INPUT: joint.rows, LANDED: joint.landed_rows, OUTPUT: joint.output_rows}
+    sizes |= {NOWHERE: joint.landed_rows} if joint.pulls else {}
+    reached = NOWHERE if joint.pulls else LANDED  # of other ranks
     for rank, plan in enumerate(joint.ranks):
         for number, move in enumerate(plan.moves):
             name = _name(rank, number)
@@ -75,14 +87,20 @@ def _find_bad_places(joint: JointSchedule) -> Iterator[str]:
                 if rows.area not in sizes or not 0 <= rows.start < rows.stop <= sizes[rows.area]:
                     yield f"{name}: {_show(rows)} are not there"
             for one in move.destinations:
-                is_reached = 0 <= one.rank < len(joint.ranks) and (one.rows.area == LANDED or one.rank == rank)
+                is_reached = 0 <= one.rank < len(joint.ranks) and (one.rows.area == reached or one.rank == rank)
                 if not is_reached or one.rows.area == INPUT:
                     yield f"{name} cannot write to {_show(one.rows)} of rank {one.rank}"
-            if any(one.rows.area == OUTPUT for one in move.sources):
+            if any(one.rows.area == NOWHERE and one.rows[1:] != move.sources[0].rows[1:] for one in move.destinations):
+                yield f"{name} offers {_show(move.destinations[0].rows)}, and has others"
+            if any(one.rows.area in (OUTPUT, NOWHERE) for one in move.sources):
                 yield f"{name} reads the output"
+            if any(one.rank not in (NOBODY, one.sender) or (one.rank != NOBODY) > joint.pulls for one in move.sources):
+                yield f"{name} reads the memory of a rank that has offered nothing"
             if any((one.sender == NOBODY) != (one.channel == NOBODY) for one in move.sources):
                 yield f"{name} waits for a rank on no channel, or on a channel for no rank"
-            if joint.is_gather and not _is_copy(move):  # copy engines make these, the ones of x first
+            if joint.is_gather and not _is_copy(
+                move, pulls=joint.pulls
+            ):  # copy engines make these, the ones of x first
                 yield f"{name} is not a copy of x, or of what it waits for, to gathered rows"
             for channel in [one.channel for one in move.sources] + [one.channel for one in move.destinations]:
                 if not NOBODY <= channel < joint.channels:
@@ -90,22 +108,31 @@ def _find_bad_places(joint: JointSchedule) -> Iterator[str]:
         yield from _find_bad_tiles(joint, rank)
 
 
-def _is_copy(move: Move) -> bool:
-    """True if copy engines can make it, in whatever order those of the rank's own rows come."""
+def _is_copy(move: Move, *, pulls: bool) -> bool:
+    """True if copy engines can make it, in whatever order those of x come: before all others."""
     return (
         len(move.sources) == 1
-        and (move.sources[0].rows.area == INPUT) == (move.sources[0].sender == NOBODY)
-        and all(one.rows.area == LANDED for one in move.destinations)
+        and all(one.rows.area in (LANDED, NOWHERE) for one in move.destinations)
+        and (pulls or (move.sources[0].rows.area == INPUT) == (move.sources[0].sender == NOBODY))
+        and (move.sources[0].rows.area != INPUT or all(one.rows.area == LANDED for one in move.destinations))
     )
 
 
 def _find_bad_tiles(joint: JointSchedule, rank: int) -> Iterator[str]:
     """Find rows of the product that are not of one tile, and tiles that are too large."""
     tiles = sorted(joint.ranks[rank].tiles)
-    ends = [0, *(end for tile in tiles for end in (tile.start, tile.stop)), joint.product_rows]
-    for stop, start in zip(ends[::2], ends[1::2], strict=True):
-        if stop != start:
-            yield f"rank {rank}: row {min(start, stop)} of the product is of no tile, or of two"
+    covered: list[list[int]] = []
+    for tile in tiles:
+        if covered and covered[-1][1] == tile.start:
+            covered[-1][1] = tile.stop
+        else:
+            covered.append([tile.start, tile.stop])
+    needed = [(0, joint.product_rows)] if joint.needs is None else joint.needs[rank]
+    for one, other in zip_longest(chain(*covered), chain(*needed)):
+        if one != other:
+            row = min(end for end in (one, other) if end is not None)
+            yield f"rank {rank}: row {row} of the product is of no tile, or of two"
+            break
     for tile in tiles:
         if not 0 < tile.stop - tile.start <= joint.block_rows or not 0 <= tile.channel < joint.channels:
             yield f"rank {rank}: there is no tile of rows {tile.start} to {tile.stop - 1} on channel {tile.channel}"
@@ -150,9 +177,14 @@ def _find_blind_reads(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
                 if source.rows.area == INPUT:
                     is_seen = source.sender == rank and channels.get(source.channel, Rows(INPUT, 0, 0)) == source.rows
                 else:
-                    written = writes.find(rank, source.rows)
+                    written = writes.find(_find_holder(rank, source), source.rows)
+                    giver = givers.get((rank, source.sender, source.channel))
                     is_seen = written is not None and (
-                        givers.get((rank, source.sender, source.channel)) == (written.rank, written.number)
+                        (
+                            giver == (written.rank, written.number)
+                            if source.rank == NOBODY
+                            else _offers(joint, giver, source)
+                        )
                         or (  # a program reads only the elements that it has written: the same of all rows
                             source.sender == NOBODY
                             and written.rank == rank
@@ -167,6 +199,19 @@ def _find_blind_reads(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
             giver = givers.get((rank, tile.sender, tile.channel))
             if written is None or giver != (written.rank, written.number):
                 yield f"rank {rank}: the tile of rows {tile.start} to {tile.stop - 1} begins before they are there"
+
+
+def _find_holder(rank: int, source: Source) -> int:
+    """The rank in whose memory a source's rows are."""
+    return rank if source.rank == NOBODY else source.rank
+
+
+def _offers(joint: JointSchedule, giver: tuple[int, int] | None, source: Source) -> bool:
+    """True if a signal is the offer of these rows by the rank that has them, which waits for them in its order."""
+    if giver is None or giver[0] != source.rank:
+        return False
+    move = joint.ranks[giver[0]].moves[giver[1]]
+    return move.sources[0].rows == source.rows and move.destinations[0].rows.area == NOWHERE
 
 
 def _list_tile_channels(joint: JointSchedule, rank: int) -> dict[int, Rows]:
@@ -208,14 +253,15 @@ def _find_wrong_rows(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
     for rank in range(len(joint.ranks)):
         area, size = (LANDED, joint.product_rows) if joint.is_gather else (OUTPUT, joint.output_rows)
         here = [one.rows for one in writes.found.get((rank, area), ()) if one.rows.start < size]
-        end = 0
         for rows in here:
             wanted = _find_wanted(joint, rank, rows)
-            if rows.start != end or memory[rank, rows] != wanted:
+            if memory[rank, rows] != wanted:
                 yield f"rank {rank}: {_show(rows)} hold {_describe(memory[rank, rows])}, not {_describe(wanted)}"
-            end = rows.stop
-        if end != size:
-            yield f"rank {rank}: {_show(Rows(area, end, size))} hold nothing"
+        for end, stop in ((0, size),) if joint.needs is None else joint.needs[rank]:
+            for rows in here:
+                end = max(end, rows.stop) if rows.start <= end else end
+            if end < stop:
+                yield f"rank {rank}: {_show(Rows(area, end, stop))} hold nothing"
 
 
 def _find_wanted(joint: JointSchedule, rank: int, rows: Rows) -> _Value:
@@ -240,9 +286,10 @@ def _run(move: Move, rank: int, writes: _Writes, memory: dict[tuple[int, Rows], 
         if source.rows.area == INPUT:
             total[rank, moved] += 1
             continue
-        written = writes.find(rank, source.rows)
+        holder = _find_holder(rank, source)
+        written = writes.find(holder, source.rows)
         assert written is not None
-        for (giver, later), times in memory[rank, written.rows].items():
+        for (giver, later), times in memory[holder, written.rows].items():
             total[giver, later + moved] += times
     for one in move.destinations:
         later = first - one.rows.start
@@ -250,7 +297,7 @@ def _run(move: Move, rank: int, writes: _Writes, memory: dict[tuple[int, Rows], 
 
 
 def _show(*rows: Rows) -> str:
-    names = {INPUT: "input", LANDED: "landed", OUTPUT: "output"}
+    names = {INPUT: "input", LANDED: "landed", OUTPUT: "output", NOWHERE: "no place"}
     return ", ".join(f"rows {one.start} to {one.stop - 1} of {names.get(one.area, one.area)}" for one in rows)
 
 

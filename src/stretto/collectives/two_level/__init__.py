@@ -46,7 +46,7 @@ share a node.
 
 from stretto.cluster.two_level import TYPICAL, Links, choose, predict
 from stretto.collectives.two_level.group import Levels, TwoLevelCall, TwoLevelGroup
-from stretto.collectives.two_level.inter_node import GroupTransport, Message, Transport
+from stretto.collectives.two_level.inter_node import GroupTransport, Message, NodeTransport
 from stretto.collectives.two_level.nodes import Nodes, exchange_hosts, name_nodes
 from stretto.collectives.two_level.work import MessageWork, Work
 
@@ -57,8 +57,8 @@ __all__ = [
     "Links",
     "Message",
     "MessageWork",
+    "NodeTransport",
     "Nodes",
-    "Transport",
     "TwoLevelCall",
     "TwoLevelGroup",
     "Work",

@@ -26,7 +26,7 @@ from stretto.collectives.two_level.inter_node import (
     GroupTransport,
     InterNodeAlgorithm,
     InterNodeGroup,
-    Transport,
+    NodeTransport,
     all_gather_steps,
     inter_node_all_gather,
     inter_node_reduce_scatter,
@@ -116,7 +116,7 @@ class TwoLevelGroup:
         inter: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         part_bytes: int = DEFAULT_PART_BYTES,
-        make_transport: Callable[[dist.ProcessGroup], Transport] = GroupTransport,
+        make_transport: Callable[[dist.ProcessGroup], NodeTransport] = GroupTransport,
         levels: "Levels | None" = None,
     ) -> None:
         if not 0 < timeout < math.inf:

@@ -47,8 +47,8 @@ class Message:
     tag: int = 0
 
 
-class Transport(Protocol):
-    """Interface of transports, which send messages between the ranks of an inter-node group."""
+class NodeTransport(Protocol):
+    """Interface of transports between nodes, which send messages between the ranks of an inter-node group."""
 
     def start(
         self, outgoing: Sequence[Message], incoming: Sequence[Message]
@@ -115,7 +115,7 @@ class InterNodeGroup:
 
     ranks: tuple[int, ...]
     node: int
-    transport: Transport
+    transport: NodeTransport
     part_bytes: int
 
     def member(self, node: int) -> int:

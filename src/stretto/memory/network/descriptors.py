@@ -22,8 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.memory.fences import find_fence
-from stretto.memory.symmetric import Backoff
+from stretto.memory.symmetric import Backoff, find_fence
 
 WORDS = 4
 PHASE = 1 << 63

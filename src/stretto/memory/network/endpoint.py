@@ -17,7 +17,7 @@ from stretto.memory.network.frames import MAX_PUT_BYTES, TOKEN_BYTES
 from stretto.memory.network.interfaces import NetworkInterface, find_interface
 from stretto.memory.network.native import NativeProxy, find_library
 from stretto.memory.network.proxy import Proxy
-from stretto.memory.network.transport import LOCAL_REGIONS, Region
+from stretto.memory.network.transport import LOCAL_REGIONS, PutRegion
 from stretto.memory.symmetric import PeerError
 from stretto.native_code import CompilerError
 
@@ -81,14 +81,14 @@ class Endpoint:
         if number == LOCAL_REGIONS:
             raise RuntimeError(f"a group has up to {LOCAL_REGIONS} regions in its life: make a new group")
         self._regions += 1
-        self.proxy.add_region(Region(number, whole, pad_bytes, signals, near))
+        self.proxy.add_region(PutRegion(number, whole, pad_bytes, signals, near))
         return number
 
     def add_source(self, memory: Tensor) -> int:
         """Register memory of this rank that puts read, uint8; returns its number."""
         number = self._local_regions
         self._local_regions += 1
-        self.proxy.add_region(Region(number, memory, 0, 0, {}))
+        self.proxy.add_region(PutRegion(number, memory, 0, 0, {}))
         return number
 
     def remove_region(self, number: int) -> None:
@@ -109,7 +109,6 @@ class Endpoint:
         self.proxy.wake()
 
     def _post(self, put: Put) -> None:
-        self.proxy.wake()
         try:
             self._fifo.post(put, self.timeout)
         except TimeoutError as error:

@@ -35,7 +35,7 @@ class FrameKind(IntEnum):
     BYE = 4
 
 
-class Frame(NamedTuple):
+class PutFrame(NamedTuple):
     """The header of a frame, without magic, version and token."""
 
     kind: FrameKind
@@ -52,7 +52,7 @@ class FrameError(Exception):
     """Bytes from a peer that are no frame of this job, or that name memory outside of its regions."""
 
 
-def pack_frame(frame: Frame, token: bytes) -> bytes:
+def pack_frame(frame: PutFrame, token: bytes) -> bytes:
     """The frame's header."""
     return _HEADER.pack(
         MAGIC,
@@ -70,7 +70,7 @@ def pack_frame(frame: Frame, token: bytes) -> bytes:
     )
 
 
-def unpack_frame(header: bytes | memoryview, token: bytes) -> Frame:
+def unpack_frame(header: bytes | memoryview, token: bytes) -> PutFrame:
     """Read a header. FrameError for another magic, version, kind or token, and for a size above the limit."""
     magic, version, kind, zeros, theirs, source, region, number, received, offset, size, signal = _HEADER.unpack(header)
     if magic != MAGIC or version != VERSION or zeros:
@@ -81,7 +81,7 @@ def unpack_frame(header: bytes | memoryview, token: bytes) -> Frame:
         raise FrameError(f"there is no kind {kind} of frames")
     if size > MAX_PUT_BYTES or (size and kind != FrameKind.PUT):
         raise FrameError(f"a frame of kind {FrameKind(kind).name} with {size} bytes")
-    return Frame(FrameKind(kind), source, number, received, region, offset, size, signal)
+    return PutFrame(FrameKind(kind), source, number, received, region, offset, size, signal)
 
 
 _KINDS = frozenset(FrameKind)

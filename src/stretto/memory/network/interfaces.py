@@ -7,6 +7,10 @@ import socket
 import struct
 from typing import NamedTuple
 
+from stretto.cluster.local_ranks import count_local_ranks, find_local_rank
+from stretto.cluster.nics import VARIABLE as NICS_VARIABLE
+from stretto.cluster.nics import choose_nics
+
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """The job's interface: what it names for gloo between nodes serves puts, too."""
 _SIOCGIFADDR = 0x8915
@@ -20,18 +24,22 @@ class NetworkInterface(NamedTuple):
 
 
 def find_interface(*, is_one_machine: bool) -> NetworkInterface:
-    """The job's interface: GLOO_SOCKET_IFNAME, else loopback on one machine, else the one that leads to MASTER_ADDR.
+    """This rank's interface: its nearest of STRETTO_NICS, else GLOO_SOCKET_IFNAME, else by where the ranks are.
 
-    ValueError where none is known, or the named one has no IPv4 address.
+    These are loopback on one machine, and on several the interface that leads to MASTER_ADDR. ValueError where none is
+    known, or the named one has no IPv4 address.
     """
     named = os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0]
+    if os.environ.get(NICS_VARIABLE):
+        local = find_local_rank() or 0
+        named = choose_nics(max(count_local_ranks() or 1, local + 1))[local].interface
     if named:
         address = _find_address(named)
         if address is None:
             having = [name for _, name in socket.if_nameindex() if _find_address(name)]
             raise ValueError(
-                f"{INTERFACE_VARIABLE} is {named!r}, which is no interface with an IPv4 address: {', '.join(having)} "
-                "have one"
+                f"{INTERFACE_VARIABLE}, or {NICS_VARIABLE}, names {named!r}, which is no interface with an IPv4 "
+                f"address: {', '.join(having)} have one"
             )
         return NetworkInterface(named, address)
     if is_one_machine:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.memory.network.descriptors import Fifo
-from stretto.memory.network.transport import Region
+from stretto.memory.network.transport import PutRegion
 from stretto.native_code import NativeLibrary
 
 _FAILURE_BYTES = 512
@@ -62,6 +62,7 @@ class NativeProxy:
     def __init__(self, rank: int, world: int, token: bytes, address: str, limit: float) -> None:
         self._library = _load()
         self._world = world
+        self._process = os.getpid()
         port = ctypes.c_int(0)
         self._handle: int | None = self._library.proxy_open(
             rank, world, token, limit, address.encode(), ctypes.byref(port)
@@ -78,7 +79,7 @@ class NativeProxy:
             self._library.proxy_add_peer(self._handle, peer, host.encode(), port)
         self._library.proxy_start(self._handle)
 
-    def add_region(self, region: Region) -> None:
+    def add_region(self, region: PutRegion) -> None:
         """Let puts read and write a region."""
         near = (ctypes.c_uint64 * self._world)()
         for peer, whole in region.near.items():
@@ -134,7 +135,7 @@ class NativeProxy:
     def close(self, seconds: float) -> None:
         """End the thread once all puts have arrived, or after so many seconds; tells the peers."""
         handle, self._handle = self._handle, None
-        if handle is not None:
+        if handle is not None and os.getpid() == self._process:  # a forked process has not the thread
             self._library.proxy_close(handle, seconds)
             self._library.proxy_free(handle)
             self._kept.clear()

@@ -20,20 +20,19 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from stretto.memory.fences import find_fence
 from stretto.memory.network.descriptors import Fifo, Put, unpack
-from stretto.memory.network.frames import MAX_PUT_BYTES, NO_SIGNAL, Frame, FrameError, FrameKind
+from stretto.memory.network.frames import MAX_PUT_BYTES, NO_SIGNAL, FrameError, FrameKind, PutFrame
 from stretto.memory.network.sockets import SocketTransport
 from stretto.memory.network.transport import (
     LOCAL_REGIONS,
     HostTransport,
-    Region,
-    Transport,
+    PutRegion,
+    PutTransport,
     count_signal,
     require_inside,
     view_bytes,
 )
-from stretto.memory.symmetric import Backoff
+from stretto.memory.symmetric import Backoff, find_fence
 
 T = TypeVar("T")
 WINDOW = 1 << 16
@@ -49,12 +48,12 @@ ENDED = "it has closed the group"
 class _Link:
     """This rank's puts to a peer, and the peer's to this rank."""
 
-    transport: Transport
+    transport: PutTransport
     sent: int = 0  # number of the last put
-    unacknowledged: deque[tuple[Frame, memoryview | None, int]] = field(default_factory=deque)
+    unacknowledged: deque[tuple[PutFrame, memoryview | None, int]] = field(default_factory=deque)
     received: int = 0  # of the peer's puts, without a gap
     answered: int = 0  # what the peer knows of `received`
-    early: dict[int, Frame] = field(default_factory=dict)  # puts that have arrived before others
+    early: dict[int, PutFrame] = field(default_factory=dict)  # puts that have arrived before others
     is_up: bool = False
     why: str = "it has not connected"
     since: float = field(default_factory=time.monotonic)  # the last progress: an acknowledgement, or a connection
@@ -73,7 +72,7 @@ class Proxy:
         self._host = HostTransport(rank, world)
         self.address = self._sockets.address
         self._links: dict[int, _Link] = {}
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, PutRegion] = {}
         self._views: dict[int, memoryview] = {}
         self._known = 0  # regions with lower numbers are, or were, registered
         self._fifos: dict[Fifo, bool] = {}
@@ -93,7 +92,7 @@ class Proxy:
         self._sockets.connect(self, far)
         self._thread.start()
 
-    def add_region(self, region: Region) -> None:
+    def add_region(self, region: PutRegion) -> None:
         """Let puts read and write a region."""
         self._call(lambda: self._add_region(region))
 
@@ -170,7 +169,7 @@ class Proxy:
             pause = _FIRST_POLL if was_busy else min(2 * pause, _LONGEST_POLL)
         for peer, link in self._links.items():
             if link.is_up:
-                self._sockets.put(peer, Frame(FrameKind.BYE, self._rank, received=link.received), None)
+                self._sockets.put(peer, PutFrame(FrameKind.BYE, self._rank, received=link.received), None)
         deadline = time.monotonic() + 1.0
         while self._sockets.has_outgoing and time.monotonic() < deadline:
             self._sockets.progress(0.01)
@@ -181,7 +180,7 @@ class Proxy:
         outstanding = any(link.unacknowledged or not link.is_up for link in self._links.values())
         return _CHECK_SECONDS if outstanding else _LONGEST_SLEEP
 
-    def _add_region(self, region: Region) -> None:
+    def _add_region(self, region: PutRegion) -> None:
         self._regions[region.number] = region
         self._views[region.number] = view_bytes(region.whole)
         if region.number < LOCAL_REGIONS:
@@ -219,7 +218,7 @@ class Proxy:
             return
         signal = NO_SIGNAL if put.signal is None else put.signal
         number = link.sent + 1
-        frame = Frame(FrameKind.PUT, self._rank, number, link.received, put.region, put.offset, put.size, signal)
+        frame = PutFrame(FrameKind.PUT, self._rank, number, link.received, put.region, put.offset, put.size, signal)
         link.transport.put(put.peer, frame, payload)
         link.sent = number
         if not link.transport.is_reliable:
@@ -238,7 +237,7 @@ class Proxy:
         if destination is None or put.region >= LOCAL_REGIONS:
             raise ValueError(f"a put into region {put.region}, which is none of the group's")
         signal = NO_SIGNAL if put.signal is None else put.signal
-        frame = Frame(FrameKind.PUT, self._rank, 0, 0, put.region, put.offset, put.size, signal)
+        frame = PutFrame(FrameKind.PUT, self._rank, 0, 0, put.region, put.offset, put.size, signal)
         require_inside(destination, frame, self._world)
         if not put.size:
             return None
@@ -252,7 +251,7 @@ class Proxy:
         for peer, link in self._links.items():
             if link.is_up and link.answered < link.received:
                 link.answered = link.received
-                self._sockets.put(peer, Frame(FrameKind.ACK, self._rank, received=link.received), None)
+                self._sockets.put(peer, PutFrame(FrameKind.ACK, self._rank, received=link.received), None)
 
     def _check_limits(self) -> None:
         now = time.monotonic()
@@ -278,7 +277,7 @@ class Proxy:
 
     # Called by transports, in the thread.
 
-    def place(self, frame: Frame) -> memoryview | None:
+    def place(self, frame: PutFrame) -> memoryview | None:
         """Where a put's payload goes; None if it came before, or its region is closed."""
         link = self._links[frame.source]
         if frame.number <= link.received or frame.number in link.early:
@@ -297,13 +296,13 @@ class Proxy:
         start = region.pad_bytes + frame.offset
         return self._views[frame.region][start : start + frame.size]
 
-    def _refuse(self, frame: Frame, why: str) -> FrameError:
+    def _refuse(self, frame: PutFrame, why: str) -> FrameError:
         """Give up a peer that has the token and sends what no proxy would."""
         link = self._links[frame.source]
         link.failure = link.failure or f"a frame of it is invalid: {why}"
         return FrameError(why)
 
-    def arrived(self, frame: Frame) -> None:
+    def arrived(self, frame: PutFrame) -> None:
         """Note what a frame acknowledges; count the signals of puts that have no gap before them any more."""
         link = self._links[frame.source]
         if frame.received > link.sent:

@@ -13,8 +13,8 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from stretto.memory.network.frames import HEADER_BYTES, Frame, FrameError, FrameKind, pack_frame, unpack_frame
-from stretto.memory.network.transport import FrameReceiver, Transport
+from stretto.memory.network.frames import HEADER_BYTES, FrameError, FrameKind, PutFrame, pack_frame, unpack_frame
+from stretto.memory.network.transport import FrameReceiver, PutTransport
 
 GREETING_SECONDS = 5.0
 MAX_STRANGERS = 64
@@ -24,7 +24,7 @@ _DISCARD_BYTES = 1 << 16
 _BUFFERS_AT_ONCE = 64
 
 
-class _Connection:
+class _PeerConnection:
     """A socket, what it is to send, and the frame that it is receiving. peer: None until it has greeted."""
 
     def __init__(self, socket: socket.socket, peer: int | None, is_ours: bool) -> None:
@@ -37,11 +37,11 @@ class _Connection:
         self.outgoing: deque[memoryview] = deque()
         self.header = bytearray(HEADER_BYTES)
         self.filled = 0  # bytes of the header, then of the payload
-        self.frame: Frame | None = None  # whose payload is coming
+        self.frame: PutFrame | None = None  # whose payload is coming
         self.target: memoryview | None = None
 
 
-class SocketTransport(Transport):
+class SocketTransport(PutTransport):
     """TCP from this rank to peers on other nodes. address: of the interface that the listener is bound to."""
 
     def __init__(self, rank: int, world: int, token: bytes, address: str) -> None:
@@ -60,8 +60,8 @@ class SocketTransport(Transport):
         self._selector.register(self._wakes, selectors.EVENT_READ)
         self._receiver: FrameReceiver
         self._peers: dict[int, tuple[str, int]] = {}
-        self._connections: dict[int, _Connection] = {}  # by peer, ready or about to be
-        self._strangers: set[_Connection] = set()
+        self._connections: dict[int, _PeerConnection] = {}  # by peer, ready or about to be
+        self._strangers: set[_PeerConnection] = set()
         self._retries: dict[int, tuple[float, float]] = {}  # by peer: when, and the pause after it
         self._discarded = memoryview(bytearray(_DISCARD_BYTES))
 
@@ -76,13 +76,13 @@ class SocketTransport(Transport):
         with contextlib.suppress(OSError):  # its buffer is full: it wakes anyway
             self._waker.send(b"\0")
 
-    def put(self, peer: int, frame: Frame, payload: memoryview | None) -> None:
+    def put(self, peer: int, frame: PutFrame, payload: memoryview | None) -> None:
         """Queue a frame, if the peer is connected."""
         connection = self._connections.get(peer)
         if connection is not None and connection.has_greeted:
             self._queue(connection, frame, payload)
 
-    def _queue(self, connection: _Connection, frame: Frame, payload: memoryview | None = None) -> None:
+    def _queue(self, connection: _PeerConnection, frame: PutFrame, payload: memoryview | None = None) -> None:
         connection.outgoing.append(memoryview(pack_frame(frame, self._token)))
         if payload is not None and len(payload):
             connection.outgoing.append(payload)
@@ -107,7 +107,7 @@ class SocketTransport(Transport):
         return was_busy
 
     @staticmethod
-    def _wants_to_write(connection: _Connection) -> bool:
+    def _wants_to_write(connection: _PeerConnection) -> bool:
         return not connection.is_open or bool(connection.outgoing)
 
     def _open_due(self) -> None:
@@ -125,9 +125,9 @@ class SocketTransport(Transport):
                 opened.bind((self.address[0], 0))
             with contextlib.suppress(OSError):  # in progress; other errors come when it is written to
                 opened.connect((host, port))
-            self._add(_Connection(opened, peer, is_ours=True))
+            self._add(_PeerConnection(opened, peer, is_ours=True))
 
-    def _add(self, connection: _Connection) -> None:
+    def _add(self, connection: _PeerConnection) -> None:
         connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._selector.register(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
         if connection.peer is None:
@@ -139,7 +139,7 @@ class SocketTransport(Transport):
         with contextlib.suppress(OSError):
             accepted, _ = self._listener.accept()
             accepted.setblocking(False)
-            connection = _Connection(accepted, None, is_ours=False)
+            connection = _PeerConnection(accepted, None, is_ours=False)
             connection.is_open = True
             self._add(connection)
             if len(self._strangers) > MAX_STRANGERS:
@@ -151,7 +151,7 @@ class SocketTransport(Transport):
             if not connection.has_greeted and connection.began < limit:
                 self._close(connection, "it did not greet")
 
-    def _serve(self, connection: _Connection, events: int) -> bool:
+    def _serve(self, connection: _PeerConnection, events: int) -> bool:
         try:
             if not connection.is_open:
                 error = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -166,13 +166,13 @@ class SocketTransport(Transport):
             self._close(connection, str(error))
             return True
 
-    def _greet(self, connection: _Connection) -> None:
+    def _greet(self, connection: _PeerConnection) -> None:
         assert connection.peer is not None
         received = self._receiver.received_from(connection.peer)
-        self._queue(connection, Frame(FrameKind.HELLO, self._rank, received=received))
+        self._queue(connection, PutFrame(FrameKind.HELLO, self._rank, received=received))
 
     @staticmethod
-    def _send(connection: _Connection) -> None:
+    def _send(connection: _PeerConnection) -> None:
         outgoing = connection.outgoing
         while outgoing:
             parts = [outgoing[index] for index in range(min(len(outgoing), _BUFFERS_AT_ONCE))]
@@ -187,7 +187,7 @@ class SocketTransport(Transport):
                 sent -= len(part)
                 outgoing.popleft()
 
-    def _receive(self, connection: _Connection) -> bool:
+    def _receive(self, connection: _PeerConnection) -> bool:
         """Receive what has come, up to a few frames, so that others have their turn."""
         for _ in range(_BUFFERS_AT_ONCE):
             frame = connection.frame
@@ -215,7 +215,7 @@ class SocketTransport(Transport):
                         return True
         return True
 
-    def _read_header(self, connection: _Connection) -> Frame:
+    def _read_header(self, connection: _PeerConnection) -> PutFrame:
         frame = unpack_frame(memoryview(connection.header), self._token)
         connection.filled = 0
         if not connection.has_greeted:
@@ -227,7 +227,7 @@ class SocketTransport(Transport):
         connection.frame = frame
         return frame
 
-    def _read_greeting(self, connection: _Connection, frame: Frame) -> None:
+    def _read_greeting(self, connection: _PeerConnection, frame: PutFrame) -> None:
         if frame.kind is not FrameKind.HELLO:
             raise FrameError("its first frame is no greeting")
         if frame.source not in self._peers or connection.peer not in (None, frame.source):
@@ -250,7 +250,7 @@ class SocketTransport(Transport):
         if peer in self._connections:
             self._close(self._connections[peer], why)
 
-    def _close(self, connection: _Connection, why: str) -> None:
+    def _close(self, connection: _PeerConnection, why: str) -> None:
         if connection.socket.fileno() < 0:
             return
         self._selector.unregister(connection.socket)

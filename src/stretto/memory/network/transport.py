@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between a proxy and what carries its puts: `Transport`, what it calls, and the transport within a machine.
+"""The seam between a proxy and what carries its puts: `PutTransport`, what it calls, and the one within a machine.
 
 A transport moves frames and may lose those that it holds when a connection breaks, and deliver them in another order.
 The proxy above it numbers puts, sends again what was lost, and counts signals in order; it needs no fence and no remote
@@ -13,15 +13,14 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from stretto.memory.fences import find_fence
-from stretto.memory.network.frames import NO_SIGNAL, Frame, FrameError
-from stretto.memory.symmetric import MASK
+from stretto.memory.network.frames import NO_SIGNAL, FrameError, PutFrame
+from stretto.memory.symmetric import MASK, find_fence
 
 LOCAL_REGIONS = 1 << 22
 """Regions with numbers from here on are memory of one rank alone: sources of puts, never destinations."""
 
 
-class Region(NamedTuple):
+class PutRegion(NamedTuple):
     """Memory that puts read and write: a pad of uint32 counters [world, signals], then the buffer.
 
     number: the same on all ranks of the group; ranks count regions up from 0, and use no number twice. whole: uint8.
@@ -43,10 +42,10 @@ class Region(NamedTuple):
 class FrameReceiver(Protocol):
     """The proxy, to its transports."""
 
-    def place(self, frame: Frame) -> memoryview | None:
+    def place(self, frame: PutFrame) -> memoryview | None:
         """Where a put's payload goes; None: it is dropped. FrameError for a destination outside of all regions."""
 
-    def arrived(self, frame: Frame) -> None:
+    def arrived(self, frame: PutFrame) -> None:
         """A frame has come, with its payload in its place."""
 
     def received_from(self, peer: int) -> int:
@@ -59,7 +58,7 @@ class FrameReceiver(Protocol):
         """The connection to a peer is gone."""
 
 
-class Transport(ABC):
+class PutTransport(ABC):
     """Carries frames between this rank and some peers; used by one thread, which calls `progress` in a loop.
 
     is_reliable: a put has arrived, with its signal, when `put` returns: nothing is acknowledged.
@@ -71,11 +70,11 @@ class Transport(ABC):
     def connect(self, receiver: FrameReceiver, peers: Mapping[int, tuple[str, int]]) -> None:
         """Begin to connect to these peers, by their addresses; `receiver` hears of connections and frames."""
 
-    def register(self, region: Region) -> None:  # noqa: B027  (sockets need nothing)
+    def register(self, region: PutRegion) -> None:  # noqa: B027  (sockets need nothing)
         """Prepare a region's memory for puts."""
 
     @abstractmethod
-    def put(self, peer: int, frame: Frame, payload: memoryview | None) -> None:
+    def put(self, peer: int, frame: PutFrame, payload: memoryview | None) -> None:
         """Send a frame; dropped if there is no connection. The payload's memory must not change until acknowledged."""
 
     @abstractmethod
@@ -87,7 +86,7 @@ class Transport(ABC):
         """Close all connections."""
 
 
-def require_inside(region: Region, frame: Frame, world: int) -> None:
+def require_inside(region: PutRegion, frame: PutFrame, world: int) -> None:
     """FrameError for a put that would write outside of a region's buffer, or count another counter than one of it."""
     if frame.size > region.size or frame.offset > region.size - frame.size:
         raise FrameError(
@@ -102,7 +101,7 @@ def require_inside(region: Region, frame: Frame, world: int) -> None:
         raise FrameError(f"a frame of rank {frame.source}, and there are {world}")
 
 
-class HostTransport(Transport):
+class HostTransport(PutTransport):
     """Puts between processes of one machine that map each other's regions: a copy, then the counter.
 
     For GPUs of a node without peer access: their kernels store into pinned slots of their own, and load from them.
@@ -112,13 +111,13 @@ class HostTransport(Transport):
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, PutRegion] = {}
         self._fence = find_fence()
 
     def connect(self, receiver: FrameReceiver, peers: Mapping[int, tuple[str, int]]) -> None:
         """Do nothing: the regions are mapped."""
 
-    def register(self, region: Region) -> None:
+    def register(self, region: PutRegion) -> None:
         """Note the peers' regions."""
         self._regions[region.number] = region
 
@@ -126,7 +125,7 @@ class HostTransport(Transport):
         """Forget a region."""
         self._regions.pop(number, None)
 
-    def put(self, peer: int, frame: Frame, payload: memoryview | None) -> None:
+    def put(self, peer: int, frame: PutFrame, payload: memoryview | None) -> None:
         """Copy to the peer's region, and count up. FrameError for a place outside of it."""
         region = self._regions.get(frame.region)
         if region is None or peer not in region.near:
@@ -153,7 +152,7 @@ def view_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
 
 
-def count_signal(whole: memoryview, region: Region, frame: Frame, fence: Callable[[], None] | None) -> None:
+def count_signal(whole: memoryview, region: PutRegion, frame: PutFrame, fence: Callable[[], None] | None) -> None:
     """Count up the signal of a put's source in a region, after the put's bytes."""
     if frame.signal == NO_SIGNAL:
         return

@@ -7,6 +7,7 @@ choice         which implementation "auto" is
 tuning         its measurement
 plan           which blocks of scores a rank computes, and whose keys it needs: integers on the host
 balance        packed documents cut among ranks by work
+joint          keys that a collective's schedule gathers
 exchange       keys, values, their gradients and heads between ranks
 kernels        attention of a block, with its log-sum-exp: cuDNN's, flash, torch's on CPUs, a plain one
 merge          results and gradients of blocks, merged and added

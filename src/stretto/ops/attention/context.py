@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.collectives.schedule import Schedule
 from stretto.ops.attention.choice import AttentionProblem, choose_way
+from stretto.ops.attention.joint import OPERATOR
 from stretto.ops.attention.operators import Settings, attend_to_context, exchange_heads
 from stretto.ops.attention.plan import Layout, require_layout
 from stretto.ops.choices import can_time_calls
+from stretto.ops.joint.registry import is_runnable, name_schedule
 from stretto.ops.moe.routes import CollectiveWrapper
 from stretto.ops.moe.routes import call as call_directly
-from stretto.ops.operator import find_name
+from stretto.ops.operator import find_group, find_name
 
 Implementation = Literal["auto", "all_gather", "ring", "ulysses"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -38,10 +41,22 @@ class AttentionOptions(TypedDict, total=False):
 
 
 def all_gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None = None, **options: Unpack[AttentionOptions]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """`context_attention` that receives all keys that it needs at once, while it attends to its own: the fastest."""
-    return context_attention(q, k, v, group, implementation="all_gather", **options)
+    """`context_attention` that receives all keys that it needs at once, while it attends to its own: the fastest.
+
+    schedule: how keys travel: an all-gather's algorithm by name, or any verified `Schedule` of one
+    (docs/tutorial-kernel.md). Copy engines move its chunks, and a rank attends to each as it arrives. A chunk that no
+    rank behind another needs, by causality or the window, does not travel. The backward pass has no schedule.
+    """
+    how = "all_gather" if schedule is None else _name_schedule(schedule, find_name(group))
+    return context_attention(q, k, v, group, implementation=how, **options)
 
 
 def ring_attention(
@@ -75,7 +90,7 @@ def context_attention(
     documents: Tensor | None = None,
     sinks: Tensor | None = None,
     wrap_collective: CollectiveWrapper = call_directly,
-    implementation: Implementation = "auto",
+    implementation: Implementation | str = "auto",
 ) -> Tensor:
     """Attention over a sequence that the group's ranks share: q [b, heads, s / ranks, d] -> [b, heads, s / ranks, e].
 
@@ -95,9 +110,10 @@ def context_attention(
 
     A rank is sent only the keys that its positions see. wrap_collective: called in place of each collective, backward
     too, as wrap_collective("all_to_all", make); it returns what make() returns, which issues it, and keeps nothing.
-    implementation: see `all_gather_attention`, `ring_attention` and `ulysses_attention`; "auto" takes the fastest
-    measured (`tune_attention`), else the predicted one: mostly it gathers. It rings where all keys and values would
-    take more than 4 GiB. Of documents, it measures and predicts nothing.
+    implementation: see `all_gather_attention` (which gives a schedule's name), `ring_attention` and
+    `ulysses_attention`; "auto" takes the fastest measured (`tune_attention`), else the predicted one: mostly it
+    gathers. It rings where all keys and values would take more than 4 GiB. Of documents, it measures and predicts
+    nothing.
 
     With torch.compile it is an operator of the graph; with `wrap_collective`, the graph breaks here. It cannot be
     differentiated twice. ValueError for other input, and on all ranks for ranks whose calls differ.
@@ -105,11 +121,11 @@ def context_attention(
     name, ranks = find_name(group), dist.get_world_size(group)
     _require_tensors(q, k, v, sinks)
     _require_mask(causal, window, documents, layout, q.shape[2], ranks)
-    if implementation not in get_args(Implementation):
+    chosen: str = implementation
+    if implementation not in get_args(Implementation) and not _is_schedule(implementation, name):
         raise ValueError(
             f"context attention: implementation is {', '.join(get_args(Implementation))}, not {implementation!r}"
         )
-    chosen: str = implementation
     if implementation == "auto":
         mask = {"causal": causal, "window": window, "layout": layout}
         chosen = _choose(q, k, v, group, documents, scale=scale, sinks=sinks, **mask)
@@ -121,12 +137,23 @@ def context_attention(
         q.shape[-1] ** -0.5 if scale is None else float(scale),
         layout,
         window,
-        "ring" if chosen == "ring" else "all_gather",
+        "all_gather" if chosen == "ulysses" else chosen,
     )
     if degree > 1 and sinks is not None:
         sinks = sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
     run = _run_in_graph if wrap_collective is call_directly else _run_apart
     return run(q, k, v, sinks, documents, settings, wrap_collective)
+
+
+@torch.compiler.assume_constant_result
+def _name_schedule(schedule: str | Schedule, group: str) -> str:
+    found: str = name_schedule(OPERATOR, schedule, "kernel", find_group(group).size())
+    return found
+
+
+@torch.compiler.assume_constant_result
+def _is_schedule(name: str, group: str) -> bool:
+    return isinstance(name, str) and is_runnable(OPERATOR, name, find_group(group).size())
 
 
 def _run_in_graph(
@@ -161,7 +188,7 @@ def prepare_run(
 
     def run(way: str) -> None:
         with torch.set_grad_enabled(trains):
-            out = context_attention(leaves[0], leaves[1], leaves[2], group, implementation=way, **options)  # type: ignore[arg-type]
+            out = context_attention(leaves[0], leaves[1], leaves[2], group, implementation=way, **options)
             if trains:
                 torch.autograd.grad(out, leaves, out.detach())
 

@@ -31,7 +31,7 @@ class ContextCall(NamedTuple):
 def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: ContextCall) -> tuple[Tensor, Tensor]:
     """(this rank's attention, its log-sum-exp with sinks)."""
     length, steps = q.shape[2], call.plan.steps
-    rows = _pack(k, v) if steps else None
+    rows = pack(k, v) if steps else None
     arriving = _start(call, 0, rows)
     parts = attend(q, k, v, call.plan.own, call.scale, call.varies)
     for number, step in enumerate(steps):
@@ -39,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Context
         arrived = arriving.wait()
         arriving = _start(call, number + 1, rows)
         if step.blocks:
-            parts += attend(q, *_unpack(arrived, k.shape[3]), step.blocks, call.scale, call.varies)
+            parts += attend(q, *unpack(arrived, k.shape[3]), step.blocks, call.scale, call.varies)
         if arriving is not None and len(parts) > 1:  # or each step would keep a result
             parts = [Part(Range(0, length), *merge_parts(parts, length, parts[0].lse.dtype))]
     return merge_parts(parts, length, q.dtype, sinks)
@@ -51,7 +51,7 @@ def backward(
     """Gradients of q, k, v and the sinks: of the keys by all ranks' queries, of sinks by this rank's."""
     grad = grad if grad.stride(-1) == 1 and 0 not in grad.stride() else grad.contiguous()
     steps, length, size, each = call.plan.steps, q.shape[2], k.shape[3], q.shape[1] // k.shape[1]
-    rows = _pack(k, v) if steps else None
+    rows = pack(k, v) if steps else None
     arriving = _start(call, 0, rows)
 
     def differentiate_own(kv_heads: slice) -> Gradients:
@@ -71,9 +71,9 @@ def backward(
         arriving = _start(call, number + 1, rows)
         returned = _new_rows(k, v, len(arrived), k.dtype)
         if step.blocks:
-            found = differentiate(grad, q, *_unpack(arrived, size), out, lse, step.blocks, call.scale, call.varies)
+            found = differentiate(grad, q, *unpack(arrived, size), out, lse, step.blocks, call.scale, call.varies)
             theirs = _add_steps(theirs, found.q, q) if len(steps) > 1 else found.q
-            for parts, target in zip((found.k, found.v), _unpack(returned, size), strict=True):
+            for parts, target in zip((found.k, found.v), unpack(returned, size), strict=True):
                 add_parts(parts, target)
         _add_returned(sums, returning)
         returning.append((step, call.peers.start_back(step, returned)))
@@ -83,7 +83,7 @@ def backward(
         of_q, of_k, of_v = (parts[0][1] for parts in own[0][1])
     else:
         of_q, of_k, of_v = (torch.empty_like(tensor) for tensor in (q, k, v))
-        others = [] if sums is None else [(Range(0, length), tensor) for tensor in _unpack(sums, size)]
+        others = [] if sums is None else [(Range(0, length), tensor) for tensor in unpack(sums, size)]
         for kv_heads, found in own:
             heads = slice(kv_heads.start * each, kv_heads.stop * each)
             add_parts([*found.q, *((part, tensor[:, heads]) for part, tensor in theirs)], of_q[:, heads])
@@ -126,14 +126,15 @@ def _new_rows(k: Tensor, v: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     return k.new_empty(length, k.shape[0], k.shape[1], k.shape[3] + v.shape[3], dtype=dtype)
 
 
-def _pack(k: Tensor, v: Tensor) -> Tensor:
+def pack(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values of positions, next to each other: [length, b, KV heads, d + e]."""
     rows = _new_rows(k, v, k.shape[2], k.dtype)
-    for target, source in zip(_unpack(rows, k.shape[3]), (k, v), strict=True):
+    for target, source in zip(unpack(rows, k.shape[3]), (k, v), strict=True):
         target.copy_(source)
     return rows
 
 
-def _unpack(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def unpack(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Views of the keys and of the values, [b, KV heads, length, .]."""
     tensor = rows.permute(1, 2, 0, 3)
     return tensor[..., :size], tensor[..., size:]

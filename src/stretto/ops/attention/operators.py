@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.attention.exchange import Peers, can_copy, gather_sequence, scatter_sequence
+from stretto.ops.attention.joint import ScheduledCall, forward_by_schedule
 from stretto.ops.attention.one_rank import ContextCall, backward, forward
 from stretto.ops.attention.plan import Mask, list_chunks_together, make_plan
 from stretto.ops.moe.routes import CollectiveWrapper, call
@@ -28,7 +29,10 @@ from stretto.ops.operator import (
 
 
 class Settings(NamedTuple):
-    """Options of the operators, which take them beside tensors. degree: of neighbours that exchange heads."""
+    """Options of the operators, which take them beside tensors. degree: of neighbours that exchange heads.
+
+    schedule: "all_gather", "ring", or the name of a collective's schedule that gathers keys (forward).
+    """
 
     group: str
     degree: int
@@ -102,6 +106,16 @@ def _find_call(q: Tensor, mask: Mask, settings: Settings, wrap: CollectiveWrappe
     return ContextCall(plan, peers, settings.scale, varies=mask.documents is not None)
 
 
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, settings: Settings, context_call: ContextCall
+) -> tuple[Tensor, Tensor]:
+    if settings.schedule in ("all_gather", "ring"):
+        return forward(q, k, v, sinks, context_call)
+    wrap = context_call.peers.wrap
+    scheduled = ScheduledCall(settings.group, settings.schedule, settings.layout, mask, settings.scale, wrap)
+    return forward_by_schedule(q, k, v, sinks, scheduled)
+
+
 class _ContextAttention(torch.autograd.Function):
     """Calls past torch.library."""
 
@@ -114,7 +128,7 @@ class _ContextAttention(torch.autograd.Function):
         q, k, v = (_align(each) for each in (q, k, v))
         ctx.call = _find_call(q, mask, settings, wrap)
         with torch._C._DisableAutocast():
-            out, lse = forward(q, k, v, sinks, ctx.call)
+            out, lse = _forward(q, k, v, sinks, mask, settings, ctx.call)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
@@ -138,7 +152,7 @@ def _run_operator(
     settings = Settings(group, degree, causal, scale, layout, window, schedule)
     mask = _agree(q, k, v, sinks, documents, settings)
     q, k, v = (_align(each) for each in (q, k, v))
-    out, lse = forward(q, k, v, sinks, _find_call(q, mask, settings, call))
+    out, lse = _forward(q, k, v, sinks, mask, settings, _find_call(q, mask, settings, call))
     return _by_position(out), lse.contiguous()
 
 

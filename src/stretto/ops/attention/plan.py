@@ -157,6 +157,31 @@ def make_plan(layout: str, rank: int, ranks: int, length: int, mask: Mask, sched
     )
 
 
+@lru_cache(maxsize=64)
+def list_key_blocks(
+    layout: str, rank: int, ranks: int, length: int, mask: Mask, keys: tuple[Range, ...]
+) -> tuple[tuple[Block, ...], ...]:
+    """The blocks of a rank's queries with each of these ranges of gathered rows, each of one other rank.
+
+    Rank p's rows begin at p * length; the blocks' keys are gathered rows.
+    """
+
+    def list_spans(peer: int) -> list[_Span]:
+        return _list_spans(sorted(list_chunks(layout, peer, ranks, length, mask.documents)), mask)
+
+    queries, found = list_spans(rank), []
+    for start, stop in keys:
+        first = start // length * length
+        spans = []
+        for span in list_spans(start // length):
+            low, high = max(start - first, span.rows.start), min(stop - first, span.rows.stop)
+            if low < high:
+                moved = span.start - span.row
+                spans.append(_Span(first + low, moved + low, moved + high, span.document))
+        found.append(_join_blocks(_list_blocks(queries, spans, mask)))
+    return tuple(found)
+
+
 def _list_spans(chunks: Iterable[Range], mask: Mask) -> list[_Span]:
     spans, row = [], 0
     for start, stop in chunks:

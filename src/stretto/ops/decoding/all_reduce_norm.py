@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops.choices import find_group_obstacle
 from stretto.ops.config import encode_implementation
 from stretto.ops.invariant.matmul import LEAVES, count_leaves
 from stretto.ops.invariant.ranks import reduce_by_tree
@@ -23,7 +22,13 @@ from stretto.ops.operator import (
     require_place,
     show_shape,
 )
-from stretto.ops.row_sums.kernel import SumOperands, fits_packets, launch_sums
+from stretto.ops.row_sums.kernel import (
+    SumOperands,
+    add_in_parts,
+    count_rows_at_a_time,
+    find_packets_obstacle,
+    launch_sums,
+)
 from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm, require_norm, require_norm_operands
 from stretto.ops.small_m import count_bytes
 
@@ -101,9 +106,7 @@ def _run(
     wire = torch.float32 if invariant else x.dtype
     call = f"all_reduce_norm {list(x.shape)} {x.dtype} {(norm, bias is None, invariant, implementation)}"
     require_agreement(call, False, group, x.device)
-    obstacle = find_group_obstacle(group, x.device)
-    if not obstacle and not fits_packets(m, n, wire, world):
-        obstacle = f"{list(x.shape)} of {wire} from {world} ranks are more than packets are for"
+    obstacle = find_packets_obstacle(group, x.device, m, n, wire, implementation)
     if implementation == "kernel" and obstacle:
         raise ValueError(f'all_reduce_norm: no kernel can run: {obstacle}; implementation="library" can')
     if implementation == "library" or obstacle or not x.numel():
@@ -112,14 +115,19 @@ def _run(
         else:
             total = all_reduce(x, group)
         return add_norm(total, operands, described)
-    workspace = find_workspace(group, x.device, count_bytes("push", m, n, world, wire), "packets")
-    channel = workspace.channel.enter("all_reduce_norm", "p2p")
-    try:
-        sums = SumOperands(*operands, torch.empty_like(residual))
-        return launch_sums(workspace, channel, x, sums, wire, by_tree=invariant, norm=described)
-    except BaseException:
-        abandon(group, workspace.channel)
-        raise
+
+    def add(rows: slice) -> tuple[Tensor, Tensor]:
+        part = x[rows]
+        workspace = find_workspace(group, x.device, count_bytes("push", len(part), n, world, wire), "packets")
+        channel = workspace.channel.enter("all_reduce_norm", "p2p")
+        try:
+            sums = SumOperands(bias, residual[rows], norm_weight, norm_bias, torch.empty_like(part))
+            return launch_sums(workspace, channel, part, sums, wire, by_tree=invariant, norm=described)
+        except BaseException:
+            abandon(group, workspace.channel)
+            raise
+
+    return add_in_parts(add, m, count_rows_at_a_time(n, wire, world))
 
 
 def _require(x: Tensor, operands: NormOperands, norm: str, eps: float) -> None:

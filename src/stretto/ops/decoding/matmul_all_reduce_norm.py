@@ -24,7 +24,7 @@ from stretto.ops.operator import (
     require_agreement,
     require_operands,
 )
-from stretto.ops.row_sums.kernel import SumOperands, launch_sums
+from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, launch_sums
 from stretto.ops.row_sums.norm import (
     MAX_COLUMNS,
     Norm,
@@ -122,8 +122,10 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     operands = NormOperands(bias, residual, norm_weight, norm_bias)
     described = Norm(norm, eps, offset, invariant)
+    require_norm("matmul_all_reduce_norm", norm, eps)  # at each call: equal calls are known by the product's operands
+    require_norm_operands("matmul_all_reduce_norm", x, x.shape[0], weight.shape[0], operands)
     if invariant:
-        _require(x, weight, operands, norm, eps)
+        require_operands("matmul_all_reduce_norm", x, weight, bias)
         return multiply_sum_norm(x, weight, operands, described, group, implementation)
 
     def compute(config: KernelConfig) -> tuple[Tensor, Tensor]:
@@ -131,7 +133,7 @@ def _run(
 
     config = find_config(
         "matmul_all_reduce", x, weight, bias, group, implementation, "norm", norm, run=compute,
-        check=lambda: _require(x, weight, operands, norm, eps),
+        check=lambda: require_operands("matmul_all_reduce_norm", x, weight, bias),
     )  # fmt: skip
     return compute(config)
 
@@ -165,8 +167,13 @@ def multiply_sum_norm(
     call = f"invariant matmul_all_reduce_norm m={m} n={n} k={k} {x.dtype} {(norm, implementation)}"
     require_agreement(call, False, group, x.device)
     if world > 1 and m and goes_by_packets("matmul_all_reduce_norm", m, n, group, x.device, implementation):
-        sums = SumOperands(*operands, torch.empty_like(operands.residual))
-        return multiply_and_sum("matmul_all_reduce_norm", "push", x, weight, leaves, sums, group, norm)
+        bias, residual, norm_weight, norm_bias = operands
+
+        def add(rows: slice) -> tuple[Tensor, Tensor]:
+            sums = SumOperands(bias, residual[rows], norm_weight, norm_bias, torch.empty_like(residual[rows]))
+            return multiply_and_sum("matmul_all_reduce_norm", "push", x[rows], weight, leaves, sums, group, norm)
+
+        return add_in_parts(add, m, count_rows_at_a_time(n, torch.float32, world))
     total = multiply_all_reduce(x, weight, operands.bias, group, "sum-of-losses", "library")
     return add_norm(total, operands._replace(bias=None), norm)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from stretto.ops.config import IMPLEMENTATIONS
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients
 from stretto.ops.decoding.paged_kernels import PagedCall, attend_by_kernels
-from stretto.ops.operator import DTYPES, define_operator, show_shape
+from stretto.ops.operator import DTYPES, define_operator, require_place, show_shape
 from stretto.tiles import INTERPRETED
 
 MAX_SIZE = 256
@@ -183,6 +183,7 @@ def _require(
         raise ValueError(f"paged_attention takes {', '.join(map(str, DTYPES))}, not {q.dtype}")
     if not q.is_contiguous():
         raise ValueError(f"paged_attention takes a contiguous q, not strides {q.stride()}: call contiguous() on it")
+    require_place("paged_attention", q)
     sequences = lengths.shape[0] if lengths.dim() == 1 else -1
     shapes = {"block_table": (block_table, 2, sequences), "lengths": (lengths, 1, sequences)}
     if query_offsets is not None:

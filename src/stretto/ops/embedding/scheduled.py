@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory.gpus import NCCL_BLOCKS, limit_waiting
-from stretto.ops.embedding.output_ring import CHANNELS, OutputRing
+from stretto.ops.embedding.output_ring import CHANNELS, OutputRing, limit_channels
 from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.joint.routed import GivenRows, LandedRows, RoutedTables, find_routed, launch_moves, make_tables
 from stretto.ops.operator import require_agreement
@@ -45,18 +45,18 @@ class ScheduledMoves(NamedTuple):
     def make(cls, group: str, device: torch.device, placement: EmbeddingPlacement, schedule: str) -> "ScheduledMoves":
         """Make the group's; all ranks call it. ValueError for a schedule that is refused."""
         world, rank, batch = placement.world_size, placement.rank, placement.local_batch
-        routed = find_routed("embedding_all_to_all", schedule, world)
+        signals = (limit_channels(world, CHANNELS) - 1) * world  # beside those of what is pooled
+        routed = find_routed("embedding_all_to_all", schedule, world, signals)
         require_agreement(f"embedding_all_to_all by {schedule}", False, group, device)
         columns = math.gcd(*placement.widths)
         rows = [batch * width // columns for width in placement.widths]
         landed = sum(rows), routed.forwarded_pairs * max(rows)
         size = sum(landed) * columns * placement.dtype.itemsize
         ring = OutputRing.find(group, device, size, of_schedule=schedule)
-        signals = batch * len(placement.dims[rank])
+        pooled = (batch * len(placement.dims[rank]),) * world  # samples of each rank
         parts, channels = (max(CHANNELS, _PARTS // world), CHANNELS) if device.type == "cuda" else (4, 2)
-        tables = make_tables(
-            "embedding_all_to_all", routed, rank, ring.channel.channels, parts, channels, device, (signals,) * world
-        )
+        sizes = ring.channel.channels, parts, channels
+        tables = make_tables(routed, rank, *sizes, device, pooled)
         table = torch.tensor(rows, dtype=torch.int32)[:, None, None].expand(world, world, 2).contiguous().to(device)
         memory = ring.slots.view(placement.dtype)[: sum(landed) * columns].view(-1, columns)
         return cls(ring, tables, table, columns, LandedRows(memory, *landed))

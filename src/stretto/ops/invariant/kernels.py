@@ -45,14 +45,19 @@ class Leaves(NamedTuple):
     count: Any
 
 
-def choose_blocks(m: int, n: int, leaf: int, itemsize: int, processors: int) -> Blocks:
-    """Tile sizes for a product; a step over k divides the leaf. processors: 0 where kernels are interpreted."""
+def choose_blocks(m: int, n: int, leaf: int, itemsize: int, processors: int, *, has_one_leaf: bool = False) -> Blocks:
+    """Tile sizes for a product; a step over k divides the leaf. processors: 0 where kernels are interpreted.
+
+    has_one_leaf: no other sums have to be kept in registers, so that a tile may be wider.
+    """
     most = max(_MIN_DEPTH, leaf & -leaf)
     if not processors:
         return Blocks(16, 32, min(most, 32), 2, 4, 2, 0)
     if m <= 64:
         widths = [width for width in (128, 64, 32) if divide_up(n, width) >= _BUSY * processors] or [16]
         blocks = Blocks(64, max(widths), min(most, 256 // itemsize), 1, 4, 0, 0)
+    elif has_one_leaf and itemsize <= 2 and divide_up(m, 128) * divide_up(n, 256) >= processors:
+        return Blocks(128, 256, min(most, 64), 8, 8, 4, 0)
     else:
         blocks = Blocks(128, 128, min(most, 128 // itemsize), 8, 8, 0, 0)
     stage = (blocks.m + blocks.n) * blocks.k * itemsize
@@ -115,9 +120,9 @@ _launches: dict[torch.device, Launches] = {}
 
 
 @lru_cache(maxsize=4096)
-def _find_blocks(m: int, n: int, leaf: int, itemsize: int, device: torch.device) -> Blocks:
+def _find_blocks(m: int, n: int, k: int, leaves: int, itemsize: int, device: torch.device) -> Blocks:
     processors = count_processors(device.index) if device.type == "cuda" else 0
-    return choose_blocks(m, n, leaf, itemsize, processors)
+    return choose_blocks(m, n, k // leaves, itemsize, processors, has_one_leaf=leaves == 1)
 
 
 def _launch(
@@ -134,7 +139,7 @@ def _launch(
 ) -> None:
     x, weight = pad_leaves(x, weight, leaves)
     (m, k), n = x.shape, weight.shape[0]
-    blocks = blocks or _find_blocks(m, n, k // leaves, x.element_size(), x.device)
+    blocks = blocks or _find_blocks(m, n, k, leaves, x.element_size(), x.device)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     tree = Leaves(k // leaves // blocks.k, fixed(leaves))
     launch(

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.ops.choices import find_group_obstacle
 from stretto.ops.config import IMPLEMENTATIONS
 from stretto.ops.invariant.kernels import multiply_and_sum, multiply_leaves
 from stretto.ops.invariant.ranks import add_by_tree, reduce_by_tree, round_sum, scatter_by_tree
@@ -23,7 +22,7 @@ from stretto.ops.operator import (
     restore_dims,
     save_operands,
 )
-from stretto.ops.row_sums.kernel import SumOperands, fits_packets
+from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, find_packets_obstacle
 from stretto.tiles import INTERPRETED
 
 LEAVES = 8
@@ -121,8 +120,16 @@ def _run(
     if world == 1 or m == 0 or n == 0:
         return _multiply(x, weight, bias, leaves, x.dtype)[:rows]
     if goes_by_packets(name, m, n, group, x.device, implementation):
-        sums = SumOperands(bias, None, None, None, x.new_empty(rows, n))
-        return multiply_and_sum(name, _FORMS[form], x, weight, leaves, sums, group)[1]
+        # Rows of each rank at a time: what a scatter sends to each is a part of what an all-reduce sends.
+        step = count_rows_at_a_time(n, torch.float32, world)
+        each = x.unflatten(0, (world, rows)) if form == "reduce_scatter" else x[None]
+
+        def add(some: slice) -> tuple[Tensor, Tensor]:
+            part = each[:, some].flatten(0, 1)
+            sums = SumOperands(bias, None, None, None, x.new_empty(len(part) // len(each), n))
+            return multiply_and_sum(name, _FORMS[form], part, weight, leaves, sums, group)
+
+        return add_in_parts(add, rows, step)[1]
     partial = _multiply(x, weight, None, leaves, torch.float32)
     if form == "all_reduce":
         return reduce_by_tree(partial, bias, x.dtype, group)
@@ -135,9 +142,7 @@ _FORMS = {"all_reduce": "push", "reduce_scatter": "scatter"}
 
 def goes_by_packets(name: str, m: int, n: int, group: str, device: torch.device, implementation: str) -> bool:
     """True if a call's sums go by packets. ValueError where a kernel was asked for and none can run."""
-    obstacle = find_group_obstacle(group, device)
-    if not obstacle and not fits_packets(m, n, torch.float32, find_group(group).size()):
-        obstacle = f"[{m}, {n}] of torch.float32 are more than packets are for"
+    obstacle = find_packets_obstacle(group, device, m, n, torch.float32, implementation)
     if implementation == "kernel" and obstacle:
         raise ValueError(f'{name}: no kernel can run: {obstacle}; implementation="library" can')
     return implementation != "library" and not obstacle

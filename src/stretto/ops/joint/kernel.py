@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.collectives.joint.schedule import INPUT, NOBODY, OUTPUT, Destination, JointSchedule, Move, join
+from stretto.collectives.joint.schedule import INPUT, NOBODY, OUTPUT, JointSchedule, join, pull
 from stretto.collectives.joint.verifier import verify_joint
 from stretto.memory.gpus import limit_waiting
+from stretto.ops.choices import signals_by_copies
 from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
     GroupProduct,
@@ -27,9 +28,11 @@ from stretto.ops.gemm import (
     specialization_key,
     store_tile,
 )
+from stretto.ops.joint.copies import CopiedMoves
 from stretto.ops.joint.registry import find_schedule
 from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_known, find_workspace
 from stretto.tiles import kind_of
+from stretto.tiles.launches import launch_kernel
 
 _MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 8192)  # elements that a program adds and stores
 _MOST_MOVED = (1 << 31) - (1 << 24)  # elements of a move: with the last step of 2,048 programs, in 32 bits
@@ -118,15 +121,7 @@ def run_move(channel, sources, destinations, tables, inputs, landed, out, move):
     for start in range(tl.program_id(0) * _MOVED_AT_ONCE, size, tables.movers * _MOVED_AT_ONCE):
         offsets = start + tl.arange(0, _MOVED_AT_ONCE)
         mask = offsets < size
-        total = tl.zeros((_MOVED_AT_ONCE,), tl.float32)
-        for source in range(first, last):
-            low, high = tiles.tile_rows(sources, source)
-            begin = tl.cast(low, tl.int64) * tables.width + ready
-            if tl.load(tables.source_areas + source) == _INPUT:
-                value = tl.load(inputs + begin + offsets, mask=mask)
-            else:
-                value = tl.load(landed + begin + offsets, mask=mask)
-            total += value.to(tl.float32)
+        total = _add_up(sources, tables, inputs, landed, first, last, ready, offsets, mask)
         for to in range(first_to, last_to):
             low, high = tiles.tile_rows(destinations, to)
             begin = tl.cast(low, tl.int64) * tables.width
@@ -141,6 +136,47 @@ def run_move(channel, sources, destinations, tables, inputs, landed, out, move):
         if high > low:
             tiles.producer_tile_notify(channel, destinations, to, "p2p")
     tl.debug_barrier()  # a later move of this program may read, by other threads, what this one has stored here
+
+
+@triton.jit(do_not_specialize=["move"])
+def add_rows(sources, destinations, tables, inputs, landed, staged, out, move, rank):  # type: ignore[no-untyped-def]
+    """Add up a move's sources; store the sum where `rank`, this one, keeps it, and in `staged`, if others get it.
+
+    Synchronization: none. The stream of the launch has waited for the sources before it, and copies `staged` after it.
+    Programs share a move's elements.
+    """
+    first, last = tl.load(tables.first_source + move), tl.load(tables.first_source + move + 1)
+    first_to, last_to = tl.load(tables.first_destination + move), tl.load(tables.first_destination + move + 1)
+    low, high = tiles.tile_rows(sources, first)
+    size = (high - low) * tables.width
+    for start in range(tl.program_id(0) * _MOVED_AT_ONCE, size, tl.num_programs(0) * _MOVED_AT_ONCE):
+        offsets = start + tl.arange(0, _MOVED_AT_ONCE)
+        mask = offsets < size
+        total = _add_up(sources, tables, inputs, landed, first, last, 0, offsets, mask)
+        for to in range(first_to, last_to):
+            if tiles.tile_rank(destinations, to) == rank:
+                low, high = tiles.tile_rows(destinations, to)
+                begin = tl.cast(low, tl.int64) * tables.width
+                if tl.load(tables.destination_areas + to) == _OUTPUT:
+                    tl.store(out + begin + offsets, total.to(out.dtype.element_ty), mask=mask)
+                else:
+                    tl.store(landed + begin + offsets, total.to(landed.dtype.element_ty), mask=mask)
+        tl.store(staged + offsets, total.to(staged.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_up(sources, tables, inputs, landed, first, last, ready, offsets, mask):  # type: ignore[no-untyped-def]
+    """The sum in fp32 of these elements of a move's sources, first to last - 1. ready: what waits for them returned."""
+    total = tl.zeros((_MOVED_AT_ONCE,), tl.float32)
+    for source in range(first, last):
+        low, _ = tiles.tile_rows(sources, source)
+        begin = tl.cast(low, tl.int64) * tables.width + ready
+        if tl.load(tables.source_areas + source) == _INPUT:
+            value = tl.load(inputs + begin + offsets, mask=mask)
+        else:
+            value = tl.load(landed + begin + offsets, mask=mask)
+        total += value.to(tl.float32)
+    return total
 
 
 class _Tables(NamedTuple):
@@ -163,27 +199,25 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     x, weight, bias, out, group, _ = product
     blocks = config.blocks
     assert blocks is not None
-    joint = find_joint(operator, config.schedule, find_group(group).size(), x.shape[0], blocks.m)
+    by_copies, pulls = config.transfer == "copies", config.direction == "pull"
+    joint = find_joint(operator, config.schedule, find_group(group).size(), x.shape[0], blocks.m, pulls=pulls)
     width = x.shape[1] if joint.is_gather else weight.shape[0]
-    workspace = find_workspace(
-        group, x.device, max(count_bytes(joint.landed_rows, width, dtype=dtype), 1), "copy_engine"
-    )
-    block_channel, rank = workspace.channel, workspace.channel.rank
+    landing = find_landing(group, x.device, count_bytes(joint.landed_rows, width, dtype=dtype))
+    block_channel = landing.channel
+    rank = block_channel.rank
     programs = max(2, limit_waiting(blocks.programs, x.device))
-    by_copies = joint.is_gather and config.transfer == "copies"
     movers = 0 if by_copies else min(config.movers, programs // 2)
-    if movers:
+    if not (by_copies and joint.is_gather):
         _require_countable(joint, width)
     tables: _Tables = find_known(
         group, x.device,
-        ("joint", operator, config.schedule, x.shape[0], blocks.m, weight.shape[0], blocks.n, movers,
+        ("joint", operator, config.schedule, x.shape[0], blocks.m, weight.shape[0], blocks.n, movers, pulls,
          block_channel.channels),
         lambda: _make_tables(
             joint, block_channel.channels, rank, divide_up(weight.shape[0], blocks.n), max(movers, 1), x.device
         ),
     )  # fmt: skip
-    slot = next(workspace.slot_cycle)
-    landed = block_channel.tensor((joint.landed_rows, width), dtype, offset=slot * workspace.slot_bytes)
+    landed = block_channel.tensor((joint.landed_rows, width), dtype, offset=landing.offset)
     inputs = x if joint.is_gather else x.new_empty(x.shape[0], width, dtype=dtype)
     gemm, a, b, _ = describe_gemm(landed if joint.is_gather else x, weight, None, blocks)
     start, stop = _find_bias_rows(joint, rank)
@@ -191,14 +225,28 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     moves = MoveTables(
         *tables.lists, len(plan.moves), len(plan.tiles), movers, width, start, stop, fixed(joint.is_gather)
     )
+    copied = CopiedMoves(block_channel, plan.moves, inputs, landed, landing.offset)
+    if by_copies and not joint.is_gather:
+        staged = inputs.new_empty(_count_moved_rows(joint, rank), width)
+        adders = min(config.movers, programs)
+
+        def add(move: int) -> Tensor:
+            operands = tables.sources, tables.destinations, moves, inputs, landed, staged, out
+            launch_kernel(add_rows, adders, *operands, move, rank, on_load=block_channel.limit.allow_loading)
+            return staged
+
+        copied = copied._replace(add=add)
     block_channel.check()
     try:
-        turn = slot if workspace.slots == 2 else None
         channel = block_channel.begin(
-            operator, tables.destinations, tables.row_tiles, "p2p", counts=tables.counts, slot=turn
-        )
+            operator, tables.destinations, tables.row_tiles, "p2p", counts=tables.counts, slot=landing.slot,
+            by_copies=signals_by_copies(group, x.device),
+        )  # fmt: skip
         if by_copies:
-            _move_by_copies(block_channel, plan.moves, x, landed, slot * workspace.slot_bytes)
+            copied.place_own_rows()
+            tiles.open_side_stream(block_channel, 0)
+        if by_copies and joint.is_gather:
+            copied.make_others()
         block_channel.launch(
             joint_gemm,
             (*map(kind_of, moves[4:-1]), joint.is_gather, dtype,
@@ -209,6 +257,8 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )  # fmt: skip
+        if by_copies and not joint.is_gather:  # what its tiles signal goes on at once, or, on the host, now
+            copied.make_others()
     except BaseException:
         abandon(group, block_channel)
         raise
@@ -217,44 +267,38 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     return landed[: joint.product_rows]
 
 
-def _move_by_copies(
-    block_channel: tiles.BlockChannel, moves: tuple[Move, ...], x: Tensor, landed: Tensor, offset: int
-) -> None:
-    """Have copy engines make a gather's moves: own rows on this stream, before the kernel, all else on a side stream.
+class Landing(NamedTuple):
+    """Where a call's moves land: `offset` bytes into every rank's buffer, in a slot of its own, if there are two."""
 
-    A copy waits there for what it passes on, after those before it. All ranks' moves are in one order, so no wait is
-    for a copy that comes after it.
-    """
-    rank = block_channel.rank
+    channel: tiles.BlockChannel
+    offset: int
+    slot: int | None
 
-    def copy(move: Move, to: Destination) -> None:
-        (source,) = move.sources
-        there = landed if to.rank == rank else block_channel.tensor(landed.shape, x.dtype, offset=offset, rank=to.rank)
-        rows = slice(source.rows.start, source.rows.stop)
-        tiles.rank_copy_data(there, x if source.rows.area == INPUT else landed, rows=rows, to=to.rows.start)
-        if to.channel != NOBODY:
-            tiles.rank_notify(block_channel, to.channel, to.rank)
 
-    def is_own(move: Move, to: Destination) -> bool:
-        return to.rank == rank and move.sources[0].sender == NOBODY
+def find_landing(group: str, device: torch.device, size: int) -> Landing:
+    """Find or allocate memory of `size` bytes for the next call's moves; collective where it allocates."""
+    workspace = find_workspace(group, device, max(size, 1), "copy_engine")
+    slot = next(workspace.slot_cycle)
+    return Landing(workspace.channel, slot * workspace.slot_bytes, slot if workspace.slots == 2 else None)
 
-    for move in moves:
-        for to in move.destinations:
-            if is_own(move, to):
-                copy(move, to)
-    with tiles.copy_engine(block_channel):
-        for move in moves:
-            if move.sources[0].sender != NOBODY:
-                tiles.rank_wait(block_channel, move.sources[0].channel, move.sources[0].sender)
-            for to in move.destinations:
-                if not is_own(move, to):
-                    copy(move, to)
+
+def _count_moved_rows(joint: JointSchedule, rank: int) -> int:
+    """The most rows of one of a rank's moves."""
+    return max((one.rows.stop - one.rows.start for move in joint.ranks[rank].moves for one in move.sources), default=0)
 
 
 @lru_cache(maxsize=256)
-def find_joint(operator: str, schedule: str, ranks: int, rows: int, block_rows: int) -> JointSchedule:
+def find_joint(
+    operator: str, schedule: str, ranks: int, rows: int, block_rows: int, *, pulls: bool = False
+) -> JointSchedule:
     """The operator's verified joint schedule for x of so many rows. ValueError for one that is refused."""
     joint = join(operator, find_schedule(operator, schedule, ranks), rows, block_rows)
+    return require_verified(pull(joint) if pulls else joint)
+
+
+def require_verified(joint: JointSchedule) -> JointSchedule:
+    """The joint schedule, which is verified, and whose signals fit. ValueError for any other."""
+    operator, rows, ranks = joint.operator, joint.rows, len(joint.ranks)
     if errors := verify_joint(joint):
         raise ValueError(f"{operator}: {joint.name} is refused for {rows} rows: {errors[0]}")
     most = CHANNELS * ranks
@@ -264,6 +308,22 @@ def find_joint(operator: str, schedule: str, ranks: int, rows: int, block_rows: 
             "signals: compile it with fewer instances, or chunks"
         )
     return joint
+
+
+@lru_cache(maxsize=256)
+def count_signals(joint: JointSchedule, capacity: int, rank: int, signals: int = 1) -> Tensor:
+    """How often ranks signal each other, as `BlockChannel.begin` takes it, but on the CPU; without a product's tiles.
+
+    signals: of a move to each destination.
+    """
+    counts = torch.zeros(2, len(joint.ranks), capacity, dtype=torch.int32)
+    for sender, of_sender in enumerate(joint.ranks):
+        for one in (one for move in of_sender.moves for one in move.destinations if one.channel != NOBODY):
+            if one.rank == rank:
+                counts[0, sender, one.channel] += signals
+            if sender == rank:
+                counts[1, one.rank, one.channel] += signals
+    return counts
 
 
 def _require_countable(joint: JointSchedule, width: int) -> None:
@@ -296,7 +356,7 @@ def _make_tables(
     joint: JointSchedule, capacity: int, rank: int, column_tiles: int, signals: int, device: torch.device
 ) -> _Tables:
     """Write a rank's part of a joint schedule into tables on its device. signals: that a move gives a destination."""
-    world, plan = len(joint.ranks), joint.ranks[rank]
+    plan = joint.ranks[rank]
     sources = [one for move in plan.moves for one in move.sources]
     destinations = [one for move in plan.moves for one in move.destinations]
 
@@ -310,13 +370,7 @@ def _make_tables(
         columns = [start for start, _ in rows], [stop for _, stop in rows], ranks, starts, [max(end, 0) for end in ends]
         return tiles.look_up_tiles(*map(table, columns))
 
-    counts = torch.zeros(2, world, capacity, dtype=torch.int32)
-    for sender, of_sender in enumerate(joint.ranks):
-        for one in (one for move in of_sender.moves for one in move.destinations if one.channel != NOBODY):
-            if one.rank == rank:
-                counts[0, sender, one.channel] += signals
-            if sender == rank:
-                counts[1, one.rank, one.channel] += signals
+    counts = count_signals(joint, capacity, rank, signals).clone()
     if not joint.is_gather:
         for tile in plan.tiles:
             counts[:, rank, tile.channel] += column_tiles

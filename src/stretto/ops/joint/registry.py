@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from stretto.collectives.algorithms import ALGORITHMS, find
-from stretto.collectives.joint.schedule import require_collective
+from stretto.collectives.joint.schedule import is_gather, require_collective
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify
 from stretto.ops.config import KernelConfig, decode
@@ -22,6 +22,13 @@ CANDIDATES = {
     "matmul_all_reduce": ("two-shot-all-reduce", "ring-all-reduce", "recursive-halving-all-reduce"),
 }
 """The algorithms that a tuner measures inside an operator, of those that take nothing but a number of ranks."""
+
+RINGS = {
+    "all_gather_matmul": "ring-all-gather",
+    "matmul_reduce_scatter": "ring-reduce-scatter",
+    "matmul_all_reduce": "ring-all-reduce",
+}
+"""The algorithms of groups whose links all pass through few, as over PCIe (Flux, section 4.3)."""
 
 _schedules: dict[str, Schedule] = {}
 _names: dict[tuple[str, int, int], tuple[Schedule, str]] = {}
@@ -36,8 +43,9 @@ def encode_schedule(operator: str, schedule: str | Schedule, how: str, group: st
     ValueError for a schedule that is not proved right, or does another collective, and for implementation="library".
     """
     name = name_schedule(operator, schedule, how, find_group(group).size())
-    config = KernelConfig() if how in ("auto", "kernel") else decode(how)
-    return config._replace(schedule=name).encode()
+    if how in ("auto", "kernel"):
+        return KernelConfig(transfer="copies" if is_gather(operator) else "programs", schedule=name).encode()
+    return decode(how, name).encode()
 
 
 @torch.compiler.assume_constant_result
@@ -108,3 +116,11 @@ def list_candidates(operator: str, ranks: int) -> list[str]:
     """The names of schedules that a tuner measures inside an operator."""
     names = CANDIDATES[operator] if ranks > 1 else ()
     return [_register(operator, _compile(operator, name, ranks), ranks) for name in names]
+
+
+def list_rings(operator: str, order: tuple[int, ...]) -> list[str]:
+    """The names of schedules for GPUs that PCIe connects: a ring of the ranks in this order, then a direct exchange."""
+    if len(order) < 2:
+        return list_candidates(operator, len(order)) or [name_schedule(operator, RINGS[operator], "kernel", len(order))]
+    ring = find(RINGS[operator]).compile(ranks=len(order), order=order)
+    return [name_schedule(operator, ring, "kernel", len(order)), *list_candidates(operator, len(order))[:1]]

@@ -202,16 +202,23 @@ def _sum_sizes(channel, table, tables, sizes, word):  # type: ignore[no-untyped-
 
 
 @lru_cache(maxsize=64)
-def find_routed(operator: str, schedule: str, ranks: int) -> RoutedSchedule:
-    """The verified messages of a schedule that an operator was given. ValueError for one that is refused."""
+def find_routed(operator: str, schedule: str, ranks: int, signals: int) -> RoutedSchedule:
+    """The verified messages of a schedule that an operator was given. ValueError for one that is refused.
+
+    signals: that a rank has for those which another rank sends it.
+    """
     routed = route(find_schedule(operator, schedule, ranks))
     if errors := verify_routed(routed):
         raise ValueError(f"{operator}: {routed.name} is refused: {errors[0]}")
+    if routed.channels > signals:
+        raise ValueError(
+            f"{operator}: {routed.name} has {routed.channels} messages to a rank, and there are {signals} signals: "
+            "compile it with fewer instances, or chunks"
+        )
     return routed
 
 
 def make_tables(
-    operator: str,
     routed: RoutedSchedule,
     rank: int,
     capacity: int,
@@ -224,15 +231,9 @@ def make_tables(
 
     capacity: channels of a receiver, of one sender. parts, channels: of a pair's rows, at most if its pieces are as
     many. given_signals: how often the rows for each rank are signalled here; None if all are there at the beginning.
-    ValueError for more messages than there are channels.
     """
     world, given = len(routed.ranks), 0 if given_signals is None else len(routed.ranks)
     of_message = min(max(channels // routed.pieces, 1), (capacity - given) // max(routed.channels, 1))
-    if of_message < 1:
-        raise ValueError(
-            f"{operator}: {routed.name} has {routed.channels} messages to a rank, and there are {capacity - given} "
-            "signals: compile it with fewer instances, or chunks"
-        )
     each = max(parts // routed.pieces // of_message, 1)  # parts of a channel
     plan, of_piece = routed.ranks[rank], each * of_message
     begin = routed.channels * of_message  # of the channels of rows that are given

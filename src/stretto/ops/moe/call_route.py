@@ -14,9 +14,8 @@ from stretto.memory.copy_engine import has_nvlink
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops.choices import find_group_obstacle
 from stretto.ops.joint.registry import name_schedule
-from stretto.ops.joint.routed import find_routed
 from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors
-from stretto.ops.moe.kernel_route import find_kernel_route
+from stretto.ops.moe.kernel_route import find_kernel_route, find_messages
 from stretto.ops.moe.pairs import ExpertParts
 from stretto.ops.moe.permutation import require_tokens
 from stretto.ops.moe.routes import CollectiveWrapper, Route, find_route
@@ -120,7 +119,7 @@ def check_call(
 @torch.compiler.disable
 def _name_schedule(schedule: str | Schedule, implementation: str, ranks: int) -> str:
     name = name_schedule("dispatch_grouped_matmul", schedule, implementation, ranks)
-    find_routed("dispatch_grouped_matmul", name, ranks)
+    find_messages(name, ranks)
     return name
 
 

@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from stretto import tiles
+from stretto.collectives.joint.routed import RoutedSchedule
 from stretto.memory.gpus import NCCL_BLOCKS, limit_waiting
 from stretto.ops.joint.routed import LandedRows, RoutedTables, find_routed, launch_moves, make_tables
 from stretto.ops.moe.exchange_kernel import PushedRows, StagedRows, exchange_counts, push_rows
@@ -203,6 +204,11 @@ def find_kernel_route(
     return KernelRoute(group, pairs, table, index, *rows_back, needed, given, schedule, limits)
 
 
+def find_messages(schedule: str, ranks: int) -> RoutedSchedule:
+    """The verified messages of a schedule of experts' tokens. ValueError for one that is refused."""
+    return find_routed("dispatch_grouped_matmul", schedule, ranks, CHANNELS * ranks)
+
+
 def _exchange_counts(
     group: dist.ProcessGroup, counts: Tensor, max_rows: int | None, of_group: dist.ProcessGroup
 ) -> Tensor:
@@ -260,7 +266,7 @@ def _push(
     schedule, by whose messages `move_rows` sends them, and the most rows that a rank has for another.
     """
     rows, columns, name, world = rows.contiguous(), rows.shape[1], find_name(group), group.size()
-    routed = find_routed("dispatch_grouped_matmul", way[0], world) if way[0] else None
+    routed = find_messages(way[0], world) if way[0] else None
     forwarded = 0 if routed is None else routed.forwarded_pairs * way[1]
     shape = max(capacity + forwarded, 1), max(columns, 1)  # a tensor without numbers has no address
     size = count_bytes(*shape, dtype=rows.dtype)
@@ -272,10 +278,9 @@ def _push(
         mapping = tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
     else:
         sizes = block_channel.channels, parts, channels
-        operator = "dispatch_grouped_matmul"
         tables = find_known(
-            name, rows.device, ("routed", operator, way[0], *sizes),
-            lambda: make_tables(operator, routed, block_channel.rank, *sizes, rows.device),
+            name, rows.device, ("experts' messages", way[0], *sizes),
+            lambda: make_tables(routed, block_channel.rank, *sizes, rows.device),
         )  # fmt: skip
         mapping = tables.as_shards(world)
     block_channel.check()
@@ -312,6 +317,6 @@ def _push(
     except BaseException:
         abandon(name, block_channel)
         raise
-    received = staging[:capacity, :columns]
+    received = staging if shape == (capacity, columns) else staging[:capacity, :columns]
     counters = None if tables is None else tables.counters
     return Arrivals(received, block_channel, channel, mapping, tile_rows, table, (rows, positions), counters)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel that adds up all ranks' rows, which travel as packets, with a residual and its norm."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory.gpus import limit_waiting
+from stretto.ops.choices import find_group_obstacle
 from stretto.ops.gemm import divide_up
-from stretto.ops.operator import OperatorWorkspace
+from stretto.ops.operator import OperatorWorkspace, find_group
 from stretto.ops.row_sums.norm import MAX_COLUMNS, Norm, add_to_residual, describe_norm, normalize_tile
 from stretto.ops.small_m import THREADS_OF_A_WARP
 from stretto.tiles import kind_of
@@ -36,13 +38,13 @@ class SumOperands(NamedTuple):
 @triton.jit
 def sum_and_normalize(  # type: ignore[no-untyped-def]
     channel, staging, slot_words, x, bias, residual, weight, norm_bias, normed, added, rows, columns,
-    WIRE: tl.constexpr, BY_TREE: tl.constexpr, IN_FOURS: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr,
-    OFFSET: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    WIRE: tl.constexpr, BY_TREE: tl.constexpr, IN_FOURS: tl.constexpr, BY_WORDS: tl.constexpr, KIND: tl.constexpr,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """added = residual + (the sum of all ranks' x, + bias), [rows, columns]; normed = its norm.
 
     x: None where the launch before, of the same call, has sent its packets. residual: or None, and then there is no
-    norm. A program adds up whole rows, of BLOCK packets of numbers of type WIRE.
+    norm. A program adds up whole rows, of BLOCK packets of numbers of type WIRE; BY_WORDS: x lies in memory as they do.
     Order: programs claim rows of x and send them, as packets, to all ranks; then they add up every so many-th row.
     Signals: none but the packets.
     Waits: for packets. Rows to send are claimed, so running programs send all of them before any of them waits; the
@@ -62,11 +64,14 @@ def sum_and_normalize(  # type: ignore[no-untyped-def]
         row = tiles.claim(channel)
         while row < rows:
             at = x + row.to(tl.int64) * columns + index * each
-            low = tl.load(at, mask=index < pairs, other=0).to(tl.float32)
-            high = low
-            if each == 2:
-                high = tl.load(at + 1, mask=index * 2 + 1 < columns, other=0).to(tl.float32)
-            data = tiles.pack(low, high, WIRE)
+            if BY_WORDS:
+                data = tl.load(at.to(tl.pointer_type(tl.int32), bitcast=True), mask=index < pairs, other=0)
+            else:
+                low = tl.load(at, mask=index < pairs, other=0).to(tl.float32)
+                high = low
+                if each == 2:
+                    high = tl.load(at + 1, mask=index * 2 + 1 < columns, other=0).to(tl.float32)
+                data = tiles.pack(low, high, WIRE)
             for distance in tl.static_range(1, channel.world + 1):
                 peer = (channel.rank + distance) % channel.world
                 tiles.push_packets(
@@ -122,7 +127,8 @@ def launch_sums(
     programs = limit_waiting(rows, added.device)
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
     in_fours = columns * wire.itemsize % 16 == 0
-    options = _WIRES[wire], by_tree, in_fours, *describe_norm(norm).values()
+    by_words = in_fours and x is not None and x.dtype == wire and x.data_ptr() % 16 == 0
+    options = _WIRES[wire], by_tree, in_fours, by_words, *describe_norm(norm).values()
     kinds = [kind_of(one) for one in (x, bias, residual, weight, norm_bias, normed, added)]
     workspace.channel.launch(
         sum_and_normalize,
@@ -138,6 +144,27 @@ def launch_sums(
     return normed, added
 
 
-def fits_packets(rows: int, columns: int, wire: torch.dtype, world: int) -> bool:
-    """True if the sums of all rows are sent as packets, to all ranks: where latency counts, not bandwidth."""
-    return columns <= MAX_COLUMNS and rows * columns * wire.itemsize * max(1, world - 1) <= MAX_PACKET_BYTES
+def find_packets_obstacle(
+    group: str, device: torch.device, rows: int, columns: int, wire: torch.dtype, implementation: str
+) -> str:
+    """Why sums over a group do not travel as packets; "" if they do. With implementation="kernel" any rows do."""
+    if obstacle := find_group_obstacle(group, device):
+        return obstacle
+    if columns > MAX_COLUMNS:
+        return f"rows of packets have up to {MAX_COLUMNS} numbers, not {columns}"
+    if implementation != "kernel" and rows > count_rows_at_a_time(columns, wire, find_group(group).size()):
+        return "so many rows take a library less time"
+    return ""
+
+
+def count_rows_at_a_time(columns: int, wire: torch.dtype, world: int) -> int:
+    """The rows whose sums a call sends as packets, each rank to all: where latency counts, not bandwidth."""
+    return max(1, MAX_PACKET_BYTES // (columns * wire.itemsize * max(1, world - 1)))
+
+
+def add_in_parts(run: Callable[[slice], tuple[Tensor, Tensor]], rows: int, step: int) -> tuple[Tensor, Tensor]:
+    """What `run` returns of all rows, of which it takes `step` at a time."""
+    parts = [run(slice(first, first + step)) for first in range(0, rows, step)]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([one for one, _ in parts]), torch.cat([other for _, other in parts])

@@ -70,7 +70,8 @@ def _run_exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, 
         return normalize_by_torch(x, weight, bias, described)
     rows = x.contiguous().view(-1, x.shape[-1])
     normed = torch.empty_like(rows)
-    _launch(None, None, rows, weight.contiguous(), bias, normed, None, described)
+    with torch.cuda.device_of(x):
+        _launch(None, None, rows, weight.contiguous(), bias, normed, None, described)
     return normed.view(x.shape)
 
 

@@ -20,7 +20,6 @@ import inspect
 import itertools
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -186,7 +185,10 @@ class _FunctionCall(_GraphCall):
         self.needs_input_grad = (needs[0], False, *needs[1:])
         self._inputs = inputs[0], inputs[1] if len(inputs) > 1 else None
         try:
-            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    of_x, _, of_other, *_ = self.function.backward(self, gradient)
+            else:
                 of_x, _, of_other, *_ = self.function.backward(self, gradient)
         finally:
             self._inputs = (None, None)
@@ -195,7 +197,7 @@ class _FunctionCall(_GraphCall):
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Save tensors: of inputs, which the graph saves, only which they are."""
         self._saved = [0 if each is self._inputs[0] else each for each in tensors]
-        self._versions = [_version_of(each) for each in self._saved]
+        self._versions = _versions_of(self._saved)
 
     @property
     def saved_tensors(self) -> tuple[Tensor | None, ...]:
@@ -205,7 +207,7 @@ class _FunctionCall(_GraphCall):
                 "a second backward pass goes through a compiled module, whose first one has freed what it saved: pass "
                 "retain_graph=True to the first"
             )
-        if [_version_of(each) for each in self._saved] != self._versions:
+        if _versions_of(self._saved) != self._versions:
             raise RuntimeError(
                 "a weight of a compiled module has been modified by an inplace operation between its forward and its "
                 "backward pass: take the backward pass first"
@@ -216,8 +218,8 @@ class _FunctionCall(_GraphCall):
         return found
 
 
-def _version_of(saved: Tensor | int | None) -> int | None:
-    return saved._version if isinstance(saved, Tensor) and not saved.is_inference() else None
+def _versions_of(saved: Sequence[Tensor | int | None]) -> list[int | None]:
+    return [each._version if isinstance(each, Tensor) and not each.is_inference() else None for each in saved]
 
 
 def _call_function(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stretto.execution import IGNORED_TARGET, MAX_EXPANDED
 from stretto.huggingface import context as of_transformers
-from stretto.huggingface.linear_attention import (
+from stretto.huggingface.attention.linear_attention import (
     linear_attentions_of,
     packages_for_documents,
     positions_before,

@@ -245,6 +245,8 @@ class LinearPlan:
 
     def matrix(self, weight: Tensor) -> Tensor:
         """The gathered weight as [in, out]: of the outputs that this rank computes."""
+        if not self.used_rows:
+            return weight if self.is_transposed else weight.t()
         return self.used(weight.t() if self.is_transposed else weight).t()
 
     def used(self, rows: Tensor) -> Tensor:

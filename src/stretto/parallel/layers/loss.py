@@ -27,7 +27,8 @@ class ParallelHead(ParallelLinear):
     """The head: hidden [..., hidden / Y] -> whole logits [..., vocab] on every rank.
 
     While the model computes its own loss, `defers_loss` is set and the head returns its input: the loss then computes
-    the product slice by slice. `parallelize` sets it, by hooks on the model's forward.
+    the product slice by slice. `parallelize` sets it, by hooks on the model's forward. Without `gathers_logits` it
+    returns those of this rank's part of the vocabulary: an engine draws tokens from these.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ParallelHead(ParallelLinear):
         self.first_row = first_row
         self.grid = grid
         self.defers_loss = False
+        self.gathers_logits = True
         self.passed_through: Tensor | None = None
 
     @property
@@ -49,7 +51,8 @@ class ParallelHead(ParallelLinear):
             self.check_input(x)
             self.passed_through = x
             return x
-        return gather_features(super().forward(x), self.vocab, self.grid.communicator("x"))
+        logits = super().forward(x)
+        return gather_features(logits, self.vocab, self.grid.communicator("x")) if self.gathers_logits else logits
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -2,6 +2,7 @@
 """Makes the networks of clusters: nodes of GPUs, links inside a node, and NICs that rails of switches join."""
 
 from dataclasses import dataclass
+from itertools import combinations
 
 from stretto.cluster import Cluster
 from stretto.simulator.network.shapes import both_directions, check_counts
@@ -16,11 +17,16 @@ _PART_TO_ONE_PEER = 0.75  # of all that a GPU sends at once: see `is_switched`
 
 @dataclass(frozen=True)
 class _Node:
-    """The links of one node's GPUs. bandwidth: of one GPU to all others. pair_bandwidth: to one, if wired in pairs."""
+    """The links of one node's GPUs. bandwidth: of one GPU to all others. pair_bandwidth: to one, if wired in pairs.
+
+    domain_bandwidth: of the link between two NUMA domains, of `domain_gpus` GPUs with a switch of their own each.
+    """
 
     bandwidth: float
     latency: float
     pair_bandwidth: float | None = None
+    domain_gpus: int | None = None
+    domain_bandwidth: float = 0.0
 
 
 def rails(
@@ -34,6 +40,8 @@ def rails(
     *,
     pair_bandwidth: float | None = None,
     is_rail_optimized: bool = True,
+    domain_gpus: int | None = None,
+    domain_bandwidth: float = 0.0,
 ) -> NetworkTopology:
     """Nodes of GPUs with several NICs. NIC i of every node is on rail i, one switch that never blocks.
 
@@ -44,20 +52,22 @@ def rails(
     in_node_bandwidth, bandwidth: bytes/s, one direction, of one GPU to all others of its node, and of one NIC.
     in_node_latency, latency: seconds of a message from GPU to GPU, in a node and between nodes on one rail (not a link:
     each of the links on the way has its part). pair_bandwidth: bytes/s of a link between each two GPUs of a node;
-    without it a switch joins them, as NVSwitch does.
+    without it a switch joins them, as NVSwitch does. domain_gpus: GPUs of a NUMA domain, which has a switch for them
+    and a link of domain_bandwidth to each other domain of the node.
     """
     check_counts("a network of nodes", nodes=nodes, gpus_per_node=gpus_per_node, nics_per_node=nics_per_node)
     check_link(in_node_bandwidth, in_node_latency, "the link in a node")
     check_link(bandwidth, latency, "the link of a NIC")
     devices = nodes * gpus_per_node
     layout = _Layout(nodes, gpus_per_node, nics_per_node, is_rail_optimized)
-    node = _Node(in_node_bandwidth, in_node_latency, pair_bandwidth)
+    node = _Node(in_node_bandwidth, in_node_latency, pair_bandwidth, domain_gpus, domain_bandwidth)
     links = [link for each in range(nodes) for link in _links_in_node(layout, each, node)]
     if nodes > 1:
         for each in range(nodes):
             links += _links_of_nics(layout, each, node, bandwidth, latency)
     name = f"{'rails' if is_rail_optimized else 'nodes'}:{nodes}x{gpus_per_node}x{nics_per_node}"
-    return NetworkTopology(name, devices, links, vertices=layout.vertices)
+    switches = nodes * -(-gpus_per_node // domain_gpus) if domain_gpus else 0
+    return NetworkTopology(name, devices, links, vertices=layout.vertices + switches)
 
 
 def of_cluster(cluster: Cluster, gpus: int) -> NetworkTopology:
@@ -93,6 +103,8 @@ def of_cluster(cluster: Cluster, gpus: int) -> NetworkTopology:
         DEFAULT_LATENCY if cluster.between_nodes.latency is None else cluster.between_nodes.latency,
         pair_bandwidth=None if is_alone or is_switched(cluster) else max(link.pair_bandwidth or 0, within / (size - 1)),
         is_rail_optimized=False,
+        domain_gpus=size // cluster.domains if cluster.domains > 1 else None,
+        domain_bandwidth=link.domain_bandwidth or 0.0,
     )
     topology.name = f"{cluster.name}:{gpus}"
     return topology
@@ -150,6 +162,15 @@ def _links_in_node(layout: _Layout, node: int, about: _Node) -> list[DirectedLin
     if about.pair_bandwidth is not None:
         pairs = [(one, other) for one in gpus for other in gpus if one != other]
         return [DirectedLink(*pair, about.pair_bandwidth, about.latency) for pair in pairs]
+    if about.domain_gpus is not None:
+        domains = -(-layout.gpus // about.domain_gpus)
+        hubs = range(layout.vertices + node * domains, layout.vertices + (node + 1) * domains)
+        links: list[DirectedLink] = []
+        for place, gpu in enumerate(gpus):
+            links += both_directions(gpu, hubs[place // about.domain_gpus], about.bandwidth, about.latency / 2)
+        for one, other in combinations(hubs, 2):
+            links += both_directions(one, other, about.domain_bandwidth, about.latency)
+        return links
     hub = layout.node_switch(node)
     return [link for gpu in gpus for link in both_directions(gpu, hub, about.bandwidth, about.latency / 2)]
 

@@ -14,7 +14,7 @@ from stretto.simulator.schedules.simulate import PACKET_BYTES
 if TYPE_CHECKING:
     from stretto.collectives.joint.schedule import JointSchedule, Move
 
-_NOBODY = -1  # of `stretto.collectives.joint.schedule`, which imports torch
+_NOBODY, _INPUT = -1, 0  # of `stretto.collectives.joint.schedule`, which imports torch
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ class _JointGraph:
         self._joint, self._costs = joint, costs
         self._width = costs.itemsize * (costs.depth if joint.is_gather else costs.columns)
         self._signals: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        self._last: list[list[int]] = [[] for _ in joint.ranks]  # of pulled moves, each rank's last
 
     def build(self) -> None:
         """Add all operations; what others wait for first."""
@@ -144,8 +145,18 @@ class _JointGraph:
                     self._signals[rank, rank, tile.channel].append(at)
 
     def _add_move(self, rank: int, number: int, move: "Move", after: list[int]) -> None:
-        rows = move.sources[0].rows
+        rows, holder = move.sources[0].rows, move.sources[0].rank
         size = (rows.stop - rows.start) * self._width
+        if self._joint.pulls:  # the rank's copies, one after another; offers between them cost nothing
+            after = [*after, *self._last[rank]]
+            if holder != _NOBODY:
+                after = [self.builder.message(holder, rank, size, after=after)]
+            elif rows.area == _INPUT:
+                after = [self.builder.compute(rank, 2 * size / self._costs.memory, stream="moves", after=after)]
+            if holder != _NOBODY or rows.area == _INPUT:
+                self._last[rank] = self.moves[rank, number] = after
+            self._signals |= {(to.rank, rank, to.channel): after for to in move.destinations}
+            return
         here = [to for to in move.destinations if to.rank == rank]
         if here or len(move.sources) > 1:  # read, and written
             seconds = size * (len(move.sources) + max(1, len(here))) / self._costs.memory

@@ -123,6 +123,8 @@ class CudaCommunicator:
         choice, why = self.table.choose(collective, dtype, larger.nbytes, self.world_size)
         if choice == LIBRARY:
             return ResolvedCall(None, None, why)
+        if obstacle := choice.find_obstacle(self.world_size, in_place=output is None, reduction=reduction):
+            return ResolvedCall(None, None, obstacle)
         key = (choice, dtype, reduction, output is None)
         kernel = self._kernels.get(key)
         if kernel is None:

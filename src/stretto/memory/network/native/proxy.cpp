@@ -38,7 +38,7 @@ constexpr uint64_t kMaxPutBytes = 1ull << 30, kPhase = 1ull << 63, kLocalRegions
 constexpr size_t kMaxStrangers = 64, kBuffersAtOnce = 64, kBatch = 256;
 constexpr double kGreetingSeconds = 5.0, kFirstPause = 0.01, kLongestPause = 0.5, kCheckSeconds = 0.02;
 constexpr double kSpinSeconds = 0.001;      // after work, for FIFOs that kernels write to
-constexpr double kPollSeconds = 0.001;      // between looks at those FIFOs, later
+constexpr double kPollSeconds = 0.002;      // between looks at those FIFOs, later
 constexpr double kLongestSleep = 0.5;
 
 enum Kind : uint8_t { kHello = 1, kPut = 2, kAck = 3, kBye = 4 };

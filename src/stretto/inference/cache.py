@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged cache: keys and values of all layers, in pages of a few tokens that requests own while they run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from stretto.ops import paged_attention
+
+
+class StepTokens(NamedTuple):
+    """Where the tokens of a step are kept, and what they attend to; int32 but for `places`.
+
+    places: int64 [tokens], rows of the cache. starts: [rows + 1], the first token of each row of the batch; None if
+    each row has one. lengths: [rows], how many tokens of its request the cache holds with this step's. block_table:
+    [rows, pages], its pages.
+    """
+
+    places: Tensor
+    starts: Tensor | None
+    lengths: Tensor
+    block_table: Tensor
+
+
+class CacheShape(NamedTuple):
+    """Shape of a layer's keys and values on a rank: heads, and features of a key's and of a value's."""
+
+    heads: int
+    key: int
+    value: int
+
+
+@dataclass
+class CurrentStep:
+    """The step that is being computed, which all layers read."""
+
+    tokens: StepTokens | None = None
+
+
+class LayerCache:
+    """One layer's part of the cache: keys [pages, page, heads, key's head] and values, and attention to them."""
+
+    def __init__(self, shape: CacheShape, pages: int, page: int, like: Tensor, step: CurrentStep) -> None:
+        self.keys, self.values = (
+            like.new_zeros(pages, page, shape.heads, features) for features in (shape.key, shape.value)
+        )
+        self._step = step
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None) -> Tensor:
+        """Store this step's keys and values, and attend to those of each token's request up to its own."""
+        tokens = self._step.tokens
+        if tokens is None:
+            raise ValueError("the engine's model was called outside of a step: call generate, or submit and step")
+        self.keys.flatten(0, 1).index_copy_(0, tokens.places, key)
+        self.values.flatten(0, 1).index_copy_(0, tokens.places, value)
+        return paged_attention(
+            query.contiguous(),
+            self.keys,
+            self.values,
+            tokens.block_table,
+            tokens.lengths,
+            query_offsets=tokens.starts,
+            scale=scale,
+            window=window,
+        )
+
+
+class ShapeProbe:
+    """Stands for the attention of a model's layers in one pass, to see what they will store."""
+
+    def __init__(self) -> None:
+        self.shape: CacheShape | None = None
+        self.like: Tensor | None = None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None) -> Tensor:
+        """Note the shapes. Returns zeros of the output's."""
+        self.shape, self.like = CacheShape(key.shape[1], key.shape[2], value.shape[2]), key
+        return value.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def bytes_of_token(shapes: Sequence[CacheShape], element: int) -> int:
+    """Bytes of the cache that a token takes on a rank."""
+    return sum(shape.heads * (shape.key + shape.value) for shape in shapes) * element

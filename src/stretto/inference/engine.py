@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Engine`: generates from a model that `parallelize` has put on a grid of data, x and expert."""
+
+import inspect
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stretto.huggingface.attention.paged_attention import refusal_of_decoding
+from stretto.huggingface.context import attentions_of
+from stretto.huggingface.pretrained_model import is_pretrained_model
+from stretto.inference.fused_blocks import BlockFuser
+from stretto.inference.requests import Request, Sampling, parse_prompt
+from stretto.inference.runner import Drawn, HostStep, StepRunner, describe
+from stretto.inference.sampling import VocabularyPart
+from stretto.inference.scheduler import Place, Scheduler, StepPart
+from stretto.inference.weights import apply_patches, copy_weights
+from stretto.memory import shared_gpus
+from stretto.parallel.comm.collectives import NO_GROUP, gather_rows
+from stretto.parallel.experts.module import ParallelExperts
+from stretto.parallel.layers.loss import ParallelHead
+from stretto.parallel.state import require_state
+
+
+class Engine:
+    """Generates from a transformers model on a grid: a paged cache, and steps in which requests join and leave.
+
+        model = stretto.parallelize(LlamaForCausalLM.from_pretrained(name, dtype=torch.bfloat16), stretto.Grid(x=4))
+        engine = Engine(model, max_batch=64, cache_tokens=100_000)
+        engine.generate([[1, 15043], [1, 3057, 29871]], max_new_tokens=32)
+
+    model: of any family that `parallelize` has roles for and whose attention is by transformers' interface. The engine
+    takes it over: it can neither train nor be called any longer. max_batch: requests at a time. cache_tokens: of all of
+    them together, whose keys and values are allocated now. chunk: tokens of a step; longer prompts take several steps,
+    while other requests decode. page: tokens of a page of the cache. capture: on a GPU, replay a CUDA graph for each
+    size of a batch that only decodes.
+
+    Ranks of x compute parts of the same requests and must make the same calls; ranks of data have requests of their
+    own. Where experts are divided over data, these step together, and so must call `step`, or `generate`, equally
+    often. Before a step is launched, the ranks that would wait for each other compare it.
+
+    Raises ValueError, before it allocates anything, for a model that is not on a grid, or not of a family that can
+    decode; for y, z, pipe or context > 1; and for sizes that are not positive. Collective.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_batch: int,
+        cache_tokens: int,
+        *,
+        chunk: int = 2048,
+        page: int = 16,
+        capture: bool = True,
+    ) -> None:
+        sizes = {"max_batch": max_batch, "cache_tokens": cache_tokens, "chunk": chunk, "page": page}
+        for name, value in sizes.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}, but must be a positive integer; 1 is the least")
+        if cache_tokens < page:
+            raise ValueError(f"cache_tokens is {cache_tokens}, less than a page of {page}; {page} would do")
+        state = require_state(model, "Engine")
+        grid = state.grid
+        for axis in ("pipe", "context", "y", "z"):
+            if grid.size(axis) > 1:
+                raise ValueError(
+                    f"{grid!r} has {axis}={grid.size(axis)}, but an engine runs on data, x and expert: "
+                    f"{axis}=1 would do, with x or data for its ranks (`copy_weights` brings weights from any grid)"
+                )
+        if state.options.shard_sequence:
+            raise ValueError(
+                "shard_sequence is on, but the tokens of a step are any number; shard_sequence=False would do"
+            )
+        if not is_pretrained_model(model):
+            raise ValueError(f"{type(model).__name__} is not a transformers model, whose attention an engine replaces")
+        if refusal := refusal_of_decoding(model, list(inspect.signature(model.forward).parameters)):
+            raise ValueError(f"an engine cannot run this model: {refusal}")
+        config: Any = model.config
+        self.model, self.grid = model.eval(), grid
+        self.vocab = int(config.vocab_size)
+        limit = getattr(config, "max_position_embeddings", None)
+        self._pages = cache_tokens // page
+        self._cache_tokens = self._pages * page
+        self._longest = min(self._cache_tokens, limit or self._cache_tokens)
+        self._limit = limit
+        self._stop = _stop_tokens(model)
+        head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+        part = VocabularyPart(0, self.vocab, NO_GROUP)
+        if isinstance(head, ParallelHead):
+            head.gathers_logits = False
+            x = grid.communicator("x")
+            part = VocabularyPart(head.first_row, -(-head.vocab // x.size()), x)
+        self._runner = StepRunner(model, part, grid.device, slots=max_batch, longest=self._longest, page=page)
+        self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
+        self._max_batch = max_batch
+        self._in_flight: tuple[list[StepPart], Drawn] | None = None
+        self._lockstep = _Lockstep(self)
+        fuser = BlockFuser(model, grid.group("x"))
+        probes = self._runner.probe(len(attentions_of(model)), fuser)
+        shapes, (like, *_) = zip(*((probe.shape, probe.like) for probe in probes), strict=True)
+        for shape in shapes:
+            if shape.key != shape.value:
+                raise ValueError(
+                    f"{type(model).__name__} has keys of {shape.key} features and values of {shape.value} (latent "
+                    "attention), but a paged cache has those of one size"
+                )
+        fuser.fuse()
+        self._runner.allocate(shapes, like, self._pages + 1)
+        # Collectives of ranks that share a GPU go by way of the host, which no graph holds.
+        is_staged = shared_gpus.is_enabled() and grid.size("stage") > 1
+        is_captured = capture and grid.device.type == "cuda" and not is_staged and not _waits_for_counts(model)
+        self._runner.is_captured = is_captured
+        self._batches = _batch_sizes(max_batch)
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Iterable[int] | None = None,
+    ) -> list[list[int]]:
+        """The tokens that continue each prompt; with those that end them, as transformers' `generate` has.
+
+        prompts: lists or tensors of token ids; those of this rank's data coordinate. Prompt i is drawn with the seed
+        `seed` + i; other arguments are `submit`'s. Raises what `submit` does, before any is run. Collective.
+        """
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop}
+        requests = [
+            self._parse(prompt, max_new_tokens, seed=seed + number, **options) for number, prompt in enumerate(prompts)
+        ]
+        for request in requests:
+            self._scheduler.submit(request)
+        while self.step():
+            pass
+        return [request.tokens for request in requests]
+
+    def submit(
+        self,
+        prompt: Any,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Iterable[int] | None = None,
+        log_probabilities: bool = False,
+    ) -> Request:
+        """Queue a request, which joins at one of the next steps; its `tokens` grow until it `is_done`.
+
+        temperature, top_k, top_p, seed: see `stretto.inference.requests.Sampling`. stop: tokens that end it (None: the
+        model's own). Raises ValueError for an empty prompt, ids outside of the vocabulary, and a request that is longer
+        than the cache or the model's positions.
+        """
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        request = self._parse(prompt, max_new_tokens, stop=stop, log_probabilities=log_probabilities, **options)
+        self._scheduler.submit(request)
+        return request
+
+    def step(self) -> bool:
+        """Launch a step, and take the tokens of the one before. Returns False once there is nothing left to do.
+
+        A request's tokens arrive a step after they were launched, so that the device never waits for the host.
+        Collective. Raises ValueError, with all requests dropped, where ranks that must step together do not.
+        """
+        self._runner.join(self._scheduler.admit())
+        parts = self._scheduler.next_parts()
+        step = describe(parts, self._rows(parts), self._max_batch)
+        try:
+            is_busy = self._lockstep.agree(step, has_work=bool(parts))
+        except ValueError:
+            self._scheduler.clear()
+            self._in_flight = None
+            raise
+        launched = (parts, self._runner.run(step)) if is_busy else None
+        before, self._in_flight = self._in_flight, launched
+        if before is not None:
+            self._take(*before)
+        return launched is not None or before is not None
+
+    def load(self, model: nn.Module) -> None:
+        """Copy weights from a model on any grid of this job, or on none, into this engine's, in place.
+
+        CUDA graphs stay valid. Requests that run go on with the new weights, over what the old ones have cached. See
+        `copy_weights`. Collective over the job.
+        """
+        copy_weights(model, self.model)
+
+    def apply_patches(self, patches: Iterable[bytes]) -> None:
+        """Apply all ranks' patches of a step (`WeightChanges`) to this engine's weights, in place."""
+        apply_patches(self.model, patches)
+
+    def close(self) -> None:
+        """Free the CUDA graphs, before the process group is destroyed."""
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _parse(
+        self,
+        prompt: Any,
+        max_new_tokens: int,
+        *,
+        stop: Iterable[int] | None,
+        log_probabilities: bool = False,
+        **sampling: Any,
+    ) -> Request:
+        ids = parse_prompt(prompt, self.vocab)
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens!r}, but must be a positive integer; 1 is the least")
+        ends = self._stop if stop is None else frozenset(stop)
+        request = Request(ids, max_new_tokens, Sampling(**sampling), ends, log_probabilities)
+        for limit, what in ((self._limit, "positions of the model"), (self._cache_tokens, "tokens of the cache")):
+            if limit is not None and request.positions > limit:
+                most = limit + 1 - len(ids)
+                nearest = f"max_new_tokens={most} would do" if most > 0 else f"a prompt of {limit} tokens would do"
+                raise ValueError(
+                    f"a prompt of {len(ids)} tokens with max_new_tokens={max_new_tokens} takes {request.positions} of "
+                    f"the {limit} {what}; {nearest}"
+                )
+        return request
+
+    def _rows(self, parts: Sequence[StepPart]) -> int:
+        """Rows of the step: of one that only decodes, those of its CUDA graph."""
+        if self._runner.is_captured and not any(part.is_prompt for part in parts):
+            return self._batches[bisect_left(self._batches, max(1, len(parts)))]
+        return max(1, len(parts))
+
+    def _take(self, parts: Sequence[StepPart], drawn: Drawn) -> None:
+        """Give requests the tokens that a step has drawn, and free the places of those that are done."""
+        tokens, logs = drawn.wait()
+        done: list[Place] = []
+        for part, token, log in zip(parts, tokens, logs, strict=False):  # rows that fill the batch come last
+            request = part.place.request
+            if part.draws and not request.is_done:  # it may have ended a step before the host knew
+                request.add(token, log)
+                if request.is_done:
+                    done.append(part.place)
+        self._scheduler.release(done)
+
+
+class _Lockstep:
+    """The ranks that step together: those of x, and, where experts are divided over data, all."""
+
+    def __init__(self, engine: Engine) -> None:
+        grid = engine.grid
+        self._x = grid.size("x")
+        axes = ("data", "x") if grid.size("expert") > 1 else ("x",)
+        partition = grid.partition(axes)
+        self._ranks = len(partition[0])
+        self._group: dist.ProcessGroup = NO_GROUP
+        if self._ranks > 1:
+            made = grid.shared_group(partition, "inference", backend="gloo")
+            assert made is not None
+            self._group = made
+
+    def agree(self, step: HostStep, *, has_work: bool) -> bool:
+        """True if any rank has work. Raises ValueError on all ranks if ranks of x have different steps."""
+        if self._ranks == 1:
+            return has_work
+        digest = zlib.crc32(repr(step).encode())
+        told = gather_rows(torch.tensor([[int(has_work), digest]]), self._ranks, self._group)
+        digests = told[:, 1].view(-1, self._x)
+        if (digests != digests[:, :1]).any():
+            raise ValueError(
+                "ranks that differ only in x were given different requests, or the same ones in another order, but "
+                "compute parts of the same ones: make the same calls on each of them. All requests were dropped"
+            )
+        return bool(told[:, 0].any())
+
+
+def _batch_sizes(max_batch: int) -> list[int]:
+    """The sizes of batches that have a graph: powers of two up to 16, then multiples of 16, of 64 from 256 on."""
+    sizes = [*(1 << power for power in range(5)), *range(32, 257, 16), *range(320, max_batch + 64, 64)]
+    return [*(size for size in sizes if size < max_batch), max_batch]
+
+
+def _stop_tokens(model: Any) -> frozenset[int]:
+    """The tokens that end a text, as the model's generation settings say."""
+    settings = getattr(model, "generation_config", None)
+    ends = getattr(settings, "eos_token_id", None)
+    return frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
+
+
+def _waits_for_counts(model: nn.Module) -> bool:
+    """True if a forward pass makes the host wait for the numbers of rows that ranks send to each other's experts."""
+    experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
+    return any(each.plan.group is not None and each.plan.max_rows is None for each in experts)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces what blocks compute by fewer kernels, for a model that will only decode.
+
+- Linears of one input (queries, keys and values; gate and up) become one product: their weights are laid out one after
+  another, and each parameter becomes a view of its part, so that weights that are loaded later are seen.
+- In blocks of Llama's form, the product that ends attention or the MLP, its sum over x, the residual and the next norm
+  are `ops.matmul_all_reduce_norm`.
+
+What may be fused is seen in one pass of the model (`watch`): which linears got one and the same input, whether the
+attention and the MLP of a block return what a rowwise linear returned, and which norm takes a block's output. What a
+model's code computes in some other way stays as it is.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stretto.huggingface.known_modules import is_of_gated_mlps, is_pre_norm_block
+from stretto.ops import matmul_all_reduce_norm
+from stretto.ops.moe import gated_activation
+from stretto.parallel.layers.linear import CompressingLinear, ParallelLinear
+from stretto.parallel.layers.loss import ParallelHead
+from stretto.parallel.layers.norm import ParallelNorm
+from stretto.parallel.layout import local
+
+
+class BlockFuser:
+    """Watches one pass of a model, and then fuses its blocks. group: the ranks of x, one of them or several."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._linears = [module for module in model.modules() if _is_plain_linear(module)]
+        self._norms = [module for module in model.modules() if _is_plain_norm(module)]
+        self._blocks: list[Any] = [module for module in model.modules() if is_pre_norm_block(module)]
+        self._mlps: list[Any] = [module for module in model.modules() if is_of_gated_mlps(module)]
+        # The tensors themselves, which must live on so that no other takes their place in memory.
+        self._inputs: dict[nn.Module, Tensor] = {}
+        self._outputs: dict[nn.Module, Any] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Note inputs and outputs of one pass."""
+        parts = [part for block in self._blocks for part in (block.self_attn, block.mlp)]
+        watched: list[nn.Module] = [*self._linears, *self._norms, *self._blocks, *parts]
+        handles = [module.register_forward_hook(self._note, with_kwargs=True) for module in watched]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if args:
+            self._inputs[module] = args[0]
+        self._outputs[module] = output[0] if isinstance(output, tuple) else output
+
+    def fuse(self) -> None:
+        """Fuse what was seen."""
+        joined: dict[Any, JoinedWeights] = {each: both for both in self._join_linears() for each in both.linears}
+        for mlp in self._mlps:
+            both = joined.get(mlp.gate_proj)
+            if both is not None and both.linears == [mlp.gate_proj, mlp.up_proj]:
+                _fuse_gate(mlp, both)
+        for block in self._blocks:
+            self._fuse_block(block)
+        self._inputs.clear()
+        self._outputs.clear()
+
+    def _join_linears(self) -> list["JoinedWeights"]:
+        groups: dict[int, list[ParallelLinear]] = {}
+        for module, x in self._inputs.items():  # in the order of their calls
+            if isinstance(module, ParallelLinear) and not module.plan.is_rowwise and not module.plan.is_transposed:
+                groups.setdefault(id(x), []).append(module)
+        return [JoinedWeights(group) for group in groups.values() if len(group) > 1 and _can_join(group)]
+
+    def _fuse_block(self, block: Any) -> None:
+        end, inner = (self._last_linear(part) for part in (block.self_attn, block.mlp))
+        norm = block.post_attention_layernorm
+        next_norm = next((each for each in self._norms if self._inputs.get(each) is self._outputs.get(block)), None)
+        if block not in self._outputs or end is None or norm not in self._norms:
+            return
+        attention = _EndOfBlock(end, norm, self._group)
+        mlp = None if inner is None or next_norm is None else _EndOfBlock(inner, next_norm, self._group)
+        own = block.forward
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if args:
+                return own(hidden_states, *args, **kwargs)
+            normed = block.input_layernorm(hidden_states)
+            with attention.left_out():
+                attended = block.self_attn(hidden_states=normed, **kwargs)[0]
+            normed, residual = attention.finish(attended, hidden_states)
+            if mlp is None:
+                return residual + block.mlp(normed)
+            with mlp.left_out():
+                activated = block.mlp(normed)
+            return mlp.finish_for_next(activated, residual)
+
+        block.forward = forward
+
+    def _last_linear(self, module: nn.Module) -> ParallelLinear | None:
+        """The rowwise linear whose output is a module's."""
+        output = self._outputs.get(module)
+        found = (each for each in self._linears if each.plan.is_rowwise and self._outputs.get(each) is output)
+        return None if output is None else next(found, None)
+
+
+class JoinedWeights:
+    """Linears of one input, as one product. Called for the first of them, it keeps the others' parts."""
+
+    def __init__(self, linears: Sequence[ParallelLinear]) -> None:
+        self.linears = list(linears)
+        parts = [local(linear.weight) for linear in self.linears]
+        self._sizes = [len(part) for part in parts]
+        self._weight = torch.cat([part.detach() for part in parts])
+        self._bias = None if linears[0].bias is None else torch.cat([_bias_of(each).detach() for each in linears])
+        for parameters, whole in (([each.weight for each in linears], self._weight), (self._biases(), self._bias)):
+            for parameter, view in zip(parameters, () if whole is None else whole.split(self._sizes), strict=True):
+                _become_view(parameter, view)
+        self._input: Tensor | None = None
+        self._parts: tuple[Tensor, ...] = ()
+        for number, linear in enumerate(linears):
+            linear.forward = self._forward_of(number)  # type: ignore[method-assign]
+
+    def _biases(self) -> list[Tensor]:
+        return [bias for linear in self.linears if isinstance(bias := linear.bias, Tensor)]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """All of them, one after another in the last dim."""
+        return F.linear(x, self._weight, self._bias)
+
+    def _forward_of(self, number: int) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            if self._input is not x:
+                self._input, self._parts = x, self.multiply(x).split(self._sizes, -1)
+            part = self._parts[number]
+            if number == len(self._sizes) - 1:
+                self._input, self._parts = None, ()
+            return part
+
+        return forward
+
+
+class _EndOfBlock:
+    """The rowwise linear that ends attention or an MLP, with the residual and the norm after it."""
+
+    def __init__(self, linear: ParallelLinear, norm: ParallelNorm, group: dist.ProcessGroup) -> None:
+        self._linear, self._norm, self._group = linear, norm, group
+        self._is_left_out = False
+        self._normed: tuple[Tensor, Tensor] | None = None
+        own, own_norm = linear.forward, norm.forward
+        linear.forward = lambda x: x if self._is_left_out else own(x)  # type: ignore[method-assign]
+
+        def find_norm(x: Tensor) -> Tensor:
+            """What is known of the norm's input; each output is used once."""
+            known, self._normed = self._normed, None
+            return known[1] if known is not None and known[0] is x else own_norm(x)
+
+        norm.forward = find_norm  # type: ignore[method-assign]
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Have the linear return its input."""
+        self._is_left_out = True
+        try:
+            yield
+        finally:
+            self._is_left_out = False
+
+    def finish(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(the norm of the new residual, the new residual) of the linear's input and the residual."""
+        linear, norm = self._linear, self._norm
+        weight = local(linear.weight)
+        assert norm.weight is not None
+        return matmul_all_reduce_norm(
+            x.contiguous(),
+            weight.t() if linear.plan.is_transposed else weight,
+            residual.contiguous(),
+            local(norm.weight),
+            self._group,
+            eps=norm._eps_of(x),
+            norm="layer" if norm.is_centred else "rms",
+            bias=None if linear.bias is None else _bias_of(linear),
+            norm_bias=None if norm.bias is None else local(norm.bias),
+            offset=norm.weight_offset,
+        )
+
+    def finish_for_next(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The new residual, of which the norm that takes it knows its output already."""
+        normed, added = self.finish(x, residual)
+        self._normed = added, normed
+        return added
+
+
+def _fuse_gate(mlp: Any, both: JoinedWeights) -> None:
+    def forward(x: Tensor) -> Tensor:
+        inner = both.multiply(x)
+        return mlp.down_proj(gated_activation(inner.flatten(0, -2), mlp.act_fn).view(*inner.shape[:-1], -1))
+
+    mlp.forward = forward
+
+
+def _is_plain_linear(module: nn.Module) -> TypeGuard[ParallelLinear]:
+    """True for a linear whose shards are multiplied as they are."""
+    if not isinstance(module, ParallelLinear) or isinstance(module, ParallelHead | CompressingLinear):
+        return False
+    compute = module.plan.shard.precision.compute
+    is_cast = compute is not None and any(parameter.dtype != compute for parameter in module.parameters())
+    return not (is_cast or module.plan.used_rows or module._forward_hooks or module._forward_pre_hooks)
+
+
+def _is_plain_norm(module: nn.Module) -> TypeGuard[ParallelNorm]:
+    return isinstance(module, ParallelNorm) and module.weight is not None and not module._forward_hooks
+
+
+def _can_join(linears: Sequence[ParallelLinear]) -> bool:
+    return len({(each.bias is None, each.weight.dtype, each.plan.output_axis) for each in linears}) == 1
+
+
+def _bias_of(linear: ParallelLinear) -> Tensor:
+    assert linear.bias is not None
+    return local(linear.bias)
+
+
+@torch.no_grad()
+def _become_view(parameter: Any, view: Tensor) -> None:
+    """Have a parameter's shard be a view of another tensor, which has its numbers."""
+    shard: Any = parameter._local_tensor  # to_local would return an alias, whose storage is its own
+    shard.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())

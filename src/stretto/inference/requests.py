@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request for tokens: its prompt, its limits, and how its tokens are drawn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn from logits: by the highest (temperature 0), or at random.
+
+    temperature: divides the logits. top_k: draw among the k highest (None: all), and those equal to the k-th. top_p:
+    among the fewest of these whose probabilities reach it. seed: of this request's random numbers, which depend on it
+    and on the token's place in the request alone.
+
+    Raises ValueError for others.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(
+                f"temperature is {self.temperature}, but must be finite and at least 0 (0: the best token)"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}, but must be at least 1, or None for all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, but must be above 0 and at most 1; 1 draws from all tokens")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}, but must be of 64 bits; {self.seed % 2**63} would do")
+
+    @property
+    def is_random(self) -> bool:
+        """True if tokens are drawn at random."""
+        return self.temperature > 0
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt that an engine continues. `tokens` grows by the tokens of each step, up to one of `stop`, inclusive.
+
+    log_probabilities: of these tokens, by the model's own logits (temperature 1), if they were asked for.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    stop: frozenset[int] = frozenset()
+    wants_log_probabilities: bool = False
+    tokens: list[int] = field(default_factory=list)
+    log_probabilities: list[float] = field(default_factory=list)
+    is_done: bool = False
+
+    @property
+    def positions(self) -> int:
+        """The tokens whose keys and values the cache will hold: all but the last one."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+    def add(self, token: int, log_probability: float) -> None:
+        """Take the next token."""
+        self.tokens.append(token)
+        if self.wants_log_probabilities:
+            self.log_probabilities.append(log_probability)
+        self.is_done = token in self.stop or len(self.tokens) == self.max_new_tokens
+
+
+def parse_prompt(prompt: Any, vocab: int) -> list[int]:
+    """The ids of a prompt, a sequence or a tensor of one dim. ValueError for an empty one, and for other ids."""
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    ids = list(prompt)
+    if not ids:
+        raise ValueError("a prompt is empty, but must have at least one token (the model's first, say)")
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ValueError(f"a prompt has {token!r}, but must be token ids, integers: one list for each prompt")
+        if not 0 <= token < vocab:
+            raise ValueError(
+                f"token {token} of a prompt is outside the vocabulary [0, {vocab}); {vocab - 1} is its last"
+            )
+    return ids

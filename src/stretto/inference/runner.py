@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a step on the device: tokens in, the next tokens out. On a GPU, a step that only decodes replays a CUDA graph.
+
+The host never waits for a token before it launches the next step: a token that was drawn stays on the device (`feed`),
+where the next step reads it, and is copied to the host meanwhile.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stretto.huggingface.attention.paged_attention import attend_to_pages
+from stretto.inference.cache import CacheShape, CurrentStep, LayerCache, ShapeProbe, StepTokens
+from stretto.inference.fused_blocks import BlockFuser
+from stretto.inference.sampling import (
+    RandomRows,
+    VocabularyPart,
+    best_tokens,
+    draw_tokens,
+    log_probabilities,
+)
+from stretto.inference.scheduler import SCRATCH_PAGE, Place, StepPart
+from stretto.parallel.capture import CapturedStep
+
+FROM_FEED = -1
+"""Stands for a token that was drawn on the device."""
+
+
+class HostStep(NamedTuple):
+    """A step as the host describes it; lists of Python numbers, so that ranks can compare them.
+
+    ids, positions, rows: of each token; its row of the batch. counts: tokens of each row. slots, lengths: of each row.
+    random: (row, temperature, top_p, top_k, seed, place) of rows that are drawn at random. is_decoding: all tokens were
+    drawn before.
+    """
+
+    ids: list[int]
+    positions: list[int]
+    rows: list[int]
+    counts: list[int]
+    slots: list[int]
+    lengths: list[int]
+    random: list[tuple[int, float, float, int, int, int]]
+    is_decoding: bool
+    wants_log_probabilities: bool
+
+    @property
+    def numbers(self) -> list[int]:
+        """What a step on the device reads, one after another."""
+        starts, last = [0], []
+        for count in self.counts:
+            starts.append(starts[-1] + count)
+            last.append(starts[-1] - 1)
+        return [*self.ids, *self.positions, *self.rows, *starts, *self.lengths, *self.slots, *last]
+
+
+class Drawn(NamedTuple):
+    """The tokens [1, rows] that a step has drawn, float64, on the way to the host; and their log-probabilities [1,
+    rows] below them, if they were asked for."""
+
+    values: Tensor
+    arrived: "torch.cuda.Event | None"
+
+    def wait(self) -> tuple[list[int], list[float]]:
+        """Wait for them: (tokens, log-probabilities, or zeros)."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens, *logs = self.values.tolist()
+        return [int(token) for token in tokens], logs[0] if logs else [0.0] * len(tokens)
+
+
+def describe(parts: Sequence[StepPart], rows: int, scratch: int) -> HostStep:
+    """Describe a step of these parts, filled up to `rows` with rows of the slot `scratch`."""
+    wants_logs = any(part.draws and part.place.request.wants_log_probabilities for part in parts)
+    step = HostStep([], [], [], [], [], [], [], all(not part.is_prompt for part in parts), wants_logs)
+    for row, part in enumerate(parts):
+        request, end = part.place.request, part.start + part.count
+        step.ids.extend(request.prompt[part.start : end] if part.is_prompt else [FROM_FEED])
+        step.positions.extend(range(part.start, end))
+        step.rows.extend([row] * part.count)
+        step.counts.append(part.count)
+        step.slots.append(part.place.slot)
+        step.lengths.append(end)
+        how = request.sampling
+        if part.draws and how.is_random:
+            step.random.append((row, how.temperature, how.top_p, how.top_k or 0, how.seed, end - len(request.prompt)))
+    for row in range(len(parts), rows):
+        step.ids.append(0)
+        step.positions.append(0)
+        step.rows.append(row)
+        step.counts.append(1)
+        step.slots.append(scratch)
+        step.lengths.append(1)
+    return step
+
+
+class StepRunner:
+    """A model, its cache and its graphs. slots: requests at a time, of at most `longest` tokens each."""
+
+    def __init__(
+        self, model: nn.Module, part: VocabularyPart, device: torch.device, *, slots: int, longest: int, page: int
+    ) -> None:
+        self.model, self.part, self.device = model, part, device
+        self.slots, self.page = slots, page
+        self.is_captured = False
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._step = CurrentStep()
+        # The last slot is of rows that fill a batch.
+        width = -(-longest // page)
+        self._feed = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self._table = torch.full((slots + 1, width), SCRATCH_PAGE, dtype=torch.int32, device=device)
+        self._graphs: dict[int, CapturedStep] = {}
+        self._static_logits: dict[int, Tensor] = {}
+        self.layers: list[LayerCache] = []
+
+    @torch.no_grad()
+    def probe(self, count: int, fuser: BlockFuser) -> list[ShapeProbe]:
+        """Run a token through the model with probes in place of its `count` attentions. Collective."""
+        probes = [ShapeProbe() for _ in range(count)]
+        attend_to_pages(self.model, probes)
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with fuser.watch():
+            self.model(input_ids=zero, position_ids=zero, use_cache=False)
+        return probes
+
+    def allocate(self, shapes: Sequence[CacheShape], like: Tensor, pages: int) -> None:
+        """Allocate the cache, and have the model attend to it."""
+        self.layers = [LayerCache(shape, pages, self.page, like, self._step) for shape in shapes]
+        attend_to_pages(self.model, self.layers)
+
+    def join(self, places: Sequence[Place]) -> None:
+        """Write the pages of requests that join."""
+        for place in places:
+            pages = self._upload(place.pages, torch.int32)
+            self._table[place.slot, : len(pages)].copy_(pages, non_blocking=True)
+
+    @torch.no_grad()
+    def run(self, step: HostStep) -> Drawn:
+        """Launch a step. Collective over x, and over expert."""
+        numbers = self._upload(step.numbers, torch.int64)
+        rows, tokens = len(step.counts), len(step.ids)
+        if step.is_decoding and self.is_captured:
+            if rows not in self._graphs:
+                self._graphs[rows] = CapturedStep(lambda numbers: (self._compute_static(numbers, rows),))
+            (drawn,) = self._graphs[rows](numbers)
+            logits = self._static_logits[rows]
+        else:
+            drawn, logits = self._compute(numbers, tokens, rows)
+        if step.random:
+            self._draw_random(step, logits, drawn)
+        rows_of_values = [drawn.double()]
+        if step.wants_log_probabilities:
+            rows_of_values.append(log_probabilities(logits, drawn, self.part).double())
+        values = torch.stack(rows_of_values)
+        if self.device.type == "cpu":
+            return Drawn(values, None)
+        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        there.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return Drawn(there, arrived)
+
+    def close(self) -> None:
+        """Free the graphs."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        self._static_logits.clear()
+
+    def _compute_static(self, numbers: Tensor, rows: int) -> Tensor:
+        """What a graph captures: the best tokens. Its logits stay where they are, for draws after a replay."""
+        drawn, self._static_logits[rows] = self._compute(numbers, rows, rows)
+        return drawn
+
+    def _compute(self, numbers: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tensor]:
+        """The best tokens [rows], which the next step is fed, and the logits [rows, vocabulary here]."""
+        sizes = [tokens, tokens, tokens, rows + 1, rows, rows, rows]
+        ids, positions, row_of, starts, lengths, slots, last = numbers.split(sizes)
+        block_table = self._table[slots]
+        slot_of = slots[row_of]
+        ids = torch.where(ids == FROM_FEED, self._feed[slot_of], ids)
+        pages = block_table[row_of, positions // self.page].long()
+        places = pages * self.page + positions % self.page
+        offsets = None if rows == tokens else starts.int()
+        self._step.tokens = StepTokens(places, offsets, lengths.int(), block_table)
+        try:
+            given: dict[str, Any] = {"logits_to_keep": last} if self._keeps else {}
+            output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **given)
+        finally:
+            self._step.tokens = None
+        logits = output.logits[0] if self._keeps else output.logits[0, last]
+        logits = logits.float()
+        drawn = best_tokens(logits, self.part)
+        self._feed.index_copy_(0, slots, drawn)
+        return drawn, logits
+
+    def _draw_random(self, step: HostStep, logits: Tensor, drawn: Tensor) -> None:
+        """Draw the tokens of rows that are random, in place of the best ones."""
+        at, temperature, top_p, top_k, seed, place = zip(*step.random, strict=True)
+        reals = self._upload([*temperature, *top_p], torch.float64).view(2, -1)
+        slots = [step.slots[row] for row in at]
+        rows, slot, seeds, places, counts = self._upload([*at, *slots, *seed, *place, *top_k], torch.int64).view(5, -1)
+        chosen = logits[rows]
+        how = RandomRows(reals[0], seeds, places, counts if any(top_k) else None, reals[1] if min(top_p) < 1 else None)
+        found = draw_tokens(chosen, how, self.part)
+        drawn.index_copy_(0, rows, found)
+        self._feed.index_copy_(0, slot, found)
+
+    def _upload(self, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Numbers on the device. The host does not wait; torch keeps its memory until the copy is done."""
+        here = torch.tensor(numbers, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return here.to(self.device, non_blocking=True)

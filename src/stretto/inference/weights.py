@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings a training model's weights to one on another grid, each number once, from shard to shard: all of them
+(`copy_weights`), or what has changed since the last time, as patches (`WeightChanges`, `apply_patches`).
+
+Between two steps of reinforcement learning about 98% of 16-bit weights stay as they were. A patch has, of each part of
+a parameter that a rank holds, the distances between numbers that changed, a byte each, and their new values: 3 bytes a
+change, where all weights are 2 bytes a number.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.memory import store_all_gather
+from stretto.parallel.comm.collectives import collective
+from stretto.parallel.grid import Grid
+from stretto.parallel.layout import Box, has_layout, layout_of, local, place_on
+from stretto.parallel.state import require_state, state_of
+
+_BUCKET_BYTES = 256 << 20  # of weights that are sent at a time
+_LONG_GAP = 255  # a byte that is no end of a gap
+_copies = itertools.count(1)
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copy all parameters of a model into those of another of the same architecture, in place and in its dtypes.
+
+    source: on any grid of this job; or a model on no grid, of which every rank has the whole. target: one that
+    `parallelize` has returned. Each rank sends what others lack, from shard to shard. Collective over the job. Raises
+    ValueError if their parameters differ, before anything is sent.
+    """
+    grid = require_state(target, "copy_weights").grid
+    wanted, held = (dict(model.named_parameters()) for model in (target, source))
+    if state_of(source) is None:
+        _require_same(wanted, {name: parameter.shape for name, parameter in held.items()})
+        for name, parameter in wanted.items():
+            for box in _boxes_of(parameter):
+                _part(local(parameter), box).copy_(_corner(held[name], box.offsets, box.sizes))
+        return
+    ranks = dist.get_world_size()
+    told = json.dumps([_tell(held), _tell(wanted)])
+    texts = [told]
+    if ranks > 1:
+        world = dist.group.WORLD
+        assert world is not None
+        texts = store_all_gather(told, world, "stretto weights", next(_copies), grid.timeout.total_seconds())
+    everyone = [json.loads(text) for text in texts]
+    shapes = {name: torch.Size(shape) for each, _ in everyone for name, (shape, _) in each.items()}
+    for _, want in everyone:
+        _require_same(want, shapes)
+    for names in _buckets(shapes):
+        _exchange(names, everyone, held, wanted, grid)
+
+
+class _Piece(NamedTuple):
+    """A rectangle of a parameter: its name, where it begins in the whole and its size."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+Told = Mapping[str, Sequence[Any]]
+"""For each parameter of a rank its shape and the boxes that it holds, [offsets, sizes], as JSON has them."""
+
+
+def _tell(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {
+        name: (tuple(parameter.shape), [(box.offsets, box.sizes) for box in _boxes_of(parameter)])
+        for name, parameter in parameters.items()
+    }
+
+
+def _exchange(
+    names: list[str],
+    everyone: list[list[Told]],
+    held: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    grid: Grid,
+) -> None:
+    """Send, and receive, the parts of these parameters. everyone: what each rank (holds, wants)."""
+    rank, ranks = grid.communicator("world").rank(), len(everyone)
+    sent = [_pieces(names, everyone, rank, receiver) for receiver in range(ranks)]
+    received = [_pieces(names, everyone, sender, rank) for sender in range(ranks)]
+    # A parameter's dtype is its target's: the same on all ranks.
+    packed = [
+        torch.cat([_read(held[p.name], p).to(wanted[p.name].dtype).flatten().view(torch.uint8) for p in pieces])
+        if pieces
+        else torch.empty(0, dtype=torch.uint8, device=grid.device)
+        for pieces in sent
+    ]
+    sizes = [sum(prod(p.sizes) * wanted[p.name].element_size() for p in pieces) for pieces in received]
+    if ranks == 1:
+        arrived = packed
+    else:
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=grid.device)
+        world = dist.group.WORLD
+        assert world is not None
+        with collective("all_to_all", world):
+            dist.all_to_all_single(buffer, torch.cat(packed), sizes, [len(part) for part in packed], group=world)
+        arrived = list(buffer.split(sizes))
+    for pieces, data in zip(received, arrived, strict=True):
+        lengths = [prod(p.sizes) * wanted[p.name].element_size() for p in pieces]
+        for piece, part in zip(pieces, data.split(lengths), strict=True):
+            parameter = wanted[piece.name]
+            numbers = part.clone().view(parameter.dtype)  # which may lie at no multiple of its size
+            _write(parameter, piece, numbers.view(piece.sizes))
+
+
+def _pieces(names: list[str], everyone: list[list[Told]], sender: int, receiver: int) -> list[_Piece]:
+    """What a rank sends to another: of each box, that is on several ranks, from the first at or after the receiver."""
+    found, ranks = [], len(everyone)
+    for name in names:
+        boxes = everyone[sender][0].get(name, ((), []))[1]
+        for offsets, sizes in boxes:
+            order = ((receiver + step) % ranks for step in range(ranks))
+            holders = (each for each in order if [offsets, sizes] in everyone[each][0].get(name, ((), []))[1])
+            if next(holders) != sender:
+                continue
+            for want_offsets, want_sizes in everyone[receiver][1][name][1]:
+                overlap = _overlap(offsets, sizes, want_offsets, want_sizes)
+                if overlap is not None:
+                    found.append(_Piece(name, *overlap))
+    return found
+
+
+def _overlap(
+    a: Sequence[int], a_sizes: Sequence[int], b: Sequence[int], b_sizes: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    start = tuple(map(max, a, b))
+    stops = [min(x + n, y + m) for x, n, y, m in zip(a, a_sizes, b, b_sizes, strict=True)]
+    sizes = tuple(stop - first for stop, first in zip(stops, start, strict=True))
+    return (start, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _buckets(shapes: Mapping[str, torch.Size]) -> Iterator[list[str]]:
+    """Names in an order that all ranks share, so many at a time."""
+    names: list[str] = []
+    size = 0
+    for name in sorted(shapes):
+        names.append(name)
+        size += prod(shapes[name]) * 2
+        if size >= _BUCKET_BYTES:
+            yield names
+            names, size = [], 0
+    if names:
+        yield names
+
+
+class WeightChanges:
+    """What changes in a model's weights, rounded to a 16-bit dtype, from one call of `make_patch` to the next.
+
+    model: one that `parallelize` has returned, on any grid, or one on none. Its weights of now are what the first patch
+    is applied to: copy them to the other model before (`copy_weights`). Takes 2 bytes for each number of this rank's
+    shards.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"patches are of 16-bit weights, not {dtype}; torch.bfloat16 would do")
+        self._model, self._dtype = model, dtype
+        self._step = 0
+        self._before = {
+            name: _local_of(parameter).detach().to(dtype, copy=True)
+            for name, parameter in model.named_parameters()
+            if _is_first_copy(parameter)
+        }
+
+    @torch.no_grad()
+    def make_patch(self) -> bytes:
+        """This rank's part of what has changed since the last call: a safetensors file, of all ranks' for a patch."""
+        from safetensors.torch import save
+
+        self._step += 1
+        tensors = {"step": torch.tensor([self._step])}
+        parameters = dict(self._model.named_parameters())
+        for name, before in self._before.items():
+            now = _local_of(parameters[name]).detach().to(self._dtype)
+            for number, box in enumerate(_boxes_of(parameters[name])):
+                old, new = (_part(each, box).flatten() for each in (before, now))
+                changed = (old.view(torch.int16) != new.view(torch.int16)).nonzero().squeeze(1)
+                key = f"{name}:{number}"
+                tensors[f"{key}:box"] = torch.tensor([box.offsets, box.sizes]).view(2, -1)
+                tensors[f"{key}:gaps"] = _encode_gaps(changed).cpu()
+                tensors[f"{key}:values"] = new[changed].cpu()
+            before.copy_(now)
+        return save(tensors)
+
+
+@torch.no_grad()
+def apply_patches(model: nn.Module, patches: Iterable[bytes], *, after: int | None = None) -> int:
+    """Apply all ranks' patches of one step to a model, in place; returns the number of the step.
+
+    model: one that `parallelize` has returned, on any grid, or one on none, which holds the weights that the patch was
+    made from. after: the step of the patch that was applied before. Raises ValueError for patches that are damaged, of
+    several steps, of another step than the next, or of another model, and if one is missing; nothing is then changed.
+    """
+    parameters = dict(model.named_parameters())
+    changes, steps, covered = [], set(), {name: {} for name in parameters}  # type: ignore[var-annotated]
+    for patch in patches:
+        tensors = _read_patch(patch)
+        steps.add(int(tensors.pop("step")))
+        for key in [key.removesuffix(":box") for key in tensors if key.endswith(":box")]:
+            change = _parse_change(key, tensors, parameters)
+            # Stages that share a parameter have both sent it.
+            if change.piece.offsets not in covered[change.piece.name]:
+                covered[change.piece.name][change.piece.offsets] = prod(change.piece.sizes)
+                changes.append(change)
+    if len(steps) != 1:
+        raise ValueError(f"these are patches of the steps {sorted(steps)}, but must be all ranks' of one step")
+    (step,) = steps
+    if after is not None and step != after + 1:
+        raise ValueError(f"this is the patch of step {step}, but the last one was of step {after}: {after + 1} is next")
+    for name, parameter in parameters.items():
+        if sum(covered[name].values()) != parameter.numel():
+            raise ValueError(
+                f"the patches have {sum(covered[name].values())} of the {parameter.numel()} numbers of {name}: those "
+                "of all ranks are needed"
+            )
+    for change in changes:
+        _apply(parameters[change.piece.name], change)
+    return step
+
+
+class _Change(NamedTuple):
+    """New values of some numbers of a rectangle of a parameter: their places in it, and the values."""
+
+    piece: _Piece
+    places: Tensor
+    values: Tensor
+
+
+def _read_patch(patch: bytes) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors = load(patch)
+    except SafetensorError as error:
+        raise ValueError(f"a patch of {len(patch)} bytes is damaged: {error}") from error
+    if "step" not in tensors or tensors["step"].numel() != 1:
+        raise ValueError(f"a file of {len(patch)} bytes is no patch that WeightChanges has made: it names no step")
+    return tensors
+
+
+def _parse_change(key: str, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> _Change:
+    """A change of a file that may be anything."""
+    name = key.rpartition(":")[0]
+    if name not in parameters:
+        raise ValueError(f"a patch is of {name!r}, which this model does not have")
+    shape = parameters[name].shape
+    box, gaps, values = (tensors.get(f"{key}:{part}", torch.empty(0)) for part in ("box", "gaps", "values"))
+    is_valid = box.shape == (2, len(shape)) and box.dtype == torch.int64 and gaps.dtype == torch.uint8
+    if is_valid:
+        offsets, sizes = (tuple(part) for part in box.tolist())
+        limits = zip(offsets, sizes, shape, strict=True)
+        is_valid = all(first >= 0 and size > 0 and first + size <= limit for first, size, limit in limits)
+    places = _decode_gaps(gaps) if is_valid else gaps
+    if not is_valid or len(places) != len(values) or (len(places) and int(places[-1]) >= prod(sizes)):
+        raise ValueError(f"the part {key!r} of a patch does not fit this model's {name}, {list(shape)}")
+    return _Change(_Piece(name, offsets, sizes), places, values)
+
+
+def _apply(parameter: Tensor, change: _Change) -> None:
+    """Write the values that this rank holds."""
+    if not len(change.places):
+        return
+    shard = _local_of(parameter)
+    places, values = change.places.to(shard.device), change.values.to(shard.device, shard.dtype)
+    at = []  # in the whole parameter, by dim
+    rest = places
+    for size in reversed(change.piece.sizes):
+        at.append(rest % size)
+        rest = rest // size
+    at = [index + first for index, first in zip(reversed(at), change.piece.offsets, strict=True)]
+    for box in _boxes_of(parameter):
+        inside = torch.ones_like(places, dtype=torch.bool)
+        for index, first, size in zip(at, box.offsets, box.sizes, strict=True):
+            inside &= (index >= first) & (index < first + size)
+        here = tuple(
+            index[inside] - first + start
+            for index, first, start in zip(at, box.offsets, box.local_offsets, strict=True)
+        )
+        shard[here] = values[inside]
+
+
+def _encode_gaps(places: Tensor) -> Tensor:
+    """The numbers that lie before each of ascending places and after the one before, uint8: 255 for each 255 of them,
+    and then the rest."""
+    gaps = places.diff(prepend=places.new_tensor([-1])) - 1
+    long = gaps // _LONG_GAP
+    ends = (long + 1).cumsum(0) - 1
+    length = int(ends[-1]) + 1 if len(ends) else 0
+    encoded = torch.full((length,), _LONG_GAP, dtype=torch.uint8, device=places.device)
+    encoded[ends] = (gaps % _LONG_GAP).to(torch.uint8)
+    return encoded
+
+
+def _decode_gaps(encoded: Tensor) -> Tensor:
+    """The places of `_encode_gaps`, int64."""
+    is_end = encoded != _LONG_GAP
+    before = encoded.long().cumsum(0)[is_end]
+    return before + torch.arange(len(before))
+
+
+def _require_same(wanted: Mapping[str, object], shapes: Mapping[str, torch.Size]) -> None:
+    others = sorted(wanted.keys() ^ shapes.keys())
+    different = [name for name in wanted.keys() & shapes.keys() if _shape(wanted[name]) != shapes[name]]
+    if others or different:
+        raise ValueError(
+            f"{', '.join((others + sorted(different))[:3])}: the two models must have the same parameters; build both "
+            "from one configuration"
+        )
+
+
+def _shape(found: object) -> torch.Size:
+    return found.shape if isinstance(found, Tensor) else torch.Size(found[0])  # type: ignore[index]
+
+
+def _local_of(parameter: Tensor) -> Tensor:
+    return local(parameter) if has_layout(parameter) else parameter
+
+
+def _boxes_of(parameter: Tensor) -> list[Box]:
+    """The parts of a parameter that this rank holds."""
+    if not has_layout(parameter):
+        nowhere = (0,) * parameter.dim()
+        return [Box(nowhere, nowhere, tuple(parameter.shape))]
+    return layout_of(parameter).boxes(*place_on(parameter.device_mesh))  # type: ignore[attr-defined]
+
+
+def _is_first_copy(parameter: Tensor) -> bool:
+    """True if no rank before this one holds the same part."""
+    if not has_layout(parameter):
+        return not dist.is_initialized() or dist.get_rank() == 0
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    cut = {split.mesh_axis for split in layout_of(parameter).splits}
+    return all(mesh.get_local_rank(axis) == 0 for axis in mesh.mesh_dim_names or () if axis not in cut)
+
+
+def _part(shard: Tensor, box: Box) -> Tensor:
+    return _corner(shard, box.local_offsets, box.sizes)
+
+
+def _corner(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    return tensor[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
+
+
+def _read(parameter: Tensor, piece: _Piece) -> Tensor:
+    """A rectangle that this rank holds."""
+    return _corner(_local_of(parameter), _place(parameter, piece), piece.sizes).contiguous()
+
+
+def _write(parameter: Tensor, piece: _Piece, numbers: Tensor) -> None:
+    _corner(_local_of(parameter), _place(parameter, piece), piece.sizes).copy_(numbers)
+
+
+def _place(parameter: Tensor, piece: _Piece) -> tuple[int, ...]:
+    """Where a rectangle begins in this rank's shard."""
+    for box in _boxes_of(parameter):
+        if _overlap(box.offsets, box.sizes, piece.offsets, piece.sizes) == (piece.offsets, piece.sizes):
+            shifts = zip(piece.offsets, box.offsets, box.local_offsets, strict=True)
+            return tuple(at - first + start for at, first, start in shifts)
+    raise AssertionError(f"this rank does not hold {piece}")

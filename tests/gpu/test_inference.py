@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine on GPUs: replayed graphs give the tokens of eager steps and of transformers, also after a load."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.inference import Engine, WeightChanges, apply_patches
+from stretto.memory import shared_gpus
+from stretto.parallel import Grid, parallelize
+from tests.inference.test_engine import continued, make, prompts
+
+pytestmark = pytest.mark.ranks(1, 2)
+LENGTHS = (1, 5, 40, 130)
+NEW = 24
+
+
+def decode(family: str, dtype: torch.dtype) -> list[Any]:
+    """Tokens of eager steps, of graphs, of drawn ones twice, and after weights were loaded and patched in place."""
+    grid = Grid(x=dist.get_world_size(), device="cuda")
+    given = prompts(3, LENGTHS)
+    model = parallelize(make(family).to(dtype), grid)
+    found: list[Any] = [Engine(model, 4, 2048, chunk=64, capture=False).generate(given, NEW)]
+    with Engine(model, 4, 2048, chunk=64) as engine:
+        found.append(engine.generate(given, NEW))
+        found.append(engine.generate(given, NEW))  # by graphs of all sizes
+        is_staged = shared_gpus.is_enabled() and dist.get_world_size() > 1
+        assert is_staged or engine._runner._graphs, "no step was captured"
+        found += [engine.generate(given, NEW, temperature=1.0, top_k=20, top_p=0.9, seed=7) for _ in range(2)]
+        alone = engine.submit(given[2], NEW, temperature=1.0, top_k=20, top_p=0.9, seed=9)
+        while engine.step():
+            pass
+        found.append(alone.tokens)
+        other = make(family).to(grid.device, dtype)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(0.5)
+        engine.load(other)
+        found.append(engine.generate(given, NEW))
+        if dtype == torch.bfloat16:
+            changes = WeightChanges(other)
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.mul_(2.0)
+            apply_patches(model, _of_all(changes.make_patch()))
+            found.append(engine.generate(given, NEW))
+    return found
+
+
+def _of_all(patch: bytes) -> list[bytes]:
+    """The patches of all ranks: of a model on no grid, rank 0's alone has anything."""
+    boxes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(boxes, patch)
+    return boxes
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_graphs_give_the_tokens_of_transformers(run_ranks: Callable[..., list[Any]], world: int, family: str) -> None:
+    plain = make(family)
+    expected = [continued(plain, prompt, NEW) for prompt in prompts(3, LENGTHS)]
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(0.5)
+    after = [continued(plain, prompt, NEW) for prompt in prompts(3, LENGTHS)]
+    for eager, first, replayed, drawn, again, alone, loaded in run_ranks(world, decode, family, torch.float32):
+        assert eager == expected
+        assert first == expected
+        assert replayed == expected
+        assert drawn == again
+        assert alone == drawn[2]
+        assert loaded == after
+
+
+def test_a_patch_in_bf16_is_seen_by_graphs(run_ranks: Callable[..., list[Any]], world: int) -> None:
+    for _, before, _, _, _, _, loaded, patched in run_ranks(world, decode, "llama", torch.bfloat16):
+        assert patched == before != loaded

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine on ranks gives the tokens and logits of transformers' own models, whatever the grid, the chunks and the
+company of a request."""
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import Ranks
+from tests.parallel import hugging_face
+from torch import Tensor, nn
+
+from stretto.inference import Engine, Request
+from stretto.parallel import Grid, parallelize
+
+MakeRanks = Callable[[int], Ranks]
+NEW = 64
+LENGTHS = (1, 2, 37, 300)
+Case = tuple[str, dict[str, Any]]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 8, "num_key_value_heads": 2},
+    "mistral": {"sliding_window": 24, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "gpt2": {"num_attention_heads": 8, "tie_word_embeddings": True, "attn_pdrop": 0.0},
+    "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 1},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_attention_heads": 8},
+}
+
+
+def make(kind: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = hugging_face.causal_lm(kind, **{"max_position_embeddings": 400, **FAMILIES[kind], **options})
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that logits differ by more than a rounding
+            parameter.normal_(0, 0.3 if parameter.dim() > 1 else 1.0)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompts(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(hugging_face.VOCAB) for _ in range(length)] for length in lengths]
+
+
+def continued(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
+
+
+def run_case(kind: str, sizes: dict[str, int], chunks: tuple[int, ...], given: list[list[int]]) -> list[Any]:
+    """Tokens of each chunk size, and the log-probabilities of those of requests that join one after another."""
+    grid = Grid(**sizes)
+    model = parallelize(make(kind), grid)
+    part = given[grid.coordinate("data") :: grid.size("data")]
+    found: list[Any] = []
+    for chunk in chunks:
+        engine = Engine(model, max_batch=3, cache_tokens=1600, chunk=chunk)
+        found.append(engine.generate(part, NEW))
+    engine = Engine(model, max_batch=3, cache_tokens=1600, chunk=50)
+    requests: list[Request] = []
+    while len(requests) < len(part) or engine.step():
+        if len(requests) < len(part):
+            requests.append(engine.submit(part[len(requests)], NEW, log_probabilities=True))
+            engine.step()
+            engine.step()
+    grid.close()
+    return [*found, [request.tokens for request in requests], [request.log_probabilities for request in requests]]
+
+
+def run_cases(cases: list[Any]) -> list[list[Any]]:
+    torch.set_num_threads(1)
+    return [run_case(*case) for case in cases]
+
+
+def log_probabilities(model: nn.Module, prompt: list[int], tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return logits.float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def check(by_rank: list[list[list[Any]]], cases: list[Any]) -> None:
+    for number, (kind, sizes, _, given) in enumerate(cases):
+        plain = make(kind)
+        expected = [continued(plain, prompt) for prompt in given]
+        logs = [log_probabilities(plain, *each) for each in zip(given, expected, strict=True)]
+        data, x = sizes.get("data", 1), sizes.get("x", 1)
+        for rank, of_rank in enumerate(by_rank):
+            *tokens, found = of_rank[number]
+            first = rank // x % data
+            for each in tokens:
+                assert each == expected[first::data], (kind, sizes, rank)
+            for ours, theirs in zip(found, logs[first::data], strict=True):
+                torch.testing.assert_close(torch.tensor(ours), theirs, rtol=0, atol=1e-5)
+
+
+ON_TWO = [
+    ("llama", {"x": 2}, (7,), prompts()),
+    ("gpt2", {"x": 2}, (64,), prompts()),
+    ("qwen3_moe", {"data": 2, "expert": 2}, (33,), prompts()),
+]
+
+
+def test_tokens_and_log_probabilities_are_those_of_transformers(ranks: MakeRanks) -> None:
+    check(ranks(2).run(run_cases, ON_TWO, timeout=300), ON_TWO)
+
+
+ON_FOUR = [
+    ("mistral", {"x": 4}, (1, 50), prompts(1, (1, 30, 41))),
+    ("qwen3_moe", {"data": 2, "x": 2, "expert": 2}, (16,), prompts(2, (3, 20, 33, 1, 64))),
+    ("qwen3_moe", {"x": 4, "expert": 4, "expert_tensor": "fold"}, (16,), prompts(2, (3, 20, 33))),
+]
+ALL = [
+    (kind, {"x": x} | sizes, (1, 5, 64, 512), prompts(x, (1, 2, 3, 64, 129, 300)))
+    for kind in FAMILIES
+    for x in (1, 2, 4, 8)
+    for sizes in ({}, {"data": 8 // x})
+    if not (kind == "gpt2" and x == 1 and sizes)
+]
+ALL += [
+    ("qwen3_moe", sizes, (7, 300), prompts(5, (1, 2, 3, 64, 129, 300, 9, 11)))
+    for sizes in ({"data": 2, "x": 4, "expert": 2}, {"data": 4, "x": 2, "expert": 2}, {"data": 8, "expert": 2})
+]
+
+
+@pytest.mark.long
+def test_tokens_and_log_probabilities_on_four_ranks(ranks: MakeRanks) -> None:
+    check(ranks(4).run(run_cases, ON_FOUR, timeout=300), ON_FOUR)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_tokens_and_log_probabilities_of_every_family_on_every_grid(ranks: MakeRanks, case: Any) -> None:
+    count = math.prod(case[1].get(axis, 1) for axis in ("data", "x"))
+    check(ranks(count).run(run_cases, [case], timeout=1800), [case])
+
+
+def refusal(function: Callable[[], object]) -> str:
+    with pytest.raises(ValueError) as caught:
+        function()
+    return str(caught.value)
+
+
+def misuse() -> dict[str, str]:
+    """What an engine on two ranks of x says to calls that cannot work."""
+    said = {}
+    grid = Grid(x=2)
+    engine = Engine(parallelize(make("llama"), grid), 2, 320)
+    said["empty"] = refusal(lambda: engine.generate([[1], []], 4))
+    said["vocabulary"] = refusal(lambda: engine.submit([1, 61], 4))
+    said["text"] = refusal(lambda: engine.submit("ab", 4))
+    said["cache"] = refusal(lambda: engine.submit([1] * 300, 40))
+    said["new"] = refusal(lambda: engine.submit([1], 0))
+    assert not engine.step()
+    engine.submit([1, 2, 3 + grid.coordinate("x")], 4)
+    said["others"] = refusal(engine.step)
+    said["alone"] = refusal(lambda: engine.generate([[1]] * (1 + grid.coordinate("x")), 4))
+    said["after"] = str(
+        engine.generate([[1, 2]], 3) == Engine(parallelize(make("llama"), grid), 2, 64).generate([[1, 2]], 3)
+    )
+    long = Engine(parallelize(make("llama"), grid), 2, 3200)
+    said["positions"] = refusal(lambda: long.submit([1] * 390, 40))
+    for axis in ("y", "z"):
+        other = Grid(**{axis: 2})
+        model = parallelize(make("llama"), other)
+        said[axis] = refusal(lambda model=model: Engine(model, 2, 320))
+    said["sequence"] = refusal(lambda: Engine(parallelize(make("llama"), grid, shard_sequence=True), 2, 320))
+    return said
+
+
+def test_what_cannot_work_is_refused_on_all_ranks_with_what_would_do(ranks: MakeRanks) -> None:
+    first, second = ranks(2).run(misuse)
+    assert first == second
+    expected = {
+        "empty": "a prompt is empty",
+        "vocabulary": "token 61 of a prompt is outside the vocabulary [0, 61); 60 is its last",
+        "text": "a prompt has 'a', but must be token ids",
+        "cache": "takes 339 of the 320 tokens of the cache; max_new_tokens=21 would do",
+        "new": "max_new_tokens is 0, but must be a positive integer; 1 is the least",
+        "others": "ranks that differ only in x were given different requests",
+        "alone": "ranks that differ only in x were given different requests",
+        "after": "True",
+        "positions": "takes 429 of the 400 positions of the model; max_new_tokens=11 would do",
+        "y": "has y=2, but an engine runs on data, x and expert: y=1 would do",
+        "z": "has z=2, but an engine runs on data, x and expert: z=1 would do",
+        "sequence": "shard_sequence=False would do",
+    }
+    assert {name: text for name, text in expected.items() if text not in first[name]} == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_batch": 0}, "max_batch is 0, but must be a positive integer; 1 is the least"),
+        ({"cache_tokens": -3}, "cache_tokens is -3"),
+        ({"cache_tokens": 15}, "less than a page of 16; 16 would do"),
+        ({"chunk": 0}, "chunk is 0"),
+        ({"model": make("llama")}, "Engine takes a model that stretto.parallelize has returned"),
+    ],
+    ids=str,
+)
+def test_sizes_and_models_are_checked_before_anything_is_allocated(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(**({"model": nn.Linear(1, 1), "max_batch": 1, "cache_tokens": 64} | change))
+
+
+def draw() -> list[Any]:
+    """Drawn tokens of a request alone, among others that join and leave, and of transformers' generate."""
+    torch.set_num_threads(1)
+    grid = Grid(x=2)
+    model = parallelize(make("qwen3"), grid)
+    given = prompts(4, (5, 30, 2, 17))
+    mask = torch.ones(1, 30, dtype=torch.int64)
+    plain = model.generate(torch.tensor([given[1]]), attention_mask=mask, max_new_tokens=12, do_sample=False)
+    how = {"temperature": 1.0, "top_k": 12, "top_p": 0.9}
+    found: list[Any] = [plain[0, 30:].tolist()]
+    found.append(Engine(model, 4, 800, chunk=9).generate(given, 20, seed=5, **how))
+    found.append([Engine(model, 1, 400).generate([each], 20, seed=5 + i, **how)[0] for i, each in enumerate(given)])
+    found.append(Engine(model, 2, 800).generate(given, 20, seed=6, **how))
+    ends = found[1][1][7]
+    found.append(Engine(model, 2, 800).generate(given, 20, seed=5, stop=[ends], **how))
+    return found
+
+
+def test_drawn_tokens_depend_on_the_request_alone(ranks: MakeRanks) -> None:
+    first, second = ranks(2).run(draw)
+    assert first == second
+    plain, together, alone, otherwise, stopped = first
+    assert together == alone != otherwise
+    ends = together[1][7]
+    assert stopped == [each[: each.index(ends) + 1] if ends in each else each for each in together]
+    assert plain == continued(make("qwen3"), prompts(4, (5, 30, 2, 17))[1], 12)
+
+
+def generate_to_the_end(end: int) -> Tensor:
+    """transformers' own generate of this rank's row, on ranks that divide experts: the rows end at different steps."""
+    model = parallelize(make("qwen3_moe"), grid := Grid(data=2, expert=2))
+    row = torch.tensor([prompts(8, (6, 6))[grid.coordinate("data")]])
+    mask = torch.ones_like(row)
+    return model.generate(
+        row, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0
+    )
+
+
+def test_transformers_generate_ends_on_all_ranks_where_experts_are_divided(ranks: MakeRanks) -> None:
+    plain = make("qwen3_moe")
+    given = prompts(8, (6, 6))
+    texts = [continued(plain, prompt, 12) for prompt in given]
+    end = next(token for token in texts[0] if token not in texts[1])
+    found = ranks(2).run(generate_to_the_end, end)
+    assert found[0][0, 6:].tolist() == texts[0][: texts[0].index(end) + 1]
+    assert found[1][0, 6:].tolist() == texts[1]

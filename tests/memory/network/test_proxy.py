@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two proxies over a network that reorders, delays and breaks; mutated frames and descriptors; strangers."""
+
+import contextlib
+import ctypes
+import random
+import socket
+import struct
+import time
+
+import pytest
+import torch
+from tests.memory.network.relay import Relay
+from tests.processes import LIMIT
+
+from stretto.memory.network.descriptors import PHASE, Fifo, Put, pack, unpack
+from stretto.memory.network.frames import HEADER_BYTES, FrameError, FrameKind, PutFrame, pack_frame, unpack_frame
+from stretto.memory.network.interfaces import find_interface
+from stretto.memory.network.native import NativeProxy
+from stretto.memory.network.proxy import Proxy
+from stretto.memory.network.transport import LOCAL_REGIONS, PutRegion
+
+TOKEN = bytes(range(16))
+SEED = random.randrange(2**31)
+SIGNALS, PAD, SIZE, CANARY = 4, 64, 1 << 16, 4096
+KINDS = {"native": (NativeProxy, NativeProxy), "python": (Proxy, Proxy), "mixed": (NativeProxy, Proxy)}
+each_proxy = pytest.mark.parametrize("kind", ["native", "python"])
+
+
+def wait_for(condition):
+    """Wait until the condition holds; pytest's limit ends what never does."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Pair:
+    """Ranks 0 and 1 in this process, whose regions lie between canaries. Rank 0 connects through a relay, if any."""
+
+    def __init__(self, kind, limit=30.0, **relay):
+        self.proxies = [make(rank, 2, TOKEN, "127.0.0.1", limit) for rank, make in enumerate(KINDS[kind])]
+        self.relay = Relay(self.proxies[1].address, SEED, **relay) if relay else None
+        addresses = [self.proxies[0].address, self.relay.address if relay else self.proxies[1].address]
+        self.memories = [torch.full((PAD + SIZE + 2 * CANARY,), 0xCA, dtype=torch.uint8) for _ in range(2)]
+        self.regions = [memory[CANARY : CANARY + PAD + SIZE] for memory in self.memories]
+        self.fifos = [Fifo.allocate(64) for _ in range(2)]
+        for rank, proxy in enumerate(self.proxies):
+            self.regions[rank].zero_()
+            proxy.connect({1 - rank: addresses[1 - rank]})
+            proxy.add_region(PutRegion(0, self.regions[rank], PAD, SIGNALS, {}))
+            proxy.add_fifo(self.fifos[rank], False)
+
+    def post(self, rank, put):
+        self.fifos[rank].post(put, LIMIT)
+        self.proxies[rank].wake()
+
+    def seen(self, rank, signal):
+        """The counter of the other rank's signal at this rank."""
+        return int(self.regions[rank][:PAD].view(torch.int32)[(1 - rank) * SIGNALS + signal])
+
+    def buffer(self, rank):
+        return self.regions[rank][PAD:]
+
+    def are_canaries_alive(self):
+        ends = [part for memory in self.memories for part in (memory[:CANARY], memory[-CANARY:])]
+        return all(bool((end == 0xCA).all()) for end in ends)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self.relay is not None:
+            self.relay.bring_up()
+        for proxy in self.proxies:
+            proxy.close(1.0)
+        if self.relay is not None:
+            self.relay.close()
+        assert self.are_canaries_alive()
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_signals_come_in_order_after_their_bytes_whatever_the_network_does(kind):
+    """Both ranks put small and large slices through a relay that reorders them and cuts connections in mid-frame."""
+    print(f"seed {SEED}")
+    rng, puts = random.Random(SEED), 150
+    cuts = sorted(rng.sample(range(1, SIZE // 2), puts - 1))
+    bounds = [0, *cuts, SIZE // 2]
+    with Pair(kind, window=5, cut_every=40) as pair:
+        source = torch.randint(1, 255, (SIZE // 2,), dtype=torch.uint8, generator=torch.Generator().manual_seed(SEED))
+        for rank in range(2):
+            pair.buffer(rank)[SIZE // 2 :] = source
+        for number in range(puts):
+            start, end = bounds[number], bounds[number + 1]
+            for rank in range(2):
+                pair.post(rank, Put(1 - rank, 0, SIZE // 2 + start, 0, start, end - start, 1))
+            for rank in range(2):
+                there = bounds[pair.seen(rank, 1)]
+                assert torch.equal(pair.buffer(rank)[:there], source[:there])
+        for rank in range(2):
+            wait_for(lambda rank=rank: pair.seen(rank, 1) == puts)
+            assert torch.equal(pair.buffer(rank)[: SIZE // 2], source)
+            assert pair.proxies[rank].failure(1 - rank) is None
+        assert min(pair.relay.cuts, pair.relay.reordered) > 0
+
+
+@each_proxy
+def test_a_short_outage_harms_nothing_and_a_longer_one_is_reported_on_both_sides(kind):
+    with Pair(kind, limit=1.5, window=1) as pair:
+        pair.post(0, Put(1, 0, 0, 0, 0, 100, 0))
+        wait_for(lambda: pair.seen(1, 0) == 1)
+        pair.relay.take_down()
+        pair.post(0, Put(1, 0, 0, 0, 0, 100, 0))
+        time.sleep(0.2)
+        assert pair.seen(1, 0) == 1
+        pair.relay.bring_up()
+        wait_for(lambda: pair.seen(1, 0) == 2)
+        assert pair.proxies[0].failure(1) is None
+        pair.relay.take_down()
+        for rank, proxy in enumerate(pair.proxies):
+            wait_for(lambda proxy=proxy, rank=rank: proxy.failure(1 - rank))
+            assert proxy.failure(1 - rank).startswith("there was no connection for ")
+
+
+def greet(pair, source=0, token=TOKEN):
+    """A connection to rank 1's proxy that has greeted as rank 0."""
+    client = socket.create_connection(pair.proxies[1].address, timeout=LIMIT)
+    client.sendall(pack_frame(PutFrame(FrameKind.HELLO, source), token))
+    return client
+
+
+def read_all(client):
+    """What the other side sends before it closes the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while part := client.recv(4096):
+            data += part
+    return data
+
+
+@each_proxy
+def test_strangers_are_closed_and_disturb_nobody(kind):
+    with Pair(kind) as pair:
+        pair.post(0, Put(1, 0, 0, 0, 0, 0, 0))
+        wait_for(lambda: pair.seen(1, 0) == 1)
+        assert read_all(greet(pair, token=bytes(16))) == b""
+        for source in (1, 2, 2**32 - 1):
+            assert read_all(greet(pair, source=source)) == b""
+        first_put = socket.create_connection(pair.proxies[1].address, timeout=LIMIT)
+        first_put.sendall(pack_frame(PutFrame(FrameKind.PUT, 0, 2, size=8, signal=0), TOKEN) + bytes(8))
+        assert read_all(first_put) == b""
+        silent = [socket.create_connection(pair.proxies[1].address, timeout=LIMIT) for _ in range(80)]
+        assert read_all(silent[0]) == b""  # the oldest of more than 64
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.2", pair.proxies[1].address[1]), timeout=LIMIT)  # another address
+        pair.post(0, Put(1, 0, 0, 0, 0, 0, 0))
+        wait_for(lambda: pair.seen(1, 0) == 2)
+        for client in silent:
+            client.close()
+
+
+def mutate(rng, header):
+    """Change a few bytes or a whole field of a header, mostly behind the token."""
+    changed = bytearray(header)
+    for _ in range(rng.randint(1, 3)):
+        at = rng.choice((rng.randrange(24), rng.randrange(24, 64), rng.randrange(24, 64)))
+        changed[at] = rng.randrange(256)
+    if rng.random() < 0.5:
+        at, width = rng.choice(((28, "<I"), (32, "<Q"), (40, "<Q"), (48, "<Q"), (56, "<I"), (60, "<I")))
+        values = (0, 1, SIZE - 1, SIZE, LOCAL_REGIONS, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1)
+        value = rng.choice([value for value in values if value < 1 << 8 * struct.calcsize(width)])
+        struct.pack_into(width, changed, at, value)
+    return bytes(changed)
+
+
+class Target:
+    """A proxy of rank 1 without its rank 0, which is played by `send`; its region lies between canaries."""
+
+    def __init__(self, kind):
+        self.proxy = KINDS[kind][1](1, 2, TOKEN, "127.0.0.1", 30.0)
+        self.memory = torch.full((PAD + SIZE + 2 * CANARY,), 0xCA, dtype=torch.uint8)
+        self.region = self.memory[CANARY : CANARY + PAD + SIZE]
+        self.region.zero_()
+        self.proxy.connect({0: ("127.0.0.1", 9)})
+        self.proxy.add_region(PutRegion(0, self.region, PAD, SIGNALS, {}))
+
+    def send(self, *frames):
+        """Send headers and payloads on a new connection; returns once all were read."""
+        with socket.create_connection(self.proxy.address, timeout=LIMIT) as client:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(pack_frame(PutFrame(FrameKind.HELLO, 0), TOKEN))
+                for frame in frames:
+                    client.sendall(frame)
+                client.shutdown(socket.SHUT_WR)
+            read_all(client)
+
+    def end(self):
+        self.proxy.close(0.0)
+        assert bool((self.memory[:CANARY] == 0xCA).all())
+        assert bool((self.memory[-CANARY:] == 0xCA).all())
+
+
+def send_mutated_frames(kind, count):
+    """Frames of a peer that knows the token, each changed; nothing is written outside, and the proxy lives."""
+    rng = random.Random(SEED)
+    for _ in range(count // 20):
+        target, frames = Target(kind), []
+        for number in range(1, 21):
+            size = rng.choice((0, 1, 100, SIZE))
+            frame = PutFrame(FrameKind.PUT, 0, number, 0, 0, rng.randrange(SIZE - size + 1), size, 1)
+            header = pack_frame(frame, TOKEN)
+            frames.append((mutate(rng, header) if rng.random() < 0.2 else header) + bytes(size))
+        target.send(*frames)
+        target.end()
+
+
+OUTSIDE = {
+    "an end behind the region's": {"offset": SIZE - 7, "size": 8},
+    "an offset that overflows": {"offset": 2**64 - 8, "size": 8},
+    "a signal behind the last": {"signal": SIGNALS},
+    "a region that there is not": {"region": 1},
+    "a region of the receiver's own": {"region": LOCAL_REGIONS},
+    "a number far ahead": {"number": 1 << 40},
+    "an acknowledgement of what was not sent": {"received": 1},
+}
+
+
+@each_proxy
+def test_a_frame_outside_of_its_region_is_refused_and_its_sender_given_up(kind):
+    for fields in OUTSIDE.values():
+        target = Target(kind)
+        frame = PutFrame(FrameKind.PUT, 0, 1, signal=0)._replace(**fields)
+        target.send(pack_frame(frame, TOKEN) + b"\1" * frame.size)
+        assert target.proxy.failure(0).startswith("a frame of it is invalid: "), fields
+        assert not target.region.any()
+        target.end()
+
+
+@each_proxy
+def test_a_put_that_has_come_before_is_not_written_again(kind):
+    target = Target(kind)
+    for value in (1, 2):
+        target.send(pack_frame(PutFrame(FrameKind.PUT, 0, 1, size=8, signal=0), TOKEN) + bytes([value] * 8))
+    assert target.region[PAD : PAD + 8].tolist() == [1] * 8
+    assert target.region[:PAD].view(torch.int32)[0] == 1
+    target.end()
+
+
+def read_mutated_descriptors(kind, count):
+    """Descriptors with changed words: refused, or puts within the regions."""
+    rng = random.Random(SEED)
+    while count > 0:
+        with Pair(kind) as pair:
+            fifo = pair.fifos[0]
+            for _ in range(min(count, 500)):
+                words = list(pack(Put(1, 0, rng.randrange(SIZE), 0, rng.randrange(SIZE), rng.randrange(SIZE), 1)))
+                for _ in range(rng.randint(0, 2)):
+                    words[rng.randrange(4)] ^= 1 << rng.randrange(63)
+                if rng.random() < 0.1:
+                    words[rng.randrange(4)] = rng.randrange(PHASE)
+                assert fifo.wait_until_read(LIMIT)
+                at, phase = fifo._posted % fifo.capacity, 0 if fifo._posted // fifo.capacity & 1 else PHASE
+                for index in (3, 2, 1, 0):
+                    fifo._words[4 * at + index] = words[index] | phase
+                fifo._posted += 1
+                pair.proxies[0].wake()
+                count -= 1
+            assert fifo.wait_until_read(LIMIT)
+            assert pair.proxies[0].failure(1).startswith("a descriptor is invalid: ")
+
+
+@each_proxy
+def test_mutated_frames_and_descriptors_write_nothing_outside_and_end_nobody(kind):
+    print(f"seed {SEED}")
+    send_mutated_frames(kind, 300)
+    read_mutated_descriptors(kind, 200)
+
+
+@pytest.mark.exhaustive
+@each_proxy
+def test_100_000_mutated_frames_and_descriptors_write_nothing_outside(kind):
+    print(f"seed {SEED}")
+    send_mutated_frames(kind, 50_000)
+    read_mutated_descriptors(kind, 50_000)
+
+
+def test_the_native_proxy_works_while_python_holds_the_interpreter():
+    """Descriptors are written, and a second passes, in calls that do not release the GIL."""
+    holding = ctypes.PyDLL(None)
+    with Pair("native") as pair:
+        pair.post(0, Put(1, 0, 0, 0, 0, 0, 0))
+        wait_for(lambda: pair.seen(1, 0) == 1)
+        pair.proxies[0].add_fifo(fifo := Fifo.allocate(64), True)
+        prepared = Fifo.allocate(64)
+        for _ in range(60):
+            prepared.post(Put(1, 0, 0, 0, 0, 1000, 0), LIMIT)
+        counters = memoryview(pair.regions[1][:PAD].numpy()).cast("I")
+        target, source = ctypes.c_void_p(fifo.words.data_ptr()), ctypes.c_void_p(prepared.words.data_ptr())
+        holding.memmove(target, source, ctypes.c_size_t(60 * 32))
+        holding.usleep(1_000_000)
+        assert counters[0] == 61
+        pair.proxies[0].remove_fifo(fifo)
+
+
+def test_the_interface_is_the_jobs(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "STRETTO_NICS"):
+        monkeypatch.delenv(name, raising=False)
+    assert find_interface(is_one_machine=True) == ("lo", "127.0.0.1")
+    with pytest.raises(ValueError, match="neither GLOO_SOCKET_IFNAME nor MASTER_ADDR says"):
+        find_interface(is_one_machine=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ValueError, match="which this machine reaches over loopback: set GLOO_SOCKET_IFNAME"):
+        find_interface(is_one_machine=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert find_interface(is_one_machine=False) == ("lo", "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(ValueError, match=r"names 'eth77', which is no interface with an IPv4 address: .*lo.* have"):
+        find_interface(is_one_machine=True)
+    monkeypatch.setenv("STRETTO_NICS", "mlx5_77")
+    with pytest.raises(ValueError, match="STRETTO_NICS names 'mlx5_77', no network interface"):
+        find_interface(is_one_machine=True)
+
+
+def test_descriptors_and_frames_are_read_as_they_were_written():
+    rng = random.Random(SEED)
+    for _ in range(200):
+        numbers = [rng.randrange(1 << bits) for bits in (20, 23, 40, 23, 40, 40)]
+        put = Put(*numbers, rng.choice((None, rng.randrange(1 << 20))), rng.randrange(1 << 20))
+        assert unpack(tuple(word | PHASE for word in pack(put))) == put
+        frame = PutFrame(FrameKind.PUT, *(rng.randrange(1 << bits) for bits in (32, 64, 64, 32, 64, 30, 32)))
+        assert unpack_frame(pack_frame(frame, TOKEN), TOKEN) == frame
+    with pytest.raises(ValueError, match="a put's offset is 1099511627776, and must have 40 bits: 1099511627775 would"):
+        pack(Put(0, 0, 0, 0, 1 << 40, 0, None))
+    with pytest.raises(FrameError, match="token"):
+        unpack_frame(pack_frame(PutFrame(FrameKind.ACK, 0), bytes(16)), TOKEN)
+    assert len(pack_frame(PutFrame(FrameKind.ACK, 0), TOKEN)) == HEADER_BYTES == 64
