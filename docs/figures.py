@@ -337,6 +337,28 @@ def draw_memory(path: Path) -> None:
         )
 
 
+def draw_sparse(path: Path) -> None:
+    """Bytes of state a parameter over sparsity, and where layouts break even with dense ones (Singh, section 4.1.4)."""
+    sparsities = [number / 200 for number in range(200)]
+    with drawing(path, 7, 3.2) as picture:
+        panel = picture.panels(1, 1)[0, 0]
+        for dense, text in ((20, "dense, of the paper: 20 bytes"), (16, "dense, of Stretto: 16 bytes")):
+            panel.axhline(dense, **GUIDE)
+            panel.text(0.995, dense + 0.2, text, ha="right", va="bottom", fontsize=TEXT)
+        for of_left, rest, label, colour, style in (
+            (24, 2, "the paper: 24 f + 2", VERMILION, "--"),
+            (18, 2, "Stretto, int32: 18 f + 2", ORANGE, "-."),
+            (14, 2 + 1 / 8 + 4 / 1024, "Stretto, bitmap: 14 f + 2.129", SKY, "-"),
+        ):
+            sizes = [of_left * (1 - sparsity) + rest for sparsity in sparsities]
+            panel.plot(sparsities, sizes, label=label, color=colour, linestyle=style)
+            even = 1 - ((20 if of_left == 24 else 16) - rest) / of_left
+            panel.plot([even], [of_left * (1 - even) + rest], marker="o", color=colour)
+        panel.set(xlim=(0, 1), ylim=(0, 27), xlabel="sparsity", ylabel="bytes a parameter")
+        picture.title = "State of a pruned parameter with AdamW in bf16"
+        picture.caption = "f is 1 - sparsity. Dots: as much as dense state takes."
+
+
 def draw_timeline(path: Path) -> None:
     """The timeline of a run on CPU processes, from timeline.json."""
     content = json.loads((FOLDER / "timeline.json").read_text())
@@ -407,6 +429,7 @@ def main() -> None:
     draw_fused_kernel(FOLDER / "fused-kernel.png")
     draw_channels(FOLDER / "channels.png")
     draw_memory(FOLDER / "memory.png")
+    draw_sparse(FOLDER / "sparse.png")
     draw_timeline(FOLDER / "timeline.png")
     draw_schedules(FOLDER / "collectives")
     draw_pipelines(FOLDER / "pipelines")

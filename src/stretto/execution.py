@@ -58,6 +58,7 @@ class Overlap:
 
 StateLocation = Literal["fp32", "device", "host"]
 StepPlace = Literal["device", "host", "auto"]
+SparseIndexKind = Literal["bitmap", "int32"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class StateOptions:
     splits_weights: for state on the host with bf16 weights, store only the lower 16 bits of the fp32 weights.
         accumulates_fp32: accumulate gradients of micro-batches in fp32.
     step_on: for state on the host, where the optimizer step runs: "auto" measures which is faster.
+    sparsity: the part of the weights of linears that is pruned: gradients, fp32 weights and state hold what is left
+        (Singh, chapter 4). index: how its places are kept.
 
     Raises ValueError for others.
     """
@@ -85,8 +88,18 @@ class StateOptions:
     splits_weights: bool = True
     accumulates_fp32: bool = False
     step_on: StepPlace = "device"
+    sparsity: float = 0.0
+    index: SparseIndexKind = "bitmap"
 
     def __post_init__(self) -> None:
+        check_sparsity(self.sparsity)
+        if self.sparsity and not self.is_separate:
+            raise ValueError(
+                f"sparsity is {self.sparsity}, which needs optimizer state apart from the weights: location is "
+                f"{self.location!r}; 'device' or 'host' would do"
+            )
+        if self.index not in get_args(SparseIndexKind):
+            raise ValueError(f"index is {self.index!r}, but must be one of {', '.join(get_args(SparseIndexKind))}")
         if self.location not in get_args(StateLocation):
             raise ValueError(f"location is {self.location!r}, but must be one of {', '.join(get_args(StateLocation))}")
         if self.step_on not in get_args(StepPlace):
@@ -109,6 +122,13 @@ class StateOptions:
     def splits(self, element: int, *, is_bf16: bool) -> bool:
         """True if fp32 weights are kept as lower halves beside weights of `element` bytes."""
         return self.location == "host" and self.splits_weights and is_bf16 and element == 2 and self.step_on == "device"
+
+
+def check_sparsity(sparsity: float) -> None:
+    """Raise ValueError unless sparsity, the part of numbers that is pruned, is in [0, 1)."""
+    if isinstance(sparsity, bool) or not 0 <= sparsity < 1:  # NaN is refused, too
+        near = 0.9 if sparsity >= 1 else 0.0
+        raise ValueError(f"sparsity is {sparsity!r}, but must be at least 0 and less than 1; {near} would do")
 
 
 StagePlacement = Literal["loops", "v"]

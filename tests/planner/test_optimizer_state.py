@@ -457,7 +457,7 @@ def peaks_of_training(
 
     step()
     store = optimizer.store
-    kept = [store.weights, store.gradients, *store.residence.arrays.values()]
+    kept = [store.weights.flat, store.gradients, *store.residence.arrays.values()]
     kept += [buffer for buffers in getattr(store.residence, "_sets", []) for buffer in buffers.values()]
     with PeakMemory() as seen:
         for tensor in kept:

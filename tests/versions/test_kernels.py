@@ -42,6 +42,7 @@ from stretto.ops.moe.grouped import kernels as grouped_kernels
 from stretto.ops.moe.grouped import tile_order
 from stretto.ops.moe.grouped.matmul import clear_empty_experts, clear_padding_rows
 from stretto.optim import adamw_kernel
+from stretto.optim.sparse import kernels as sparse_kernels
 from stretto.optim.state import kernels as state_kernels
 from stretto.parallel.comm import copy_engine_scatter
 from stretto.tiles import begin_call, calls, signals
@@ -92,6 +93,17 @@ def launch_mixed_sgd() -> Launch:
 
 def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
     return Launch(getattr(state_kernels, name), (*arguments, 4096), {"BLOCK": state_kernels.BLOCK})
+
+
+def launch_sparse(name: str) -> Launch:
+    half = FLOATS.bfloat16()
+    arguments: tuple[Any, ...] = {
+        "_compress": (half, FLOATS.to(torch.uint8), WORDS, half, 4096, 8, 90, 0, True, True, 128),
+        "_expand": (half, FLOATS.to(torch.uint8), WORDS, half, WORDS, WORDS, 4096, 8, 90, 0, True, 128),
+        "_compress_positions": (half, WORDS, half, 4096, True, sparse_kernels.POSITIONS),
+        "_expand_positions": (half, WORDS, half, WORDS, None, 4096, sparse_kernels.POSITIONS),
+    }[name]
+    return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 4})
 
 
 def launch_copies(name: str) -> Launch:
@@ -286,6 +298,10 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,
+    **{
+        f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name)
+        for name in ("_compress", "_compress_positions", "_expand", "_expand_positions")
+    },
     "optim.state.kernels._adamw_mixed": launch_mixed_adamw,
     "optim.state.kernels._join": lambda: launch_rounding("_join", FLOATS.bfloat16(), WORDS.to(torch.int16), FLOATS),
     "optim.state.kernels._round": lambda: launch_rounding("_round", FLOATS, FLOATS.bfloat16(), WORDS.to(torch.int16)),

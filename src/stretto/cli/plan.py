@@ -10,7 +10,7 @@ import typer
 
 from stretto.cli.console import Json, refusing_bad_input
 from stretto.cli.plan_tables import print_formulas, print_inference, print_modes, print_table
-from stretto.execution import StateLocation, StateOptions, TwoLevel, option_help
+from stretto.execution import StateLocation, StateOptions, TwoLevel, check_sparsity, option_help
 from stretto.suggestions import are_missing
 
 if TYPE_CHECKING:
@@ -71,6 +71,14 @@ def plan(
     optimizer_state: Annotated[
         str | None,
         typer.Option(help="As train.optimizer_state: fp32, device or host.", rich_help_panel=STEP),
+    ] = None,
+    sparsity: Annotated[
+        float | None,
+        typer.Option(
+            help="As train.sparsity: part of linears' weights that is pruned; state is on the device unless "
+            "--optimizer-state says otherwise.",
+            rich_help_panel=STEP,
+        ),
     ] = None,
     clip: Annotated[
         bool | None,
@@ -237,7 +245,7 @@ def plan(
             asked["recompute"] = recompute
         elif is_auto:
             asked.pop("recompute", None)
-        asked["state"] = _choose_state(optimizer_state, asked.get("state"), is_auto)
+        asked["state"] = _choose_state(optimizer_state, asked.get("state"), is_auto, sparsity)
         require_all(asked | {"cluster": cluster})
         assert cluster is not None
 
@@ -350,13 +358,26 @@ def _check_memory(memory: str | None) -> bool:
     return memory == "auto"
 
 
-def _choose_state(location: str | None, of_file: StateOptions | None, is_auto: bool) -> StateOptions | None:
+def _choose_state(
+    location: str | None, of_file: StateOptions | None, is_auto: bool, sparsity: float | None
+) -> StateOptions | None:
     """Where optimizer state is stored: by the command line, else anywhere, or by the file. None: anywhere."""
+    if sparsity is not None and is_auto and location is None:
+        raise ValueError("--sparsity is given with --memory auto; --optimizer-state=device or host would do")
+    if sparsity is not None:
+        check_sparsity(sparsity)
+        is_named = location is not None or (of_file is not None and of_file.is_separate)
+        location = location if is_named or not sparsity else "device"
+        of_file = replace(of_file or StateOptions("device"), sparsity=0.0)
     known = {each: each for each in get_args(StateLocation)}
     if location is not None and location not in known:
         raise ValueError(f"--optimizer-state is {location!r}, but must be one of {', '.join(known)}")
     if location is not None:
-        return replace(of_file or StateOptions(), location=known[location])
+        of_file = replace(of_file or StateOptions(), location=known[location])
+    if of_file is not None and sparsity:
+        of_file = replace(of_file, sparsity=sparsity)
+    if location is not None:
+        return of_file
     return None if is_auto else of_file
 
 

@@ -123,11 +123,13 @@ class TensorOnGrid(DTensor):
     """A DTensor of Stretto's own: a parameter that `parallelize` made, or a view of one, which has no layout.
 
     low_precision_weight: of a parameter, what an optimizer writes along with it (`parallel.low_precision_weights`).
+    pruned: of a pruned one that z shards, the `PrunedWeight` of `parallel.comm.pruned_weights`.
     """
 
     __slots__ = ()
     parameter_layout: ParameterLayout | None = None
     low_precision_weight: Any = None
+    pruned: Any = None
 
 
 def has_layout(tensor: object) -> bool:

@@ -221,6 +221,15 @@ class Architecture:
         return sum(kind.blocks * kind.model.block_parameters for kind in self.kinds) + self.outside_parameters
 
     @cached_property
+    def prunable_parameters(self) -> int:
+        """Weights of linears, experts and an output layer of its own: what `stretto.train.pruning` prunes."""
+        blocks = sum(
+            kind.blocks * (sum(linear.weights for linear in kind.model.linears) + sum(kind.model.expert_tensors))
+            for kind in self.kinds
+        )
+        return blocks + self.head_outputs * self.hidden * self.has_own_head
+
+    @cached_property
     def expert_parameters(self) -> int:
         """Parameters of all routed experts of all blocks."""
         return sum(kind.blocks * sum(kind.model.expert_tensors + kind.model.expert_biases) for kind in self.kinds)

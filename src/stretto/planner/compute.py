@@ -261,12 +261,13 @@ def _element_wise(
 def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple[float, float]:
     """Bytes of turning a rank's weights into dtype before they are used, and its gradients back and adding them up.
 
-    With separate optimizer state, weights are in dtype, and gradients are copied or added to those that are kept.
+    With separate optimizer state, weights are in dtype, and gradients are copied or added to those that are kept; of
+    pruned weights they are compressed.
     """
     parameters = _parameters(workload, grid)
     if config.state.is_separate:
-        gradient, adds = number_bytes(workload, config.state).gradient, 1 - 1 / config.micro_batches(workload)
-        return 0.0, parameters * (workload.element + (1 + adds) * gradient)
+        of_number, adds = number_bytes(workload, config.state), 1 - 1 / config.micro_batches(workload)
+        return 0.0, parameters * (workload.element + of_number.places + (1 + adds) * of_number.gradient)
     # Gradients of the micro-batches after the first are added: both are read, and the sum is written. What z sums
     # is in the dtype of the computation.
     new = workload.element if grid.z > 1 else workload.master

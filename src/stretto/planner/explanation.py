@@ -16,6 +16,7 @@ from stretto.planner.optimizer_state import (
     bucket_numbers,
     host_traffic,
     number_bytes,
+    parameters_and_optimizer,
     take_over,
 )
 from stretto.planner.workload import StepConfig, StepWorkload
@@ -157,30 +158,32 @@ def list_formulas(
 
     parameters: phi, those of a rank. step_memory: components of the device's at the peak of a step.
     """
-    state, (weight, gradient, master, moments) = config.state, number_bytes(workload, config.state)
-    phi = {"phi": parameters}
+    state, (weight, gradient, master, moments, index) = config.state, number_bytes(workload, config.state)
+    phi, kept = {"phi": parameters}, weight + index
+    if state.sparsity and parameters:
+        kept = parameters_and_optimizer(workload, state, parameters, config.grid.z)["parameters"] / parameters
     buffers = {"n": float(state.buffer_sets), "bsize": bucket_numbers(state, parameters)}
     size, steps_on_host = master + moments, state.step_on == "host"
     if state.location != "host":
-        optimizer, terms = [f"{size} phi"], dict(phi)
+        optimizer, terms = [f"{size:g} phi"], dict(phi)
     else:
-        optimizer, terms = ([], {}) if steps_on_host else ([f"{size} n bsize"], dict(buffers))
+        optimizer, terms = ([], {}) if steps_on_host else ([f"{size:g} n bsize"], dict(buffers))
     made_of = {
-        "parameters": (f"{weight} phi", phi),
+        "parameters": (f"{kept:g} phi", phi),
         "optimizer": (" + ".join(optimizer) or "0", terms),
         # Without separate state, not all gradients are allocated at every peak.
-        "gradients": (f"{gradient} phi" if state.is_separate else f"at most {gradient} phi", phi),
+        "gradients": (f"{gradient:g} phi" if state.is_separate else f"at most {gradient:g} phi", phi),
     }
     lines = [Formula(name, *made_of.get(name, ("", {})), num_bytes) for name, num_bytes in step_memory.items()]
     lines.append(Formula("peak of a step", "the sum of these", {}, sum(step_memory.values())))
     if (beginning := take_over(workload, state, parameters)) is not None:
-        early = f" + {master} phi" if beginning["optimizer"] else ""
-        formula = f"{workload.master} phi + {weight} phi{early}"
+        early = f" + {master:g} phi" if beginning["optimizer"] else ""
+        formula = f"{workload.master} phi + {index if state.sparsity else weight:g} phi{early}"
         lines.append(Formula("taking over fp32 parameters", formula, phi, sum(beginning.values())))
     if host.of_rank:
-        parts, terms = [f"{size} phi"] if host.state else [], phi if host.state else {}
+        parts, terms = [f"{size:g} phi"] if host.state else [], phi if host.state else {}
         if host.state and steps_on_host:
-            parts, terms = [*parts, f"{weight + gradient} n bsize"], phi | buffers
+            parts, terms = [*parts, f"{weight + gradient:g} n bsize"], phi | buffers
         if host.activations:
             parts, terms = [*parts, "activations"], terms | {"activations": host.activations}
         lines.append(Formula("on the host, a rank", " + ".join(parts), terms, host.of_rank))

@@ -137,7 +137,7 @@ def step_memory(
     model, grid, element = workload.model, config.grid, workload.element
     parameters = local_parameters(model, grid)
     of_number = number_bytes(workload, config.state)
-    fixed = parameters_and_optimizer(workload, config.state, parameters)
+    fixed = parameters_and_optimizer(workload, config.state, parameters, grid.z)
     tokens = config.tokens(workload)
     sizes = [_whole_weights(kind.model, grid) for kind in model.kinds]
     # Of the largest block, and of all of them.
@@ -418,4 +418,4 @@ def _memory_of_blocks(
     note(0.0, 0.0, reduced=layers * of_block, temporary=model.outside_parameters * (2 + 1 / grid.z) * is_sent)
     is_packed = grid.replicas > 1 and not config.state.is_separate
     note(0.0, 0.0, reduced=shards, temporary=min(parameters, BUCKET_BYTES / element) if is_packed else 0.0)
-    return parameters_and_optimizer(workload, config.state, parameters) | max(moments, key=peak)
+    return parameters_and_optimizer(workload, config.state, parameters, grid.z) | max(moments, key=peak)

@@ -9,6 +9,10 @@ With phi parameters on a rank, separate state (`stretto.optim.state`) takes, in 
     the beginning        the fp32 parameters, 4 phi, stand beside the flat weights (and the fp32 weights of state on
                          the device) until the last of them is taken over
 
+Of weights that are pruned to the part f (Singh, section 4.1.4), all of these but the 16-bit weights take f as much, and
+an index takes 0.129 phi, or 4 f phi of int32 positions: 14 f phi + 2 phi + 0.129 phi. Where z shards them, a rank also
+has its share of what is left in 16 bits, and the index of the whole rows.
+
 Singh's section 3.3.1 has 4 phi + 16 bsize; here the kernel reads 16-bit gradients, and buffers have no room for fp32
 ones. Sections 3.3.1 and 3.3.3 also model the time of its step: `optimizer_seconds` and `exposed_sums`.
 """
@@ -26,6 +30,8 @@ from stretto.planner.workload import NumberTypes, StepConfig
 # what two copies reached in the same run (lab/results/offload/h100); some 1% of it is the first bucket's way to the
 # device and the last one's back.
 HOST_LINK_EFFICIENCY = 0.95
+# Bytes of a number of a pruned weight: a bit, and an int32 prefix sum for 1,024 numbers (`stretto.optim.sparse`).
+BITMAP_BYTES = 1 / 8 + 4 / 1024
 # Of a node's memory, what plans put into pinned memory: the rest is for the processes and the system.
 USABLE_OF_HOST = 0.9
 LOCATIONS: tuple[StateLocation, ...] = get_args(StateLocation)
@@ -35,13 +41,15 @@ class NumberBytes(NamedTuple):
     """Bytes that a rank keeps for each of its parameters.
 
     weight: of the computation. gradient: as it is kept between passes. master: of the fp32 weight of a 16-bit
-    one; 2 where it is split, 0 where there is none. moments: the optimizer's own state.
+    one; 2 where it is split, 0 where there is none. moments: the optimizer's own state. Of pruned weights these are
+    averages over all parameters; places: of the places of what is left, for weights that z does not shard.
     """
 
     weight: int
-    gradient: int
-    master: int
+    gradient: float
+    master: float
     moments: float
+    places: float = 0.0
 
     @property
     def state(self) -> float:
@@ -101,7 +109,12 @@ def number_bytes(types: NumberTypes, options: StateOptions) -> NumberBytes:
         return NumberBytes(types.master, types.master, 0, moments)
     is_split = options.splits(element, is_bf16=types.dtype == "bf16")
     master = 0 if element == types.master else element if is_split else types.master
-    return NumberBytes(element, types.master if options.accumulates_fp32 else element, master, moments)
+    gradient = types.master if options.accumulates_fp32 else element
+    if not options.sparsity:
+        return NumberBytes(element, gradient, master, moments)
+    of_index = BITMAP_BYTES if options.index == "bitmap" else 4 * (1 - options.sparsity)
+    left = 1 - options.sparsity * types.prunable
+    return NumberBytes(element, left * gradient, left * master, left * moments, of_index * types.prunable)
 
 
 def check_state(types: NumberTypes, execution: ExecutionOptions, options: StateOptions) -> None:
@@ -137,10 +150,16 @@ def state_on_device(types: NumberTypes, options: StateOptions, parameters: float
     return kept
 
 
-def parameters_and_optimizer(types: NumberTypes, options: StateOptions, parameters: float) -> dict[str, float]:
-    """Bytes of the two components that are there all the time."""
+def parameters_and_optimizer(
+    types: NumberTypes, options: StateOptions, parameters: float, z: int = 1
+) -> dict[str, float]:
+    """Bytes of the two components that are there all the time, where z has so many ranks."""
+    weight, *_, index = number_bytes(types, options)
+    if options.sparsity and z > 1:
+        left = (1 - options.sparsity) * types.prunable
+        index += z * index + weight * left
     return {
-        "parameters": parameters * number_bytes(types, options).weight,
+        "parameters": parameters * (weight + index),
         "optimizer": state_on_device(types, options, parameters),
     }
 
@@ -150,8 +169,9 @@ def take_over(types: NumberTypes, options: StateOptions, parameters: float) -> d
     if not options.is_separate:
         return None
     of_number = number_bytes(types, options)
+    # Pruned parameters get dense weights one after another, in place of the fp32 ones.
     return {
-        "parameters": parameters * of_number.weight,
+        "parameters": parameters * (of_number.places if options.sparsity else of_number.weight),
         "optimizer": parameters * of_number.master if options.location == "device" else 0.0,
         "gradients": 0.0,
         "gathered_weights": 0.0,
@@ -215,16 +235,21 @@ def host_traffic(types: NumberTypes, options: StateOptions) -> HostTraffic:
 def update_bytes(types: NumberTypes, options: StateOptions) -> float:
     """Bytes of each number that a step reads and writes in the device's memory, that of the gradient's norm included.
 
-    With separate state, one kernel does all of it; with fp32 parameters, SGD has gradients scaled first.
+    With separate state, one kernel does all of it; with fp32 parameters, SGD has gradients scaled first. Pruned weights
+    are expanded from the buffer of a bucket.
     """
-    weight, gradient, master, _ = of_number = number_bytes(types, options)
+    weight, gradient, master, _, index = of_number = number_bytes(types, options)
     if not options.is_separate:
         passes = gradient + (2 * gradient if types.optimizer == "sgd" else 0)
         return passes + gradient + 2 * (weight + of_number.state)
-    norm, is_split = gradient, master == weight
+    norm, is_split = gradient, options.splits(types.element, is_bf16=types.dtype == "bf16")
     if options.step_on == "host" and options.location == "host":
         return norm
     reads_weight = not master or is_split
+    if options.sparsity:
+        left = 1 - options.sparsity * types.prunable
+        expanded = (weight + index + 2 * left * weight) * (2 if reads_weight else 1)
+        return norm + gradient + expanded + 2 * of_number.state
     return norm + gradient + (2 if reads_weight else 1) * weight + 2 * of_number.state
 
 

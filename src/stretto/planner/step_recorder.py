@@ -107,6 +107,7 @@ class _WorkloadRecorder:
         keeps = options.keeps_weights and (not options.recomputation.is_on or options.gathers_once)
         # Of a model that is sharded by blocks, copy engines gather its large parameters alone.
         is_large = is_plain or sum(gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)) > 0
+        engines = engines and not config.state.sparsity  # messages carry what is left
         self.gathers_by_engine = engines and keeps and options.overlap.all_gather and is_large
         self.scatters_by_engine = engines and is_plain
 
@@ -150,11 +151,17 @@ class _WorkloadRecorder:
             self._known[key] = GroupCollective(*key, seconds) if seconds > 0 else None
         return self._known[key]
 
-    def _weight(self, traffic: WeightTraffic, shards: str = "z", replicas: str = REPLICAS) -> WeightCollectives:
-        """Collectives of weights over the ranks that shard them, and over those that hold the same."""
+    def _weight(
+        self, traffic: WeightTraffic, shards: str = "z", replicas: str = REPLICAS, *, pruned: float = 0.0
+    ) -> WeightCollectives:
+        """Collectives of weights over the ranks that shard them, and over those that hold the same.
+
+        pruned: the part of them that pruning has left nothing of, and that is not sent.
+        """
         element, is_separate = self.workload.element, self.config.state.is_separate
-        gather = self._over("all_gather", shards, traffic.all_gather * element)
-        scatter = self._over("reduce_scatter", shards, traffic.reduce_scatter * element)
+        sent = element * (1 - pruned)
+        gather = self._over("all_gather", shards, traffic.all_gather * sent)
+        scatter = self._over("reduce_scatter", shards, traffic.reduce_scatter * sent)
         data = copies = None
         if not is_separate:  # else gradients are summed in separate chunks
             data = self._over("all_reduce", replicas, traffic.data * element)
@@ -212,9 +219,12 @@ class _WorkloadRecorder:
     def _weights_together(self, model: Architecture) -> Iterator[WeightCollectives]:
         grid = self.config.grid
         if model.is_sharded_by_blocks:
-            yield self._weight(WeightTraffic.of(model.block_parameters, grid))
+            prunable = sum(linear.weights for linear in model.linears) + sum(model.expert_tensors)
+            pruned = self.config.state.sparsity * prunable / model.block_parameters
+            yield self._weight(WeightTraffic.of(model.block_parameters, grid), pruned=pruned)
         if model.expert_tensors:
-            yield self._weight(weight_traffic(model, grid), EXPERT_Z, EXPERT_DATA)
+            pruned = self.config.state.sparsity
+            yield self._weight(weight_traffic(model, grid), EXPERT_Z, EXPERT_DATA, pruned=pruned)
 
     def _linear(self, place: int, linears: Sequence[Linear], seconds: BlockSeconds) -> LinearRecord:
         """One linear. With sharded tokens, its sums over x are gathers and scatters within its products."""
@@ -253,7 +263,7 @@ class _WorkloadRecorder:
             ),
             weight_gradient,
             is_kept,
-            self._weight(traffic),
+            self._weight(traffic, pruned=config.state.sparsity),
         )
 
     def _tiled(self, kind: str, numbers: float) -> TiledCollective | None:

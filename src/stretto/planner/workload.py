@@ -45,6 +45,11 @@ class NumberTypes:
         return max(4, self.element)
 
     @property
+    def prunable(self) -> float:
+        """The part of the parameters that sparsity applies to: all, where the model is not known."""
+        return 1.0
+
+    @property
     def moments(self) -> float:
         """Numbers that the optimizer keeps for each parameter; Muon at most, without a model."""
         return {"adamw": 2, "muon": 2, "sgd": int(self.has_momentum)}[self.optimizer]
@@ -68,6 +73,11 @@ class StepWorkload(NumberTypes):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 31:
                 raise ValueError(f"{name} is {value!r}, but must be a whole number from 1 to {1 << 31}")
         super().__post_init__()
+
+    @property
+    def prunable(self) -> float:
+        """The part of the model's parameters that sparsity applies to."""
+        return self.model.prunable_parameters / max(self.model.parameters, 1)
 
     @property
     def moments(self) -> float:

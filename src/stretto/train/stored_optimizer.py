@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from stretto.execution import BUCKET_ALIGNMENT, StateOptions, StepPlace
 from stretto.memory import failures
 from stretto.memory.pinned import allocate_pinned
+from stretto.optim.sparse import Masks, SparseIndex
+from stretto.optim.sparse.weights import SparseWeights
 from stretto.optim.state.layout import StateLayout
 from stretto.optim.state.loss_scale import LossScale, LossScaleOptions
 from stretto.optim.state.residence import DeviceResidence, HostResidence, HostStepResidence, StateResidence
@@ -36,10 +39,11 @@ from stretto.optim.state.updates import (
 from stretto.parallel import Grid, clip_scale
 from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
 from stretto.parallel.comm.two_level import TwoLevels
-from stretto.parallel.layout import check_is_sharded, layout_of, local, place_like
+from stretto.parallel.layout import TensorOnGrid, check_is_sharded, layout_of, local, place_like
 from stretto.parallel.state import require_state
 from stretto.train.config import RunConfig
 from stretto.train.optimizer import local_shard
+from stretto.train.pruning import PrunedParameters
 
 logger = logging.getLogger(__name__)
 MAX = dist.ReduceOp.MAX
@@ -54,7 +58,8 @@ class StoredOptimizer:
     The model's fp32 parameters become views of one flat tensor of weights in `dtype`; their values, as they are
     now, become the fp32 weights of the store. Gradients are written to the store, and `.grad` of parameters remains
     None. Frozen parameters are converted, too. make: `adamw_update`, `sgd_update`, or `tiled_update` of any elementwise
-    optimizer.
+    optimizer. masks: what is left of pruned parameters (`stretto.train.pruning`); the store holds nothing else of them,
+    and all weights are dense tensors of their own, with zeros.
 
     Raises ValueError for parameters that are not fp32, or that are not of a model that `parallelize` has returned.
     """
@@ -72,10 +77,12 @@ class StoredOptimizer:
         options: StateOptions | None = None,
         loss_scale: LossScaleOptions | None = None,
         skips_nonfinite: bool = False,
+        masks: Masks | None = None,
     ) -> None:
         self.name, self.dtype = name, dtype
         options = options or StateOptions("host")
-        reducer = require_state(model, "StoredOptimizer").gradient_reducer
+        state = require_state(model, "StoredOptimizer")
+        self._reducer = reducer = state.gradient_reducer
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for parameter_name, parameter in model.named_parameters():
             check_is_sharded(parameter_name, parameter)
@@ -85,40 +92,90 @@ class StoredOptimizer:
                     "over: it keeps them, and makes the weights that are computed with"
                 )
         self._numbers = {name: number for number, name in enumerate(self.parameters)}
-        stored = [
-            StoredParameter(
-                name,
-                local_shard(parameter).shape,
-                reducer.sum_groups(parameter),
-                layout_of(parameter).replicas(grid.layout_sizes),
-                weight_decay if parameter.dim() >= 2 else 0.0,
-            )
-            for name, parameter in self.parameters.items()
-        ]
-        communicator = GridCommunicator(grid, reducer.levels, averages=reducer.averages)
-        self.options = options = choose_step_place(options, make, dtype, grid)
+        self._model, self._grid, self._weight_decay = model, grid, weight_decay
+        self.options = choose_step_place(options, make, dtype, grid)
         self.loss_scale = None if loss_scale is None else LossScale(loss_scale, grid.device)
-        self.store = build_store(
-            stored,
-            make,
-            dtype,
-            options,
-            grid.device,
-            communicator,
+        self._build = partial(
+            build_store,
+            make=make,
+            dtype=dtype,
+            options=self.options,
+            device=grid.device,
+            communicator=GridCommunicator(grid, reducer.levels, averages=reducer.averages),
             clip=None if clip is None else lambda norm: clip_scale(norm, clip),
             loss_scale=self.loss_scale,
             skips_nonfinite=skips_nonfinite,
         )
+        self.store = self._make_store(masks)
         self._take_over(model)
+        self._start(model)
+
+    def _make_store(self, masks: Masks | None) -> OptimizerStateStore:
+        """The store of all parameters, and what is left of those that masks prune."""
+        self.masks = masks
+        self._pruned = (
+            None
+            if masks is None
+            else PrunedParameters(self.parameters, masks, self._reducer.sharded, self.options.index, self.dtype)
+        )
+        stored = [
+            StoredParameter(
+                name,
+                local_shard(parameter).shape if self._pruned is None else self._pruned.stored_shape(name),
+                self._reducer.sum_groups(parameter),
+                layout_of(parameter).replicas(self._grid.layout_sizes),
+                self._weight_decay if parameter.dim() >= 2 else 0.0,
+            )
+            for name, parameter in self.parameters.items()
+        ]
+        return self._build(stored, indices=None if self._pruned is None else self._pruned.indices)
+
+    def _start(self, model: nn.Module) -> None:
+        """Take gradients from now on."""
+        if self._pruned is not None:
+            self._pruned.send(require_state(model, "StoredOptimizer"), self.parameters)
         self.store.prepare()
         index = {parameter: number for number, parameter in enumerate(self.parameters.values())}
-        reducer.send_to(_StoreSink(self.store, index, model))
+        self._reducer.send_to(_StoreSink(self.store, index, model))
+
+    @torch.no_grad()
+    def prune(self, masks: Masks) -> None:
+        """Keep from now on what `masks` leave of the parameters, of their fp32 weights and of their state.
+
+        Between steps. Takes the memory of both states until it returns. Collective.
+        """
+        before, pruned, scalars = self.store, self._pruned, {}
+        history = {name: self.state(name) for name in self.parameters}
+        self.store = self._make_store(masks)
+        assert self._pruned is not None
+        for number, (name, parameter) in enumerate(self.parameters.items()):
+            shard = local_shard(parameter)
+            weight = before.weight(number)
+            wide = weight if pruned is None else pruned.expand(name, weight.to(shard.device), shard.shape)
+            self._attach(number, shard)
+            self.store.set_weight(number, self._pruned.compress(name, wide.to(shard.device)))
+            self._pruned.write_rows(name, shard)
+            scalars[name] = {key: value for key, value in history[name].items() if not value.dim()}
+        self._start(self._model)
+        for name in self.parameters:
+            for key, slot in history.pop(name).items():
+                if slot.dim():
+                    shape = local_shard(self.parameters[name]).shape
+                    self.set_slot(name, key, slot if pruned is None else pruned.expand(name, slot, shape))
+        self.set_scalars({name: own for name, own in scalars.items() if own})
+        torch.autograd.graph.increment_version(list(self.parameters.values()))
+
+    def _attach(self, number: int, shard: Tensor) -> None:
+        assert self._pruned is not None
+        assert isinstance(self.store.weights, SparseWeights)
+        self.store.weights.attach(number, self._pruned.home(number, shard))
 
     def _take_over(self, model: nn.Module) -> None:
-        """Make the model's parameters views of the store's weights; one after another, so that fp32 ones are freed."""
+        """Make the model's parameters views of the store's weights, or the dense weights of what it stores; one after
+        another, so that fp32 ones are freed."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters.values())}
         known = {id(parameter) for parameter in model.parameters()}
-        dtype = self.dtype
+        dtype, names = self.dtype, list(self.parameters)
 
         def convert(tensor: Tensor) -> Tensor:
             if id(tensor) not in known or (tensor.dtype == dtype and id(tensor) not in numbers):
@@ -128,10 +185,14 @@ class StoredOptimizer:
             number = numbers.pop(id(tensor), None)
             if number is None:
                 shard = shard.to(dtype)
+            elif self._pruned is not None:
+                wide, shard, name = shard, shard.new_zeros(shard.shape, dtype=dtype), names[number]
+                self._attach(number, shard)
+                self.store.set_weight(number, self._pruned.compress(name, wide))
+                self._pruned.write_rows(name, shard)
             else:
                 self.store.set_weight(number, shard)
-                place = self.store.layout.places[number]
-                shard = self.store.weights[place.start : place.stop].view(shard.shape)
+                shard = self.store.weights.read(number).view(shard.shape)
             return place_like(shard, tensor)
 
         for module in model.modules():
@@ -152,6 +213,9 @@ class StoredOptimizer:
                     "update the old numbers: make the optimizer afterwards"
                 )
         norm = self.store.step(lr, loss)
+        if self._pruned is not None:
+            for name, parameter in self.parameters.items():
+                self._pruned.write_rows(name, local_shard(parameter))
         # Kernels of the store do not count versions, which show that gathered weights are stale.
         torch.autograd.graph.increment_version(list(self.parameters.values()))
         return norm
@@ -173,8 +237,13 @@ class StoredOptimizer:
         where = "on the device" if options.location == "device" else f"in {pinned}host memory"
         if options.location == "host":
             where += f", stepped on the {options.step_on}"
+        left = ""
+        if self._pruned is not None:
+            dense = sum(local_shard(parameter).numel() for parameter in self.parameters.values())
+            left = f" of {dense:,}, which are left, with {self._pruned.num_bytes / 1e9:,.3g} GB of indices"
         return (
-            f"optimizer state of rank 0: {numbers:,} numbers, {state / 1e9:,.3g} GB {where}, in {buckets} buckets; "
+            f"optimizer state of rank 0: {numbers:,} numbers{left}, {state / 1e9:,.3g} GB {where}, in {buckets} "
+            "buckets; "
             f"gradients are summed in {len(store.layout.chunks)} messages, and a bucket is updated "
             f"{store.step_order.value}"
         )
@@ -182,17 +251,39 @@ class StoredOptimizer:
     # For checkpoints, which hold fp32 weights and the optimizer's state, wherever they are stored.
 
     def weight(self, name: str) -> Tensor:
-        """This rank's shard of a parameter's fp32 weight."""
-        return self.store.weight(self._numbers[name])
+        """This rank's shard of a parameter's fp32 weight. Collective for a pruned one that z shards."""
+        return self.read_later(name)()
+
+    @torch.no_grad()
+    def read_later(self, name: str, key: str | None = None) -> Callable[[], Tensor]:
+        """A function that returns this rank's shard of a parameter's fp32 weight, or of its state `key`, as they are.
+
+        What ranks exchange for a pruned weight that z shards is exchanged here. Collective.
+        """
+        number, shape = self._numbers[name], local_shard(self.parameters[name]).shape
+
+        def read() -> Tensor:
+            return self.store.weight(number) if key is None else self.store.slots(number)[key]
+
+        if self._pruned is None:
+            return read
+        return self._pruned.expand_later(name, read, shape, self._grid.device)
+
+    @torch.no_grad()
+    def set_slot(self, name: str, key: str, value: Tensor) -> None:
+        """Set a parameter's state `key` from a tensor like its shard. Collective for a pruned weight that z shards."""
+        slot = self.store.slots(self._numbers[name])[key]
+        slot.copy_(value if self._pruned is None else self._pruned.compress(name, value.to(self._grid.device)))
 
     def masters_on_device(self) -> dict[str, Tensor]:
         """The fp32 weights on the device, in addition to the weights of the computation, by name."""
         store = self.store
         has_any = self.options.location == "device" and MASTER in store.residence.arrays
-        return {name: self.weight(name) for name in self.parameters} if has_any else {}
+        return {name: store.weight(self._numbers[name]) for name in self.parameters} if has_any else {}
 
     def state(self, name: str) -> dict[str, Any]:
-        """The state of one parameter, by key: tensors like its shard, and 0-dim ones. Empty before its first step."""
+        """The state of one parameter, by key: tensors like its shard, or flat, of what is left of it; and 0-dim ones.
+        Empty before its first step."""
         return self.store.state(self._numbers[name])
 
     def slots(self, name: str) -> dict[str, Tensor]:
@@ -215,8 +306,9 @@ def build_store(
     clip: Callable[[Tensor], Tensor] | None = None,
     loss_scale: LossScale | None = None,
     skips_nonfinite: bool = False,
+    indices: Sequence[SparseIndex] | None = None,
 ) -> OptimizerStateStore:
-    """The store of these parameters, with its state where `options` has it."""
+    """The store of these parameters, with its state where `options` has it. indices: of what is left of each."""
     sizes = [parameter.shape.numel() for parameter in parameters]
     keys = [(parameter.key, parameter.replicas, parameter.weight_decay) for parameter in parameters]
     bucket_size = min(options.bucket_size, -(-max(sum(sizes), 1) // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT)
@@ -248,6 +340,7 @@ def build_store(
         clip=clip,
         loss_scale=loss_scale,
         skips_nonfinite=skips_nonfinite,
+        weights=None if indices is None else SparseWeights(layout, dtype, device, indices),
     )
 
 
@@ -324,7 +417,7 @@ def choose_step_place(options: StateOptions, make: MakeUpdate, dtype: torch.dtyp
     return replace(options, step_on=chosen)
 
 
-def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig) -> StoredOptimizer:
+def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig, masks: Masks | None = None) -> StoredOptimizer:
     """Build the optimizer of a run whose `optimizer_state` is "device" or "host", of the model's present weights."""
     if run.optimizer == "sgd":
         make = sgd_update(momentum=run.momentum)
@@ -341,6 +434,7 @@ def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig) -> Stor
         options=run.state,
         loss_scale=LossScaleOptions(run.loss_scale, run.loss_scale_steps) if run.dtype == "fp16" else None,
         skips_nonfinite=run.skips_nonfinite,
+        masks=masks,
     )
 
 
@@ -358,13 +452,23 @@ class _StoreSink:
                 f"{name} has a gradient, but was frozen when its optimizer was made, which has no state for it: make "
                 "the optimizer while all are unfrozen that will be trained, and freeze them then"
             )
-        self._store.add(self._index[parameter], shard)
+        self._store.add(self._index[parameter], _as_stored(parameter, shard))
 
     def complete(self, parameter: nn.Parameter) -> None:
         self._store.complete(self._index[parameter])
 
     def finish(self) -> None:
         self._store.finish()
+
+
+def _as_stored(parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    """A gradient as the store takes it. One that comes by autograd, of a term outside of the forward pass, is of this
+    rank's rows, while z's reduce-scatter leaves this rank's share of what is left."""
+    pruned = parameter.pruned if isinstance(parameter, TensorOnGrid) else None
+    if pruned is None or shard.dim() == 1:
+        return shard
+    found: Tensor = pruned.from_rows(pruned.compress_rows(shard))
+    return found
 
 
 class _GradientSum:

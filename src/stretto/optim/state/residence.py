@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from stretto.optim.state.layout import Bucket
+from stretto.optim.state.weights import FlatWeights
 
 Allocate = Callable[[int], Tensor]
 """Allocates zeroed host memory that copies to and from the device can use: uint8 [n]."""
@@ -39,13 +40,15 @@ class OpenBucket(NamedTuple):
 class StateResidence(ABC):
     """The state of all elements, by name: `arrays`, flat tensors of the layout's size, where they are stored.
 
-    `prepare` comes first, with the flat weights and gradients on the device. step_device: where buckets are stepped.
+    `prepare` comes first, with the weights and the flat gradients on the device. step_device: where buckets are
+    stepped. weight_buffers: sets of buffers that it opens weights in.
     """
 
     arrays: dict[str, Tensor]
     step_device: torch.device
+    weight_buffers = 1
 
-    def prepare(self, weights: Tensor, gradients: Tensor) -> None:
+    def prepare(self, weights: FlatWeights, gradients: Tensor) -> None:
         """Allocate what is not needed before the first step."""
         self.weights, self.gradients = weights, gradients
 
@@ -85,7 +88,7 @@ class DeviceResidence(StateResidence):
         self._size = size
         self.arrays = {name: torch.zeros(size, dtype=slots[name], device=device) for name in early if name in slots}
 
-    def prepare(self, weights: Tensor, gradients: Tensor) -> None:
+    def prepare(self, weights: FlatWeights, gradients: Tensor) -> None:
         super().prepare(weights, gradients)
         self.arrays |= {
             name: torch.zeros(self._size, dtype=dtype, device=self.step_device) for name, dtype in self._late.items()
@@ -97,10 +100,10 @@ class DeviceResidence(StateResidence):
     def open(self, bucket: Bucket) -> OpenBucket:
         part = slice(bucket.start, bucket.stop)
         state = {name: array[part] for name, array in self.arrays.items()}
-        return OpenBucket(self.weights[part], self.gradients[part], state)
+        return OpenBucket(self.weights.open(bucket), self.gradients[part], state)
 
     def close(self, bucket: Bucket) -> None:
-        return
+        self.weights.close(bucket)
 
 
 class _HostArrays(StateResidence):
@@ -158,7 +161,7 @@ class _HostArrays(StateResidence):
 class HostResidence(_HostArrays):
     """State in host memory, of which up to `buffer_sets` buckets are on the device; steps run on the device."""
 
-    def prepare(self, weights: Tensor, gradients: Tensor) -> None:
+    def prepare(self, weights: FlatWeights, gradients: Tensor) -> None:
         super().prepare(weights, gradients)
         self._sets = [
             {name: torch.empty(self.rows, dtype=dtype, device=self.device) for name, dtype in self.slots.items()}
@@ -180,9 +183,10 @@ class HostResidence(_HostArrays):
         if self.is_cuda:
             torch.cuda.current_stream(self.device).wait_event(self.is_there[number])
         state = {name: buffer[: bucket.size] for name, buffer in self._sets[number].items()}
-        return OpenBucket(self.weights[part], self.gradients[part], state)
+        return OpenBucket(self.weights.open(bucket), self.gradients[part], state)
 
     def close(self, bucket: Bucket) -> None:
+        self.weights.close(bucket)
         number = self.number_of(bucket)
         if self.is_cuda:
             self.to_host.wait_stream(torch.cuda.current_stream(self.device))
@@ -218,9 +222,10 @@ class HostStepResidence(_HostArrays):
     updates one bucket while the next one's gradients are copied.
     """
 
-    def prepare(self, weights: Tensor, gradients: Tensor) -> None:
+    def prepare(self, weights: FlatWeights, gradients: Tensor) -> None:
         super().prepare(weights, gradients)
         self.step_device = torch.device("cpu")
+        self.weight_buffers = self.buffer_sets
         self._staged = []
         for _ in range(self.buffer_sets):
             sizes = [self.rows * flat.dtype.itemsize for flat in (weights, gradients)]
@@ -241,7 +246,9 @@ class HostStepResidence(_HostArrays):
     def close(self, bucket: Bucket) -> None:
         number = self.number_of(bucket)
         with self.on("to_device"):
-            self.weights[bucket.start : bucket.stop].copy_(self._staged[number][0][: bucket.size], non_blocking=True)
+            buffer = self.weights.buffer(bucket, number)
+            buffer.copy_(self._staged[number][0][: bucket.size], non_blocking=True)
+            self.weights.close(bucket, number)
             if self.is_cuda:
                 self.is_returned[number].record(self.to_device)
 
@@ -263,7 +270,8 @@ class HostStepResidence(_HostArrays):
                 self.is_returned[number].synchronize()
         with self.on("to_host"):
             # The weights, too: where a step is skipped, or a parameter has no gradient, they go back as they are.
-            for staged, flat in zip(self._staged[number], (self.weights, self.gradients), strict=True):
-                staged[: bucket.size].copy_(flat[part], non_blocking=True)
+            sources = self.weights.open(bucket, number), self.gradients[part]
+            for staged, source in zip(self._staged[number], sources, strict=True):
+                staged[: bucket.size].copy_(source, non_blocking=True)
             if self.is_cuda:
                 self.is_there[number].record(self.to_host)

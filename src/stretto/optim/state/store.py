@@ -26,6 +26,7 @@ from stretto.optim.state.loss_scale import LossScale
 from stretto.optim.state.master_weights import join, round_to, round_to_bf16
 from stretto.optim.state.residence import StateResidence
 from stretto.optim.state.updates import LOW, MASTER, TILE, History, StepSettings, Update
+from stretto.optim.state.weights import FlatWeights
 
 
 class Reduction(Protocol):
@@ -54,7 +55,7 @@ class StepOrder(Enum):
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter of the store: this rank's shard.
+    """A parameter of the store: this rank's shard. Of a pruned one, shape is that of what is left, flat.
 
     key: over which ranks its gradient is summed; those with equal keys and weight decays share messages. replicas: how
     many ranks hold each number.
@@ -83,7 +84,7 @@ class OptimizerStateStore:
 
     parameters: in one order on all ranks that share a group. layout: of their numbers. dtypes: of weights (bf16, fp16
     or fp32) and of gradients (the same, or fp32 for sums of many micro-batches). residence: of the state that
-    `state_slots` lists. First comes `set_weight` of each parameter, then `prepare`.
+    `state_slots` lists. weights: `FlatWeights` if None. First comes `set_weight` of each parameter, then `prepare`.
     """
 
     def __init__(
@@ -99,10 +100,11 @@ class OptimizerStateStore:
         clip: Callable[[Tensor], Tensor] | None = None,
         loss_scale: LossScale | None = None,
         skips_nonfinite: bool = False,
+        weights: FlatWeights | None = None,
     ) -> None:
         self.parameters, self.layout = tuple(parameters), layout
         self.device = device
-        self.weights = torch.zeros(layout.size, dtype=dtypes[0], device=device)
+        self.weights = weights or FlatWeights(layout, dtypes[0], device)
         self.gradients = torch.empty(0, dtype=dtypes[1], device=device)
         self.update, self.residence, self.communicator = update, residence, communicator
         self.clip, self.loss_scale, self.skips_nonfinite = clip, loss_scale, skips_nonfinite
@@ -126,6 +128,9 @@ class OptimizerStateStore:
         """Allocate gradients, and the state that the weights have not needed so far."""
         self.gradients = torch.zeros(self.layout.size, dtype=self.gradients.dtype, device=self.device)
         self.residence.prepare(self.weights, self.gradients)
+        sets, kept = self.residence.weight_buffers, self.residence.arrays
+        reads = MASTER not in kept or self.residence.step_device != self.device
+        self.weights.prepare(max((bucket.size for bucket in self.layout.buckets), default=0), sets, reads=reads)
 
     # Gradients.
 
@@ -133,15 +138,14 @@ class OptimizerStateStore:
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a part of parameter `index`'s gradient, that of this rank's tokens."""
         place, step = self.layout.places[index], self._step
-        own = self.gradients[place.start : place.stop].view(gradient.shape)
+        own, take = self.gradients[place.start : place.stop], self.weights.take_gradient
         if index in step.late:
-            step.late[index].add_(gradient)
+            take(index, gradient, step.late[index], adds=True)
         elif index in step.complete:
-            step.late[index] = gradient.to(self.gradients.dtype, copy=True)
-        elif index in step.present:
-            own.add_(gradient)
+            step.late[index] = torch.empty_like(own)
+            take(index, gradient, step.late[index], adds=False)
         else:
-            own.copy_(gradient)
+            take(index, gradient, own, adds=index in step.present)
         step.present.add(index)
 
     def complete(self, index: int) -> None:
@@ -171,7 +175,7 @@ class OptimizerStateStore:
         step.complete.update(range(len(self.parameters)))
         for index in sorted(step.late):
             place = self.layout.places[index]
-            total = self.communicator.start_sum(self.parameters[index].key, step.late[index].flatten()).wait()
+            total = self.communicator.start_sum(self.parameters[index].key, step.late[index]).wait()
             for chunk in self._chunks_of[index]:
                 step.started[chunk.index].wait()
             self.gradients[place.start : place.stop].add_(total)
@@ -275,6 +279,7 @@ class OptimizerStateStore:
     def _begin_update(self, lr: float | Tensor, scale: Tensor, skip: Tensor) -> None:
         active = {history: self._history[history] for history in {self.histories[i] for i in self._step.present}}
         device = self.residence.step_device
+        self.weights.begin(self._step.present, skip)
         settings = StepSettings(lr, scale.to(device), skip.to(device))
         self.update.begin(settings, dict(sorted(active.items())), self._weight_decays)
 
@@ -300,8 +305,8 @@ class OptimizerStateStore:
         """Set a parameter's fp32 weight, and round it to the weight that is computed with. value: of any device."""
         place, arrays = self.layout.places[index], self.residence.arrays
         part = slice(place.start, place.stop)
-        wide = value.detach().flatten().to(self.weights.device, torch.float32)
-        weight = self.weights[part]
+        wide = value.detach().flatten().to(self.device, torch.float32)
+        weight = torch.empty_like(wide, dtype=self.weights.dtype)
         if LOW in arrays:
             low = torch.empty_like(weight, dtype=torch.int16)
             round_to_bf16(wide, weight, low)
@@ -310,6 +315,7 @@ class OptimizerStateStore:
             round_to(wide, weight)
             if MASTER in arrays:
                 arrays[MASTER][part].copy_(wide)
+        self.weights.write(index, weight)
 
     def weight(self, index: int) -> Tensor:
         """A parameter's fp32 weight, as stored; for split weights a new tensor on the host."""
@@ -318,8 +324,8 @@ class OptimizerStateStore:
         part, shape = slice(place.start, place.stop), self.parameters[index].shape
         if LOW in arrays:
             low = arrays[LOW][part]
-            return join(self.weights[part].to(low.device), low).view(shape)
-        return arrays.get(MASTER, self.weights)[part].view(shape)
+            return join(self.weights.read(index).to(low.device), low).view(shape)
+        return (arrays[MASTER][part] if MASTER in arrays else self.weights.read(index)).view(shape)
 
     def state(self, index: int) -> dict[str, Any]:
         """A parameter's optimizer state: views of what is of every number, and 0-dim tensors. Empty before a step."""

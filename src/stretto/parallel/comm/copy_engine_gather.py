@@ -79,6 +79,17 @@ class CopyEngineAllGather:
         """Copy this weight from the next forward pass on."""
         self._weights[key] = weight
 
+    def drop_pruned(self) -> None:
+        """Copy no pruned weights from the next forward pass on."""
+        pruned = [key for key, weight in self._weights.items() if getattr(weight.parameter, "pruned", None) is not None]
+        if pruned:
+            was_stopped = self._is_stopped
+            self.stop()
+            self._is_stopped = was_stopped
+        for key in pruned:
+            del self._weights[key]
+        self._order = [key for key in self._order if key in self._weights]
+
     def begin(self) -> None:
         """Begin a forward pass: start to copy weights. Collective; the host does not wait.
 
@@ -292,6 +303,10 @@ class CopyEngineGatherer(WeightGatherer):
     def stop_keeping(self) -> None:
         """From now on copy only within steps, and free the memory."""
         self.copies.stop()
+
+    def send_pruned(self) -> None:
+        """Leave pruned weights to `others`."""
+        self.copies.drop_pruned()
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:
         """True if rows of `GatheredWeight.version` have been overwritten with other numbers since."""

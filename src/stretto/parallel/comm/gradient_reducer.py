@@ -62,6 +62,7 @@ from stretto.parallel.comm.rank_order import RankOrder
 from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.unsharded_gradients import UnshardedGradients
 from stretto.parallel.comm.users_hooks import UsersHooks, alive
+from stretto.parallel.comm.weight_gathering import WeightToGather
 from stretto.parallel.grid import Grid
 from stretto.parallel.precision import Precision
 from stretto.parallel.state import require_state
@@ -127,6 +128,7 @@ class GradientReducer:
         self._unsummed: dict[nn.Parameter, None] = {}  # an ordered set: all ranks go through it in one order
         self._expected: dict[nn.Parameter, int] = {}
         self.at_failure: list[Callable[[], None]] = []
+        self.sharded: dict[nn.Parameter, WeightToGather] = {}  # how z shards weights
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
         self.order = order  # over z
         stage = grid.communicator(STAGE)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import Pending, start_gather_rows
 from stretto.parallel.comm.rank_order import Event, RankOrder
 from stretto.parallel.comm.two_level import TwoLevels
-from stretto.parallel.layout import Version, local, version_of
+from stretto.parallel.layout import TensorOnGrid, Version, local, version_of
 from stretto.parallel.state import require_state
 
 # How many weights are gathered ahead of the one in use: one is enough while gathering takes less time than a product.
@@ -63,6 +63,8 @@ class WeightToGather:
 
     def start(self, current: Tensor, group: dist.ProcessGroup, levels: TwoLevels | None) -> Pending:
         """Begin to all-gather the rows of the parameter, or of the tensor that has replaced it."""
+        if isinstance(current, TensorOnGrid) and current.pruned is not None:
+            return cast(Pending, current.pruned.start_gather(self.dtype, levels))
         shard = local(current).transpose(0, self.dim)
         shard = shard if self.dtype is None else shard.to(self.dtype)
         return start_gather_rows(shard, self.rows, self.group or group, levels)
@@ -118,6 +120,9 @@ class WeightGatherer(ABC):
 
     def stop_keeping(self) -> None:  # noqa: B027
         """Stop keeping whole rows between passes, and free those that are kept."""
+
+    def send_pruned(self) -> None:  # noqa: B027
+        """Gather by messages the weights that have been pruned, of which these carry what is left."""
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:
         """True if rows of `GatheredWeight.version` have been overwritten with other numbers since."""
@@ -325,6 +330,10 @@ class StepGatherer(WeightGatherer):
     def stop_keeping(self) -> None:
         """Keep no whole rows between passes outside of a step."""
         self.inner.stop_keeping()
+
+    def send_pruned(self) -> None:
+        """Gather pruned weights by messages."""
+        self.inner.send_pruned()
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:
         """True if rows have been overwritten with other numbers since."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
 from stretto.parallel.layers.held_tensors import ParameterPlace, check_places, hold, hold_and_check
-from stretto.parallel.layout import Version, layout_of, local, version_of
+from stretto.parallel.layout import TensorOnGrid, Version, layout_of, local, version_of
 from stretto.parallel.precision import Precision
 
 
@@ -180,16 +180,38 @@ class BlockShard:
         self._holds_all = True
         self._holds_next = False  # what is gathered next, to compute the block again
         self._copied: dict[int, WeightToGather] = {}
+        self._pruned: dict[int, WeightToGather] = {}
         self._kept: list[_KeptRows] = []
+        for parameter in parameters:
+            gradients.sharded[parameter] = self._to_gather(parameter)
+        self._fill_messages()
+
+    def _to_gather(self, parameter: nn.Parameter) -> WeightToGather:
+        rows, dtype = layout_of(parameter).shape[0], self.precision.sent(parameter.dtype)
+        return WeightToGather(parameter, rows, dtype, self.group)
+
+    def _fill_messages(self) -> None:
+        """Choose which parameters messages hold, and which are gathered one by one: large ones by copy engines, and
+        pruned ones, of which a message carries what is left."""
         by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, parameter in enumerate(parameters):
-            by_dtype.setdefault(parameter.dtype, []).append(index)
-        self._gathered = self._make_messages(by_dtype.values(), gatherer.keeps_rows and not frees)
+        for index, parameter in enumerate(self.parameters[: self._sharded]):
+            if isinstance(parameter, TensorOnGrid) and parameter.pruned is not None:
+                self._pruned[index] = self._to_gather(parameter)
+            else:
+                by_dtype.setdefault(parameter.dtype, []).append(index)
+        self._copied = {}
+        self._gathered = self._make_messages(by_dtype.values(), self.gatherer.keeps_rows and not self.frees)
         self._scattered = self._make_messages(by_dtype.values(), False)
         for message, _ in self._gathered:
-            gatherer.register(message, message, may_keep=False)
+            self.gatherer.register(message, message, may_keep=False)
         for weight in self._copied.values():
-            gatherer.register(weight, weight, may_keep=True)
+            self.gatherer.register(weight, weight, may_keep=True)
+        for weight in self._pruned.values():
+            self.gatherer.register(weight, weight, may_keep=False)
+
+    def send_pruned(self) -> None:
+        """Send what is left of parameters that have been pruned, from now on."""
+        self._fill_messages()
 
     def _make_messages(
         self, groups: Iterable[Sequence[int]], copies: bool
@@ -202,7 +224,7 @@ class BlockShard:
                 parameter = self.parameters[index]
                 shape, dtype = layout_of(parameter).shape, self.precision.sent(parameter.dtype)
                 if copies and torch.Size(shape).numel() * (dtype or parameter.dtype).itemsize >= MIN_COPIED_BYTES:
-                    self._copied[index] = WeightToGather(parameter, shape[0], dtype)
+                    self._copied[index] = self._to_gather(parameter)
                 else:
                     left.append(index)
             if left:
@@ -226,6 +248,8 @@ class BlockShard:
             if version is not None:
                 begin = rows.data_ptr()
                 self._kept.append(_KeptRows(begin, begin + rows.numel() * rows.element_size(), weight, version))
+        for index, weight in self._pruned.items():
+            found[index] = self.gatherer.gather(weight, weight.parameter).rows.detach()
         return [found[index] for index in range(self._sharded)]
 
     def _get_again(self, index: int) -> Tensor:
@@ -259,6 +283,16 @@ class BlockShard:
             found = [(message.parameter[place], gradients[indices[place]]) for place in chosen]
             pairs = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
             self.gradients.reduce_scatter_block(pairs, partial(self._start_all, message, chosen), self._start_one)
+        for index in self._pruned:
+            if (gradient := gradients[index]) is not None:
+                self.gradients.reduce_scatter_gradient(
+                    self.parameters[index], gradient, partial(self._start_pruned, index), is_sharded=True
+                )
+
+    def _start_pruned(self, index: int, gradient: Tensor, factor: float) -> Pending:
+        pruned = self.parameters[index].pruned  # type: ignore[attr-defined]
+        wire, levels = self.precision.wire(gradient), self.gradients.levels
+        return cast(Pending, pruned.start_scatter(gradient, wire, factor, levels))
 
     def _start_all(
         self, message: _BlockMessage, chosen: Sequence[int], gradients: Sequence[Tensor], factors: Sequence[float]

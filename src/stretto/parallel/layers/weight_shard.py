@@ -4,6 +4,7 @@
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
+from typing import cast as cast_to
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from stretto.parallel.comm.collectives import Pending, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import GatheredWeight, StepGatherer, WeightGatherer, WeightToGather
-from stretto.parallel.layout import Version, local, version_of
+from stretto.parallel.layout import TensorOnGrid, Version, local, version_of
 from stretto.parallel.low_precision_weights import cast, keep_copy
 from stretto.parallel.precision import Precision
 
@@ -71,6 +72,7 @@ class WeightShard:
         if self.ring is not None:
             self.ring.register(self.rows, local(parameter).shape[1:].numel())
         weight = WeightToGather(parameter, self.rows, self.precision.compute, self.group, self.dim)
+        self.gradients.sharded[parameter] = weight
         self.gatherer.register(self, weight, may_keep=may_keep and self.group.size() > 1)
 
     def start_reduction(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -79,6 +81,9 @@ class WeightShard:
         self.gradients.reduce_scatter_gradient(parameter, gradient, start, is_sharded=self.group.size() > 1)
 
     def _start_scatter(self, parameter: nn.Parameter, gradient: Tensor, factor: float) -> Pending:
+        if isinstance(parameter, TensorOnGrid) and parameter.pruned is not None:
+            options = self.precision.reduce, factor, self.gradients.levels
+            return cast_to(Pending, parameter.pruned.start_scatter(gradient, *options))
         if self.precision.reduce is not None and self.is_sent(parameter):
             gradient = gradient.to(self.precision.reduce)
         if self.ring is None:

@@ -7,6 +7,7 @@ times one block's, and those of what else it has.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -249,7 +250,8 @@ def tied_bytes(workload: StepWorkload, config: StepConfig) -> float:
     """Bytes of that gradient on a rank."""
     grid = workload.model.splitting_sizes(config.grid)
     rows = -(-workload.model.vocab // grid.x) / grid.z
-    return rows * workload.model.hidden / grid.y * number_bytes(workload, config.state).gradient
+    dense = replace(config.state, sparsity=0.0)  # embeddings are not pruned
+    return rows * workload.model.hidden / grid.y * number_bytes(workload, dense).gradient
 
 
 # Messages.

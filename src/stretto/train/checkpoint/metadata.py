@@ -32,7 +32,7 @@ MAX_METADATA_BYTES = 1 << 28  # a box of a tensor takes about 100
 FREE_MODEL_OPTIONS = ("dropout", "max_seq_len", "balance_loss", "bias_rate", "z_loss", "capacity_factor")
 
 _FOLDER_NAME = re.compile(r"step-[0-9]{8,}")
-_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}  # bytes, by dtype
+_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "uint8": 1}  # bytes, by dtype
 _Index = Annotated[int, Field(ge=0)]
 _Checksum = Annotated[str, Field(pattern=PATTERN)]
 
@@ -71,7 +71,7 @@ class TensorEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     shape: tuple[_Index, ...]
-    dtype: Literal["float64", "float32", "bfloat16"]
+    dtype: Literal["float64", "float32", "bfloat16", "uint8"]  # uint8: masks of pruned parameters
     chunks: tuple[StoredBox, ...]
 
     @property

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.memory import PeerError, exchange, failures, group_timeout
 from stretto.models import GPT, GPTConfig
+from stretto.optim.sparse import Masks, WeightMask
 from stretto.parallel.layout import layout_of, place_on
 from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
 from stretto.train.checkpoint.folders import checkpoint_path, unreadable
@@ -219,8 +220,10 @@ def training_state(model: nn.Module, optimizer: ShardOptimizer | StoredOptimizer
     state = {f"model.{name}": sharded_state_of(parameter) for name, parameter in saved_tensors(model).items()}
     if isinstance(optimizer, StoredOptimizer):
         for name, parameter in optimizer.parameters.items():
-            state[f"model.{name}"] = _lazy_state_of(parameter, partial(optimizer.weight, name))
+            state[f"model.{name}"] = _lazy_state_of(parameter, optimizer.read_later(name))
         state |= _scale_state(optimizer)
+        if optimizer.masks is not None:
+            return state | _pruned_state(optimizer, optimizer.masks)
     if optimizer is not None:
         for name, parameter in optimizer.parameters.items():
             for key, slot in optimizer.state(name).items():
@@ -243,9 +246,51 @@ def sharded_state_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedS
     return ShardedState(shape, tuple(held))
 
 
-def _lazy_state_of(parameter: Tensor, read: Callable[[], Tensor]) -> ShardedState:
-    """`sharded_state_of` a tensor in fp32, whose local part `read` makes or returns."""
-    like = torch.empty_like(local_shard(parameter), dtype=torch.float32, device="meta")
+def _pruned_state(optimizer: StoredOptimizer, masks: Masks) -> dict[str, ShardedState]:
+    """The state of a pruned model's parameters, dense, so that it may be resumed without masks; and the masks."""
+    state = {"training.sparsity": ShardedState((1,), (LocalBox((0,), torch.tensor([masks.sparsity])),))}
+    for name, parameter in optimizer.parameters.items():
+        for key, slot in optimizer.state(name).items():
+            if slot.dim():
+                whole = _lazy_state_of(parameter, optimizer.read_later(name, key), slot.dtype)
+            else:
+                whole = ShardedState((), (LocalBox((), slot),))
+            state[f"optimizer.{name}.{key}"] = whole
+        if (mask := masks.masks.get(name)) is not None:
+            state[f"mask.{name}"] = _lazy_state_of(parameter, mask.unpacked_bytes, torch.uint8)
+    return state
+
+
+def load_masks(path: Path, metadata: CheckpointMetadata, model: nn.Module, sparsity: float) -> Masks | None:
+    """Read the masks of a checkpoint of a pruned model, of this rank's shards; None for another, or to train all.
+
+    sparsity: that of the run, 0 to train all. Collective. Raises ValueError for a checkpoint of another sparsity.
+    """
+    if "training.sparsity" not in metadata.tensors or not sparsity:
+        return None
+    found = torch.zeros(1)
+    load_state(path, metadata, {"training.sparsity": ShardedState((1,), (LocalBox((0,), found),))})
+    if abs(float(found) - sparsity) > 1e-6:
+        raise ValueError(
+            f"the checkpoint {path} was pruned with a sparsity of {float(found):g}, and train.sparsity is {sparsity}; "
+            f"{float(found):g} would do, or 0, which trains all weights"
+        )
+    masks, parameters = dict[str, WeightMask](), dict(model.named_parameters())
+    for full_name in metadata.tensors:
+        name = full_name.removeprefix("mask.")
+        if name == full_name:
+            continue
+        own = parameters.get(name)  # None on other stages of a pipeline, which take part in each read
+        mask = None if own is None else torch.zeros_like(local_shard(own), dtype=torch.uint8, requires_grad=False)
+        load_state(path, metadata, {} if own is None else {full_name: sharded_state_of(own, mask)})
+        if mask is not None:
+            masks[name] = WeightMask.of(mask)
+    return Masks(masks, sparsity)
+
+
+def _lazy_state_of(parameter: Tensor, read: Callable[[], Tensor], dtype: torch.dtype = torch.float32) -> ShardedState:
+    """`sharded_state_of` a tensor of this dtype, whose local part `read` makes or returns."""
+    like = torch.empty_like(local_shard(parameter), dtype=dtype, device="meta")
     whole = sharded_state_of(parameter, like)
 
     def values_of(number: int) -> Tensor:
@@ -276,6 +321,8 @@ def load_optimizer_state(
     for full_name, entry in metadata.tensors.items():
         name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
         if not full_name.startswith("optimizer.") or name in other_stages:
+            if optimizer.masks is not None and full_name.startswith("optimizer.") and entry.shape:
+                load_state(path, metadata, {})  # which other stages read
             continue
         parameter = optimizer.parameters.get(name)
         slots = {} if parameter is None else optimizer.slots(name)
@@ -283,7 +330,12 @@ def load_optimizer_state(
             raise ValueError(f"the checkpoint {path} has {full_name}, which is no state of this optimizer")
         own = scalars.setdefault(name, {})
         if entry.shape:
-            state[full_name] = sharded_state_of(parameter, slots[key])
+            if optimizer.masks is None:
+                state[full_name] = sharded_state_of(parameter, slots[key])
+                continue
+            dense = torch.zeros_like(local_shard(parameter), dtype=slots[key].dtype, requires_grad=False)
+            load_state(path, metadata, {full_name: sharded_state_of(parameter, dense)})  # one dense tensor at a time
+            optimizer.set_slot(name, key, dense)
         else:
             own[key] = torch.zeros((), dtype=entry.torch_dtype)
             state[full_name] = ShardedState((), (LocalBox((), own[key]),))

@@ -13,6 +13,7 @@ from stretto.execution import (
     Overlap,
     Recomputation,
     ReshardPolicy,
+    SparseIndexKind,
     StageOptions,
     StagePlacement,
     StateOptions,
@@ -134,6 +135,22 @@ class RunConfig(RunOptions):
         False,
         "optimizer_state device and host: accumulate gradients of micro-batches in fp32; 2 more bytes per parameter",
     )
+    sparsity: float = option(
+        0.0, "part of the weights of linears that is pruned, by magnitude; optimizer_state device and host then keep "
+        "gradients, fp32 weights and state of what is left alone ([sparse.md](sparse.md))", ge=0, lt=1,
+    )  # fmt: skip
+    sparse_index: SparseIndexKind = option(
+        "bitmap", "how the places of what is left are stored: `bitmap`, 0.13 bytes per parameter; `int32`, 4 bytes for "
+        "each that is left",
+    )  # fmt: skip
+    prune_scope: Literal["layer", "global"] = option(
+        "layer", "whether each weight is pruned to `train.sparsity`, or all of them together"
+    )
+    prune_at: int = option(0, "steps after which the model is pruned", unit="steps", ge=0, le=1 << 40)
+    prune_method: Literal["magnitude", "early-bird"] = option(
+        "magnitude", "`early-bird`: masks are drawn every `train.prune_at` steps, and the model is pruned once five in "
+        "a row differ in at most a tenth of their numbers",
+    )  # fmt: skip
     loss_scale: float = option(65536.0, "fp16: the initial loss scale, which is adapted dynamically", ge=1, le=2.0**24)
     loss_scale_steps: int = option(
         2000, "fp16: steps without an overflow after which the loss scale is doubled", unit="steps", ge=1, le=1 << 31
@@ -150,6 +167,8 @@ class RunConfig(RunOptions):
             splits_weights=self.split_weights,
             accumulates_fp32=self.accumulate_fp32,
             step_on=self.step_on,
+            sparsity=self.sparsity,
+            index=self.sparse_index,
         )
 
 

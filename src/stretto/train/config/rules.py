@@ -64,6 +64,7 @@ def contradictions(config: "TrainConfig") -> list[str]:
     problems += contradictions_of_run(run)
     problems += _contradictions_of_copies(config)
     problems += _contradictions_of_state(config)
+    problems += _contradictions_of_pruning(config)
     problems += _contradictions_of_pipeline(config)
     if ExecutionOptions(reshard=run.reshard).scatters_once:
         reasons = {
@@ -170,7 +171,35 @@ _STATE_OPTIONS = (
     "accumulate_fp32",
     "step_on",
     "host_memory",
+    "sparsity",
 )
+
+
+def _contradictions_of_pruning(config: "TrainConfig") -> list[str]:
+    """Check when and how the model is pruned. Returns a message for each rule that is broken."""
+    run, fields = config.train, type(config.train).model_fields
+    changed = [name for name in _PRUNE_OPTIONS if getattr(run, name) != fields[name].default]
+    if not run.sparsity:
+        return [
+            f"train.{name} is {getattr(run, name)!r}, but train.sparsity is 0, which prunes nothing; "
+            "train.sparsity=0.9 would do"
+            for name in changed
+        ]
+    problems = []
+    if run.prune_method == "early-bird" and not run.prune_at:
+        problems.append(
+            "train.prune_method is 'early-bird', which draws masks every train.prune_at steps, and that is 0; "
+            "train.prune_at=100 would do"
+        )
+    if run.prune_at and run.cuda_graph:
+        problems.append(
+            f"train.prune_at is {run.prune_at} and train.cuda_graph is on, but a graph's steps cannot change; "
+            "train.prune_at=0 or train.cuda_graph=false would do"
+        )
+    return problems
+
+
+_PRUNE_OPTIONS = ("sparse_index", "prune_scope", "prune_at", "prune_method")
 
 
 def _contradictions_of_pipeline(config: "TrainConfig") -> list[str]:

@@ -301,7 +301,9 @@ def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory:
     gpu_memory: bytes, None if unknown. Activations are not counted.
     """
     run, types = config.train, _types(config)
-    if not run.state.is_separate:
+    # Of a run that prunes later, the dense state comes first.
+    state = replace(run.state, sparsity=0.0) if run.prune_at else run.state
+    if not state.is_separate:
         return
     known = None if isinstance(model, int) else model
     sizes = check_sizes(config.grid.sizes())
@@ -321,10 +323,10 @@ def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory:
         return f"{largest} would fit, of this GPT {f'model.layers={blocks}' if blocks else 'not one layer'}"
 
     def on_host(count: float) -> float:
-        return state_on_host(types, run.state, count)
+        return state_on_host(types, state, count)
 
     def on_device(count: float) -> float:
-        return min_on_device(types, run.state, count)
+        return min_on_device(types, state, count)
 
     if run.optimizer_state == "host":
         ranks, limit = count_ranks_here(config.ranks), host_memory_limit(run.host_memory)

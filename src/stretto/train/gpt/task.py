@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from stretto.cluster import Cluster
 from stretto.counters import advance, note
 from stretto.execution import IGNORED_TARGET
 from stretto.models.moe import routers, update_biases
+from stretto.optim.sparse import EarlyBird, Masks
 from stretto.parallel import Grid, Pipeline, clip_scale, gradient_norm, parallelize
 from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
-from stretto.train.checkpoint import load_checkpoint, load_optimizer_state, training_state
+from stretto.train.checkpoint import load_checkpoint, load_masks, load_optimizer_state, training_state
 from stretto.train.checkpoint.metadata import check_description, persistent_buffers
 from stretto.train.checkpoint.storage import ShardedState
 from stretto.train.checkpoint.torch_format import read_index
@@ -36,6 +37,7 @@ from stretto.train.gpt.preflight import (
 )
 from stretto.train.observe.experts import NUMBERS_OF_ROUTER, pack
 from stretto.train.optimizer import ShardOptimizer, build_optimizer
+from stretto.train.pruning import prune
 from stretto.train.step_executor import PipelineExecutor, StepExecutor, StepFunctions, build_executor
 from stretto.train.stored_optimizer import StoredOptimizer, build_stored_optimizer
 from stretto.train.task import Evaluation, TrainTask
@@ -90,6 +92,7 @@ class GPTTask(TrainTask):
             self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies, grid=grid)
         # A graph's replay cannot wait inside it, and buffers (but those of routers) may change in the forward pass.
         buffers = [name for name in persistent_buffers(self.model) if not name.startswith(self._routers)]
+        self._early_bird = EarlyBird()
         self._changes_state_early = options.cuda_graph or bool(buffers)
         functions = StepFunctions(self.model, self._compute_loss, self._update, self._scale_loss)
         self.pipeline: Pipeline | None = None
@@ -120,7 +123,7 @@ class GPTTask(TrainTask):
     def start(self) -> Path | None:
         self.source.load_weights(self.model)
         if self.keeps_state_apart:
-            self._take_over()
+            self._take_over(self._draw_masks() if self._prunes_after(0) else None)
         return self.source.weights_file
 
     def resume(self, checkpoint: Path) -> int:
@@ -130,19 +133,44 @@ class GPTTask(TrainTask):
             metadata = load_checkpoint(checkpoint, self.model, self.optimizer)
         else:
             metadata = load_checkpoint(checkpoint, self.model)
+            masks = load_masks(checkpoint, metadata, self.model, self.config.train.sparsity)
+            if masks is None and self._prunes_after(metadata.step):
+                masks = self._draw_masks()
             load_optimizer_state(
-                checkpoint, metadata, self._take_over(), other_stages=names_on_other_stages(self.model)
+                checkpoint, metadata, self._take_over(masks), other_stages=names_on_other_stages(self.model)
             )
         self.compare_data(metadata)
         return metadata.step
 
-    def _take_over(self) -> StoredOptimizer:
+    def _take_over(self, masks: Masks | None) -> StoredOptimizer:
         """Create the optimizer with separate state, from the model's current weights."""
-        optimizer = build_stored_optimizer(self.model, self.grid, self.config.train)
+        optimizer = build_stored_optimizer(self.model, self.grid, self.config.train, masks)
         self.optimizer = optimizer
         return optimizer
 
+    def _prunes_after(self, step: int) -> bool:
+        """True if the model, which has not been pruned, may be after this step."""
+        options = self.config.train
+        if not options.sparsity:
+            return False
+        if options.prune_method == "early-bird":
+            return step > 0 and step % options.prune_at == 0
+        return step >= options.prune_at
+
+    def _draw_masks(self) -> Masks | None:
+        options, stored = self.config.train, self.optimizer
+        method: EarlyBird | Literal["magnitude"] = "magnitude"
+        if options.prune_method == "early-bird":
+            method = self._early_bird
+        weights = stored.weight if isinstance(stored, StoredOptimizer) else None
+        return prune(self.model, options.sparsity, method, scope=options.prune_scope, weights=weights)
+
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
+        stored = self.optimizer
+        is_dense = isinstance(stored, StoredOptimizer) and stored.masks is None
+        if is_dense and self._prunes_after(step - 1) and (masks := self._draw_masks()) is not None:
+            assert isinstance(stored, StoredOptimizer)
+            stored.prune(masks)
         batch = self._batch(step)
         note("step", step)
         if self._changes_state_early:

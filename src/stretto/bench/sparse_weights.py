@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stretto bench sparse`: the kernels of `stretto.optim.sparse` beside a plain copy; layers by cuBLAS and cuSPARSE.
+
+The bytes of a row are those that must move: dense numbers and bitmap once, and what is left once; of positions, 4 bytes
+for each number that is left in place of the bitmap. A copy moves each number twice. All are timed in turn.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.bench.harness import Column, print_table, run_ranks, time_each_step, write_result
+from stretto.bench.settings import SparseSetting
+from stretto.cluster.detection import count_gpus
+from stretto.execution import SparseIndexKind
+from stretto.optim.sparse import SparseIndex, make_index
+from stretto.optim.sparse.masks import pack
+from stretto.parallel import Grid
+from stretto.tiles.launches import launch_kernel
+
+COLUMNS = (
+    Column("what", "what"),
+    Column("sparsity", "sparsity"),
+    Column("size", "numbers, or width"),
+    Column("milliseconds", "ms", "{:.4f}"),
+    Column("terabytes", "TB/s", "{:.2f}"),
+    Column("of_copy", "of the best copy", "{:.0%}"),
+    Column("dense_milliseconds", "dense (ms)", "{:.4f}"),
+    Column("over_dense", "times the dense time", "{:.1f}"),
+)
+
+
+@triton.jit
+def copy_numbers(source, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy BLOCK numbers. Synchronization: none."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(source + at, mask=at < size), mask=at < size)
+
+
+def bench_sparse(out: Path, setting: SparseSetting) -> list[dict[str, Any]]:
+    """Measure all rows on one GPU, write them to `out`, and print the table. Returns the rows."""
+    if not setting.cpu and not count_gpus():
+        raise ValueError("this takes a GPU, and this machine has none; --cpu tries it without")
+    rows: list[dict[str, Any]] = run_ranks(1, measure_all, setting, trains=False)
+    write_result(out, "sparse", COLUMNS, rows, batch=setting.batch)
+    print_table("Pruned weights", COLUMNS, rows)
+    return rows
+
+
+def measure_all(setting: SparseSetting) -> list[dict[str, Any]]:
+    """The job of the one rank."""
+    device = Grid(device="cpu" if setting.cpu else None).device
+    return [*_measure_kernels(setting, device), *_measure_layers(setting, device)]
+
+
+def _time(runs: dict[str, Callable[[], Any]], setting: SparseSetting) -> dict[str, float]:
+    """Median seconds of each run, timed in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(setting.rounds):
+        for name, run in runs.items():
+            seconds[name] += time_each_step(run, warm_up=3 if number == 0 else 1, repeats=setting.repeats)
+    return {name: median(each) for name, each in seconds.items()}
+
+
+def _measure_kernels(setting: SparseSetting, device: torch.device) -> list[dict[str, Any]]:
+    size, rows = setting.numbers, list[dict[str, Any]]()
+    dense = torch.randn(size, dtype=torch.bfloat16, device=device)
+    other = torch.empty_like(dense)
+    runs: dict[str, Callable[[], Any]] = {"torch copy": partial(other.copy_, dense)}
+    for block, warps in ((1024, 4), (4096, 4), (8192, 8)) if device.type == "cuda" else ():
+        programs = triton.cdiv(size, block)
+        copy = partial(launch_kernel, copy_numbers, programs, dense, other, size, BLOCK=block, num_warps=warps)
+        runs[f"Triton copy, {block} a program"] = copy
+    copies, num_bytes = set(runs), dict.fromkeys(runs, 4.0 * size)
+    about: dict[str, float] = {}
+    for sparsity in setting.sparsities:
+        bits = pack(torch.rand(size, device=device) >= sparsity)
+        for kind in get_args(SparseIndexKind):
+            index = make_index(bits, size, kind)
+            # Each index keeps its memory to the end: all of them are timed in turn.
+            for name, run, moved in _list_runs(index, dense, torch.zeros_like(dense)):
+                key = f"{name}, {kind} {sparsity}"
+                runs[key], num_bytes[key], about[key] = run, moved, sparsity
+    seconds = _time(runs, setting)
+    copied = max(num_bytes[name] / seconds[name] for name in copies)
+    for name in runs:
+        rate = num_bytes[name] / seconds[name]
+        row = {"what": name, "sparsity": about.get(name), "size": size, "milliseconds": seconds[name] * 1e3}
+        rows.append(row | {"terabytes": rate / 1e12, "of_copy": rate / copied})
+    return rows
+
+
+def _list_runs(index: SparseIndex, dense: Tensor, whole: Tensor) -> list[tuple[str, Callable[[], Any], float]]:
+    """Names, calls and bytes of what is done with an index."""
+    left = index.compress(dense, dense.new_empty(index.count))
+    own, of_dense = index.num_bytes + 2.0 * index.count, 2.0 * index.size
+    if index.num_bytes == 4 * index.count:  # of positions, only these numbers move
+        of_dense = 2.0 * index.count
+    return [
+        ("compress", partial(index.compress, dense, left), own + of_dense),
+        ("compress and add", partial(index.compress, dense, left, adds=True), own + of_dense + 2.0 * index.count),
+        ("expand", partial(index.expand, left, whole), own + of_dense),
+    ]
+
+
+def _measure_layers(setting: SparseSetting, device: torch.device) -> list[dict[str, Any]]:
+    """A linear layer with pruned weights, in fp16: dense by cuBLAS, and sparse by cuSPARSE (Singh, figure 4.1)."""
+    rows, dtype = [], torch.float32 if setting.cpu else torch.float16
+    for width in setting.widths:
+        inputs = torch.randn(width, setting.batch, dtype=dtype, device=device)
+        weight = torch.randn(width, width, dtype=dtype, device=device)
+        runs: dict[str, Callable[[], Any]] = {"dense": partial(torch.mm, weight, inputs)}
+        for sparsity in setting.sparsities:
+            pruned = torch.where(torch.rand_like(weight) >= sparsity, weight, 0).to_sparse_csr()
+            runs[str(sparsity)] = partial(torch.mm, pruned, inputs)
+        seconds = _time(runs, setting)
+        for sparsity in setting.sparsities:
+            taken, dense = seconds[str(sparsity)], seconds["dense"]
+            row = {"what": "layer by cuSPARSE", "sparsity": sparsity, "size": width, "milliseconds": taken * 1e3}
+            rows.append(row | {"dense_milliseconds": dense * 1e3, "over_dense": taken / dense})
+    return rows

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Indices of what is left of a pruned tensor: one for its gradient, its fp32 weight and its moments.
+
+    FullIndex       of what is not pruned: no memory
+    BitmapIndex     a bit a number, and an int32 prefix sum for every 1,024: 0.129 bytes a dense number
+    PositionIndex   the paper's (section 4.1.2): int32 positions in a one-dimensional view, 4 bytes each
+
+Dense tensors are flat and contiguous. On GPUs kernels compress and expand, on CPUs torch does.
+"""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, get_args
+
+import torch
+from torch import Tensor
+
+from stretto.execution import SparseIndexKind
+from stretto.optim.sparse.masks import unpack
+
+if TYPE_CHECKING:
+    from stretto.optim.sparse import kernels
+
+_BLOCK = 1024  # that of the kernels, which need Triton
+MAX_POSITIONS = 1 << 31
+
+
+class SparseIndex(ABC):
+    """The places of `count` numbers that are left of `size`.
+
+    Arguments `first` and `last` choose some of those that are left; by default all.
+    """
+
+    size: int
+    count: int
+    num_bytes = 0
+    has_kernels = True
+
+    def compress(
+        self, dense: Tensor, out: Tensor, *, first: int = 0, last: int | None = None, adds: bool = False
+    ) -> Tensor:
+        """Write the numbers of `dense` [size] that are left to `out` [last - first], or add them; returns `out`.
+
+        Sums of 16-bit numbers are made in fp32 and rounded, as torch's are.
+        """
+        last = self.count if last is None else last
+        if first == last:
+            return out
+        if dense.is_cuda and self.has_kernels:
+            self._launch_compress(dense, out, first, last, adds)
+        else:
+            values = dense[self._places(first, last)]
+            out.copy_(out + values if adds else values)
+        return out
+
+    def expand(
+        self,
+        left: Tensor,
+        dense: Tensor,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        skip: Tensor | None = None,
+        failed: Tensor | None = None,
+    ) -> Tensor:
+        """Write `left` [last - first] to its places in `dense` [size], which has zeros elsewhere; returns `dense`.
+
+        skip, failed: int32 [1], or None; while one is not 0, nothing is written.
+        """
+        last = self.count if last is None else last
+        if first == last:
+            return dense
+        if dense.is_cuda and self.has_kernels:
+            self._launch_expand(left, dense, first, last, skip, failed)
+            return dense
+        places = self._places(first, last)
+        for flag in (skip, failed):
+            if flag is not None:  # on a GPU the host does not wait for it
+                left = torch.where(flag == 0, left, dense[places])
+        dense[places] = left.to(dense.dtype)
+        return dense
+
+    def fill(self, left: Tensor, dense: Tensor) -> Tensor:
+        """Write all of `dense` [size], which may hold anything: `left` [count], and zeros. Returns `dense`."""
+        return self.expand(left, dense.zero_())
+
+    @abstractmethod
+    def _places(self, first: int, last: int) -> "slice | Tensor":
+        """Where they are, for torch."""
+
+    def _launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
+        raise NotImplementedError
+
+    def _launch_expand(
+        self, left: Tensor, dense: Tensor, first: int, last: int, skip: Tensor | None, failed: Tensor | None
+    ) -> None:
+        raise NotImplementedError
+
+
+class FullIndex(SparseIndex):
+    """Of a tensor that is not pruned: all of its numbers are left."""
+
+    has_kernels = False
+
+    def __init__(self, size: int) -> None:
+        self.size = self.count = size
+
+    def _places(self, first: int, last: int) -> slice:
+        return slice(first, last)
+
+
+class BitmapIndex(SparseIndex):
+    """A bit a number: uint8, the lowest bit first. prefix: how many are left before each block of `block` numbers."""
+
+    def __init__(self, bits: Tensor, size: int, *, block: int = _BLOCK) -> None:
+        self.size, self.block = size, block
+        missing = -(-size // block) * block // 8 - bits.numel()
+        self.bits = torch.cat((bits, bits.new_zeros(missing))) if missing else bits
+        blocks = _count_bits(self.bits).view(-1, block // 8).sum(1, dtype=torch.int64)
+        ends = blocks.cumsum(0)
+        self.count = int(ends[-1]) if len(ends) else 0
+        wide = torch.int64 if size >= MAX_POSITIONS else torch.int32
+        self.prefix = (ends - blocks).to(wide)
+        self.num_bytes = self.bits.nbytes + self.prefix.nbytes
+        self._parts: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def fill(self, left: Tensor, dense: Tensor) -> Tensor:
+        # The kernel writes the zeros, too.
+        return self.expand(left, dense) if dense.is_cuda and self.count else super().fill(left, dense)
+
+    def part(self, first: int, last: int) -> "kernels.LeftRange":
+        """The kernels' argument for some of the numbers that are left. The host waits for the device at the first call
+        with these."""
+        from stretto.optim.sparse import kernels  # imported here, since Triton comes with GPUs
+
+        if (first, last) == (0, self.count):
+            return kernels.LeftRange(first, last, 0, len(self.prefix), False, self.block)
+        if (first, last) not in self._parts:
+            asked = torch.tensor([first, last - 1], dtype=self.prefix.dtype, device=self.prefix.device)
+            begin, end = (torch.searchsorted(self.prefix, asked, right=True) - 1).tolist()
+            self._parts[first, last] = begin, end - begin + 1
+        return kernels.LeftRange(first, last, *self._parts[first, last], True, self.block)
+
+    def _places(self, first: int, last: int) -> Tensor:
+        return unpack(self.bits, self.size).nonzero().squeeze(1)[first:last]
+
+    def _launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
+        from stretto.optim.sparse import kernels
+
+        kernels.launch_compress(dense, self.bits, self.prefix, out, self.part(first, last), adds=adds)
+
+    def _launch_expand(
+        self, left: Tensor, dense: Tensor, first: int, last: int, skip: Tensor | None, failed: Tensor | None
+    ) -> None:
+        from stretto.optim.sparse import kernels
+
+        part = self.part(first, last)
+        kernels.launch_expand(left, self.bits, self.prefix, dense, part, skip=skip, failed=failed)
+
+
+class PositionIndex(SparseIndex):
+    """int32 positions, ascending. ValueError for a tensor of more than 2^31 numbers."""
+
+    def __init__(self, bits: Tensor, size: int) -> None:
+        check_positions(size)
+        self.size = size
+        self.positions = unpack(bits, size).nonzero().squeeze(1).int()
+        self.count = len(self.positions)
+        self.num_bytes = self.positions.nbytes
+
+    def _places(self, first: int, last: int) -> Tensor:
+        return self.positions[first:last]
+
+    def _launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
+        from stretto.optim.sparse import kernels
+
+        kernels.launch_compress_positions(dense, self.positions[first:last], out, adds=adds)
+
+    def _launch_expand(
+        self, left: Tensor, dense: Tensor, first: int, last: int, skip: Tensor | None, failed: Tensor | None
+    ) -> None:
+        from stretto.optim.sparse import kernels
+
+        kernels.launch_expand_positions(left, self.positions[first:last], dense, skip=skip, failed=failed)
+
+
+def make_index(bits: Tensor, size: int, kind: SparseIndexKind = "bitmap") -> SparseIndex:
+    """The index of a mask, packed by `masks.pack`, of `size` numbers. ValueError for a kind that there is not, and for
+    a tensor of more than 2^31 numbers with int32 positions."""
+    if kind not in get_args(SparseIndexKind):
+        raise ValueError(f"index is {kind!r}, but must be one of {', '.join(get_args(SparseIndexKind))}")
+    return BitmapIndex(bits, size) if kind == "bitmap" else PositionIndex(bits, size)
+
+
+def check_positions(size: int) -> None:
+    """Raise ValueError for a tensor with more numbers than int32 positions can tell apart."""
+    if size > MAX_POSITIONS:
+        raise ValueError(
+            f"a layer has {size:,} numbers, but index='int32' takes at most 2^31 = {MAX_POSITIONS:,}; index='bitmap' "
+            "would do"
+        )
+
+
+def _count_bits(packed: Tensor) -> Tensor:
+    """How many bits of each byte are 1, uint8."""
+    pairs = packed - ((packed >> 1) & 0x55)
+    fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+    return (fours + (fours >> 4)) & 0x0F

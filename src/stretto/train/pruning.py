@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prunes a model: chooses masks on any grid, and knows what is left of each parameter's shard (Singh, chapter 4).
+
+Masks depend on the whole weights, and not on the grid: each rank gathers one parameter at a time, chooses the largest
+of all its numbers, and keeps the mask of its own shard.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stretto.execution import SparseIndexKind, check_sparsity
+from stretto.optim.sparse import EarlyBird, FullIndex, Masks, SparseIndex, WeightMask, make_index
+from stretto.optim.sparse.masks import count_left, pack, select_above, select_largest
+from stretto.parallel.comm.collectives import all_reduce, gather_rows
+from stretto.parallel.comm.pruned_weights import PrunedWeight
+from stretto.parallel.comm.weight_gathering import WeightToGather
+from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
+from stretto.parallel.layout import TensorOnGrid, gather, has_layout, layout_of, place_like, place_on, shard_like
+from stretto.parallel.state import ParallelState
+from stretto.train.bit_hash import hash_bits
+from stretto.train.optimizer import local_shard
+
+PruneScope = Literal["layer", "global"]
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag, ParallelEmbedding, ParallelPositions)
+
+
+@torch.no_grad()
+def prune(
+    model: nn.Module,
+    sparsity: float | None,
+    method: Literal["magnitude"] | EarlyBird | Mapping[str, Tensor] = "magnitude",
+    *,
+    scope: PruneScope = "layer",
+    exclude: Sequence[str] = (),
+    weights: Callable[[str], Tensor] | None = None,
+) -> Masks | None:
+    """Choose which weights are left, set all others to zero, and return the masks for `StoredOptimizer(masks=...)`.
+
+    model: plain, or on a grid. Pruned are the parameters of two and more dims that are trained; not embeddings (also as
+    tied output layers), norms and biases, and what a pattern of `exclude` names. sparsity: the part that is pruned, of
+    each parameter, or, with scope "global", of all together. method: "magnitude"; an `EarlyBird`, for which None is
+    returned, and nothing is changed, until masks have settled; or bools of whole parameters by name, with sparsity
+    None. weights: returns this rank's shard of a parameter by name (None: the model's own).
+
+    Collective. Raises ValueError for a sparsity outside of [0, 1), for masks of parameters that there are not or of
+    other shapes, and for a pattern or a model that leaves nothing to prune.
+    """
+    if scope not in get_args(PruneScope):
+        raise ValueError(f"scope is {scope!r}, but must be 'layer' or 'global'")
+    if isinstance(method, Mapping):
+        if sparsity is not None:
+            raise ValueError(f"sparsity is {sparsity}, but masks are given, which say what is left; None would do")
+        masks = _shard_masks(model, method)
+    else:
+        if method != "magnitude" and not isinstance(method, EarlyBird):
+            raise ValueError(f"method is {method!r}, but must be 'magnitude', an EarlyBird, or masks by name")
+        if sparsity is None:
+            raise ValueError("sparsity is None, but must be at least 0 and less than 1; 0.9 would do")
+        check_sparsity(sparsity)
+        masks = _choose(model, sparsity, scope, exclude, weights)
+        if isinstance(method, EarlyBird) and not _have_settled(model, masks, method):
+            return None
+    for name, parameter in model.named_parameters():
+        if name in masks.masks:
+            local_shard(parameter).mul_(masks.masks[name].unpacked())
+            torch.autograd.graph.increment_version(parameter)
+    return masks
+
+
+def prunable(model: nn.Module, exclude: Sequence[str] = ()) -> dict[str, nn.Parameter]:
+    """The parameters of this rank that `prune` prunes by default, by name."""
+    kept = {id(p) for module in model.modules() if isinstance(module, _EMBEDDINGS) for p in module.parameters()}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() >= 2
+        and parameter.requires_grad
+        and parameter.is_floating_point()
+        and id(parameter) not in kept
+        and not (has_layout(parameter) and layout_of(parameter).pipe_copies > 1)  # a tied embedding's other end
+        and not any(fnmatchcase(name, pattern) for pattern in exclude)
+    }
+
+
+def _choose(
+    model: nn.Module,
+    sparsity: float,
+    scope: PruneScope,
+    exclude: Sequence[str],
+    weights: Callable[[str], Tensor] | None,
+) -> Masks:
+    parameters = prunable(model, exclude)
+    if not _sum_over_ranks(model, float(len(parameters))):
+        raise ValueError(
+            f"there is nothing to prune: no trained parameter of two or more dims is left beside embeddings and what "
+            f"exclude={list(exclude)} names"
+        )
+    shards = (
+        {name: local_shard(parameter) if weights is None else weights(name) for name, parameter in parameters.items()}
+        if scope == "global"
+        else {}
+    )
+    threshold, ties = _find_threshold(model, parameters, shards, sparsity) if scope == "global" else (0.0, 0)
+    found = {}
+    for name, parameter in parameters.items():
+        shard = shards.pop(name) if shards else (local_shard(parameter) if weights is None else weights(name))
+        whole = _gather(shard.to(parameter.device), parameter)
+        if scope == "layer":
+            is_left = select_largest(whole, count_left(whole.numel(), sparsity))
+        else:
+            is_left = select_above(whole, threshold, ties)
+            ties -= min(ties, int((whole.abs() == threshold).sum()))
+        found[name] = WeightMask.of(_shard(is_left, parameter))
+    return Masks(found, sparsity)
+
+
+def _find_threshold(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], shards: Mapping[str, Tensor], sparsity: float
+) -> tuple[float, int]:
+    """The smallest magnitude that is left of all parameters together, and how many of those that equal it.
+
+    Bisects the bits of fp32 numbers, which are ordered as their magnitudes are.
+    """
+    bits = {name: shard.detach().float().abs().flatten().view(torch.int32) for name, shard in shards.items()}
+    replicas = {name: _replicas(parameter) for name, parameter in parameters.items()}
+
+    def count(at_least: int) -> int:
+        mine = sum(float((own >= at_least).sum()) / replicas[name] for name, own in bits.items())
+        return round(_sum_over_ranks(model, mine))
+
+    left = count_left(count(0), sparsity)
+    low, high = 0, 0x7F800001  # as many as are left reach `low`, fewer reach `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if count(middle) >= left else (low, middle)
+    return float(torch.tensor(low, dtype=torch.int32).view(torch.float32)), left - count(low + 1)
+
+
+def _have_settled(model: nn.Module, masks: Masks, early_bird: EarlyBird) -> bool:
+    counts = early_bird.distances(masks)
+    replicas = {name: _replicas(parameter) for name, parameter in model.named_parameters() if name in masks.masks}
+    size = _sum_over_ranks(model, sum(mask.shape.numel() / replicas[name] for name, mask in masks.masks.items()))
+    differing = [
+        _sum_over_ranks(model, sum(count / replicas[name] for name, count in of_one.items())) for of_one in counts
+    ]
+    return len(differing) >= early_bird.window - 1 and max(differing) <= early_bird.tolerance * size
+
+
+def _shard_masks(model: nn.Module, given: Mapping[str, Tensor]) -> Masks:
+    from stretto.parallel.pipeline.stages import whole_model
+
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole_model(model).named_parameters()}
+    for name, mask in given.items():
+        if name not in shapes:
+            raise ValueError(f"a mask is of {name!r}, which is no parameter of the model")
+        if tuple(mask.shape) != shapes[name]:
+            raise ValueError(f"the mask of {name} is {list(mask.shape)}, but the parameter is {list(shapes[name])}")
+    own = dict(model.named_parameters())
+    left, size = sum(int((mask != 0).sum()) for mask in given.values()), sum(mask.numel() for mask in given.values())
+    if not size:
+        raise ValueError("masks are of no number; prune(model, 0.9) chooses some")
+    masks = {name: WeightMask.of(_shard(mask, own[name]) != 0) for name, mask in given.items() if name in own}
+    return Masks(masks, 1 - left / size)
+
+
+def _gather(shard: Tensor, parameter: nn.Parameter) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return shard.detach()
+    return gather(place_like(shard.detach(), parameter), layout_of(parameter))
+
+
+def _shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return whole.to(parameter.device)
+    return shard_like(whole, parameter).to_local()
+
+
+def _replicas(parameter: nn.Parameter) -> int:
+    """How many ranks of its pipeline stage hold each number of a parameter's shard."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    return layout_of(parameter).replicas(place_on(parameter.device_mesh)[0])
+
+
+def _sum_over_ranks(model: nn.Module, number: float) -> float:
+    """The sum over all ranks of a model on a grid, or the number itself."""
+    parameter = next(iter(model.parameters()), None)
+    if not isinstance(parameter, DTensor) or not dist.is_initialized() or dist.get_world_size() == 1:
+        return number
+    total = torch.tensor(number, dtype=torch.float64, device=parameter.device)
+    dist.all_reduce(total)
+    return float(total)
+
+
+class PrunedParameters:
+    """What is left of this rank's shards, as a store keeps it: of each parameter its index, and of those that z shards
+    this rank's share (`PrunedWeight`).
+
+    sharded: how z shards weights. Raises ValueError, on all ranks, for masks that differ between ranks that hold the
+    same shard, for one of another shape, and as `make_index` does. Collective.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        masks: Masks,
+        sharded: Mapping[nn.Parameter, WeightToGather],
+        kind: SparseIndexKind,
+        dtype: torch.dtype,
+    ) -> None:
+        _check_masks(parameters, masks)
+        self._shares: dict[str, PrunedWeight] = {}
+        self._own: dict[str, SparseIndex] = {}
+        self.indices: list[SparseIndex] = []  # of what the store has
+        for name, parameter in parameters.items():
+            shard, mask = local_shard(parameter), masks.masks.get(name)
+            index: SparseIndex = FullIndex(shard.numel())
+            if mask is not None:
+                weight = sharded.get(parameter)
+                if weight is None or weight.group is None or weight.group.size() == 1:
+                    index = make_index(mask.bits, shard.numel(), kind)
+                else:
+                    share = self._shares[name] = _share(shard, mask, weight, kind, dtype)
+                    index = FullIndex(share.count)
+                self._own[name] = index
+            self.indices.append(index)
+        self._names = {name: number for number, name in enumerate(parameters)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all indices."""
+        of_shares = sum(share.num_bytes for share in self._shares.values())
+        return of_shares + sum(index.num_bytes for index in self.indices)
+
+    def stored_shape(self, name: str) -> torch.Size:
+        """The shape in which the store keeps a parameter."""
+        return torch.Size((self.indices[self._names[name]].count,))
+
+    def home(self, number: int, shard: Tensor) -> Tensor:
+        """The flat tensor that holds a parameter's weights, of which the store updates what is left."""
+        share = self._shares.get(list(self._names)[number])
+        return shard.view(-1) if share is None else share.values[: share.count]
+
+    def send(self, state: ParallelState, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Have what goes over z carry what is left."""
+        for name, parameter in parameters.items():
+            if isinstance(parameter, TensorOnGrid):
+                parameter.pruned = self._shares.get(name)
+        state.weight_gatherer.send_pruned()
+        for block in state.block_shards.values():
+            block.send_pruned()
+
+    def compress(self, name: str, shard: Tensor) -> Tensor:
+        """What the store keeps of a tensor like a parameter's shard. Collective for one that z shards."""
+        if (share := self._shares.get(name)) is not None:
+            return share.from_rows(share.compress_rows(shard))
+        index = self.indices[self._names[name]]
+        return index.compress(shard.reshape(-1), shard.new_empty(index.count))
+
+    def expand(self, name: str, left: Tensor, shape: torch.Size) -> Tensor:
+        """The reverse of `compress`: a tensor of the shard's shape, with zeros. Collective for one that z shards."""
+        if (share := self._shares.get(name)) is not None:
+            return share.expand_rows(share.to_rows(left.flatten()), shape)
+        index = self.indices[self._names[name]]
+        return index.fill(left.flatten(), left.new_empty(index.size)).view(shape)
+
+    def expand_later(
+        self, name: str, read: Callable[[], Tensor], shape: torch.Size, device: torch.device
+    ) -> Callable[[], Tensor]:
+        """A function that expands what `read` returns. Collective, here, for a parameter that z shards."""
+        if (share := self._shares.get(name)) is not None:
+            rows = share.to_rows(read().flatten().to(device))
+            return lambda: share.expand_rows(rows, shape)
+        if not self.indices[self._names[name]].has_kernels:  # all of it is left
+            return lambda: read().view(shape)
+        return lambda: self.expand(name, read().to(device), shape)
+
+    def write_rows(self, name: str, shard: Tensor) -> None:
+        """Write the rows of a parameter that z shards as its shares have them. Collective for such a one."""
+        if (share := self._shares.get(name)) is not None:
+            share.write_rows(shard)
+
+
+def _share(
+    shard: Tensor, mask: WeightMask, weight: WeightToGather, kind: SparseIndexKind, dtype: torch.dtype
+) -> PrunedWeight:
+    assert weight.group is not None
+    rows = mask.unpacked().transpose(0, weight.dim).to(torch.uint8).contiguous()
+    whole = gather_rows(rows, weight.rows, weight.group)
+    of_whole, of_rows = (make_index(pack(each.flatten() != 0), each.numel(), kind) for each in (whole, rows))
+    like = shard.new_empty(0, dtype=dtype)
+    return PrunedWeight(of_whole, of_rows, whole.shape, weight.group, weight.dim, like)
+
+
+def _check_masks(parameters: Mapping[str, nn.Parameter], masks: Masks) -> None:
+    """Raise ValueError for masks of other shapes, and for those that differ between ranks that hold the same shard."""
+    problem, differing = "", dict[str, None]()
+    for name, mask in masks.masks.items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            problem = problem or f"a mask is of {name!r}, which is no trained parameter of this rank"
+            continue
+        if mask.shape != local_shard(parameter).shape:
+            shapes = list(mask.shape), list(local_shard(parameter).shape)
+            problem = problem or f"the mask of {name} is {shapes[0]}, but this rank's shard is {shapes[1]}"
+    if problem:
+        raise ValueError(problem)
+    by_group: dict[dist.ProcessGroup, list[str]] = {}
+    for name in masks.masks:
+        parameter = parameters[name]
+        assert isinstance(parameter, DTensor)
+        for dim, placement in enumerate(parameter.placements):
+            if placement.is_replicate() and parameter.device_mesh.size(dim) > 1:
+                by_group.setdefault(parameter.device_mesh.get_group(dim), []).append(name)
+    for group, names in by_group.items():
+        hashes = hash_bits([masks.masks[name].bits for name in names])
+        bounds = all_reduce(torch.stack((hashes, -hashes - 1)), group, dist.ReduceOp.MAX)
+        differing |= {name: None for name, high, low in zip(names, *bounds.tolist(), strict=True) if high != -low - 1}
+    worst = torch.tensor(len(differing), device=next(iter(parameters.values())).device) if parameters else None
+    if worst is not None and dist.get_world_size() > 1:
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    if worst is not None and int(worst):
+        named = ", ".join(differing) or "parameters of other ranks"
+        raise ValueError(
+            f"the masks of {named} differ between ranks that hold the same shard: prune with one mask on all of them, "
+            "as prune(model, sparsity) does"
+        )

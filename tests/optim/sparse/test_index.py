@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Indices of what is left, masks, and the kernels that compress and expand."""
+
+import importlib.util
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from stretto.execution import StateOptions
+from stretto.optim.sparse import EarlyBird, Masks, WeightMask, index, make_index
+from stretto.optim.sparse.masks import count_left, pack, select_above, select_largest, unpack
+
+SIZES = (1, 7, 64, 1023, 1024, 1025, 5000)
+
+
+def draw_masks(seed: int) -> list[torch.Tensor]:
+    """Random ones of every size; and empty, full, one number, and the last block alone."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = [torch.rand(size, generator=generator) < 0.1 for size in SIZES]
+    for size in (1500, 2048):
+        masks += [torch.zeros(size, dtype=torch.bool), torch.ones(size, dtype=torch.bool)]
+        for place in (0, size - 1):
+            masks.append(torch.arange(size) == place)
+        masks.append(torch.arange(size) >= 1024)
+    return masks
+
+
+def check_index(made: Any, mask: torch.Tensor, dtype: torch.dtype, parts: list[tuple[int, int]]) -> None:
+    """All operations of an index beside plain indexing by the mask."""
+    generator = torch.Generator().manual_seed(len(mask))
+    dense = torch.randn(len(mask), generator=generator).to(dtype)
+    left = dense[mask]
+    assert (made.size, made.count) == (len(mask), len(left))
+    assert torch.equal(made.compress(dense, torch.empty_like(left)), left)
+    start = torch.randn(len(left), generator=generator).to(dtype)
+    assert torch.equal(made.compress(dense, start.clone(), adds=True), start + left)
+    expected = torch.where(mask, dense, 0)
+    assert torch.equal(made.fill(left, torch.full_like(dense, 9)), expected)
+    skip = torch.zeros(1, dtype=torch.int32)
+    in_place = torch.zeros_like(dense)
+    for first, last in reversed(parts):  # none may write another's numbers
+        assert torch.equal(made.compress(dense, left.new_empty(last - first), first=first, last=last), left[first:last])
+        made.expand(left[first:last], in_place, first=first, last=last, skip=skip)
+    assert torch.equal(in_place, expected)
+    skip.fill_(1)
+    assert torch.equal(made.expand(left + 1, in_place.clone(), skip=skip), expected)
+    assert torch.equal(made.expand(left + 1, in_place.clone(), failed=skip), expected)
+
+
+def cut(count: int, seed: int) -> list[tuple[int, int]]:
+    places = sorted(random.Random(seed).choices(range(count + 1), k=3))
+    return list(zip([0, *places], [*places, count], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["bitmap", "int32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compressing_and_expanding_are_indexing_by_the_mask(kind: Any, dtype: torch.dtype) -> None:
+    for number, mask in enumerate(draw_masks(seed=5)):
+        made = make_index(pack(mask), len(mask), kind)
+        check_index(made, mask, dtype, cut(made.count, number))
+
+
+def check_kernels(dtype_name: str) -> None:
+    """The interpreted kernels, by way of the indices, which take them for tensors on GPUs."""
+    from stretto.optim.sparse import kernels
+
+    class OnGpu:
+        """Has an index launch kernels for tensors of the CPU."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.size, self.count = inner, inner.size, inner.count
+
+        def compress(self, dense: Any, out: Any, first: int = 0, last: int | None = None, adds: bool = False) -> Any:
+            last = self.count if last is None else last
+            if first < last and isinstance(self.inner, index.BitmapIndex):
+                part = self.inner.part(first, last)
+                kernels.launch_compress(dense, self.inner.bits, self.inner.prefix, out, part, adds=adds)
+            elif first < last:
+                kernels.launch_compress_positions(dense, self.inner.positions[first:last], out, adds=adds)
+            return out
+
+        def expand(
+            self, left: Any, dense: Any, first: int = 0, last: int | None = None, skip: Any = None, failed: Any = None
+        ) -> Any:
+            last = self.count if last is None else last
+            if first < last and isinstance(self.inner, index.BitmapIndex):
+                part, own = self.inner.part(first, last), (self.inner.bits, self.inner.prefix)
+                kernels.launch_expand(left, *own, dense, part, skip=skip, failed=failed)
+            elif first < last:
+                own = self.inner.positions[first:last]
+                kernels.launch_expand_positions(left, own, dense, skip=skip, failed=failed)
+            return dense
+
+        def fill(self, left: Any, dense: Any) -> Any:
+            fills = isinstance(self.inner, index.BitmapIndex) and self.count  # the kernel writes zeros, too
+            return self.expand(left, dense if fills else dense.zero_())
+
+    dtype = getattr(torch, dtype_name)
+    masks = [mask for mask in draw_masks(seed=6) if len(mask) in (7, 1025, 1500)]
+    for number, mask in enumerate(masks):
+        for kind in ("bitmap", "int32"):
+            made = OnGpu(make_index(pack(mask), len(mask), kind))  # type: ignore[arg-type]
+            check_index(made, mask, dtype, cut(made.count, number))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)])
+def test_the_kernels_do_what_the_cpu_does(interpret: Any, dtype: str) -> None:
+    interpret(1, check_kernels, dtype)
+
+
+def test_a_pruned_parameter_without_a_gradient_keeps_its_weights() -> None:
+    """Its bucket is updated, in a buffer that holds other numbers where the parameter's own would be."""
+    from stretto.optim.sparse.weights import SparseWeights
+    from stretto.optim.state.store import StoredParameter
+    from stretto.train.stored_optimizer import NoRanks, build_store, sgd_update
+
+    mask = torch.arange(20) % 2 == 0
+    indices = [make_index(pack(mask), 20), make_index(pack(mask), 20)]
+    parameters = [StoredParameter(name, torch.Size((10,)), (), 1, 0.0) for name in "ab"]
+    options = StateOptions("device", bucket_size=128)
+    store = build_store(
+        parameters, sgd_update(), torch.bfloat16, options, torch.device("cpu"), NoRanks(), indices=indices
+    )
+    dense = [torch.zeros(20, dtype=torch.bfloat16) for _ in "ab"]
+    assert isinstance(store.weights, SparseWeights)
+    for number in range(2):
+        store.weights.attach(number, dense[number])
+        store.set_weight(number, torch.full((10,), 3.0))
+    store.prepare()
+    store.add(0, torch.full((20,), 2.0))
+    store.finish()
+    store.step(0.5)
+    assert torch.equal(dense[0], torch.where(mask, 2.0, 0.0).bfloat16())
+    assert torch.equal(dense[1], torch.where(mask, 3.0, 0.0).bfloat16())
+
+
+def test_a_bitmap_takes_an_eighth_of_a_byte_a_number() -> None:
+    size = 1 << 20
+    made = make_index(pack(torch.rand(size) < 0.1), size)
+    assert made.num_bytes == size // 8 + 4 * size // 1024
+    assert make_index(pack(torch.arange(size) % 10 == 0), size, "int32").num_bytes == 4 * -(-size // 10)
+
+
+def test_positions_beyond_int32_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"2,147,483,649 numbers, but index='int32' takes at most 2\^31.*bitmap"):
+        index.PositionIndex(torch.empty(0, dtype=torch.uint8), (1 << 31) + 1)
+    with pytest.raises(ValueError, match="index is 'coo', but must be one of bitmap, int32"):
+        make_index(torch.empty(0, dtype=torch.uint8), 0, "coo")  # type: ignore[arg-type]
+
+
+def test_prefix_sums_are_int64_where_int32_might_overflow() -> None:
+    with mock.patch.object(index, "MAX_POSITIONS", 4096):
+        assert make_index(pack(torch.ones(8192)), 8192).prefix.dtype == torch.int64
+
+
+def test_packing_is_undone_by_unpacking() -> None:
+    for mask in draw_masks(seed=7):
+        assert torch.equal(unpack(pack(mask), len(mask)), mask)
+    assert pack(torch.tensor([1, 0, 0, 1, 0, 0, 0, 0, 1]) != 0).tolist() == [0b1001, 1]
+    assert torch.equal(WeightMask.of(torch.tensor([[0, 3], [-1, 0]])).unpacked(), torch.tensor([[0, 1], [1, 0]]) != 0)
+
+
+def test_the_largest_magnitudes_are_left_and_of_equal_ones_the_first() -> None:
+    weight = torch.tensor([[1.0, -3.0, 0.0], [3.0, 2.0, -2.0]])
+    assert select_largest(weight, 0).sum() == 0
+    assert select_largest(weight, 1).nonzero().tolist() == [[0, 1]]
+    assert select_largest(weight, 3).nonzero().tolist() == [[0, 1], [1, 0], [1, 1]]
+    assert select_largest(weight, 6).all()
+    assert select_above(weight, 2.0, ties=1).nonzero().tolist() == [[0, 1], [1, 0], [1, 1]]
+    assert [count_left(10, sparsity) for sparsity in (0, 0.9, 0.95, 0.99)] == [10, 1, 0, 0]
+
+
+@pytest.mark.parametrize("sparsity", [-0.1, 1, 1.5, float("nan"), True])
+def test_a_sparsity_outside_of_its_range_is_refused(sparsity: float) -> None:
+    with pytest.raises(ValueError, match=r"must be at least 0 and less than 1; 0.\d would do"):
+        StateOptions("device", sparsity=sparsity)
+
+
+def test_sparsity_needs_separate_state() -> None:
+    with pytest.raises(ValueError, match="location is 'fp32'; 'device' or 'host' would do"):
+        StateOptions(sparsity=0.5)
+
+
+def test_early_bird_counts_the_numbers_that_masks_differ_in() -> None:
+    def drawn(*left: int) -> Masks:
+        return Masks({"w": WeightMask.of(torch.isin(torch.arange(10), torch.tensor(left)))}, 0.8)
+
+    early_bird = EarlyBird(window=3)
+    assert early_bird.distances(drawn(0, 1)) == []
+    assert early_bird.distances(drawn(0, 2)) == [{"w": 2}]
+    assert early_bird.distances(drawn(0, 2)) == [{"w": 2}, {"w": 0}]
+    assert early_bird.distances(drawn(3, 4)) == [{"w": 4}, {"w": 4}]
+    for options, message in (({"window": 1}, "at least 2 masks"), ({"tolerance": 1.0}, "less than 1; 0.1 would do")):
+        with pytest.raises(ValueError, match=message):
+            EarlyBird(**options)
