@@ -109,6 +109,17 @@ def _compress(  # type: ignore[no-untyped-def]
     values = tl.load(dense + places, mask=places < size, other=0)
     is_left, ranks, before = _ranks(bits, prefix, block, ROWS)
     columns = _split_columns(values, ROWS)
+    if ADDS:  # all are loaded before any is stored, or each load would wait for the store before it
+        sums = (
+            _load_column(out, is_left, ranks, before, first, last, 0, IS_PART).to(tl.float32),
+            _load_column(out, is_left, ranks, before, first, last, 1, IS_PART).to(tl.float32),
+            _load_column(out, is_left, ranks, before, first, last, 2, IS_PART).to(tl.float32),
+            _load_column(out, is_left, ranks, before, first, last, 3, IS_PART).to(tl.float32),
+            _load_column(out, is_left, ranks, before, first, last, 4, IS_PART).to(tl.float32),
+            _load_column(out, is_left, ranks, before, first, last, 5, IS_PART).to(tl.float32),
+            _load_column(out, is_left, ranks, before, first, last, 6, IS_PART).to(tl.float32),
+            _load_column(out, is_left, ranks, before, first, last, 7, IS_PART).to(tl.float32),
+        )
     for k in tl.static_range(8):
         there = ((is_left >> (4 * k)) & 1) != 0
         rank = ranks + ((before >> (4 * k)) & 15)
@@ -117,7 +128,7 @@ def _compress(  # type: ignore[no-untyped-def]
             rank -= first
         value = columns[k]
         if ADDS:
-            value = value.to(tl.float32) + tl.load(out + rank, mask=there, other=0).to(tl.float32)
+            value = value.to(tl.float32) + sums[k]
         tl.store(out + rank, value.to(out.dtype.element_ty), mask=there)
 
 
