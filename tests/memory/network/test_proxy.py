@@ -187,7 +187,7 @@ class Target:
     def send(self, *frames):
         """Send headers and payloads on a new connection; returns once all were read."""
         with socket.create_connection(self.proxy.address, timeout=LIMIT) as client:
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):  # it may be closed at any point
                 client.sendall(pack_frame(PutFrame(FrameKind.HELLO, 0), TOKEN))
                 for frame in frames:
                     client.sendall(frame)
