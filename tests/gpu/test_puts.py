@@ -78,10 +78,12 @@ def lose_a_rank() -> str:
     with mock.patch.dict(os.environ, {"STRETTO_NODES": f"{world}x1"}):
         channel = PutChannel.allocate(slots=2, slot_bytes=4096, timeout=3.0)
     out = torch.zeros(world, 100, dtype=torch.int32, device="cuda")
+    channel.all_gather(make_shard(100, rank, 0), out)  # a call that loads a kernel may wait for longer
+    torch.cuda.synchronize()
+    dist.barrier()
     if rank == 0:
         time.sleep(5.0)
     else:
-        channel.limit.seconds = 3.0
         channel.all_gather(make_shard(100, rank, 0), out)
         torch.cuda.synchronize()
         with pytest.raises(PeerError) as lost:

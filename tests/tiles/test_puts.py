@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import triton.language as tl
 
+from stretto.memory import PeerError
 from stretto.tiles.compile_only import compile_kernel
 from stretto.tiles.put_channel import PutChannel
 from stretto.tiles.puts import Puts, gather_slices
@@ -37,6 +38,45 @@ def gather(proxy, sizes):
 @pytest.mark.parametrize("proxy", ["native", pytest.param("python", marks=pytest.mark.long)])
 def test_a_kernel_gathers_from_other_nodes_and_its_own_by_puts(interpret, proxy):
     assert interpret(3, gather, proxy, [1, 300, 64, 129]) == [[]] * 3
+
+
+def lose_a_rank():
+    """Rank 0 makes no second call; what the others' calls raise."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shard, out = torch.arange(3, dtype=torch.int32), torch.zeros(world, 3, dtype=torch.int32)
+    with mock.patch.dict(os.environ, {"STRETTO_NODES": "2x1"}):
+        channel = PutChannel.allocate(slots=1, slot_bytes=16, timeout=1.0, backend="host")
+    channel.limit.begin_call()
+    message = ""
+    if rank:
+        with pytest.raises(PeerError) as lost:
+            channel.all_gather(shard, out)
+        message = str(lost.value)
+    dist.barrier()
+    channel.close()
+    return message
+
+
+def test_a_wait_for_a_slice_that_never_comes_names_rank_node_interface_and_operator(interpret):
+    _, message = interpret(2, lose_a_rank)
+    assert message.startswith(
+        "rank 1 of 2 (node 1, NIC lo): all_gather_by_puts: waited in vain for a slice with signal 0 of rank 0 of 2 "
+        "(node 0, NIC lo), 1 s: its counter is at 0, the target is 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"slots": 0, "slot_bytes": 16}, "1 to 1024 slots, not 0: 1 would do"),
+        ({"slots": 1, "slot_bytes": 40}, "multiple of 16 bytes, up to 1073741824, not 40: 48 would do"),
+        ({"slots": 1, "slot_bytes": 16, "slices": 0}, "1 to 1048575 signals of slices, not 0"),
+        ({"slots": 1, "slot_bytes": 16, "backend": "host"}, "kernels are not interpreted here: the backend is 'cuda'"),
+    ],
+)
+def test_sizes_out_of_bounds_are_refused_by_name(arguments, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        PutChannel.allocate(**arguments)
 
 
 def launch_gather():

@@ -19,39 +19,34 @@ RMS = norm.Norm("rms", 1e-5)
 
 
 def launch_paged(name, config, *, is_invariant=False, size=128, group=4):
-    constants = {
-        "GROUP": group, "SIZE": size, "DIMS": max(16, 1 << (size - 1).bit_length()), "PAGE": 16, "WINDOW": 0,
-        "SPLIT": paged.SPLIT if is_invariant else 0, "PRECISION": "tf32", "KEYS": config.keys,
-    }  # fmt: skip
+    split = paged.SPLIT if is_invariant else 0
+    dims = max(16, 1 << (size - 1).bit_length())
+    constants = config.rows, config.keys, group, size, dims, 16, 0, split, "tf32", 64
+    cache = paged.PagedCache(HALF.clone(), HALF.clone(), WORDS, WORDS, WORDS, 8, 64, 16 * 8 * size, 8 * size, size)
+    arguments = {
+        "attend_singles": (HALF, HALF.clone(), FLOATS, FLOATS, 4, 0.1),
+        "merge_splits": (HALF, FLOATS, FLOATS, 32, 4),
+        "attend_chunks": (HALF, HALF.clone(), 64, 0.1),
+    }[name]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": not is_invariant}
-    cache = HALF.clone(), HALF.clone(), HALF.clone(), WORDS, WORDS
-    strides = 16 * 8 * size, 8 * size, size
-    match name:
-        case "attend_singles":
-            arguments = *cache, WORDS, HALF, FLOATS, FLOATS, 8, 64, *strides, 4, 0.1
-            return paged.attend_singles, arguments, {"ROWS": config.rows} | constants | options
-        case "merge_splits":
-            arguments = FLOATS, FLOATS, WORDS, WORDS, HALF, 32, 4
-            kept = {one: constants[one] for one in ("WINDOW", "SPLIT", "KEYS", "SIZE", "DIMS")}
-            return paged.merge_splits, arguments, {"num_warps": 1} | kept
-    arguments = *cache, WORDS, HALF, 8, 64, *strides, 64, 0.1
-    return paged.attend_chunks, arguments, {"ROWS": config.rows, "SEQUENCES": 64} | constants | options
+    return getattr(paged, name), (cache, paged.PagedTiles(*map(fixed, constants)), *arguments), options
 
 
 def launch_add_and_normalize(*, is_exact=False):
-    halves = [HALF.clone() for _ in range(5)]
-    constants = norm.describe_norm(RMS._replace(is_exact=is_exact)) | norm.tile_rows(4096)
-    arguments = halves[0], None, halves[1], FLOATS, None, halves[3], halves[4], 64, 4096
-    return norm.add_and_normalize, arguments, constants
+    rows, block, num_warps = norm.find_tile(4096)
+    form = norm.describe_norm(RMS._replace(is_exact=is_exact), rows, block)
+    tensors = norm.NormRows(None, HALF.clone(), FLOATS, None, HALF.clone(), HALF.clone())
+    return norm.add_and_normalize, (form, tensors, HALF.clone(), 64, 4096), {"num_warps": num_warps}
 
 
 def launch_sums(*, wire=tl.bfloat16, by_tree=False, sends=True):
     channel = make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
-    x = HALF.clone() if sends else None
-    constants = wire, by_tree, True, sends and not by_tree, *norm.describe_norm(RMS._replace(is_exact=by_tree)).values()
-    block = 4096 * wire.primitive_bitwidth // 32
-    rows = HALF.clone(), FLOATS, None, HALF.clone(), HALF.clone(), 64, 4096
-    return row_sums.sum_and_normalize, (channel, WORDS, 1 << 20, x, None, *rows, *constants, block), {"num_warps": 8}
+    constants = wire, by_tree, True, sends and not by_tree, 4096 * wire.primitive_bitwidth // 32
+    packets = row_sums.PacketRows(1 << 20, *map(fixed, constants))
+    form = norm.describe_norm(RMS._replace(is_exact=by_tree), 1, 4096)
+    tensors = norm.NormRows(None, HALF.clone(), FLOATS, None, HALF.clone(), HALF.clone())
+    arguments = channel, packets, form, WORDS, HALF.clone() if sends else None, tensors, 64, 4096
+    return row_sums.sum_and_normalize, arguments, {"num_warps": 8}
 
 
 def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, blocks=None):

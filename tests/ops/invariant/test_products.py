@@ -9,8 +9,7 @@ from tests.ops.operands import random_of
 from stretto import ops
 from stretto.ops.invariant import kernels
 from stretto.ops.invariant.kernels import choose_blocks
-from stretto.ops.invariant.matmul import multiply_by_torch
-from stretto.ops.invariant.ranks import add_by_tree
+from stretto.ops.invariant.matmul import add_by_tree, multiply_by_torch
 from stretto.ops.row_sums import kernel as row_sums
 
 ROWS = 24

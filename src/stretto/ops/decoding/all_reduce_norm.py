@@ -6,8 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.ops.config import encode_implementation
-from stretto.ops.invariant.matmul import LEAVES, count_leaves
-from stretto.ops.invariant.ranks import reduce_by_tree
+from stretto.ops.invariant.matmul import LEAVES, count_leaves, reduce_by_tree
 from stretto.ops.operator import (
     DTYPES,
     abandon,

@@ -87,7 +87,6 @@ def scaled_matmul_all_reduce_norm(
     norm: str = "rms",
     bias: Tensor | None = None,
     norm_bias: Tensor | None = None,
-    offset: float = 0.0,
     implementation: str | KernelConfig = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`matmul_all_reduce_norm` of fp8 operands; the output has the residual's dtype, bf16, fp16 or fp32.
@@ -102,7 +101,7 @@ def scaled_matmul_all_reduce_norm(
     total = scaled_matmul_all_reduce(
         x, weight, x_scale, weight_scale, group, bias=bias, out_dtype=residual.dtype, implementation=implementation
     )
-    normed, added = add_norm(total.flatten(0, -2), operands, Norm(norm, eps, offset))
+    normed, added = add_norm(total.flatten(0, -2), operands, Norm(norm, eps))
     return normed.view_as(residual), added.view_as(residual)
 
 

@@ -9,7 +9,7 @@ these are merged one after another: by `merge_splits` for a single token, in the
 one shape, so that a token's sums are the same in both.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.memory.gpus import count_processors
-from stretto.ops.gemm import divide_up
-from stretto.tiles import INTERPRETED
-from stretto.tiles.launches import launch_cached
+from stretto.ops.gemm import divide_up, fixed
+from stretto.tiles import INTERPRETED, Launches, kind_of
 
 SPLIT = 256
 """Keys of a split where bits must not depend on anything else."""
@@ -73,23 +72,67 @@ def attend_by_kernels(call: PagedCall, singles: PagedConfig | None = None, chunk
     return out
 
 
-def _describe(call: PagedCall, config: PagedConfig) -> dict[str, object]:
-    """The constants that all kernels have."""
+class PagedCache(NamedTuple):
+    """The cache and its sequences as kernels take them; width: of the table; strides in elements."""
+
+    key_cache: Any
+    value_cache: Any
+    table: Any
+    lengths: Any
+    offsets: Any
+    kv_heads: Any
+    width: Any
+    page_stride: Any
+    slot_stride: Any
+    head_stride: Any
+
+
+class PagedTiles(NamedTuple):
+    """Sizes that kernels are compiled for: rows and keys of a tile, the heads of a group, the numbers of a head and the
+    power of two that holds them, tokens of a page, window and fixed split (0: none), precision of fp32, and the power
+    of two that holds the sequences.
+    """
+
+    rows: Any
+    keys: Any
+    group: Any
+    size: Any
+    dims: Any
+    page: Any
+    window: Any
+    split: Any
+    precision: Any
+    sequences: Any
+
+
+def describe_tiles(call: PagedCall, config: PagedConfig, rows: int) -> PagedTiles:
+    """The constants of a call's kernels."""
     heads, size = call.q.shape[1:]
     exact = torch.get_float32_matmul_precision() == "highest"
-    return {
-        "GROUP": heads // call.keys.shape[2],
-        "SIZE": size,
-        "DIMS": max(16, triton.next_power_of_2(size)),
-        "PAGE": call.keys.shape[1],
-        "WINDOW": call.window,
-        "SPLIT": SPLIT if call.is_invariant else 0,
-        "PRECISION": "ieee" if exact else "tf32",
-        "KEYS": config.keys,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "enable_fp_fusion": not call.is_invariant,
-    }
+    constants = (
+        rows, config.keys, heads // call.keys.shape[2], size, max(16, triton.next_power_of_2(size)), call.keys.shape[1],
+        call.window, SPLIT if call.is_invariant else 0, "ieee" if exact else "tf32",
+        triton.next_power_of_2(call.lengths.shape[0]),
+    )  # fmt: skip
+    return PagedTiles(*map(fixed, constants))
+
+
+def _launch(
+    kernel: Any, programs: int, call: PagedCall, shape: PagedTiles, config: PagedConfig, *arguments: Any
+) -> None:
+    """Launch a kernel of a call; arguments: after the cache and the shape."""
+    cache = PagedCache(
+        call.keys, call.values, call.table, call.lengths, call.offsets, call.keys.shape[2], call.table.shape[1],
+        *call.keys.stride()[:3],
+    )  # fmt: skip
+    launch = _launches.setdefault(call.q.device, Launches())
+    kinds = [float if isinstance(one, float) else kind_of(one) for one in (*cache, *arguments)]
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    key = *(one.value for one in shape), *kinds, *options.values()
+    launch(kernel, key, programs, (cache, shape, *arguments), **options, enable_fp_fusion=not call.is_invariant)
+
+
+_launches: dict[torch.device, Launches] = {}
 
 
 def count_splits(call: PagedCall, config: PagedConfig) -> int:
@@ -106,77 +149,63 @@ def count_splits(call: PagedCall, config: PagedConfig) -> int:
 
 def _launch_singles(call: PagedCall, out: Tensor, config: PagedConfig) -> None:
     sequences, kv_heads, (heads, size) = call.lengths.shape[0], call.keys.shape[2], call.q.shape[1:]
-    splits, common = count_splits(call, config), _describe(call, config)
-    rows = max(config.rows, 16, triton.next_power_of_2(heads // kv_heads))
+    splits = count_splits(call, config)
+    shape = describe_tiles(call, config, max(config.rows, 16, triton.next_power_of_2(heads // kv_heads)))
     sums = stats = None
     if splits > 1:
         sums = out.new_empty(sequences, heads, splits, size, dtype=torch.float32)
         stats = out.new_empty(sequences, heads, splits, 2, dtype=torch.float32)
-    arguments = (
-        call.q, call.keys, call.values, call.table, call.lengths, call.offsets, out, sums, stats, kv_heads,
-        call.table.shape[1], *call.keys.stride()[:3], splits, call.scale * _LOG2_E,
-    )  # fmt: skip
-    launch_cached(attend_singles, sequences * kv_heads * splits, *arguments, ROWS=rows, **common)
+    arguments = call.q, out, sums, stats, splits, call.scale * _LOG2_E
+    _launch(attend_singles, sequences * kv_heads * splits, call, shape, config, *arguments)
     if sums is not None:
-        merged = sums, stats, call.lengths, call.offsets, out, heads, splits
-        launch_cached(
-            merge_splits, sequences * heads, *merged, WINDOW=call.window, SPLIT=common["SPLIT"], KEYS=config.keys,
-            SIZE=size, DIMS=common["DIMS"], num_warps=1 if size <= 128 else 4,
-            enable_fp_fusion=common["enable_fp_fusion"],
-        )  # fmt: skip
+        merging = config._replace(num_warps=1 if size <= 128 else 4)
+        _launch(merge_splits, sequences * heads, call, shape, merging, out, sums, stats, heads, splits)
 
 
 def _launch_chunks(call: PagedCall, out: Tensor, config: PagedConfig) -> None:
     tokens, heads, _ = call.q.shape
     sequences, kv_heads = call.lengths.shape[0], call.keys.shape[2]
     rows = max(16 if INTERPRETED.value else config.rows, triton.next_power_of_2(heads // kv_heads))
-    each = rows // (heads // kv_heads)
-    tiles = tokens // each + sequences
-    arguments = (
-        call.q, call.keys, call.values, call.table, call.lengths, call.offsets, out, kv_heads, call.table.shape[1],
-        *call.keys.stride()[:3], sequences, call.scale * _LOG2_E,
-    )  # fmt: skip
-    launch_cached(
-        attend_chunks, tiles * kv_heads, *arguments, ROWS=rows, SEQUENCES=triton.next_power_of_2(sequences),
-        **_describe(call, config),
-    )  # fmt: skip
+    tiles = tokens // (rows // (heads // kv_heads)) + sequences
+    arguments = call.q, out, sequences, call.scale * _LOG2_E
+    shape = describe_tiles(call, config, rows)
+    _launch(attend_chunks, tiles * kv_heads, call, shape, config, *arguments)
 
 
 @triton.jit
-def _attend_keys(  # type: ignore[no-untyped-def]
-    q, keys, values, pages, position, kv_head, page_stride, slot_stride, head_stride, begin, end, scale,
-    most, total, out,
-    SIZE: tl.constexpr, DIMS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    KEYS: tl.constexpr,
-):  # fmt: skip
-    """Go on with a partial result (out [rows, DIMS], most, total [rows]) by the keys from begin to end - 1.
+def _attend_keys(cache, shape, q, pages, position, kv_head, begin, end, scale, most, total, out):  # type: ignore[no-untyped-def]
+    """Go on with a partial result (out [rows, dims], most, total [rows]) by the keys from begin to end - 1.
 
     position: [rows], each query's. pages: pointer to the sequence's pages.
     """
-    dims = tl.arange(0, DIMS)
-    for start in range(begin, end, KEYS):
-        key = start + tl.arange(0, KEYS)
+    dims = tl.arange(0, shape.dims)
+    for start in range(begin, end, shape.keys):
+        key = start + tl.arange(0, shape.keys)
         there = key < end
-        page = tl.load(pages + key // PAGE, mask=there, other=0).to(tl.int64)
-        place = page * page_stride + (key % PAGE) * slot_stride + kv_head * head_stride
-        if SIZE == DIMS:
-            k = tl.load(keys + place[None, :] + dims[:, None], mask=there[None, :], other=0)
-            v = tl.load(values + place[:, None] + dims[None, :], mask=there[:, None], other=0)
+        page = tl.load(pages + key // shape.page, mask=there, other=0).to(tl.int64)
+        place = page * cache.page_stride + (key % shape.page) * cache.slot_stride + kv_head * cache.head_stride
+        if shape.size == shape.dims:
+            k = tl.load(cache.key_cache + place[None, :] + dims[:, None], mask=there[None, :], other=0)
+            v = tl.load(cache.value_cache + place[:, None] + dims[None, :], mask=there[:, None], other=0)
         else:
-            inside = dims < SIZE
-            k = tl.load(keys + place[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0)
-            v = tl.load(values + place[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0)
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+            inside = dims < shape.size
+            k = tl.load(
+                cache.key_cache + place[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0
+            )
+            v = tl.load(
+                cache.value_cache + place[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0
+            )
+        scores = tl.dot(q, k, input_precision=shape.precision) * scale
         seen = there[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW > 0:
-            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        if shape.window > 0:
+            seen = seen & (key[None, :] > position[:, None] - shape.window)
         scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))
         base = tl.where(larger == float("-inf"), 0.0, larger)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(most - base)
         total = total * shrink + tl.sum(weights, 1)
-        out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+        out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision=shape.precision)
         most = larger
     return most, total, out
 
@@ -216,63 +245,54 @@ def _find_split(length, index, splits, WINDOW: tl.constexpr, KEYS: tl.constexpr)
 
 
 @triton.jit
-def attend_singles(  # type: ignore[no-untyped-def]
-    q, keys, values, table, lengths, offsets, out, sums, stats, kv_heads, width, page_stride, slot_stride, head_stride,
-    splits, scale,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIMS: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+def attend_singles(cache, shape, q, out, sums, stats, splits, scale):  # type: ignore[no-untyped-def]
     """A split of the attention of a sequence's only new token, for the heads of one kv head.
 
-    Of one split: into out; else a partial result into sums [sequences, heads, splits, SIZE] and stats [.., 2]. Programs
+    Of one split: into out; else a partial result into sums [sequences, heads, splits, d] and stats [.., 2]. Programs
     of sequences with other numbers of new tokens, and of splits without keys, do nothing. Bytes: keys and values are
     read once. Synchronization: none: programs own their splits, which `merge_splits` reads in the next launch.
     """
     program = tl.program_id(0)
     split = program % splits
-    kv_head = program // splits % kv_heads
-    sequence = program // splits // kv_heads
-    first, count = _count_tokens(offsets, sequence)
-    length = tl.load(lengths + sequence)
-    if SPLIT > 0:
-        begin = split * SPLIT
-        end = tl.minimum(begin + SPLIT, length)
-        if WINDOW > 0:
-            end = tl.where(end <= length - WINDOW, begin, end)
+    kv_head = program // splits % cache.kv_heads
+    sequence = program // splits // cache.kv_heads
+    first, count = _count_tokens(cache.offsets, sequence)
+    length = tl.load(cache.lengths + sequence)
+    if shape.split > 0:
+        begin = split * shape.split
+        end = tl.minimum(begin + shape.split, length)
+        if shape.window > 0:
+            end = tl.where(end <= length - shape.window, begin, end)
     else:
-        begin, end = _find_split(length, split, splits, WINDOW, KEYS)
+        begin, end = _find_split(length, split, splits, shape.window, shape.keys)
     if (count == 1) & ((begin < end) | ((splits == 1) & (length == 0))):
-        row = tl.arange(0, ROWS)
-        dims = tl.arange(0, DIMS)
-        head = kv_head * GROUP + row
-        heads = kv_heads * GROUP
-        inside = (row < GROUP)[:, None] & (dims < SIZE)[None, :]
-        at = (first.to(tl.int64) * heads + head)[:, None] * SIZE + dims[None, :]
+        row = tl.arange(0, shape.rows)
+        dims = tl.arange(0, shape.dims)
+        head = kv_head * shape.group + row
+        heads = cache.kv_heads * shape.group
+        inside = (row < shape.group)[:, None] & (dims < shape.size)[None, :]
+        at = (first.to(tl.int64) * heads + head)[:, None] * shape.size + dims[None, :]
         queries = tl.load(q + at, mask=inside, other=0)
-        most = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        result = tl.zeros((ROWS, DIMS), tl.float32)
+        most = tl.full((shape.rows,), float("-inf"), tl.float32)
+        total = tl.zeros((shape.rows,), tl.float32)
+        result = tl.zeros((shape.rows, shape.dims), tl.float32)
         position = row * 0 + length - 1
-        pages = table + sequence.to(tl.int64) * width
+        pages = cache.table + sequence.to(tl.int64) * cache.width
         most, total, result = _attend_keys(
-            queries, keys, values, pages, position, kv_head, page_stride, slot_stride, head_stride, begin, end, scale,
-            most, total, result, SIZE, DIMS, PAGE, WINDOW, PRECISION, KEYS,
-        )  # fmt: skip
+            cache, shape, queries, pages, position, kv_head, begin, end, scale, most, total, result
+        )
         if sums is None:
             result = result / tl.where(total == 0, 1.0, total)[:, None]
             tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
         else:
             place = (sequence.to(tl.int64) * heads + head) * splits + split
-            tl.store(sums + place[:, None] * SIZE + dims[None, :], result, mask=inside)
-            tl.store(stats + place * 2, most, mask=row < GROUP)
-            tl.store(stats + place * 2 + 1, total, mask=row < GROUP)
+            tl.store(sums + place[:, None] * shape.size + dims[None, :], result, mask=inside)
+            tl.store(stats + place * 2, most, mask=row < shape.group)
+            tl.store(stats + place * 2 + 1, total, mask=row < shape.group)
 
 
 @triton.jit
-def merge_splits(  # type: ignore[no-untyped-def]
-    sums, stats, lengths, offsets, out, heads, splits,
-    WINDOW: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, DIMS: tl.constexpr,
-):  # fmt: skip
+def merge_splits(cache, shape, out, sums, stats, heads, splits):  # type: ignore[no-untyped-def]
     """Merge the partial results of a single token's head, from the first split to the last.
 
     Synchronization: none: the launch before has written the partial results. Programs of sequences with other numbers
@@ -281,91 +301,86 @@ def merge_splits(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     sequence = program // heads
     head = program % heads
-    first, count = _count_tokens(offsets, sequence)
-    length = tl.load(lengths + sequence)
+    first, count = _count_tokens(cache.offsets, sequence)
+    length = tl.load(cache.lengths + sequence)
     if count == 1:
         low = length * 0
-        if WINDOW > 0:
-            low = tl.maximum(length - WINDOW, 0)
-        if SPLIT > 0:
-            begin = low // SPLIT
-            end = tl.cdiv(length, SPLIT)
+        if shape.window > 0:
+            low = tl.maximum(length - shape.window, 0)
+        if shape.split > 0:
+            begin = low // shape.split
+            end = tl.cdiv(length, shape.split)
         else:
-            low = low // KEYS * KEYS if WINDOW > 0 else low
-            part = tl.cdiv(tl.cdiv(length - low, KEYS), splits) * KEYS
+            low = low // shape.keys * shape.keys if shape.window > 0 else low
+            part = tl.cdiv(tl.cdiv(length - low, shape.keys), splits) * shape.keys
             begin = 0
             end = tl.cdiv(length - low, tl.maximum(part, 1))
-        dims = tl.arange(0, DIMS)
+        dims = tl.arange(0, shape.dims)
         most = tl.full((1,), float("-inf"), tl.float32)
         total = tl.zeros((1,), tl.float32)
-        result = tl.zeros((1, DIMS), tl.float32)
+        result = tl.zeros((1, shape.dims), tl.float32)
         base = (sequence.to(tl.int64) * heads + head) * splits
         one = tl.arange(0, 1)
         for split in range(begin, end):
             place = base + split + one
-            other = tl.load(sums + place[:, None] * SIZE + dims[None, :], mask=(dims < SIZE)[None, :], other=0.0)
+            other = tl.load(
+                sums + place[:, None] * shape.size + dims[None, :], mask=(dims < shape.size)[None, :], other=0.0
+            )
             most, total, result = _merge(
                 most, total, result, tl.load(stats + place * 2), tl.load(stats + place * 2 + 1), other
             )
         result = result / tl.where(total == 0, 1.0, total)[:, None]
-        at = (first.to(tl.int64) * heads + head + one)[:, None] * SIZE + dims[None, :]
-        tl.store(out + at, result.to(out.dtype.element_ty), mask=(dims < SIZE)[None, :])
+        at = (first.to(tl.int64) * heads + head + one)[:, None] * shape.size + dims[None, :]
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=(dims < shape.size)[None, :])
 
 
 @triton.jit
-def attend_chunks(  # type: ignore[no-untyped-def]
-    q, keys, values, table, lengths, offsets, out, kv_heads, width, page_stride, slot_stride, head_stride,
-    sequences, scale,
-    ROWS: tl.constexpr, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIMS: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+def attend_chunks(cache, shape, q, out, sequences, scale):  # type: ignore[no-untyped-def]
     """The attention of a tile of a chunk's tokens, for the heads of one kv head; single tokens are left out.
 
     A sequence's tiles begin at number offsets // tokens of a tile + sequence, so that the host needs no lengths; there
     are programs without a tile. Those with many keys, the last of a chunk, begin first. Synchronization: none.
     """
-    EACH: tl.constexpr = ROWS // GROUP
+    each: tl.constexpr = shape.rows // shape.group
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = program % kv_heads
-    tile = program // kv_heads
-    every = tl.arange(0, SEQUENCES)
-    starts = tl.load(offsets + every, mask=every < sequences, other=0) // EACH + every
+    kv_head = program % cache.kv_heads
+    tile = program // cache.kv_heads
+    every = tl.arange(0, shape.sequences)
+    starts = tl.load(cache.offsets + every, mask=every < sequences, other=0) // each + every
     sequence = tl.sum(((starts <= tile) & (every < sequences)).to(tl.int32), 0) - 1
-    first, count = _count_tokens(offsets, sequence)
-    token = (tile - first // EACH - sequence) * EACH
+    first, count = _count_tokens(cache.offsets, sequence)
+    token = (tile - first // each - sequence) * each
     if (count > 1) & (token < count):
-        length = tl.load(lengths + sequence)
-        row = tl.arange(0, ROWS)
-        dims = tl.arange(0, DIMS)
-        own = token + row // GROUP
-        head = kv_head * GROUP + row % GROUP
-        used = (row < EACH * GROUP) & (own < count)
-        inside = used[:, None] & (dims < SIZE)[None, :]
-        at = ((first + own).to(tl.int64) * (kv_heads * GROUP) + head)[:, None] * SIZE + dims[None, :]
+        length = tl.load(cache.lengths + sequence)
+        row = tl.arange(0, shape.rows)
+        dims = tl.arange(0, shape.dims)
+        own = token + row // shape.group
+        head = kv_head * shape.group + row % shape.group
+        used = (row < each * shape.group) & (own < count)
+        inside = used[:, None] & (dims < shape.size)[None, :]
+        at = ((first + own).to(tl.int64) * (cache.kv_heads * shape.group) + head)[:, None] * shape.size + dims[None, :]
         queries = tl.load(q + at, mask=inside, other=0)
         position = length - count + own
         low = length * 0
-        if WINDOW > 0:
-            low = tl.maximum(length - count + token - WINDOW + 1, 0) // KEYS * KEYS
-        end = tl.minimum(length - count + token + EACH, length)
-        most = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        result = tl.zeros((ROWS, DIMS), tl.float32)
-        pages = table + sequence.to(tl.int64) * width
-        if SPLIT > 0:
-            for split in range(low // SPLIT, tl.cdiv(end, SPLIT)):
-                begin = split * SPLIT
+        if shape.window > 0:
+            low = tl.maximum(length - count + token - shape.window + 1, 0) // shape.keys * shape.keys
+        end = tl.minimum(length - count + token + each, length)
+        most = tl.full((shape.rows,), float("-inf"), tl.float32)
+        total = tl.zeros((shape.rows,), tl.float32)
+        result = tl.zeros((shape.rows, shape.dims), tl.float32)
+        pages = cache.table + sequence.to(tl.int64) * cache.width
+        if shape.split > 0:
+            for split in range(low // shape.split, tl.cdiv(end, shape.split)):
+                begin = split * shape.split
                 split_most, split_total, split_result = _attend_keys(
-                    queries, keys, values, pages, position, kv_head, page_stride, slot_stride, head_stride,
-                    begin, tl.minimum(begin + SPLIT, end), scale,
-                    tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32),
-                    tl.zeros((ROWS, DIMS), tl.float32), SIZE, DIMS, PAGE, WINDOW, PRECISION, KEYS,
+                    cache, shape, queries, pages, position, kv_head, begin, tl.minimum(begin + shape.split, end), scale,
+                    tl.full((shape.rows,), float("-inf"), tl.float32), tl.zeros((shape.rows,), tl.float32),
+                    tl.zeros((shape.rows, shape.dims), tl.float32),
                 )  # fmt: skip
                 most, total, result = _merge(most, total, result, split_most, split_total, split_result)
         else:
             most, total, result = _attend_keys(
-                queries, keys, values, pages, position, kv_head, page_stride, slot_stride, head_stride, low, end, scale,
-                most, total, result, SIZE, DIMS, PAGE, WINDOW, PRECISION, KEYS,
-            )  # fmt: skip
+                cache, shape, queries, pages, position, kv_head, low, end, scale, most, total, result
+            )
         result = result / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)

@@ -5,9 +5,8 @@ k is cut into `LEAVES` equal parts. Each has a sum of its own, in fp32, and the 
 in a rank, which holds LEAVES / ranks neighbouring leaves, then over the ranks, whose sums travel in fp32.
 docs/decisions/038-invariant-sums.md has what this costs and what else was tried.
 
-matmul          the operator: a rank's product, all-reduced or reduce-scattered
+matmul          the operator: a rank's product, all-reduced or reduce-scattered, and the tree over ranks
 kernels         the product of a tile: a sum for each leaf, and their tree
-ranks           the tree over ranks: by packets, or by the group's own backend
 """
 
 from stretto.ops.invariant.matmul import LEAVES, invariant_matmul

@@ -2,7 +2,7 @@
 """The kernel that adds up all ranks' rows, which travel as packets, with a residual and its norm."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,9 +12,9 @@ from torch import Tensor
 from stretto import tiles
 from stretto.memory.gpus import limit_waiting
 from stretto.ops.choices import find_group_obstacle
-from stretto.ops.gemm import divide_up
+from stretto.ops.gemm import divide_up, fixed
 from stretto.ops.operator import OperatorWorkspace, find_group
-from stretto.ops.row_sums.norm import MAX_COLUMNS, Norm, add_to_residual, describe_norm, normalize_tile
+from stretto.ops.row_sums.norm import MAX_COLUMNS, Norm, NormRows, add_to_residual, describe_norm, normalize_tile
 from stretto.ops.small_m import THREADS_OF_A_WARP
 from stretto.tiles import kind_of
 
@@ -35,16 +35,26 @@ class SumOperands(NamedTuple):
     added: Tensor
 
 
+class PacketRows(NamedTuple):
+    """Rows of packets as the kernel takes them. slot_words: packets between two slots of the staging buffer.
+
+    Compiled in: wire, the type of packets' numbers; by_tree, in_fours, by_words; block, the packets of a row at least.
+    """
+
+    slot_words: Any
+    wire: Any
+    by_tree: Any
+    in_fours: Any
+    by_words: Any
+    block: Any
+
+
 @triton.jit
-def sum_and_normalize(  # type: ignore[no-untyped-def]
-    channel, staging, slot_words, x, bias, residual, weight, norm_bias, normed, added, rows, columns,
-    WIRE: tl.constexpr, BY_TREE: tl.constexpr, IN_FOURS: tl.constexpr, BY_WORDS: tl.constexpr, KIND: tl.constexpr,
-    EPS: tl.constexpr, OFFSET: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def sum_and_normalize(channel, packets, form, staging, x, tensors, rows, columns):  # type: ignore[no-untyped-def]
     """added = residual + (the sum of all ranks' x, + bias), [rows, columns]; normed = its norm.
 
     x: None where the launch before, of the same call, has sent its packets. residual: or None, and then there is no
-    norm. A program adds up whole rows, of BLOCK packets of numbers of type WIRE; BY_WORDS: x lies in memory as they do.
+    norm. A program adds up whole rows, of packets; by_words: x lies in memory as they do.
     Order: programs claim rows of x and send them, as packets, to all ranks; then they add up every so many-th row.
     Signals: none but the packets.
     Waits: for packets. Rows to send are claimed, so running programs send all of them before any of them waits; the
@@ -52,37 +62,37 @@ def sum_and_normalize(  # type: ignore[no-untyped-def]
     Failure: packets are sent only while no wait of this process has failed.
     Reuse: two slots, by the call's number; every rank waits for the sums of all ranks' packets: see `call_slot`.
     """
-    dtype: tl.constexpr = added.dtype.element_ty
-    each: tl.constexpr = 32 // WIRE.primitive_bitwidth
+    dtype: tl.constexpr = tensors.added.dtype.element_ty
+    each: tl.constexpr = 32 // packets.wire.primitive_bitwidth
     pairs = tl.cdiv(columns, each)
     size = rows * pairs
-    slot = staging + tiles.call_slot(channel).to(tl.int64) * slot_words
-    index = tl.arange(0, BLOCK)
+    slot = staging + tiles.call_slot(channel).to(tl.int64) * packets.slot_words
+    index = tl.arange(0, packets.block)
     if x is not None:
         own = slot + tl.cast(channel.rank, tl.int64) * size
         publishes = tiles.may_publish(channel)
         row = tiles.claim(channel)
         while row < rows:
             at = x + row.to(tl.int64) * columns + index * each
-            if BY_WORDS:
+            if packets.by_words:
                 data = tl.load(at.to(tl.pointer_type(tl.int32), bitcast=True), mask=index < pairs, other=0)
             else:
                 low = tl.load(at, mask=index < pairs, other=0).to(tl.float32)
                 high = low
                 if each == 2:
                     high = tl.load(at + 1, mask=index * 2 + 1 < columns, other=0).to(tl.float32)
-                data = tiles.pack(low, high, WIRE)
+                data = tiles.pack(low, high, packets.wire)
             for distance in tl.static_range(1, channel.world + 1):
                 peer = (channel.rank + distance) % channel.world
                 tiles.push_packets(
-                    channel, own, row * pairs + index, data, index < pairs, rank=peer, in_fours=IN_FOURS,
+                    channel, own, row * pairs + index, data, index < pairs, rank=peer, in_fours=packets.in_fours,
                     publishes=publishes
                 )  # fmt: skip
             row = tiles.claim(channel)
-    column = tl.arange(0, BLOCK * each)[None, :]
+    column = tl.arange(0, packets.block * each)[None, :]
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         low, high, _ = tiles.sum_packets(
-            channel, slot, size, row * pairs + index, index < pairs, row, WIRE, by_tree=BY_TREE
+            channel, slot, size, row * pairs + index, index < pairs, row, packets.wire, by_tree=packets.by_tree
         )
         sums = low
         if each == 2:
@@ -90,16 +100,16 @@ def sum_and_normalize(  # type: ignore[no-untyped-def]
         sums = tl.expand_dims(sums, 0)
         place = tl.cast(row, tl.int64) * columns + column
         there = column < columns
-        if residual is None:
-            if bias is not None:
-                sums += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)
-            tl.store(added + place, sums.to(dtype), mask=there)
+        if tensors.residual is None:
+            if tensors.bias is not None:
+                sums += tl.load(tensors.bias + column, mask=there, other=0.0).to(tl.float32)
+            tl.store(tensors.added + place, sums.to(dtype), mask=there)
         else:
-            value = tl.load(residual + place, mask=there, other=0.0).to(tl.float32)
-            value = add_to_residual(value, sums, bias, column, columns, dtype)
-            tl.store(added + place, value.to(dtype), mask=there)
-            result = normalize_tile(value, there, weight, norm_bias, column, columns, KIND, EPS, OFFSET, EXACT)
-            tl.store(normed + place, result.to(dtype), mask=there)
+            value = tl.load(tensors.residual + place, mask=there, other=0.0).to(tl.float32)
+            value = add_to_residual(value, sums, tensors.bias, column, columns, dtype)
+            tl.store(tensors.added + place, value.to(dtype), mask=there)
+            result = normalize_tile(form, value, there, tensors.weight, tensors.norm_bias, column, columns)
+            tl.store(tensors.normed + place, result.to(dtype), mask=there)
     tiles.end_unsignalled_call(channel)
 
 
@@ -128,19 +138,17 @@ def launch_sums(
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
     in_fours = columns * wire.itemsize % 16 == 0
     by_words = in_fours and x is not None and x.dtype == wire and x.data_ptr() % 16 == 0
-    options = _WIRES[wire], by_tree, in_fours, by_words, *describe_norm(norm).values()
-    kinds = [kind_of(one) for one in (x, bias, residual, weight, norm_bias, normed, added)]
+    constants = map(fixed, (_WIRES[wire], by_tree, in_fours, by_words, block))
+    packets = PacketRows(workspace.words(1, torch.int32), *constants)
+    tensors = NormRows(bias, residual, weight, norm_bias, normed, added)
     workspace.channel.launch(
         sum_and_normalize,
-        (added.shape, wire, by_tree, norm, num_warps, *kinds),
+        (added.shape, wire, by_tree, norm, num_warps, kind_of(x), *map(kind_of, tensors)),
         programs,
-        (
-            channel, staging, workspace.words(1, torch.int32), x, bias, residual, weight, norm_bias, normed, added,
-            rows, columns, *options, block,
-        ),
+        (channel, packets, describe_norm(norm, 1, block * each), staging, x, tensors, rows, columns),
         num_warps=num_warps,
-        **({} if not norm.is_exact else {"enable_fp_fusion": False}),
-    )  # fmt: skip
+        enable_fp_fusion=not norm.is_exact,
+    )
     return normed, added
 
 

@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.gemm import divide_up
+from stretto.ops.gemm import divide_up, fixed
 from stretto.ops.operator import DTYPES, Autograd, define_operator, show_shape
-from stretto.tiles import INTERPRETED
-from stretto.tiles.launches import launch_cached
+from stretto.tiles import INTERPRETED, Launches, kind_of
 
 NORMS = ("rms", "layer")
 MAX_COLUMNS = 16384  # a program keeps whole rows in registers
@@ -33,6 +32,31 @@ class Norm(NamedTuple):
     eps: float
     offset: float = 0.0
     is_exact: bool = False
+
+
+class NormForm(NamedTuple):
+    """A norm and its tile as kernels take them, compiled in. rows, block: of a tile.
+
+    Constants: as arguments, fp64 would get them rounded to fp32.
+    """
+
+    kind: Any
+    eps: Any
+    offset: Any
+    is_exact: Any
+    rows: Any
+    block: Any
+
+
+class NormRows(NamedTuple):
+    """The tensors of a norm as kernels take them: what is added, weights, and where results go."""
+
+    bias: Any
+    residual: Any
+    weight: Any
+    norm_bias: Any
+    normed: Any
+    added: Any
 
 
 class NormOperands(NamedTuple):
@@ -71,7 +95,7 @@ def _run_exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, 
     rows = x.contiguous().view(-1, x.shape[-1])
     normed = torch.empty_like(rows)
     with torch.cuda.device_of(x):
-        _launch(None, None, rows, weight.contiguous(), bias, normed, None, described)
+        _launch(None, NormRows(None, rows, weight.contiguous(), bias, normed, None), described)
     return normed.view(x.shape)
 
 
@@ -137,7 +161,7 @@ def add_norm(total: Tensor, operands: NormOperands, norm: Norm) -> tuple[Tensor,
         return add_and_normalize_by_torch(total, operands, norm)
     bias, residual, weight, norm_bias = operands
     normed, added = torch.empty_like(residual), torch.empty_like(residual)
-    _launch(total.contiguous(), bias, residual, weight, norm_bias, normed, added, norm)
+    _launch(total.contiguous(), NormRows(bias, residual, weight, norm_bias, normed, added), norm)
     return normed, added
 
 
@@ -146,22 +170,17 @@ def can_launch(x: Tensor) -> bool:
     return x.numel() > 0 and (x.is_cuda or INTERPRETED.value)
 
 
-def _launch(
-    total: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor,
-    weight: Tensor,
-    norm_bias: Tensor | None,
-    normed: Tensor,
-    added: Tensor | None,
-    norm: Norm,
-) -> None:
-    (rows, columns), tiling = residual.shape, tile_rows(residual.shape[1])
-    launch_cached(
-        add_and_normalize, divide_up(rows, tiling["ROWS"]),
-        total, bias, residual, weight, norm_bias, normed, added, rows, columns,
-        **describe_norm(norm), **tiling, enable_fp_fusion=not norm.is_exact,
-    )  # fmt: skip
+def _launch(total: Tensor | None, tensors: NormRows, norm: Norm) -> None:
+    (rows, columns), device = tensors.residual.shape, tensors.residual.device
+    height, block, num_warps = find_tile(columns)
+    launch = _launches.setdefault(device, Launches())
+    key = norm, rows, columns, kind_of(total), *map(kind_of, tensors)
+    arguments = describe_norm(norm, height, block), tensors, total, rows, columns
+    options = {"num_warps": num_warps, "enable_fp_fusion": not norm.is_exact}
+    launch(add_and_normalize, key, divide_up(rows, height), arguments, **options)
+
+
+_launches: dict[torch.device, Launches] = {}
 
 
 def add_and_normalize_by_torch(total: Tensor, operands: NormOperands, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -222,20 +241,20 @@ def sum_exactly(value, there, SQUARED: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def normalize_tile(  # type: ignore[no-untyped-def]
-    value, there, weight, norm_bias, column, columns,
-    KIND: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """The norm of a tile of whole rows: fp32. value: fp32 [rows, BLOCK], 0 outside; column: [1, BLOCK]."""
-    factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32) + OFFSET
+def normalize_tile(form, value, there, weight, norm_bias, column, columns):  # type: ignore[no-untyped-def]
+    """The norm of a tile of whole rows: fp32. value: fp32 [rows, block], 0 outside; column: [1, block]."""
+    factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32) + form.offset
     count = columns.to(tl.float32)
-    if KIND == "layer":
-        mean = tl.div_rn(sum_exactly(value, there, False), count) if EXACT else tl.sum(value, 1)[:, None] / count
+    if form.kind == "layer":
+        if form.is_exact:
+            mean = tl.div_rn(sum_exactly(value, there, False), count)
+        else:
+            mean = tl.sum(value, 1)[:, None] / count
         value = tl.where(there, value - mean, 0.0)
-    if EXACT:
-        scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_exactly(value, there, True), count) + EPS))
+    if form.is_exact:
+        scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_exactly(value, there, True), count) + form.eps))
     else:
-        scale = 1 / tl.sqrt(tl.sum(value * value, 1)[:, None] / count + EPS)
+        scale = 1 / tl.sqrt(tl.sum(value * value, 1)[:, None] / count + form.eps)
     result = value * scale * factor
     if norm_bias is not None:
         result += tl.load(norm_bias + column, mask=column < columns, other=0.0).to(tl.float32)
@@ -243,27 +262,24 @@ def normalize_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def add_and_normalize(  # type: ignore[no-untyped-def]
-    total, bias, residual, weight, norm_bias, normed, added, rows, columns,
-    KIND: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, EXACT: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def add_and_normalize(form, tensors, total, rows, columns):  # type: ignore[no-untyped-def]
     """added = residual + (total + bias); normed = its norm. total, bias: or None; without total, normed alone.
 
-    A program has ROWS rows of BLOCK >= columns numbers. Bytes: each tensor is read or written once. Synchronization:
-    none: programs own their rows.
+    A program has form.rows rows of form.block >= columns numbers. Bytes: each tensor is read or written once.
+    Synchronization: none: programs own their rows.
     """
-    dtype: tl.constexpr = residual.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
+    dtype: tl.constexpr = tensors.residual.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * form.rows + tl.arange(0, form.rows)[:, None]
+    column = tl.arange(0, form.block)[None, :]
     there = (row < rows) & (column < columns)
-    value = tl.load(residual + row * columns + column, mask=there, other=0.0).to(tl.float32)
+    place = row * columns + column
+    value = tl.load(tensors.residual + place, mask=there, other=0.0).to(tl.float32)
     if total is not None:
-        sums = tl.load(total + row * columns + column, mask=there, other=0.0).to(tl.float32)
-        value = add_to_residual(value, sums, bias, column, columns, dtype)
-        tl.store(added + row * columns + column, value.to(dtype), mask=there)
-    result = normalize_tile(value, there, weight, norm_bias, column, columns, KIND, EPS, OFFSET, EXACT)
-    tl.store(normed + row * columns + column, result.to(dtype), mask=there)
+        sums = tl.load(total + place, mask=there, other=0.0).to(tl.float32)
+        value = add_to_residual(value, sums, tensors.bias, column, columns, dtype)
+        tl.store(tensors.added + place, value.to(dtype), mask=there)
+    result = normalize_tile(form, value, there, tensors.weight, tensors.norm_bias, column, columns)
+    tl.store(tensors.normed + place, result.to(dtype), mask=there)
 
 
 @triton.jit
@@ -274,13 +290,13 @@ def add_to_residual(value, sums, bias, column, columns, dtype: tl.constexpr):  #
     return (value + sums.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
 
-def tile_rows(columns: int) -> dict[str, int]:
-    """The rows and columns of a tile, and the warps of a program; depends on the columns alone."""
+def find_tile(columns: int) -> tuple[int, int, int]:
+    """(rows and columns of a tile, warps of a program); depends on the columns alone."""
     block = triton.next_power_of_2(columns)
-    return {"ROWS": max(1, 2048 // block), "BLOCK": block, "num_warps": min(16, max(4, block // 512))}
+    return max(1, 2048 // block), block, min(16, max(4, block // 512))
 
 
-def describe_norm(norm: Norm) -> dict[str, Any]:
+def describe_norm(norm: Norm, rows: int, block: int) -> NormForm:
     """A norm as kernels take it."""
-    # Constants: as arguments, fp64 would get them rounded to fp32.
-    return {"KIND": norm.kind, "EPS": float(norm.eps), "OFFSET": float(norm.offset), "EXACT": norm.is_exact}
+    constants = norm.kind, float(norm.eps), float(norm.offset), norm.is_exact, rows, block
+    return NormForm(*map(fixed, constants))

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.bench.decoding.settings import InferenceSetting
 from stretto.bench.harness import FAILURES, Column, print_row, print_table, run_ranks, write_result
+from stretto.bench.settings import InferenceSetting
 from stretto.cluster import Cluster
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.inference import Engine

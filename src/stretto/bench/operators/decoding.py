@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from stretto import ops
-from stretto.bench.decoding.settings import DecodingSetting
 from stretto.bench.harness import Column, print_row, print_table, run_ranks, write_result
 from stretto.bench.interleaved import TimingEffort, time_interleaved
+from stretto.bench.operators.settings import DecodingSetting
 from stretto.cluster import Cluster
 from stretto.ops.decoding.paged_kernels import SINGLES, PagedCall, PagedConfig, attend_by_kernels
 from stretto.ops.invariant.kernels import choose_blocks, multiply_leaves
