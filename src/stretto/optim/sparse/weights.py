@@ -14,10 +14,10 @@ from torch import Tensor
 from stretto.memory import failures
 from stretto.optim.sparse.index import SparseIndex
 from stretto.optim.state.layout import Bucket, StateLayout
-from stretto.optim.state.weights import FlatWeights
+from stretto.optim.state.residence import FlatWeights
 
 
-class _Piece(NamedTuple):
+class _BucketPiece(NamedTuple):
     """The numbers `first` to `last` of a parameter's that are left, and where they are in their bucket."""
 
     parameter: int
@@ -84,12 +84,12 @@ class SparseWeights(FlatWeights):
         self.indices[index].compress(gradient.reshape(-1), out, adds=adds)
 
 
-def _find_pieces(layout: StateLayout, bucket: Bucket) -> list[_Piece]:
+def _find_pieces(layout: StateLayout, bucket: Bucket) -> list[_BucketPiece]:
     found = []
     for index in layout.chunks[bucket.chunk].parameters:
         place = layout.places[index]
         start, stop = max(place.start, bucket.start), min(place.stop, bucket.stop)
         if start < stop:
             part = slice(start - bucket.start, stop - bucket.start)
-            found.append(_Piece(index, start - place.start, stop - place.start, part))
+            found.append(_BucketPiece(index, start - place.start, stop - place.start, part))
     return found

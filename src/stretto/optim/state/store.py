@@ -24,9 +24,8 @@ from torch import Tensor
 from stretto.optim.state.layout import Bucket, Chunk, StateLayout
 from stretto.optim.state.loss_scale import LossScale
 from stretto.optim.state.master_weights import join, round_to, round_to_bf16
-from stretto.optim.state.residence import StateResidence
+from stretto.optim.state.residence import FlatWeights, StateResidence
 from stretto.optim.state.updates import LOW, MASTER, TILE, History, StepSettings, Update
-from stretto.optim.state.weights import FlatWeights
 
 
 class Reduction(Protocol):
