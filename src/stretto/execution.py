@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
+from numbers import Real
 from textwrap import fill
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
@@ -126,8 +127,9 @@ class StateOptions:
 
 def check_sparsity(sparsity: float) -> None:
     """Raise ValueError unless sparsity, the part of numbers that is pruned, is in [0, 1)."""
-    if isinstance(sparsity, bool) or not 0 <= sparsity < 1:  # NaN is refused, too
-        near = 0.9 if sparsity >= 1 else 0.0
+    is_number = isinstance(sparsity, Real) and not isinstance(sparsity, bool)
+    if not (is_number and 0 <= sparsity < 1):  # NaN is refused, too
+        near = 0.0 if is_number and sparsity < 1 else 0.9
         raise ValueError(f"sparsity is {sparsity!r}, but must be at least 0 and less than 1; {near} would do")
 
 

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """stretto.optim.Muon: torch's bits on one rank, and one rank's weights on every grid."""
 
+import copy
+import pickle
 import random
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.parallel.experts.training import gpt
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from stretto.models import GPT
 from stretto.optim import Muon, RowParts, hidden_matrices
 from stretto.optim.muon import NewtonSchulz
 from stretto.parallel import Grid, gather, parallelize
+from stretto.train.optimizer import find_row_parts
 
 SEED = random.randrange(2**31)
 SHAPES = (24, 16), (16, 24), (8, 8), (1, 5)
@@ -161,3 +167,210 @@ def test_bad_input_is_refused(ranks):
         Muon([{"params": [weight], "use_muon": True, "row_parts": [[RowParts(0, 4, 4)]]}])
     with pytest.raises(ValueError, match="use_muon=False would do"):
         Muon([nn.Parameter(torch.ones(3))])
+
+
+class Small(nn.Sequential):
+    """Two linears of 20 numbers each, and their optimizer."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(5, 4), nn.Linear(4, 5))
+        self.rows = torch.randn(3, 5)
+
+    def loss(self):
+        return self(self.rows).square().sum()
+
+    def optimizer(self):
+        matrices = list(hidden_matrices(self).values())
+        return Muon([{"params": matrices, "use_muon": True}, {"params": [self[0].bias, self[1].bias]}], lr=0.02)
+
+    def train_twice(self, optimizer, closure=None):
+        for _ in range(2):
+            if closure is None:
+                optimizer.zero_grad()
+                self.loss().backward()
+            optimizer.step(closure)
+        return torch.cat([parameter.detach().flatten() for parameter in self.parameters()])
+
+
+def test_closures_later_groups_and_rates_in_tensors_change_nothing():
+    model = Small()
+    expected = model.train_twice(model.optimizer())
+
+    model = Small()
+    optimizer = model.optimizer()
+
+    def closure():
+        optimizer.zero_grad()  # of all groups
+        loss = model.loss()
+        loss.backward()
+        return loss
+
+    assert torch.equal(model.train_twice(optimizer, closure), expected)
+
+    model = Small()
+    optimizer = Muon([{"params": [model[0].weight], "use_muon": True}], lr=0.02)
+    optimizer.add_param_group({"params": [model[1].weight], "use_muon": True})
+    optimizer.add_param_group({"params": [model[0].bias, model[1].bias]})
+    assert torch.equal(model.train_twice(optimizer), expected)
+
+    model = Small()
+    optimizer = model.optimizer()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
+    assert (model.train_twice(optimizer) - expected).abs().max() < 1e-6  # with an update rounded to bf16, 1e-4
+
+
+def through_torch(optimizer, model):
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    fresh = model.optimizer()
+    set_optimizer_state_dict(model, fresh, state)
+    return fresh
+
+
+def through_state_dict(optimizer, model):
+    fresh = model.optimizer()
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return fresh
+
+
+@pytest.mark.parametrize("way", [None, "copy", "pickle", through_state_dict, through_torch])
+def test_a_copied_or_loaded_muon_goes_on(way):
+    model = Small()
+    optimizer = model.optimizer()
+    model.train_twice(optimizer)
+    if way in ("copy", "pickle"):
+        pair = model, optimizer
+        model, optimizer = copy.deepcopy(pair) if way == "copy" else pickle.loads(pickle.dumps(pair))
+    elif way is not None:
+        optimizer = way(optimizer, model)
+    found = model.train_twice(optimizer)
+    model = Small()
+    optimizer = model.optimizer()
+    model.train_twice(optimizer)
+    assert torch.equal(found, model.train_twice(optimizer))
+
+
+def test_anothers_state_and_groups_that_cannot_be_are_refused():
+    model = Small()
+    other = torch.optim.AdamW(
+        [{"params": [model[0].weight, model[1].weight]}, {"params": [model[0].bias, model[1].bias]}]
+    )
+    optimizer = model.optimizer()
+    with pytest.raises(
+        ValueError, match=r"another optimizer.*use_muon is \[None, None\] in its groups, and \[True, False"
+    ):
+        optimizer.load_state_dict(other.state_dict())
+    extra = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="1 parameters, but row_parts of 2"):
+        optimizer.add_param_group({"params": [extra], "use_muon": True, "row_parts": [(), ()]})
+    with pytest.raises(ValueError, match=r"not torch\.complex64"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2) * 1j)], "use_muon": True})
+    assert len(optimizer.param_groups) == 2
+    with pytest.raises(TypeError, match="must be a dict, but is a Parameter"):
+        Muon([{"params": [model[0].weight], "use_muon": True}, model[1].weight])
+    with pytest.raises(ValueError, match="empty"):
+        Muon([])
+
+
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+def test_a_transposed_weight_has_the_update_of_its_transpose(adjust):
+    torch.manual_seed(SEED)
+    whole, gradient = torch.randn(2, 12, 8, dtype=torch.float64)
+    parts = RowParts(0, 4, 12), RowParts(4, 12, 12)
+    found = []
+    for dim in (-2, -1):
+        weight = nn.Parameter((whole if dim == -2 else whole.T).clone())
+        weight.grad = (gradient if dim == -2 else gradient.T).contiguous()
+        own = [tuple(part._replace(dim=dim) for part in parts)]
+        Muon([{"params": [weight], "use_muon": True, "row_parts": own}], lr=0.1, adjust_lr=adjust).step()
+        found.append(weight.detach() if dim == -2 else weight.detach().T)
+    assert (found[0] - found[1]).abs().max() < 1e-9
+    with pytest.raises(ValueError, match=r"do not divide the 8 columns"):
+        Muon([{"params": [nn.Parameter(whole)], "use_muon": True, "row_parts": [[RowParts(0, 12, 12, dim=-1)]]}])
+
+
+def note_call(calls, function, *arguments):
+    calls.append(0)
+    return function(*arguments)
+
+
+def train_partly_frozen(kind):
+    """Distance of weights on 2 ranks from those of one, of which one matrix was never trained, and one is later."""
+    found = []
+    for sizes in ({}, {"z": 2}) if kind == "grid" else ({},):
+        model = make_model()
+        grid = Grid(**sizes) if sizes else None
+        if grid is not None:
+            model = parallelize(model, grid, dtype=torch.float64)
+        matrices = hidden_matrices(model)
+        optimizer = Muon([{"params": list(matrices.values()), "use_muon": True}], lr=LR, grid=grid)
+        frozen = [parameter for name, parameter in matrices.items() if "attention" in name]
+        iterated = []
+        optimizer._orthogonalize = partial(note_call, iterated, optimizer._orthogonalize)
+        for step in range(2):
+            for parameter in frozen:
+                parameter.requires_grad_(step == 1)
+            rows = draw(step) if grid is None else [one.chunk(2)[grid.coordinate("batch")] for one in draw(step)]
+            model(*rows).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            iterated.append(1)
+        found.append([gather(p) if grid is not None else p.detach() for p in matrices.values()])
+        counts = iterated.index(1), len(iterated) - iterated.index(1) - 2
+        assert counts[0] < counts[1]
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+
+
+def test_frozen_matrices_are_not_iterated_until_they_are_trained(ranks):
+    for distance in ranks(2).run(train_partly_frozen, "grid"):
+        assert distance < 1e-9
+
+
+def test_what_hugging_face_models_fuse_is_known():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 16}
+    sizes |= {"intermediate_size": 48, "num_hidden_layers": 1, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    thirds = [(0, 32, 96, -2), (32, 64, 96, -2), (64, 96, 96, -2)]
+    of_head = [(0, 8, 24, -2), (8, 16, 24, -2), (16, 24, 24, -2)]
+    gate_up = [(0, 48, 96, -2), (48, 96, 96, -2)]
+    expected = {
+        ("GPT2", "n_embd=32 n_head=4 n_layer=1 vocab_size=16"): {
+            "attn.c_attn.weight": [(*part[:3], -1) for part in thirds],
+            "mlp.c_proj.weight": [(0, 32, 32, -1)],
+        },
+        ("Phi3", ""): {
+            "qkv_proj.weight": [(0, 32, 64, -2), (32, 48, 64, -2), (48, 64, 64, -2)],
+            "gate_up_proj.weight": gate_up,
+            "down_proj.weight": [],
+        },
+        ("Mixtral", "experts"): {"experts.gate_up_proj": gate_up, "experts.down_proj": []},
+        ("GptOss", "experts"): {
+            "experts.gate_up_proj": [(0, 1, 2, -1), (1, 2, 2, -1)],
+            "experts.down_proj": [(0, 32, 32, -1)],
+            "experts.gate_up_proj_bias": None,
+            "lm_head.weight": None,
+        },
+        ("GPTNeoX", ""): {"query_key_value.weight": of_head, "embed_out.weight": None},
+    }
+    for (family, options), weights in expected.items():
+        config = getattr(transformers, f"{family}Config")
+        given = dict(part.split("=") for part in options.split()) if "=" in options else sizes
+        given = {key: int(value) for key, value in given.items()} | (experts if options == "experts" else {})
+        with torch.device("meta"):
+            model = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")(
+                config(**given)
+            )
+        matrices = hidden_matrices(model)
+        for ending, parts in weights.items():
+            found = [name for name in matrices if name.endswith(ending)]
+            assert len(found) == (parts is not None), (family, ending)
+            assert not found or [tuple(part) for part in find_row_parts(model, found[0])] == parts, (family, ending)
+
+
+def test_fused_weights_that_nobody_knows_are_one_matrix_with_a_warning(caplog):
+    model = nn.ModuleDict({"qkv": nn.Linear(4, 12), "attention": nn.MultiheadAttention(4, 2)})
+    model.config = SimpleNamespace(model_type="own", num_attention_heads=2, hidden_size=4)
+    assert find_row_parts(model, "qkv.weight") == ()
+    assert "Muon takes qkv.weight [12, 4] for one matrix" in caplog.text
+    assert [part.stop for part in find_row_parts(model, "attention.in_proj_weight")] == [4, 8, 12]

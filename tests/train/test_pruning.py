@@ -185,7 +185,9 @@ def give_other_masks(kind: str) -> str:
     if kind == "differing" and grid.coordinate("data") == 1:
         other = masks.masks[name].unpacked().flatten().roll(1).view(masks.masks[name].shape)
         masks = Masks({**masks.masks, name: WeightMask.of(other)}, 0.5)
-    elif kind == "shape":
+    elif kind == "missing" and grid.coordinate("data") == 1:
+        masks = Masks({key: mask for key, mask in masks.masks.items() if key != name}, 0.5)
+    elif kind == "shape" or (kind == "one" and grid.coordinate("data") == 1):
         masks = Masks({name: WeightMask.of(torch.ones(3, 3))}, 0.5)
     elif kind == "name":
         masks = Masks({"nothing": WeightMask.of(torch.ones(3, 3))}, 0.5)
@@ -204,6 +206,30 @@ def test_masks_that_fit_no_replica_or_no_parameter_are_refused_on_all_ranks(rank
     }
     for kind, message in messages.items():
         assert all(message in found for found in ranks(2).run(give_other_masks, kind))
+    assert all(messages["differing"] in found for found in ranks(2).run(give_other_masks, "missing"))
+    of_others, own = ranks(2).run(give_other_masks, "one")
+    assert of_others == "the masks of other ranks do not fit: their errors say which"
+    assert messages["shape"] in own
+
+
+def prune_beside_a_frozen_stage() -> tuple[list[str], list[int]]:
+    """Of two stages, the first of which is frozen: its masks, and what the store of this rank keeps."""
+    grid = Grid(pipe=2, device="cpu")
+    whole = GPT(GPTConfig(**SHAPE))
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad_("blocks.1." in name)
+    model = parallelize(whole, grid)
+    masks = prune(model, 0.75)
+    assert masks is not None
+    stored = StoredOptimizer(model, grid, adamw_update(betas=(0.9, 0.95), eps=1e-8), name="adamw", masks=masks)
+    return sorted(masks.masks), [place.size for place in stored.store.layout.places]
+
+
+def test_a_stage_without_trained_parameters_takes_part(ranks: Any) -> None:
+    first, last = ranks(2).run(prune_beside_a_frozen_stage)
+    assert first == ([], [])
+    assert len(last[0]) == 4
+    assert min(last[1]) >= 32
 
 
 def test_what_is_pruned_of_a_plain_model_is_zero() -> None:
@@ -216,6 +242,17 @@ def test_what_is_pruned_of_a_plain_model_is_zero() -> None:
         assert int((parameter != 0).sum()) == parameter.numel() - round(parameter.numel() / 2)
         assert torch.equal(masks.masks[name].unpacked(), parameter != 0)
     assert set(odd_masks(GPT(GPTConfig(**SHAPE)))) == set(prunable(GPT(GPTConfig(**SHAPE))))
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_weights_that_are_not_numbers_are_named(scope: Any) -> None:
+    model = Bank()
+    with torch.no_grad():
+        model.layers[1].weight[2, 3] = float("nan")  # type: ignore[index, union-attr]
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=r"layers\.1\.weight have numbers that are NaN"):
+        prune(model, 0.5, scope=scope)
+    assert all(torch.equal(a[~a.isnan()], b[~a.isnan()]) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_a_model_is_pruned_once_its_masks_have_settled() -> None:
@@ -240,6 +277,8 @@ def test_a_model_is_pruned_once_its_masks_have_settled() -> None:
         ({"sparsity": 0.5, "method": {}}, "masks are given, which say what is left"),
         ({"sparsity": None, "method": {}}, "masks are of no number"),
         ({"sparsity": None, "method": {"a": torch.ones(1)}}, "a mask is of 'a', which is no parameter"),
+        ({"sparsity": "0.5"}, "sparsity is '0.5', but must be at least 0 and less than 1; 0.9 would do"),
+        ({"sparsity": None, "method": {"layers.1.weight": [[True]]}}, "is a list, but must be a tensor of bools"),
         ({"sparsity": None, "method": {"layers.1.weight": torch.ones(2, 2)}}, r"is \[2, 2\], but .* is \[7, 5\]"),
     ],
 )

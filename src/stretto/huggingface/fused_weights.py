@@ -17,8 +17,8 @@ _OF_ATTENTION = "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "W_pack", 
 class FusedMatrices(NamedTuple):
     """The matrices of a weight: of each its output features, those f with start <= f % period < stop.
 
-    ranges: (start, stop, period) of each; () for one matrix. is_transposed: the weight is [.., in, out]. is_known: False
-    if its name says that it is fused, and nothing how.
+    ranges: (start, stop, period) of each; () for one matrix. is_transposed: the weight is [.., in, out]. is_known:
+    False if its name says that it is fused, and nothing how.
     """
 
     ranges: tuple[tuple[int, int, int], ...] = ()
@@ -67,7 +67,9 @@ def _of_attention(config: Any, module: str, outputs: int) -> tuple[int, ...]:
             return (hidden,) * (outputs // hidden)
         case "gpt_bigcode", "c_attn" if config.multi_query:
             return hidden, head, head
-        case ("phi3" | "phi4_multimodal"), "qkv_proj":
+        case "gpt_bigcode", "c_attn" if outputs == 3 * hidden:
+            return head, head, head
+        case (("phi3" | "phi4_multimodal"), "qkv_proj"):
             keys = config.num_key_value_heads * head
             return heads * head, keys, keys
         case "mpt", "Wqkv":

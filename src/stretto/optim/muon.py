@@ -65,8 +65,8 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters for which Muon is meant, by name: weights [a, b], and experts' [e, a, b].
 
     Embeddings and output heads are left out: a head is the model's `get_output_embeddings()`, a parallelized head, or a
-    module called head, lm_head, embed_out, output_projection, score, classifier or qa_outputs. Weights of three dims are
-    those under "experts", whose biases [e, a] are left out, as are the decays A_log [a, b] of state-space models.
+    module called head, lm_head, embed_out, output_projection, score, classifier or qa_outputs. Weights of three dims
+    are those under "experts", whose biases [e, a] are left out, as are decays A_log [a, b] of state-space models.
     """
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
@@ -154,7 +154,7 @@ class Muon(AdamW):
         self.grid = grid
         self._matrices: list[_MatrixParameter] = []
         self._owners: dict[tuple[int, ...], MatrixOwners] = {}
-        given = list(params)
+        given: list[Any] = list(params)
         if given and not isinstance(given[0], dict):
             given = [{"params": given, "use_muon": True}]
         super().__init__(given, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)

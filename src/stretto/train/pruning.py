@@ -20,9 +20,10 @@ from stretto.optim.sparse.masks import count_left, pack, select_above, select_la
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.pruned_weights import PrunedWeight
 from stretto.parallel.comm.weight_gathering import WeightToGather
+from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layout import TensorOnGrid, gather, has_layout, layout_of, place_like, place_on, shard_like
-from stretto.parallel.state import ParallelState
+from stretto.parallel.state import ParallelState, state_of
 from stretto.train.bit_hash import hash_bits
 from stretto.train.optimizer import local_shard
 
@@ -101,6 +102,14 @@ def _choose(
             f"there is nothing to prune: no trained parameter of two or more dims is left beside embeddings and what "
             f"exclude={list(exclude)} names"
         )
+    not_numbers = [
+        name
+        for name, parameter in parameters.items()
+        if bool((local_shard(parameter) if weights is None else weights(name)).isnan().any())
+    ]
+    if _sum_over_ranks(model, float(len(not_numbers))):
+        named = ", ".join(not_numbers) or "parameters of other ranks"
+        raise ValueError(f"{named} have numbers that are NaN, of which none is larger: prune weights that are finite")
     shards = (
         {name: local_shard(parameter) if weights is None else weights(name) for name, parameter in parameters.items()}
         if scope == "global"
@@ -111,6 +120,7 @@ def _choose(
     for name, parameter in parameters.items():
         shard = shards.pop(name) if shards else (local_shard(parameter) if weights is None else weights(name))
         whole = _gather(shard.to(parameter.device), parameter)
+        whole = whole.float() if scope == "global" else whole  # as it was compared
         if scope == "layer":
             is_left = select_largest(whole, count_left(whole.numel(), sparsity))
         else:
@@ -157,6 +167,8 @@ def _shard_masks(model: nn.Module, given: Mapping[str, Tensor]) -> Masks:
 
     shapes = {name: tuple(parameter.shape) for name, parameter in whole_model(model).named_parameters()}
     for name, mask in given.items():
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"the mask of {name} is a {type(mask).__name__}, but must be a tensor of bools")
         if name not in shapes:
             raise ValueError(f"a mask is of {name!r}, which is no parameter of the model")
         if tuple(mask.shape) != shapes[name]:
@@ -190,12 +202,10 @@ def _replicas(parameter: nn.Parameter) -> int:
 
 def _sum_over_ranks(model: nn.Module, number: float) -> float:
     """The sum over all ranks of a model on a grid, or the number itself."""
-    parameter = next(iter(model.parameters()), None)
-    if not isinstance(parameter, DTensor) or not dist.is_initialized() or dist.get_world_size() == 1:
+    if (state := state_of(model)) is None:
         return number
-    total = torch.tensor(number, dtype=torch.float64, device=parameter.device)
-    dist.all_reduce(total)
-    return float(total)
+    total = torch.tensor(number, dtype=torch.float64, device=state.grid.device)
+    return float(all_reduce(total, state.grid.group("world")))
 
 
 class PrunedParameters:
@@ -213,8 +223,9 @@ class PrunedParameters:
         sharded: Mapping[nn.Parameter, WeightToGather],
         kind: SparseIndexKind,
         dtype: torch.dtype,
+        grid: Grid,
     ) -> None:
-        _check_masks(parameters, masks)
+        _check_masks(parameters, masks, grid)
         self._shares: dict[str, PrunedWeight] = {}
         self._own: dict[str, SparseIndex] = {}
         self.indices: list[SparseIndex] = []  # of what the store has
@@ -298,36 +309,47 @@ def _share(
     return PrunedWeight(of_whole, of_rows, whole.shape, weight.group, weight.dim, like)
 
 
-def _check_masks(parameters: Mapping[str, nn.Parameter], masks: Masks) -> None:
-    """Raise ValueError for masks of other shapes, and for those that differ between ranks that hold the same shard."""
-    problem, differing = "", dict[str, None]()
+def _check_masks(parameters: Mapping[str, nn.Parameter], masks: Masks, grid: Grid) -> None:
+    """Raise ValueError for masks of other shapes, and for those that differ between ranks that hold the same shard.
+
+    Collective over all ranks, also those of a pipeline stage that has no such parameters.
+    """
+
+    def raise_on_all(problem: str) -> None:
+        has_problem = torch.tensor(bool(problem), dtype=torch.int32, device=grid.device)
+        if int(all_reduce(has_problem, grid.group("world"), dist.ReduceOp.MAX)):
+            raise ValueError(problem or "the masks of other ranks do not fit: their errors say which")
+
+    problem = ""
     for name, mask in masks.masks.items():
         parameter = parameters.get(name)
         if parameter is None:
             problem = problem or f"a mask is of {name!r}, which is no trained parameter of this rank"
-            continue
-        if mask.shape != local_shard(parameter).shape:
+        elif mask.shape != local_shard(parameter).shape:
             shapes = list(mask.shape), list(local_shard(parameter).shape)
             problem = problem or f"the mask of {name} is {shapes[0]}, but this rank's shard is {shapes[1]}"
-    if problem:
-        raise ValueError(problem)
-    by_group: dict[dist.ProcessGroup, list[str]] = {}
-    for name in masks.masks:
-        parameter = parameters[name]
+    raise_on_all(problem)
+    # A parameter that this rank has no mask of may have one on others, which take part for all parameters, too.
+    hashes = torch.full((len(parameters),), -1, dtype=torch.int64, device=grid.device)
+    pruned = [number for number, name in enumerate(parameters) if name in masks.masks]
+    if pruned:
+        names = list(parameters)
+        hashes[pruned] = hash_bits([masks.masks[names[number]].bits for number in pruned])
+    by_group: dict[dist.ProcessGroup, list[int]] = {}
+    for number, parameter in enumerate(parameters.values()):
         assert isinstance(parameter, DTensor)
         for dim, placement in enumerate(parameter.placements):
             if placement.is_replicate() and parameter.device_mesh.size(dim) > 1:
-                by_group.setdefault(parameter.device_mesh.get_group(dim), []).append(name)
-    for group, names in by_group.items():
-        hashes = hash_bits([masks.masks[name].bits for name in names])
-        bounds = all_reduce(torch.stack((hashes, -hashes - 1)), group, dist.ReduceOp.MAX)
-        differing |= {name: None for name, high, low in zip(names, *bounds.tolist(), strict=True) if high != -low - 1}
-    worst = torch.tensor(len(differing), device=next(iter(parameters.values())).device) if parameters else None
-    if worst is not None and dist.get_world_size() > 1:
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    if worst is not None and int(worst):
-        named = ", ".join(differing) or "parameters of other ranks"
-        raise ValueError(
-            f"the masks of {named} differ between ranks that hold the same shard: prune with one mask on all of them, "
-            "as prune(model, sparsity) does"
-        )
+                by_group.setdefault(parameter.device_mesh.get_group(dim), []).append(number)
+    differing = set[int]()
+    for group, numbers in by_group.items():
+        own = hashes[numbers]
+        bounds = all_reduce(torch.stack((own, -own - 1)), group, dist.ReduceOp.MAX)
+        differing |= {number for number, high, low in zip(numbers, *bounds.tolist(), strict=True) if high != -low - 1}
+    named = ", ".join(name for number, name in enumerate(parameters) if number in differing)
+    raise_on_all(
+        f"the masks of {named} differ between ranks that hold the same shard: prune with one mask on all of them, as "
+        "prune(model, sparsity) does"
+        if differing
+        else ""
+    )

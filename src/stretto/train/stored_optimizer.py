@@ -112,12 +112,14 @@ class StoredOptimizer:
 
     def _make_store(self, masks: Masks | None) -> OptimizerStateStore:
         """The store of all parameters, and what is left of those that masks prune."""
-        self.masks = masks
         self._pruned = (
             None
             if masks is None
-            else PrunedParameters(self.parameters, masks, self._reducer.sharded, self.options.index, self.dtype)
+            else PrunedParameters(
+                self.parameters, masks, self._reducer.sharded, self.options.index, self.dtype, self._grid
+            )
         )
+        self.masks = masks  # now that they are known to fit
         stored = [
             StoredParameter(
                 name,

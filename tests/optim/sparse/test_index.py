@@ -43,6 +43,8 @@ def check_index(made: Any, mask: torch.Tensor, dtype: torch.dtype, parts: list[t
     in_place = torch.zeros_like(dense)
     for first, last in reversed(parts):  # none may write another's numbers
         assert torch.equal(made.compress(dense, left.new_empty(last - first), first=first, last=last), left[first:last])
+        sums = made.compress(dense, start[first:last].clone(), first=first, last=last, adds=True)
+        assert torch.equal(sums, (start + left)[first:last])
         made.expand(left[first:last], in_place, first=first, last=last, skip=skip)
     assert torch.equal(in_place, expected)
     skip.fill_(1)
@@ -174,8 +176,8 @@ def test_the_largest_magnitudes_are_left_and_of_equal_ones_the_first() -> None:
     assert [count_left(10, sparsity) for sparsity in (0, 0.9, 0.95, 0.99)] == [10, 1, 0, 0]
 
 
-@pytest.mark.parametrize("sparsity", [-0.1, 1, 1.5, float("nan"), True])
-def test_a_sparsity_outside_of_its_range_is_refused(sparsity: float) -> None:
+@pytest.mark.parametrize("sparsity", [-0.1, 1, 1.5, float("nan"), True, "0.9", None])
+def test_a_sparsity_outside_of_its_range_is_refused(sparsity: Any) -> None:
     with pytest.raises(ValueError, match=r"must be at least 0 and less than 1; 0.\d would do"):
         StateOptions("device", sparsity=sparsity)
 
