@@ -16,7 +16,15 @@ from tests.memory.network.relay import Relay
 from tests.processes import LIMIT
 
 from stretto.memory.network.descriptors import PHASE, Fifo, Put, pack, unpack
-from stretto.memory.network.frames import HEADER_BYTES, NO_SIGNAL, FrameError, FrameKind, PutFrame, pack_frame, unpack_frame
+from stretto.memory.network.frames import (
+    HEADER_BYTES,
+    NO_SIGNAL,
+    FrameError,
+    FrameKind,
+    PutFrame,
+    pack_frame,
+    unpack_frame,
+)
 from stretto.memory.network.interfaces import find_interface
 from stretto.memory.network.native import NativeProxy
 from stretto.memory.network.proxy import Proxy
@@ -143,11 +151,12 @@ def test_a_forked_process_and_one_whose_proxy_has_ended_release_at_once(kind):
             socket.create_connection(listener.address, timeout=LIMIT)
         if (child := os.fork()) == 0:
             signal.alarm(20)
+            status = 1
             try:
                 use_in_a_child(pair.proxies[0], pair.fifos[0])
-            except BaseException:
-                os._exit(1)
-            os._exit(0)
+                status = 0
+            finally:
+                os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
         use_in_a_child(pair.proxies[1], pair.fifos[1])
         with pytest.raises(RuntimeError, match="the proxy has ended"):

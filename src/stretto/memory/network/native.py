@@ -119,9 +119,7 @@ class NativeProxy:
         """Read a FIFO. is_polled: kernels write to it, which wake nobody."""
         handle = self._require_open()
         self._kept[fifo] = fifo
-        self._library.proxy_add_fifo(
-            handle, fifo.words.data_ptr(), fifo.capacity, fifo.tail.data_ptr(), is_polled
-        )
+        self._library.proxy_add_fifo(handle, fifo.words.data_ptr(), fifo.capacity, fifo.tail.data_ptr(), is_polled)
 
     def remove_fifo(self, fifo: Fifo) -> None:
         """Read a FIFO no more."""
