@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.pruned import SHAPE, Bank, odd_masks, train_bank, train_both
+from tests.train.pruned import ROWS, SHAPE, Bank, odd_masks, train_bank, train_both
 from tests.train.runs import metrics_of
 from tests.train.test_stored_optimizer import GRIDS_OF_8, configure, differences, run_all, weights_of
 from torch import nn
 
 from stretto.models import GPT, GPTConfig
 from stretto.optim.sparse import EarlyBird, Masks, WeightMask
-from stretto.parallel import Grid, parallelize
+from stretto.parallel import Grid, Pipeline, parallelize
 from stretto.parallel.layout import gather, layout_of, place_like
 from stretto.train.checkpoint import checkpoint_path
 from stretto.train.checkpoint.metadata import read_metadata
@@ -212,9 +212,10 @@ def test_masks_that_fit_no_replica_or_no_parameter_are_refused_on_all_ranks(rank
     assert messages["shape"] in own
 
 
-def prune_beside_a_frozen_stage() -> tuple[list[str], list[int]]:
-    """Of two stages, the first of which is frozen: its masks, and what the store of this rank keeps."""
+def prune_beside_a_frozen_stage() -> tuple[list[str], list[int], float]:
+    """Of two stages, the first of which is frozen: masks, what the store of this rank keeps, and a step's norm."""
     grid = Grid(pipe=2, device="cpu")
+    torch.manual_seed(0)
     whole = GPT(GPTConfig(**SHAPE))
     for name, parameter in whole.named_parameters():
         parameter.requires_grad_("blocks.1." in name)
@@ -222,12 +223,16 @@ def prune_beside_a_frozen_stage() -> tuple[list[str], list[int]]:
     masks = prune(model, 0.75)
     assert masks is not None
     stored = StoredOptimizer(model, grid, adamw_update(betas=(0.9, 0.95), eps=1e-8), name="adamw", masks=masks)
-    return sorted(masks.masks), [place.size for place in stored.store.layout.places]
+    tokens = torch.arange(ROWS * 8).view(ROWS, 8) % 64
+    Pipeline(model, grid, micro_batch_size=8).step(tokens, tokens)
+    norm = float(stored.step(1e-3))
+    return sorted(masks.masks), [place.size for place in stored.store.layout.places], norm
 
 
 def test_a_stage_without_trained_parameters_takes_part(ranks: Any) -> None:
     first, last = ranks(2).run(prune_beside_a_frozen_stage)
-    assert first == ([], [])
+    assert first[:2] == ([], [])
+    assert first[2] == last[2] > 0
     assert len(last[0]) == 4
     assert min(last[1]) >= 32
 

@@ -198,16 +198,20 @@ class OptimizerStateStore:
         """Update all parameters that have a gradient, at learning rate `lr`. Returns the gradient's global 2-norm.
 
         The norm is fp64, 0-dim, on the device, before clipping; that of an overflow is not finite. loss: 0-dim, the
-        same on all ranks; with `skips_nonfinite`, nothing is updated where it or the norm is not finite. Collective. It
-        does nothing if no parameter has a gradient. RuntimeError before `finish`, after gradients have been added.
+        same on all ranks; with `skips_nonfinite`, nothing is updated where it or the norm is not finite. Collective, also
+        for ranks of which no parameter has a gradient, which update nothing. RuntimeError before `finish`, after gradients have been added.
         """
         if self._step.late or (self._step.present and not self._step.started):
             raise RuntimeError(
                 "gradients have not been summed over ranks: the last backward pass of a step must not be in no_sync"
             )
-        if not self._step.present:
-            self._step = _StepGradients()
-            return torch.zeros((), dtype=torch.float64, device=self.device)
+        if not self._step.present:  # other ranks may have gradients: a frozen pipeline stage has none
+            self.drop()
+            norm = self._norm({})
+            if self.loss_scale is not None:
+                norm = norm / self.loss_scale.value[0]
+                self.loss_scale.update(~norm.isfinite())
+            return norm
         order = list(self._step.started)
         self._advance_histories()
         device = self.device
@@ -253,7 +257,8 @@ class OptimizerStateStore:
         Added in the chunks' order: the order of their sums is another in a process's first step, so that a resumed run
         would have other last bits.
         """
-        total = torch.stack([squares[chunk] for chunk in sorted(squares)]).sum()
+        none = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.stack([squares[chunk] for chunk in sorted(squares)] or [none]).sum()
         return self.communicator.sum_squares(total).sqrt()
 
     def _wait(self, chunk: int) -> Tensor:
