@@ -14,6 +14,8 @@ from tests.parallel import hugging_face
 from torch import Tensor, nn
 
 from stretto.inference import Engine, Request
+from stretto.inference.runner import StepRunner
+from stretto.memory import PeerError, failures
 from stretto.parallel import Grid, parallelize
 
 MakeRanks = Callable[[int], Ranks]
@@ -205,6 +207,101 @@ def test_what_cannot_work_is_refused_on_all_ranks_with_what_would_do(ranks: Make
 def test_sizes_and_models_are_checked_before_anything_is_allocated(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(**({"model": nn.Linear(1, 1), "max_batch": 1, "cache_tokens": 64} | change))
+
+
+def engine_of_one_rank() -> Engine:
+    return Engine(parallelize(make("llama"), Grid()), 2, 320)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Engine:
+    return engine_of_one_rank()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompts": [1, 2]}, "a prompt is 1, but must be a list of token ids: one list for each prompt"),
+        ({"prompts": [None]}, "a prompt is None"),
+        ({"prompts": [torch.tensor(3)]}, "a prompt is 3"),
+        ({"prompts": [torch.ones(2)]}, "a prompt has 1.0"),
+        ({"prompts": [torch.ones(2, dtype=torch.bool)]}, "a prompt has True"),
+        ({"stop": 3}, r"stop is 3, but must be a list of token ids: \(\) for none"),
+        ({"stop": ["</s>"]}, "stop has '</s>'"),
+        ({"seed": 1.5}, "seed is 1.5, but must be an integer; 0 is the default"),
+        ({"seed": 1 << 63}, "must be of 64 bits; 0 would do"),
+        ({"top_k": 2.5}, "top_k is 2.5, but must be an integer"),
+        ({"top_p": "0.9"}, "top_p is '0.9', but must be a number; 1.0 is the default"),
+        ({"top_p": 0.0}, "must be above 0 and at most 1"),
+        ({"temperature": None}, "temperature is None, but must be a number"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"temperature": 1e-310}, "at least 1e-30; 0 would do"),
+    ],
+    ids=str,
+)
+def test_requests_that_mean_nothing_are_refused(alone: Engine, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        alone.generate(**({"prompts": [[1]], "max_new_tokens": 4} | given))
+
+
+def test_ids_may_be_tensors_and_an_iterator_of_stops_counts_for_every_prompt(alone: Engine) -> None:
+    given = prompts(3, (4, 4))
+    texts = alone.generate(given, 8)
+    assert alone.generate(torch.tensor(given, dtype=torch.int32), 8) == texts
+    ends = [text[2] for text in texts]
+    expected = [text[: min(map(text.index, {*ends} & {*text})) + 1] for text in texts]
+    for stop in (ends, torch.tensor(ends), iter([*ends, *ends])):
+        assert alone.generate(given, 8, stop=stop) == expected
+    with pytest.raises(ValueError, match="must be all ranks'"):
+        alone.apply_patches([], after=3)
+
+
+def test_a_step_that_fails_drops_its_requests_and_gives_out_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, given = engine_of_one_rank(), prompts(7, (9, 30))
+    expected = engine.generate(given, 12)
+    for where, name in ((StepRunner, "run"), (failures, "check")):
+        requests = [engine.submit(prompt, 12) for prompt in given]
+        for _ in range(4):
+            engine.step()
+        told = [[*request.tokens] for request in requests]
+        with monkeypatch.context() as failing:
+            failing.setattr(where, name, raise_peer_error)
+            with pytest.raises(PeerError):
+                engine.step()
+        assert [request.tokens for request in requests] == told
+        assert not engine.step()
+        assert engine.generate(given, 12) == expected
+
+
+def raise_peer_error(*_: object) -> None:
+    raise PeerError("rank 1 did not come")
+
+
+def test_a_model_that_another_engine_has_taken_over_and_one_without_an_engine_compute_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = engine_of_one_rank()
+    first.submit([1, 2], 30)
+    first.step()
+    second = Engine(first.model, 2, 320)
+    with pytest.raises(ValueError, match="another Engine has been made of this engine's model"):
+        first.step()
+    expected = second.generate([[1, 2]], 4)
+    monkeypatch.setattr(StepRunner, "allocate", raise_peer_error)
+    with pytest.raises(PeerError):
+        Engine(first.model, 2, 320)
+    with pytest.raises(ValueError, match="replaced for an engine that could not be made"):
+        first.model(input_ids=torch.ones(1, 2, dtype=torch.int64))
+    monkeypatch.undo()
+    assert Engine(first.model, 2, 320).generate([[1, 2]], 4) == expected
+
+
+def test_a_sum_of_one_rank_calls_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[object] = []
+    monkeypatch.setattr(torch.ops._c10d_functional, "all_reduce", lambda *given: called.append(given))
+    engine_of_one_rank().generate([[1, 2]], 2)
+    assert not called
 
 
 def draw() -> list[Any]:

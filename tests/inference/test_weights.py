@@ -143,6 +143,14 @@ def test_patches_that_do_not_fit_are_refused_and_change_nothing() -> None:
         ([damaged(first, box=torch.tensor([[0, 0], [9, 8]]))], {}, "does not fit"),
         ([damaged(first, box=torch.tensor([[-1, 0], [4, 8]]))], {}, "does not fit"),
         ([damaged(first, values=torch.ones(3))], {}, "does not fit"),
+        ([damaged(first, values=torch.tensor(1.0, dtype=torch.bfloat16))], {}, "does not fit"),
+        ([damaged(first, values=torch.ones(32, dtype=torch.int64))], {}, "does not fit"),
+        (
+            [damaged(first, gaps=torch.empty(0, dtype=torch.uint8), values=torch.empty(0, dtype=torch.float16))],
+            {},
+            "would round its",
+        ),
+        ([damaged(first, step=torch.tensor([1.5]))], {}, "it names no step"),
     ]
     for patches, options, message in bad:
         with pytest.raises(ValueError, match=message):

@@ -125,3 +125,10 @@ def test_slow_links_and_few_programs_make_a_kernel_slower_than_the_library():
     assert times[0] < predict_library(call, H100) < times[1]
     times = [predict_kernel(call, H100._replace(link=link), 132, blocks, "copies") for link in (450e9, 10e9)]
     assert times[1] > 2 * times[0]
+
+
+def test_the_sum_of_one_rank_takes_the_library_no_time():
+    call = GemmCall("matmul_all_reduce", 1, 4096, 14336, 2, 1)
+    library = predict_library(call, H200)
+    assert library == pytest.approx(117e6 / 0.84 / H200.memory, rel=0.02)
+    assert predict_kernel(call, H200, 132, Blocks(*FEW), "packets") > library

@@ -75,7 +75,12 @@ class ShapeProbe:
         self.like: Tensor | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None) -> Tensor:
-        """Note the shapes. Returns zeros of the output's."""
+        """Note the shapes. Returns zeros of the output's. ValueError for a second call."""
+        if self.shape is not None:  # else a model whose engine could not be made would go on without attention
+            raise ValueError(
+                "this model's attention has been replaced for an engine that could not be made, or is called twice in "
+                "a pass, for which a layer of the cache has no place: build the model again"
+            )
         self.shape, self.like = CacheShape(key.shape[1], key.shape[2], value.shape[2]), key
         return value.new_zeros(*query.shape[:2], value.shape[2])
 

@@ -15,12 +15,12 @@ from stretto.huggingface.attention.paged_attention import refusal_of_decoding
 from stretto.huggingface.context import attentions_of
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.inference.fused_blocks import BlockFuser
-from stretto.inference.requests import Request, Sampling, parse_prompt
+from stretto.inference.requests import Request, Sampling, parse_prompt, parse_stop
 from stretto.inference.runner import Drawn, HostStep, StepRunner, describe
 from stretto.inference.sampling import VocabularyPart
 from stretto.inference.scheduler import Place, Scheduler, StepPart
 from stretto.inference.weights import apply_patches, copy_weights
-from stretto.memory import shared_gpus
+from stretto.memory import failures, shared_gpus
 from stretto.parallel.comm.collectives import NO_GROUP, gather_rows
 from stretto.parallel.experts.module import ParallelExperts
 from stretto.parallel.layers.loss import ParallelHead
@@ -104,6 +104,8 @@ class Engine:
         probes = self._runner.probe(len(attentions_of(model)), fuser)
         shapes, (like, *_) = zip(*((probe.shape, probe.like) for probe in probes), strict=True)
         for shape in shapes:
+            if shape is None:
+                raise ValueError(f"{type(model).__name__} has attention that a pass over token ids alone does not call")
             if shape.key != shape.value:
                 raise ValueError(
                     f"{type(model).__name__} has keys of {shape.key} features and values of {shape.value} (latent "
@@ -133,7 +135,8 @@ class Engine:
         prompts: lists or tensors of token ids; those of this rank's data coordinate. Prompt i is drawn with the seed
         `seed` + i; other arguments are `submit`'s. Raises what `submit` does, before any is run. Collective.
         """
-        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop}
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        options["stop"] = self._stop if stop is None else parse_stop(stop)  # once: an iterator ends
         requests = [
             self._parse(prompt, max_new_tokens, seed=seed + number, **options) for number, prompt in enumerate(prompts)
         ]
@@ -170,17 +173,22 @@ class Engine:
         """Launch a step, and take the tokens of the one before. Returns False once there is nothing left to do.
 
         A request's tokens arrive a step after they were launched, so that the device never waits for the host.
-        Collective. Raises ValueError, with all requests dropped, where ranks that must step together do not.
+        Collective. Raises ValueError where ranks that must step together do not, and for an engine whose model another
+        one has taken over; PeerError where a kernel has waited for a rank in vain. Whatever it raises, all requests are
+        dropped: no token is given out that a failed step may have computed.
         """
-        self._runner.join(self._scheduler.admit())
-        parts = self._scheduler.next_parts()
-        step = describe(parts, self._rows(parts), self._max_batch)
         try:
-            is_busy = self._lockstep.agree(step, has_work=bool(parts))
-        except ValueError:
+            return self._step()
+        except BaseException:
             self._scheduler.clear()
             self._in_flight = None
             raise
+
+    def _step(self) -> bool:
+        self._runner.join(self._scheduler.admit())
+        parts = self._scheduler.next_parts()
+        step = describe(parts, self._rows(parts), self._max_batch)
+        is_busy = self._lockstep.agree(step, has_work=bool(parts))
         launched = (parts, self._runner.run(step)) if is_busy else None
         before, self._in_flight = self._in_flight, launched
         if before is not None:
@@ -195,9 +203,9 @@ class Engine:
         """
         copy_weights(model, self.model)
 
-    def apply_patches(self, patches: Iterable[bytes]) -> None:
-        """Apply all ranks' patches of a step (`WeightChanges`) to this engine's weights, in place."""
-        apply_patches(self.model, patches)
+    def apply_patches(self, patches: Iterable[bytes], *, after: int | None = None) -> int:
+        """Apply all ranks' patches of a step (`WeightChanges`) to the weights, in place: see `apply_patches`."""
+        return apply_patches(self.model, patches, after=after)
 
     def close(self) -> None:
         """Free the CUDA graphs, before the process group is destroyed."""
@@ -214,14 +222,14 @@ class Engine:
         prompt: Any,
         max_new_tokens: int,
         *,
-        stop: Iterable[int] | None,
+        stop: Any,
         log_probabilities: bool = False,
         **sampling: Any,
     ) -> Request:
         ids = parse_prompt(prompt, self.vocab)
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens!r}, but must be a positive integer; 1 is the least")
-        ends = self._stop if stop is None else frozenset(stop)
+        ends = self._stop if stop is None else parse_stop(stop)
         request = Request(ids, max_new_tokens, Sampling(**sampling), ends, log_probabilities)
         for limit, what in ((self._limit, "positions of the model"), (self._cache_tokens, "tokens of the cache")):
             if limit is not None and request.positions > limit:
@@ -242,6 +250,7 @@ class Engine:
     def _take(self, parts: Sequence[StepPart], drawn: Drawn) -> None:
         """Give requests the tokens that a step has drawn, and free the places of those that are done."""
         tokens, logs = drawn.wait()
+        failures.check()  # kernels of a step whose wait has failed leave numbers that are no tokens
         done: list[Place] = []
         for part, token, log in zip(parts, tokens, logs, strict=False):  # rows that fill the batch come last
             request = part.place.request

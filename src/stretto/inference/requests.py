@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request for tokens: its prompt, its limits, and how its tokens are drawn."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from numbers import Integral, Real
 from typing import Any
+
+_LEAST_TEMPERATURE = 1e-30  # logits that are divided by less may be infinite, and then no longer differ
 
 
 @dataclass(frozen=True)
@@ -24,9 +27,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.temperature) and self.temperature >= 0):
+        for name, kind in (("temperature", Real), ("top_p", Real), ("seed", Integral), ("top_k", Integral)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (name == "top_k" and value is None):
+                what = "a number" if kind is Real else "an integer"
+                raise ValueError(f"{name} is {value!r}, but must be {what}; {getattr(Sampling, name)} is the default")
+        if not isfinite(self.temperature) or (self.temperature != 0 and self.temperature < _LEAST_TEMPERATURE):
             raise ValueError(
-                f"temperature is {self.temperature}, but must be finite and at least 0 (0: the best token)"
+                f"temperature is {self.temperature}, but must be finite, and 0 (the best token) or at least "
+                f"{_LEAST_TEMPERATURE}; 0 would do"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}, but must be at least 1, or None for all tokens")
@@ -72,16 +81,29 @@ class Request:
 
 def parse_prompt(prompt: Any, vocab: int) -> list[int]:
     """The ids of a prompt, a sequence or a tensor of one dim. ValueError for an empty one, and for other ids."""
-    if hasattr(prompt, "tolist"):
-        prompt = prompt.tolist()
-    ids = list(prompt)
+    ids = _list_ids(prompt, "a prompt", "one list for each prompt")
     if not ids:
         raise ValueError("a prompt is empty, but must have at least one token (the model's first, say)")
     for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool):
-            raise ValueError(f"a prompt has {token!r}, but must be token ids, integers: one list for each prompt")
         if not 0 <= token < vocab:
             raise ValueError(
                 f"token {token} of a prompt is outside the vocabulary [0, {vocab}); {vocab - 1} is its last"
             )
     return ids
+
+
+def parse_stop(stop: Any) -> frozenset[int]:
+    """The ids that end a request, of a sequence or a tensor. ValueError for what is no token id, and would end none."""
+    return frozenset(_list_ids(stop, "stop", "() for none"))
+
+
+def _list_ids(given: Any, name: str, rule: str) -> list[int]:
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if not isinstance(given, Iterable):
+        raise ValueError(f"{name} is {given!r}, but must be a list of token ids: {rule}")
+    ids = list(given)
+    for token in ids:
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            raise ValueError(f"{name} has {token!r}, but must be token ids, integers: {rule}")
+    return [int(token) for token in ids]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.huggingface.attention.paged_attention import attend_to_pages
+from stretto.huggingface.context import attentions_of
 from stretto.inference.cache import CacheShape, CurrentStep, LayerCache, ShapeProbe, StepTokens
 from stretto.inference.fused_blocks import BlockFuser
 from stretto.inference.sampling import (
@@ -130,6 +131,7 @@ class StepRunner:
         """Allocate the cache, and have the model attend to it."""
         self.layers = [LayerCache(shape, pages, self.page, like, self._step) for shape in shapes]
         attend_to_pages(self.model, self.layers)
+        self._attention: Any = attentions_of(self.model)[0]
 
     def join(self, places: Sequence[Place]) -> None:
         """Write the pages of requests that join."""
@@ -140,6 +142,11 @@ class StepRunner:
     @torch.no_grad()
     def run(self, step: HostStep) -> Drawn:
         """Launch a step. Collective over x, and over expert."""
+        if self._attention.attend_to_pages is not self.layers[0]:
+            raise ValueError(  # its graphs may read weights that the other one has joined anew
+                "another Engine has been made of this engine's model, and has taken it over: use that one, or give "
+                "each a model of its own"
+            )
         numbers = self._upload(step.numbers, torch.int64)
         rows, tokens = len(step.counts), len(step.ids)
         if step.is_decoding and self.is_captured:

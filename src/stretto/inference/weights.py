@@ -24,6 +24,7 @@ from stretto.parallel.layout import Box, has_layout, layout_of, local, place_on
 from stretto.parallel.state import require_state, state_of
 
 _BUCKET_BYTES = 256 << 20  # of weights that are sent at a time
+_DTYPES = (torch.bfloat16, torch.float16)  # of patches
 _LONG_GAP = 255  # a byte that is no end of a gap
 _copies = itertools.count(1)
 
@@ -163,7 +164,7 @@ class WeightChanges:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
-        if dtype not in (torch.bfloat16, torch.float16):
+        if dtype not in _DTYPES:
             raise ValueError(f"patches are of 16-bit weights, not {dtype}; torch.bfloat16 would do")
         self._model, self._dtype = model, dtype
         self._step = 0
@@ -245,7 +246,7 @@ def _read_patch(patch: bytes) -> dict[str, Tensor]:
         tensors = load(patch)
     except SafetensorError as error:
         raise ValueError(f"a patch of {len(patch)} bytes is damaged: {error}") from error
-    if "step" not in tensors or tensors["step"].numel() != 1:
+    if "step" not in tensors or tensors["step"].numel() != 1 or tensors["step"].dtype != torch.int64:
         raise ValueError(f"a file of {len(patch)} bytes is no patch that WeightChanges has made: it names no step")
     return tensors
 
@@ -258,6 +259,7 @@ def _parse_change(key: str, tensors: Mapping[str, Tensor], parameters: Mapping[s
     shape = parameters[name].shape
     box, gaps, values = (tensors.get(f"{key}:{part}", torch.empty(0)) for part in ("box", "gaps", "values"))
     is_valid = box.shape == (2, len(shape)) and box.dtype == torch.int64 and gaps.dtype == torch.uint8
+    is_valid &= gaps.dim() == values.dim() == 1 and values.dtype in _DTYPES
     if is_valid:
         offsets, sizes = (tuple(part) for part in box.tolist())
         limits = zip(offsets, sizes, shape, strict=True)
@@ -265,6 +267,11 @@ def _parse_change(key: str, tensors: Mapping[str, Tensor], parameters: Mapping[s
     places = _decode_gaps(gaps) if is_valid else gaps
     if not is_valid or len(places) != len(values) or (len(places) and int(places[-1]) >= prod(sizes)):
         raise ValueError(f"the part {key!r} of a patch does not fit this model's {name}, {list(shape)}")
+    if parameters[name].dtype in _DTYPES and parameters[name].dtype != values.dtype:
+        raise ValueError(
+            f"a patch is of {values.dtype} and this model's {name} of {parameters[name].dtype}, which would round its "
+            f"numbers; WeightChanges(model, {parameters[name].dtype}) would do"
+        )
     return _Change(_Piece(name, offsets, sizes), places, values)
 
 

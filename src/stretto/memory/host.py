@@ -144,7 +144,11 @@ class HostMemory(SymmetricMemory):
             processes = [offer.process for offer in offers]
             memory = cls(rank, regions, size, signals, processes, endpoint, always_puts=always_puts)
             # All have mapped it, so that the descriptor can be closed, and registered it, so that puts may come.
-            timed_barrier(group, timeout)
+            try:
+                timed_barrier(group, timeout)
+            except BaseException:
+                memory.close()  # or the proxy would keep it
+                raise
         finally:
             os.close(descriptor)
         return memory
@@ -198,6 +202,8 @@ class HostMemory(SymmetricMemory):
         a signal of the peer has answered, or all of this rank's puts from it have arrived (`close` waits for that).
         ValueError for bytes outside of either buffer, PeerError for a peer that is lost.
         """
+        if not 0 <= peer < self.world_size:
+            raise ValueError(f"the group has ranks 0 to {self.world_size - 1}, not {peer}")
         if self.endpoint is None or self._reach[peer] is not Reach.PUTS:
             raise ValueError(f"rank {peer} is reached by loads and stores, and not by put")
         if size < 0 or not 0 <= offset <= self.size - size:

@@ -400,7 +400,9 @@ def gather_rows(x: Tensor, group: str) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    """All-reduce x, by the group's own backend."""
+    """All-reduce x, by the group's own backend. Of one rank it is x itself."""
+    if find_group(group).size() == 1:
+        return x
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.all_reduce(x, "sum", group))
 

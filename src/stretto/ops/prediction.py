@@ -78,6 +78,8 @@ def predict_library(call: GemmCall, speeds: Speeds, constants: Constants = FITTE
     """The seconds of the product and then the library's collective."""
     sent = _count_sent(call) * (2 if call.operator == "matmul_all_reduce" else 1)
     product = max(2 * call.m * call.n * call.k / _find_rate(call, speeds, constants), _stream(call, speeds, constants))
+    if call.world == 1 and call.operator == "matmul_all_reduce":
+        return product  # the sum of one rank is no call
     return product + constants.library + sent / (constants.library_link * speeds.link)
 
 

@@ -59,12 +59,7 @@ class AdamW(torch.optim.AdamW):
         on the parameters' device; if it is true, weights, moments and step counts are not changed. On a GPU that is
         decided on the device, and the host does not wait.
         """
-        if closure is not None and scale is not None:
-            raise ValueError("a closure makes new gradients, for which no scale is known: give one of the two")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call(closure, scale)
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if parameters and all(_suits_kernel(t) for p in parameters for t in (p, p.grad)):
             scale = None if scale is None else scale.float()
@@ -129,6 +124,16 @@ class AdamW(torch.optim.AdamW):
             torch.autograd.graph.increment_version(parameter)  # as torch's own writes do
             if copy is not None and copied is not None:
                 copy.close(parameter)
+
+
+def call(closure: Callable[[], Any] | None, scale: Tensor | None) -> Any:
+    """Call a step's closure, if it has one; returns its result."""
+    if closure is None:
+        return None
+    if scale is not None:
+        raise ValueError("a closure makes new gradients, for which no scale is known: give one of the two")
+    with torch.enable_grad():
+        return closure()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.memory import failures
-from stretto.optim.adamw import AdamW, local
+from stretto.optim.adamw import AdamW, call, local
 from stretto.optim.matrix_owners import MatrixOwners
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
@@ -25,7 +25,7 @@ from stretto.parallel.layout import ParameterLayout, has_layout, layout_of
 AdjustLr = Literal["match_rms_adamw", "original"]
 DEFAULT_MOMENTUM = 0.95
 _TABLES = nn.Embedding, nn.EmbeddingBag, ParallelEmbedding, ParallelPositions, ParallelHead
-_HEADS = "head", "lm_head", "embed_out", "output_projection"
+_HEADS = "head", "lm_head", "embed_out", "output_projection", "score", "classifier", "qa_outputs"
 
 
 class NewtonSchulz(NamedTuple):
@@ -50,18 +50,23 @@ class NewtonSchulz(NamedTuple):
 
 
 class RowParts(NamedTuple):
-    """The rows of one matrix among those fused in a weight: rows r with start <= r % period < stop."""
+    """The rows of one matrix among those fused in a weight: rows r with start <= r % period < stop.
+
+    dim: -1 for columns, of a weight that is stored [.., in, out]; it is transposed for the update.
+    """
 
     start: int
     stop: int
     period: int
+    dim: Literal[-2, -1] = -2
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters for which Muon is meant, by name: weights [a, b], and experts' [e, a, b].
 
     Embeddings and output heads are left out: a head is the model's `get_output_embeddings()`, a parallelized head, or a
-    module called head, lm_head, embed_out or output_projection. Weights of three dims are those under "experts".
+    module called head, lm_head, embed_out, output_projection, score, classifier or qa_outputs. Weights of three dims are
+    those under "experts", whose biases [e, a] are left out, as are the decays A_log [a, b] of state-space models.
     """
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
@@ -76,6 +81,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point()
         and id(parameter) not in others
+        and not name.endswith(("bias", ".A_log"))
         and (parameter.dim() == 2 or (parameter.dim() == 3 and "experts" in name.split(".")))
     }
 
@@ -87,6 +93,16 @@ class _MatrixParameter(NamedTuple):
     shape: tuple[int, ...]
     parts: tuple[RowParts, ...]
     layout: ParameterLayout | None
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is stored [.., in, out]."""
+        return any(part.dim == -1 for part in self.parts)
+
+    @property
+    def seen_shape(self) -> tuple[int, ...]:
+        """The shape [.., out, in] of what is orthogonalized, all parts together."""
+        return (*self.shape[:-2], *self.shape[:-3:-1]) if self.is_transposed else self.shape
 
 
 class Muon(AdamW):
@@ -134,58 +150,111 @@ class Muon(AdamW):
             raise ValueError(f"Newton-Schulz steps are {iteration.steps}, but must be 1 to 99: 5 is usual")
         if adjust_lr not in get_args(AdjustLr):
             raise ValueError(f"adjust_lr is {adjust_lr!r}, but must be one of {', '.join(get_args(AdjustLr))}")
+        self.momentum, self.nesterov, self.adjust_lr, self.iteration = momentum, nesterov, adjust_lr, iteration
+        self.grid = grid
+        self._matrices: list[_MatrixParameter] = []
+        self._owners: dict[tuple[int, ...], MatrixOwners] = {}
         given = list(params)
-        groups = [dict(one) for one in given if isinstance(one, dict)] or [{"params": given, "use_muon": True}]
-        taken = [[group.pop(key, None) for key in ("row_parts", "layouts")] for group in groups]
-        super().__init__(
-            [{"use_muon": False, **group} for group in groups], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
-        )
+        if given and not isinstance(given[0], dict):
+            given = [{"params": given, "use_muon": True}]
+        super().__init__(given, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         for group in self.param_groups:
             group["fused"] = False  # a skipped step is decided on the host
-        self.momentum, self.nesterov, self.adjust_lr, self.iteration = momentum, nesterov, adjust_lr, iteration
-        self._matrices = [
-            _find_matrix(parameter, parts or (), layout)
-            for group, (row_parts, layouts) in zip(self.param_groups, taken, strict=True)
-            for parameter, parts, layout in zip_longest(group["params"], row_parts or (), layouts or ())
-            if group["use_muon"]
-        ]
-        self._owners: MatrixOwners | None = None
-        if any(matrix.layout is not None for matrix in self._matrices):
-            if grid is None:
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, for AdamW unless the group has `use_muon`."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group must be a dict, but is a {type(param_group).__name__}")
+        group = {"use_muon": False, "fused": False, **param_group}
+        parts, layouts = (list(group.pop(key, None) or ()) for key in ("row_parts", "layouts"))
+        super().add_param_group(group)
+        parameters = self.param_groups[-1]["params"]
+        try:
+            if max(len(parts), len(layouts)) > len(parameters):
+                raise ValueError(
+                    f"a group has {len(parameters)} parameters, but row_parts of {len(parts)} and layouts of "
+                    f"{len(layouts)}: give one for each, or none"
+                )
+            found = [
+                _find_matrix(parameter, own or (), layout)
+                for parameter, own, layout in zip_longest(parameters, parts, layouts)
+                if group["use_muon"]
+            ]
+            if self.grid is None and any(matrix.layout is not None for matrix in found):
                 raise ValueError("Muon's parameters are on a grid: give it, Muon(..., grid=grid)")
-            layouts = [matrix.layout or ParameterLayout(matrix.shape, ()) for matrix in self._matrices]
-            self._owners = MatrixOwners(layouts, grid)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._matrices += found
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = "momentum", "nesterov", "adjust_lr", "iteration", "grid", "_matrices"
+        return super().__getstate__() | {name: getattr(self, name) for name in names} | {"_owners": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # torch's AdamW wants a count of steps of every parameter
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load `state_dict()` of a Muon of the same groups. ValueError for another optimizer's, or other groups'."""
+        kinds = [[one.get("use_muon") for one in groups] for groups in (state_dict["param_groups"], self.param_groups)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"the state is of another optimizer, or of other groups: use_muon is {kinds[0]} in its groups, and "
+                f"{kinds[1]} in this Muon's"
+            )
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, skip: Tensor | None = None
     ) -> Any:
         """Update the parameters, as `AdamW.step`. Collective over the stage's ranks if parameters are on a grid."""
+        loss = call(closure, scale)  # which may drop the gradients of all groups
         if skip is not None and bool(skip):
-            return None
+            return loss
         whole, self.param_groups = self.param_groups, [one for one in self.param_groups if not one["use_muon"]]
         try:
-            loss = super().step(closure, scale=scale)
+            super().step(scale=scale)
         finally:
             self.param_groups = whole
         self._update_matrices(scale)
         return loss
 
     def _update_matrices(self, scale: Tensor | None) -> None:
-        if not self._matrices:
-            return
-        flag = failures.find_flag(self._matrices[0].parameter.device)
-        is_right = None if flag is None else flag[0] == 0
-        shards = [self._follow_momentum(matrix.parameter, scale, is_right) for matrix in self._matrices]
-        dtype = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.bfloat16
-        if self._owners is not None:
-            updates = self._owners.apply(shards, self._orthogonalize, dtype)
-        else:
-            updates = [self._orthogonalize(shard.to(dtype), number) for number, shard in enumerate(shards)]
+        # On a grid, ranks may differ in which parameters have a gradient, but not in which are frozen.
+        is_on_grid = any(matrix.layout is not None for matrix in self._matrices)
         groups = [group for group in self.param_groups if group["use_muon"] for _ in group["params"]]
-        for matrix, group, update in zip(self._matrices, groups, updates, strict=True):
+        active = [
+            (number, matrix, group)
+            for number, (matrix, group) in enumerate(zip(self._matrices, groups, strict=True))
+            if matrix.parameter.grad is not None or (is_on_grid and matrix.parameter.requires_grad)
+        ]
+        if not active:
+            return
+        numbers, matrices = tuple(number for number, *_ in active), [matrix for _, matrix, _ in active]
+        flag = failures.find_flag(matrices[0].parameter.device)
+        is_right = None if flag is None else flag[0] == 0
+        shards = [self._follow_momentum(matrix.parameter, scale, is_right) for matrix in matrices]
+        dtype = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.bfloat16
+
+        def update_of(whole: Tensor, place: int) -> Tensor:
+            return self._orthogonalize(whole, matrices[place])
+
+        if is_on_grid:
+            updates = self._find_owners(numbers, matrices).apply(shards, update_of, dtype)
+        else:
+            updates = [update_of(shard.to(dtype), place) for place, shard in enumerate(shards)]
+        for (_, matrix, group), update in zip(active, updates, strict=True):
             if matrix.parameter.grad is not None:
-                _apply(matrix.parameter, update, group, _factor(matrix.shape, self.adjust_lr), is_right)
+                _apply(matrix.parameter, update, group, _factor(matrix.seen_shape, self.adjust_lr), is_right)
+
+    def _find_owners(self, numbers: tuple[int, ...], matrices: Sequence[_MatrixParameter]) -> MatrixOwners:
+        """The owners of the matrices that are trained. Collective for others than before."""
+        if numbers not in self._owners:
+            assert self.grid is not None
+            layouts = [matrix.layout or ParameterLayout(matrix.shape, ()) for matrix in matrices]
+            self._owners = {numbers: MatrixOwners(layouts, self.grid)}
+        return self._owners[numbers]
 
     def _follow_momentum(self, parameter: Tensor, scale: Tensor | None, is_right: Tensor | None) -> Tensor:
         """Update this rank's momentum, and return what is to be orthogonalized: zeros for no gradient."""
@@ -202,19 +271,19 @@ class Muon(AdamW):
         momentum.lerp_(gradient, 1 - self.momentum)
         return gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
 
-    def _orthogonalize(self, whole: Tensor, number: int) -> Tensor:
+    def _orthogonalize(self, whole: Tensor, matrix: _MatrixParameter) -> Tensor:
         """The update of a parameter's matrix, or matrices, [.., a, b]: parts times their factor over the whole's."""
         run = self.iteration.orthogonalize
-        parts = self._matrices[number].parts
-        if not parts:
+        if not matrix.parts:
             return run(whole)
-        update, factor = torch.empty_like(whole), _factor(whole.shape, self.adjust_lr)
+        made, factor = torch.empty_like(whole), _factor(matrix.seen_shape, self.adjust_lr)
+        update, whole = (made.mT, whole.mT) if matrix.is_transposed else (made, whole)
         rows = torch.arange(whole.shape[-2], device=whole.device)
-        for part in parts:
+        for part in matrix.parts:
             chosen = rows[(rows % part.period >= part.start) & (rows % part.period < part.stop)]
-            matrix = whole[..., chosen, :]
-            update[..., chosen, :] = run(matrix) * (_factor(matrix.shape, self.adjust_lr) / factor)
-        return update
+            own = whole[..., chosen, :]
+            update[..., chosen, :] = run(own) * (_factor(own.shape, self.adjust_lr) / factor)
+        return made
 
 
 def _factor(shape: Sequence[int], adjust_lr: AdjustLr) -> float:
@@ -233,11 +302,16 @@ def _find_matrix(parameter: Tensor, parts: Sequence[RowParts], layout: Parameter
     shape = tuple(parameter.shape) if layout is None else layout.shape
     if len(shape) not in (2, 3):
         raise ValueError(f"Muon takes matrices [a, b] and [e, a, b], not {list(shape)}: use_muon=False would do")
-    periods = {part.period for part in parts}
+    if parameter.is_complex():
+        raise ValueError(f"Muon takes real matrices, not {parameter.dtype}: use_muon=False would do")
+    periods, dims = {part.period for part in parts}, {part.dim for part in parts}
+    size = shape[-1 if dims == {-1} else -2]
     rows = sorted((part.start, part.stop) for part in parts)
     covers = [end for _, end in rows[:-1]] == [start for start, _ in rows[1:]]
-    if parts and (len(periods) > 1 or not covers or rows[0][0] or {rows[-1][1]} != periods or shape[-2] % rows[-1][1]):
-        raise ValueError(f"row_parts {list(parts)} do not divide the {shape[-2]} rows of a weight {list(shape)}")
+    is_one = len(periods) == 1 and len(dims) == 1 and dims <= {-2, -1}
+    if parts and (not is_one or not covers or rows[0][0] or {rows[-1][1]} != periods or size % rows[-1][1]):
+        what = "columns" if dims == {-1} else "rows"
+        raise ValueError(f"row_parts {list(parts)} do not divide the {size} {what} of a weight {list(shape)}")
     return _MatrixParameter(parameter, shape, tuple(parts), layout)
 
 
@@ -249,7 +323,7 @@ def _apply(parameter: Tensor, update: Tensor, group: Mapping[str, Any], factor: 
         update, lr = torch.where(is_right, update, 0), is_right * lr
     shard.mul_(1 - lr * decay)
     if isinstance(rate, Tensor):
-        shard.sub_(update * rate)
+        shard.sub_(update.to(shard.dtype) * rate)
     else:
         shard.add_(update, alpha=-rate)
     torch.autograd.graph.increment_version(parameter)  # as torch's own writes do

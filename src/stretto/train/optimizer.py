@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer of a model's shards (AdamW, SGD), and the learning-rate schedule."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
+from stretto.huggingface.fused_weights import fused_matrices
 from stretto.models import GPTConfig
 from stretto.optim import AdamW
 from stretto.optim.guard import skipping_after_failure
@@ -20,6 +22,8 @@ from stretto.parallel.layout import ParameterLayout, check_is_sharded, has_layou
 from stretto.parallel.low_precision_weights import share_copy
 from stretto.parallel.sharded_parameter import ParameterShard
 from stretto.train.config.options import RunOptions, Schedule
+
+logger = logging.getLogger(__name__)
 
 
 class ShardOptimizer:
@@ -85,6 +89,7 @@ class ShardOptimizer:
         for group in self.inner.param_groups:
             group["lr"] = lr
         for name, parameter in self.parameters.items():
+            self._shards[name].requires_grad_(parameter.requires_grad)
             if parameter.grad is None:
                 self._shards[name].grad = None
                 continue
@@ -169,16 +174,23 @@ def build_optimizer(
 
 
 def find_row_parts(model: nn.Module, name: str) -> tuple[RowParts, ...]:
-    """The matrices that a weight of a Stretto model fuses: a GPT's queries, keys and values, experts' gate and up."""
-    config, (*_, module, kind) = getattr(model, "config", None), ("", *name.rsplit(".", 2)[-2:])
-    if module == "qkv" and isinstance(config, GPTConfig):
+    """The matrices that a weight fuses: queries, keys and values, of a GPT or a known family; gate and up.
+
+    Of a weight that is stored [in, out], parts of its columns. Warns of one whose name says that it is fused, and
+    nothing how: it is one matrix.
+    """
+    config, parameter = getattr(model, "config", None), model.get_parameter(name)
+    if isinstance(config, GPTConfig) and name.endswith(".qkv.weight"):
         queries, dim = config.heads // config.num_kv_heads, config.head_dim
         edges = 0, queries * dim, (queries + 1) * dim, (queries + 2) * dim
         return tuple(RowParts(start, stop, edges[-1]) for start, stop in pairwise(edges))
-    if kind == "gate_up_proj":
-        rows = model.get_parameter(name).shape[-2]
-        return RowParts(0, rows // 2, rows), RowParts(rows // 2, rows, rows)
-    return ()
+    found = fused_matrices(model, name, parameter.shape)
+    if not found.is_known:
+        logger.warning("Muon takes %s %s for one matrix: how it fuses several is not known", name, [*parameter.shape])
+    if not found.is_transposed:
+        return tuple(RowParts(*each) for each in found.ranges)
+    columns = parameter.shape[-1]
+    return tuple(RowParts(*each, dim=-1) for each in found.ranges or ((0, columns, columns),))
 
 
 def _find_layout(parameter: nn.Parameter) -> ParameterLayout | None:

@@ -54,6 +54,12 @@ def switch_levels() -> None:
     assert sum_up(group) == levels
     assert not set_two_level(False, group)
     assert sum_up(group) == by_gloo
+    known = len(dist.distributed_c10d._world.pg_map)
+    for mode in (True, True, False, True):
+        with mock.patch.dict(os.environ, STRETTO_NODES="2x2"):
+            assert set_two_level(mode, group) is mode
+        assert sum_up(group) == (levels if mode else by_gloo)
+    assert len(dist.distributed_c10d._world.pg_map) <= known + 2  # those of the former mode are used again
     with mock.patch.dict(os.environ, STRETTO_NODES="3,1"):
         assert not set_two_level("auto", group)
         with pytest.raises(ValueError, match="the group's nodes have 3, 1 ranks, and two levels need equally many"):

@@ -156,6 +156,27 @@ def test_parts_are_between_nodes_while_others_are_inside(ranks):
     ranks(4).run(pipeline_through_both_levels)
 
 
+def make_and_close_repeatedly() -> tuple[int, int]:
+    """Three times, on groups that are made anew; groups in torch's registry after the first time, and at the end."""
+    counts = []
+    for number in range(3):
+        group = dist.new_group(list(range(4)))
+        if dist.get_rank() < 4:
+            two = TwoLevelGroup(group, ranks_per_node=2, timeout=30.0 + number)
+            tensor = torch.full((7,), float(two.rank))
+            two.all_reduce(tensor, algorithm="ring")
+            assert tensor.tolist() == [6.0] * 7
+            two.close()
+            dist.destroy_process_group(group)
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts[0], counts[-1]
+
+
+def test_groups_are_made_and_closed_repeatedly(ranks):
+    for first, last in ranks(4).run(make_and_close_repeatedly):
+        assert first == last
+
+
 def count_message_bytes() -> list[int]:
     seen = []
     isend, all_to_all = dist.isend, dist.all_to_all_single

@@ -3,7 +3,9 @@
 
 import contextlib
 import ctypes
+import os
 import random
+import signal
 import socket
 import struct
 import time
@@ -14,7 +16,15 @@ from tests.memory.network.relay import Relay
 from tests.processes import LIMIT
 
 from stretto.memory.network.descriptors import PHASE, Fifo, Put, pack, unpack
-from stretto.memory.network.frames import HEADER_BYTES, FrameError, FrameKind, PutFrame, pack_frame, unpack_frame
+from stretto.memory.network.frames import (
+    HEADER_BYTES,
+    NO_SIGNAL,
+    FrameError,
+    FrameKind,
+    PutFrame,
+    pack_frame,
+    unpack_frame,
+)
 from stretto.memory.network.interfaces import find_interface
 from stretto.memory.network.native import NativeProxy
 from stretto.memory.network.proxy import Proxy
@@ -105,6 +115,55 @@ def test_signals_come_in_order_after_their_bytes_whatever_the_network_does(kind)
 
 
 @each_proxy
+def test_what_a_fifo_has_is_sent_before_it_is_removed_or_the_proxy_ends(kind):
+    """A kernel's last puts and credits, of which no wake tells: the peers wait for them."""
+    with Pair(kind) as pair:
+        pair.post(0, Put(1, 0, 0, 0, 0, 0, 0))
+        wait_for(lambda: pair.seen(1, 0) == 1)
+        for fifo in (first := Fifo.allocate(1024), last := Fifo.allocate(1024)):
+            pair.proxies[0].add_fifo(fifo, False)
+        for fifo in (first, last):
+            for _ in range(1000):
+                fifo.post(Put(1, 0, 0, 0, 0, 8, 0), LIMIT)
+            if fifo is first:
+                pair.proxies[0].remove_fifo(fifo)
+                wait_for(lambda: pair.seen(1, 0) == 1001)
+        pair.proxies[0].close(LIMIT)
+        wait_for(lambda: pair.seen(1, 0) == 2001)
+
+
+def use_in_a_child(proxy, fifo):
+    """Release what a forked process has of its parent's proxy, whose thread it has not."""
+    proxy.remove_fifo(fifo)
+    proxy.remove_region(0, 60.0)
+    proxy.wake()
+    proxy.close(60.0)
+
+
+@each_proxy
+def test_a_forked_process_and_one_whose_proxy_has_ended_release_at_once(kind):
+    with Pair(kind) as pair:
+        pair.proxies[1].close(0.0)
+        wait_for(lambda: pair.proxies[0].failure(1))
+        listener = KINDS[kind][0](0, 2, TOKEN, "127.0.0.1", 30.0)  # never started
+        listener.close(60.0)
+        with pytest.raises(ConnectionError):
+            socket.create_connection(listener.address, timeout=LIMIT)
+        if (child := os.fork()) == 0:
+            signal.alarm(20)
+            status = 1
+            try:
+                use_in_a_child(pair.proxies[0], pair.fifos[0])
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        use_in_a_child(pair.proxies[1], pair.fifos[1])
+        with pytest.raises(RuntimeError, match="the proxy has ended"):
+            pair.proxies[1].add_fifo(pair.fifos[1], False)
+
+
+@each_proxy
 def test_a_short_outage_harms_nothing_and_a_longer_one_is_reported_on_both_sides(kind):
     with Pair(kind, limit=1.5, window=1) as pair:
         pair.post(0, Put(1, 0, 0, 0, 0, 100, 0))
@@ -183,6 +242,8 @@ class Target:
         self.region.zero_()
         self.proxy.connect({0: ("127.0.0.1", 9)})
         self.proxy.add_region(PutRegion(0, self.region, PAD, SIGNALS, {}))
+        self.own = torch.zeros(SIZE, dtype=torch.uint8)  # a source of puts
+        self.proxy.add_region(PutRegion(LOCAL_REGIONS, self.own, 0, 0, {}))
 
     def send(self, *frames):
         """Send headers and payloads on a new connection; returns once all were read."""
@@ -219,7 +280,7 @@ OUTSIDE = {
     "an offset that overflows": {"offset": 2**64 - 8, "size": 8},
     "a signal behind the last": {"signal": SIGNALS},
     "a region that there is not": {"region": 1},
-    "a region of the receiver's own": {"region": LOCAL_REGIONS},
+    "a region of the receiver's own": {"region": LOCAL_REGIONS, "size": 8, "signal": NO_SIGNAL},
     "a number far ahead": {"number": 1 << 40},
     "an acknowledgement of what was not sent": {"received": 1},
 }
@@ -233,6 +294,7 @@ def test_a_frame_outside_of_its_region_is_refused_and_its_sender_given_up(kind):
         target.send(pack_frame(frame, TOKEN) + b"\1" * frame.size)
         assert target.proxy.failure(0).startswith("a frame of it is invalid: "), fields
         assert not target.region.any()
+        assert not target.own.any()
         target.end()
 
 

@@ -308,12 +308,13 @@ class Worker:
             self.submit(done.set)
             done.wait()
 
-    def close(self, seconds: float) -> None:
-        """Accept no more jobs, and wait up to `seconds` for those so far."""
+    def close(self, seconds: float) -> bool:
+        """Accept no more jobs, and wait up to `seconds` for those so far; returns whether all have run."""
         with self._lock:
             self.is_closed = True
         if self._thread is not None:
             _end(self._jobs, self._thread, seconds)
+        return self._thread is None or not self._thread.is_alive()
 
 
 def _work(jobs: SimpleQueue[Job | None]) -> None:

@@ -78,7 +78,8 @@ class TwoLevelRunner:
 
     def close(self, seconds: float) -> None:
         """Accept no more calls, and wait up to `seconds` for those that have started."""
-        self._worker.close(seconds)
+        if self._worker.close(seconds):
+            self._two.close()  # or it would wait for a peer as long as the call that has not ended
 
     def _bind(self, call: BackendCall) -> Callable[[], object]:
         output: Tensor = call.outputs[0]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Literal, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,8 @@ from stretto.collectives.two_level.intra_node import (
 )
 from stretto.collectives.two_level.nodes import Nodes, exchange_hosts, find_nodes
 from stretto.collectives.two_level.work import Deadline, InlineRunner, SerialRunner, Work
-from stretto.memory import PeerError, find_own_rank, shared_gpus
+from stretto.memory import PeerError, find_own_rank, group_timeout, shared_gpus
+from stretto.memory.groups import set_timeout
 from stretto.suggestions import name_known
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,14 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = 300.0
 _MIN_PART_BYTES = 16  # one element of any dtype
 _MAX_PARTS = 64
+
+_Key = tuple[tuple[int, ...], str]  # the ranks, by their numbers in the job, and the backend
+_idle: "WeakKeyDictionary[dist.ProcessGroup, dict[_Key, list[dist.ProcessGroup]]]" = WeakKeyDictionary()
+"""Sub-groups of closed two-level groups, by the job's group, for the next ones of the same ranks.
+
+torch would give a new one the name of the destroyed one, under which the store has that one's addresses; and a peer
+may still read the last bytes from a connection that this rank would close.
+"""
 
 RequestedAlgorithm = Literal["auto", "ring", "recursive", "flat"]
 
@@ -142,7 +152,7 @@ class TwoLevelGroup:
         self._runners: dict[torch.device, SerialRunner] = {}
         self._inside_runners: dict[torch.device, SerialRunner] = {}
         self._failure: Exception | None = None
-        self._sub_groups: list[dist.ProcessGroup] = []
+        self._sub_groups: list[tuple[_Key, dist.ProcessGroup]] = []
         everyone = Nodes.of_consecutive(self.world, self.world)
         self._flat = IntraNodeGroup(everyone, 0, self.rank, self._group, part_bytes)
         mine = self.nodes.ranks[self._node]
@@ -263,13 +273,14 @@ class TwoLevelGroup:
         return choose(collective, shard_bytes, self.nodes.count, self.nodes.size, self.links, self._algorithms)
 
     def close(self) -> None:
-        """Wait for all collectives that were started, and destroy the sub-groups; all ranks call it."""
+        """Wait for all collectives that were started, and give back the sub-groups; all ranks call it."""
         for runner in (*self._runners.values(), *self._inside_runners.values()):
             runner.close()
-        self._failure = RuntimeError("it was closed")
-        for sub_group in self._sub_groups:
-            dist.destroy_process_group(sub_group)
-        # gloo closes its connections once nothing refers to the groups
+        world = dist.group.WORLD
+        if self._failure is None and world is not None:  # after a failure messages may be on their way
+            for key, sub_group in self._sub_groups:
+                _idle.setdefault(world, {}).setdefault(key, []).append(sub_group)
+        self._failure = self._failure or RuntimeError("it was closed")
         self._sub_groups.clear()
         self._inter_node = None
         self._intra_node = replace(self._intra_node, group=None)
@@ -427,13 +438,17 @@ class TwoLevelGroup:
 
     def _make_group(self, ranks: tuple[int, ...], library: str | None) -> dist.ProcessGroup:
         """Make a sub-group of these ranks. Only its members call this: other ranks of the job may not be here."""
-        made = dist.new_group(
-            [dist.get_global_rank(self._group, rank) for rank in ranks],
-            timeout=timedelta(seconds=self._timeout),
-            backend=library or dist.get_backend_config(self._group),
-            use_local_synchronization=True,
-        )
-        self._sub_groups.append(made)
+        world, limit = dist.group.WORLD, timedelta(seconds=self._timeout)
+        assert world is not None
+        members = [dist.get_global_rank(self._group, rank) for rank in ranks]
+        key = tuple(members), library or dist.get_backend_config(self._group)
+        if idle := _idle.get(world, {}).get(key):
+            made = idle.pop()
+            if group_timeout(made) != self._timeout:
+                set_timeout(made, limit)
+        else:
+            made = dist.new_group(members, timeout=limit, backend=key[1], use_local_synchronization=True)
+        self._sub_groups.append((key, made))
         return made
 
 

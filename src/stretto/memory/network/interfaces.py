@@ -32,7 +32,8 @@ def find_interface(*, is_one_machine: bool) -> NetworkInterface:
     named = os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0]
     if os.environ.get(NICS_VARIABLE):
         local = find_local_rank() or 0
-        named = choose_nics(max(count_local_ranks() or 1, local + 1))[local].interface
+        nearest = choose_nics(max(count_local_ranks() or 1, local + 1))[local]
+        named = nearest.interface or named  # an RDMA device need not have an interface for sockets
     if named:
         address = _find_address(named)
         if address is None:
@@ -50,10 +51,7 @@ def find_interface(*, is_one_machine: bool) -> NetworkInterface:
             f"ranks of several machines put to each other, and neither {INTERFACE_VARIABLE} nor MASTER_ADDR says over "
             f"which interface: set {INTERFACE_VARIABLE}, to eth0 for example"
         )
-    family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing: the kernel only chooses the route
-        address = str(probe.getsockname()[0])
+    address = _find_route(master)
     if address.startswith("127.") or address == "::1":
         # Rank 0's machine reaches its own name over loopback, where the other machines do not.
         raise ValueError(
@@ -62,6 +60,19 @@ def find_interface(*, is_one_machine: bool) -> NetworkInterface:
         )
     names = [name for _, name in socket.if_nameindex() if _find_address(name) == address]
     return NetworkInterface(names[0] if names else address, address)
+
+
+def _find_route(host: str) -> str:
+    """This machine's address on the way to a host, by the first of the host's addresses that there is a route to."""
+    failure = OSError(f"{host!r} has no address")
+    for family, _, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(target)  # sends nothing: the kernel only chooses the route
+                return str(probe.getsockname()[0])
+        except OSError as error:  # of a family that is not in use here
+            failure = error
+    raise failure
 
 
 def _find_address(interface: str) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stretto.memory.compilation import note_loaded_kernel
 from stretto.memory.network.descriptors import Fifo
 from stretto.memory.network.transport import PutRegion
 from stretto.native_code import NativeLibrary
@@ -48,7 +49,9 @@ def find_library() -> Path:
 
 
 @functools.cache
-def _load() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
+    """The library, loaded; compiled first, as `find_library`. OSError where it cannot be loaded."""
+    note_loaded_kernel()  # the other ranks wait for one that compiles
     library = ctypes.CDLL(str(find_library()))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
@@ -60,18 +63,28 @@ class NativeProxy:
     """The proxy of one rank of a group, as `proxy.Proxy`, with the same arguments and methods."""
 
     def __init__(self, rank: int, world: int, token: bytes, address: str, limit: float) -> None:
-        self._library = _load()
+        self._library = load_library()
         self._world = world
         self._process = os.getpid()
         port = ctypes.c_int(0)
-        self._handle: int | None = self._library.proxy_open(
+        self._opened: int | None = self._library.proxy_open(
             rank, world, token, limit, address.encode(), ctypes.byref(port)
         )
         if port.value < 0:
-            self._library.proxy_free(self._handle)
+            self._library.proxy_free(self._opened)
             raise OSError(-port.value, f"{os.strerror(-port.value)}: the proxy listens on {address}")
         self.address = address, port.value
         self._kept: dict[object, object] = {}  # the memory that the thread reads and writes
+
+    @property
+    def _handle(self) -> int | None:
+        """The C++ object; None once it is closed, and in a forked process, which has not the thread."""
+        return self._opened if os.getpid() == self._process else None
+
+    def _require_open(self) -> int:
+        if (handle := self._handle) is None:
+            raise RuntimeError("the proxy has ended: it was closed")
+        return handle
 
     def connect(self, far: Mapping[int, tuple[str, int]]) -> None:
         """Start the thread, and connect to the peers with these addresses; the others' regions are mapped here."""
@@ -81,12 +94,12 @@ class NativeProxy:
 
     def add_region(self, region: PutRegion) -> None:
         """Let puts read and write a region."""
-        near = (ctypes.c_uint64 * self._world)()
+        handle, near = self._require_open(), (ctypes.c_uint64 * self._world)()
         for peer, whole in region.near.items():
             near[peer] = whole.data_ptr()
         self._kept[region.number] = region
         self._library.proxy_add_region(
-            self._handle,
+            handle,
             region.number,
             region.whole.data_ptr(),
             region.pad_bytes,
@@ -104,10 +117,9 @@ class NativeProxy:
 
     def add_fifo(self, fifo: Fifo, is_polled: bool) -> None:
         """Read a FIFO. is_polled: kernels write to it, which wake nobody."""
+        handle = self._require_open()
         self._kept[fifo] = fifo
-        self._library.proxy_add_fifo(
-            self._handle, fifo.words.data_ptr(), fifo.capacity, fifo.tail.data_ptr(), is_polled
-        )
+        self._library.proxy_add_fifo(handle, fifo.words.data_ptr(), fifo.capacity, fifo.tail.data_ptr(), is_polled)
 
     def remove_fifo(self, fifo: Fifo) -> None:
         """Read a FIFO no more."""
@@ -130,12 +142,12 @@ class NativeProxy:
 
     def break_connection(self, peer: int) -> None:
         """Break the connection to a peer, for tests: it is opened again."""
-        self._library.proxy_break_connection(self._handle, peer)
+        self._library.proxy_break_connection(self._require_open(), peer)
 
     def close(self, seconds: float) -> None:
         """End the thread once all puts have arrived, or after so many seconds; tells the peers."""
-        handle, self._handle = self._handle, None
-        if handle is not None and os.getpid() == self._process:  # a forked process has not the thread
+        handle, self._opened = self._handle, None
+        if handle is not None:
             self._library.proxy_close(handle, seconds)
             self._library.proxy_free(handle)
             self._kept.clear()

@@ -60,6 +60,10 @@ class _Link:
     failure: str | None = None
 
 
+class _ProxyEnded(RuntimeError):
+    """The thread has ended, or is the parent's, in a forked process."""
+
+
 class Proxy:
     """The proxy of one rank of a group. address: to listen on; limit: seconds without a connection or acknowledgement.
 
@@ -98,16 +102,19 @@ class Proxy:
 
     def remove_region(self, number: int, seconds: float) -> None:
         """Forget a region, once what was put from it has arrived, or after so many seconds."""
-        self._wait(lambda: self._reads(number), seconds)
-        self._call(lambda: self._remove_region(number))
+        with contextlib.suppress(_ProxyEnded):
+            self._wait(lambda: self._reads(number), seconds)
+            self._call(lambda: self._remove_region(number))
 
     def add_fifo(self, fifo: Fifo, is_polled: bool) -> None:
         """Read a FIFO. is_polled: kernels write to it, which wake nobody."""
         self._call(lambda: self._fifos.update({fifo: is_polled}))
 
     def remove_fifo(self, fifo: Fifo) -> None:
-        """Read a FIFO no more."""
-        self._call(lambda: self._fifos.pop(fifo, None))
+        """Read a FIFO no more, after what it has: peers may wait for that."""
+        with contextlib.suppress(_ProxyEnded):
+            self._call(self._drain_fifos)
+            self._call(lambda: self._fifos.pop(fifo, None))
 
     def wake(self) -> None:
         """Have the thread look at the FIFOs now."""
@@ -123,8 +130,14 @@ class Proxy:
 
     def close(self, seconds: float) -> None:
         """End the thread once all puts have arrived, or after so many seconds; tells the peers."""
-        if self._is_closing or not self._thread.is_alive():
+        if self._is_closing:
             return
+        if self._thread.ident is None:  # it was never started
+            self._sockets.close()
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(_ProxyEnded):
+            self._call(self._drain_fifos)
         self._wait(lambda: any(link.unacknowledged for link in self._links.values()), seconds)
         self._is_closing = True
         self.wake()
@@ -138,7 +151,7 @@ class Proxy:
         while self._thread.is_alive():
             with contextlib.suppress(Empty):
                 return results.get(timeout=_LONGEST_SLEEP)
-        raise RuntimeError(f"the proxy has ended: {self._broken or 'it was closed'}")
+        raise _ProxyEnded(f"the proxy has ended: {self._broken or 'it was closed'}")
 
     def _wait(self, goes_on: Callable[[], bool], seconds: float) -> None:
         backoff = Backoff()
@@ -210,6 +223,10 @@ class Proxy:
                 except (ValueError, FrameError) as error:
                     self._broken = self._broken or f"a descriptor is invalid: {error}"
         return was_busy
+
+    def _drain_fifos(self) -> None:
+        while self._read_fifos():
+            pass
 
     def _send(self, put: Put) -> None:
         payload = self._find_payload(put)
@@ -285,7 +302,7 @@ class Proxy:
         if frame.number > link.received + 2 * WINDOW:
             raise self._refuse(frame, f"it is put {frame.number}, and {link.received} have come")
         region = self._regions.get(frame.region)
-        if region is None:
+        if region is None or frame.region >= LOCAL_REGIONS:
             if frame.region < self._known:
                 return None
             raise self._refuse(frame, f"there is no region {frame.region}")

@@ -148,6 +148,7 @@ class ParallelExperts(ShardedModule):
             self.register_parameter(name, parameter)
         self._bias_scales = {name: gradients.forward_scale(parameters[name]) for name in parameters if "bias" in name}
         self.num_experts: int = parameters[self._up].shape[0]
+        self.kind = kind
         self._own_gate = kind.own_gate(module) if kind.has_own_gate else None
         if self._own_gate is None:
             self.act_fn: Callable[[Tensor], Tensor] = module.act_fn  # type: ignore[assignment]

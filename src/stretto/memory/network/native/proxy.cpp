@@ -205,8 +205,12 @@ class Proxy {
     wake();
   }
 
+  // What the FIFO has goes out first: peers may wait for it.
   void remove_fifo(const uint64_t* words) {
     std::lock_guard lock(mutex_);
+    while (read_fifos()) {
+    }
+    wake();
     std::erase_if(fifos_, [&](const Fifo& fifo) { return fifo.words == words; });
   }
 
@@ -230,6 +234,9 @@ class Proxy {
     {
       std::unique_lock lock(mutex_);
       if (is_closing_) return;
+      while (read_fifos()) {
+      }
+      wake();
       wait_until(lock, seconds, [&] {
         return std::all_of(links_.begin(), links_.end(), [](const Link& link) { return link.unacknowledged.empty(); });
       });
