@@ -15,6 +15,7 @@ from tests.processes import shared_server
 
 FOUND = {page.name: page for page in map(read_page, PAGES)}
 REASONS = (
+    "a fragment",
     "needs a GPU",
     "needs a checkout",
     "needs two GPUs",

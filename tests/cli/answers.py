@@ -179,12 +179,12 @@ ANSWERS = (
     Answer(
         f"simulate collective all_reduce {RING} --algorithm two-level-ring --bytes 1MiB", REFUSED, "--ranks-per-node"
     ),
-    Answer("bench", REFUSED, "This machine has no GPU. With --ranks N, on N processes of the CPU"),
+    Answer("bench", REFUSED, "This machine has no GPU. Without GPUs these run: network"),
     Answer("bench tarin", REFUSED, "train"),
-    Answer("bench train", REFUSED, "With --ranks N, on N processes of the CPU"),
+    Answer("bench train", REFUSED, "with --ranks N, on N processes of the CPU"),
     Answer("bench train --ranks -1", REFUSED, "--ranks is -1"),
     Answer("bench train --ranks 2 --model gpt3", REFUSED, "gpt3"),
-    Answer("bench collectives", REFUSED, "With --ranks N, on N processes of the CPU"),
+    Answer("bench collectives", REFUSED, "with --ranks N, on N processes of the CPU"),
     Answer("bench collectives --only all-redcue", REFUSED, "all-redcue"),
     Answer("bench ops --ranks 99", REFUSED, "GPU"),
     Answer("bench ops --only gahter", REFUSED, "did you mean 'gather'"),

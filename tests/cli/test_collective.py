@@ -43,7 +43,7 @@ def test_the_list_names_every_algorithm_with_its_source():
     rows = json.loads(result.stdout)["algorithms"]
     assert {"name", "parameters", "summary", "source"} == set(rows[0])
     assert all(row["summary"] and row["source"] for row in rows)
-    assert "ring-all-reduce  (ranks, channels)" in run("list").stdout
+    assert "ring-all-reduce  (ranks, channels, order)" in run("list").stdout
 
 
 def test_xml_goes_to_standard_output_and_words_to_standard_error(tmp_path):

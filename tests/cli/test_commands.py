@@ -83,7 +83,7 @@ def test_help_shows_options_under_the_headings_that_they_name_and_lists_line_by_
     text = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "80"}).output
     assert re.search(r"^Pipelines:\n  --pipe N\|auto ", text, re.MULTILINE)
     assert re.search(r"^  - stretto plan --model .*\n    --seq-len 2048\n  - stretto plan demo", text, re.MULTILINE)
-    assert text.count("\n") < 100
+    assert text.count("\n") < 115
 
 
 def test_the_version_is_the_packages() -> None:

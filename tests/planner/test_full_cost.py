@@ -352,7 +352,7 @@ def test_measured_bandwidths_need_no_figure_of_the_link():
         ({"batch": True}, "batch is True"),
         ({"seq_len": -1}, "seq_len is -1"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
-        ({"optimizer": "muon"}, "optimizer is 'muon'"),
+        ({"optimizer": "lion"}, "optimizer is 'lion'"),
         ({"micro_batch": 17}, "micro_batch is 17"),
         ({"gpus": None}, "say how many gpus"),
     ],

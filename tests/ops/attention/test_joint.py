@@ -2,7 +2,9 @@
 """Attention to keys that a schedule gathers, between real processes, against plain attention of the whole in fp64."""
 
 import random
+import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.ops.attention.whole import Case, draw_whole, find_differences
 from stretto import ops
 from stretto.collectives.algorithms import find
 from stretto.ops import choices
+from stretto.ops.joint.copies import CopiedMoves
 
 EXACT = 1e-10
 NAMED = "direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"
@@ -56,6 +59,15 @@ def test_attention_by_any_schedule_is_that_of_the_whole_sequence(interpret, coun
         assert not found, (rank, found)
 
 
+MAKE_OTHERS = CopiedMoves.make_others
+
+
+def make_late(copied):
+    """Send so late that whoever does not wait for it reads what was there before."""
+    time.sleep(0.3 * dist.get_rank())
+    MAKE_OTHERS(copied)
+
+
 def check_calls():
     """Differences of a compiled call, one without atomic operations, what is refused, and whether a schedule ran."""
     case, found, ran = Case(sizes=(8, 4), has_sinks=True, length=6), [], []
@@ -68,7 +80,7 @@ def check_calls():
         return make()
 
     def attend(q, k, v, sinks, schedule="ring-all-gather", **options):
-        return ops.all_gather_attention(q, k, v, sinks=sinks, schedule=schedule, **case.options(), **options)
+        return ops.all_gather_attention(q, k, v, sinks=sinks, schedule=schedule, **case.options() | options)
 
     def run(function, **options):
         out = function(*leaves, **options)
@@ -80,6 +92,12 @@ def check_calls():
         patch.setenv(choices.COPIES_VARIABLE, "1")
         choices.clear_choices()
         found.append(run(attend))
+    with mock.patch.object(CopiedMoves, "make_others", make_late):
+        for instances in (1, 2):  # two schedules of one name
+            schedule = find("direct-all-gather").compile(ranks=2, instances=instances)
+            leaves[2] = (leaves[2] * 2).detach().requires_grad_()  # or what was there before would do
+            late, right = (run(attend, schedule=one, causal=False) for one in (schedule, None))
+            found.append(plain + late - right)
     refusals = []
     for schedule in ("ring-reduce-scatter", find("ring-all-gather").compile(ranks=3), 4):
         with pytest.raises(ValueError) as refusal:
@@ -90,7 +108,7 @@ def check_calls():
 
 def test_calls_with_a_schedule_are_compiled_wrapped_and_refused(interpret):
     for differences, ran, refusals in interpret(2, check_calls):
-        assert len(differences) == 3
+        assert len(differences) == 5
         assert max(differences) < 1e-4
         assert ran == ["all_gather", "all_to_all", "all_to_all"]  # forward by the schedule; backward as without one
         for refusal, words in zip(

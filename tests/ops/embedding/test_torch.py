@@ -19,7 +19,7 @@ def check_registration():
     tables = [torch.randn(2, 4), torch.randn(3, 8)]
     leaves = [table.clone().requires_grad_() for table in tables]
     operators = torch.ops.stretto
-    arguments = (indices, offsets, leaves, None, None, "mean", 2, 24, torch.float32, True, False, True, "", name)
+    arguments = (indices, offsets, leaves, None, None, "mean", 2, 24, torch.float32, True, False, True, "", name, "")
     torch.library.opcheck(operators.embedding_all_to_all.default, arguments)
     grad = torch.randn(1, 24)
     arguments = (grad, indices, offsets, None, "sum", 2, [2, 3], [4, 8], "", name)

@@ -62,7 +62,7 @@ def forward_by_schedule(
     channel = landing.channel
     landed = channel.tensor((joint.landed_rows, *rows.shape[1:]), rows.dtype, offset=landing.offset)
     copied = CopiedMoves(channel, plan.moves, rows, landed, landing.offset)
-    key = OPERATOR, joint.name, length, joint.needs, channel.channels
+    key = OPERATOR, call.schedule, length, joint.needs, channel.channels
     counts = find_known(call.group, q.device, key, lambda: count_signals(joint, channel.channels, rank).to(q.device))
 
     def start() -> Tensor:

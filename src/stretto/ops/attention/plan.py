@@ -237,7 +237,7 @@ def _find_block(query: _Span, key: _Span, mask: Mask) -> Block | None:
 
 
 def _split_queries(block: Block) -> Iterator[Block]:
-    """Cut a block with `left` into ones that have at most as many queries as keys.
+    """Cut a block with `left` that has more queries than keys: the first queries see all keys, the others are fewer.
 
     torch's flash attention sets the window to the right, which it is not given, to the number of keys. With more
     queries than that the first ones miss keys, and the earliest of all see none: their results are NaN.
@@ -246,10 +246,9 @@ def _split_queries(block: Block) -> Iterator[Block]:
     if block.left is None or count_rows(block.queries) <= size:
         yield block
         return
-    for start in range(block.queries.start, block.queries.stop, size):
-        stop = min(start + size, block.queries.stop)
-        left = block.left + block.queries.stop - stop
-        yield Block(Range(start, stop), block.keys, left=left if left < size - 1 else None)
+    limited = block.queries.stop - (size - 1 - block.left)
+    yield Block(Range(block.queries.start, limited), block.keys)
+    yield block._replace(queries=Range(limited, block.queries.stop))
 
 
 def _make_step(blocks: dict[tuple[int, int], list[Block]], rank: int, ranks: int, distances: set[int]) -> ExchangeStep:
