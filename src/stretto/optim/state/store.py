@@ -198,8 +198,9 @@ class OptimizerStateStore:
         """Update all parameters that have a gradient, at learning rate `lr`. Returns the gradient's global 2-norm.
 
         The norm is fp64, 0-dim, on the device, before clipping; that of an overflow is not finite. loss: 0-dim, the
-        same on all ranks; with `skips_nonfinite`, nothing is updated where it or the norm is not finite. Collective, also
-        for ranks of which no parameter has a gradient, which update nothing. RuntimeError before `finish`, after gradients have been added.
+        same on all ranks; with `skips_nonfinite`, nothing is updated where it or the norm is not finite. Collective,
+        also for ranks of which no parameter has a gradient, which update nothing. RuntimeError before `finish`, after
+        gradients have been added.
         """
         if self._step.late or (self._step.present and not self._step.started):
             raise RuntimeError(
