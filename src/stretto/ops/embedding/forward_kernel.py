@@ -180,7 +180,7 @@ def pool_alone(  # type: ignore[no-untyped-def]
     per_rank = tl.cdiv(tables.batch, pooling.slice)
     tasks = world * tables.count * per_rank
     rank = world * 0
-    if channel is not None:
+    if permit is not None:
         tasks = tl.where(tl.load(permit) != 0, tasks, 0)
         rank += channel.rank
     ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
@@ -194,7 +194,7 @@ def pool_alone(  # type: ignore[no-untyped-def]
             start, end = read_bags(tables, pooling, bags, table, world, row, mask, report)
             total = pool_bags(tables, pooling, bags, address, rows, dim, out.dtype, table, start, end, report)
             store_bags(tables, out, row, mask, dim, column, total)
-        if channel is not None:
+        if permit is not None:
             stored = tl.minimum(tables.batch - group * pooling.slice, pooling.slice)
             tiles.producer_tile_notify(channel, mapping, destination, "p2p", count=stored)
         ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
