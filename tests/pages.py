@@ -34,6 +34,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -116,6 +117,7 @@ def read_page(path: Path) -> Page:
     return Page(path, tuple(blocks), ranks, interpreted)
 
 
+@mock.patch.dict(os.environ)  # a block may set a variable, and the ranks of a pool go on
 def run_page(path: Path, folder: Path, pythons: tuple[str, str]) -> int:
     """Run a page's blocks in `folder`, and return how many ran. pythons: for `sh` blocks, plain and interpreting.
 

@@ -455,7 +455,11 @@ def lose_a_connection() -> str:
     two.all_reduce(torch.ones(4), algorithm="ring")  # all are connected
     dist.barrier()
     if two.rank == 2:
-        two.close()  # its sockets are closed, as those of a process that has died
+        lost = [group for _, group in two._sub_groups]
+        two._failure = RuntimeError("it was closed")  # or the next group of these ranks would take them over
+        two.close()
+        while lost:  # their sockets are closed, as those of a process that has died
+            dist.destroy_process_group(lost.pop())
         with pytest.raises(PeerError, match="of no more use: it was closed"):
             two.all_gather(torch.empty(3), torch.empty(1))
         return ""
