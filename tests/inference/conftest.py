@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _end_process_group() -> Iterator[None]:
     yield
     if dist.is_initialized():

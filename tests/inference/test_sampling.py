@@ -98,7 +98,7 @@ def test_a_row_is_drawn_alike_in_any_company() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"temperature": -1.0}, "temperature is -1.0, but must be finite and at least 0"),
+        ({"temperature": -1.0}, "temperature is -1.0, but must be finite, and 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": 0}, "top_k is 0, but must be at least 1, or None"),
         ({"top_p": 0.0}, "top_p is 0.0, but must be above 0 and at most 1"),
