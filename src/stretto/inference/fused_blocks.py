@@ -157,7 +157,7 @@ class _EndOfBlock:
         linear.forward = lambda x: x if self._is_left_out else own(x)  # type: ignore[method-assign]
 
         def find_norm(x: Tensor) -> Tensor:
-            """What is known of the norm's input; each output is used once."""
+            """The known state of the norm's input; each output is used once."""
             known, self._normed = self._normed, None
             return known[1] if known is not None and known[0] is x else own_norm(x)
 

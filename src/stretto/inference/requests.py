@@ -12,7 +12,7 @@ _LEAST_TEMPERATURE = 1e-30  # logits that are divided by less may be infinite, a
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn from logits: by the highest (temperature 0), or at random.
+    """Settings of sampling: the token with the highest logit (temperature 0), or a random one.
 
     temperature: divides the logits. top_k: draw among the k highest (None: all), and those equal to the k-th. top_p:
     among the fewest of these whose probabilities reach it. seed: of this request's random numbers, which depend on it

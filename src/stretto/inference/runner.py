@@ -50,7 +50,7 @@ class HostStep(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """What a step on the device reads, one after another."""
+        """The numbers that a step reads on the device, one after another."""
         starts, last = [0], []
         for count in self.counts:
             starts.append(starts[-1] + count)
@@ -178,7 +178,7 @@ class StepRunner:
         self._static_logits.clear()
 
     def _compute_static(self, numbers: Tensor, rows: int) -> Tensor:
-        """What a graph captures: the best tokens. Its logits stay where they are, for draws after a replay."""
+        """Compute the best tokens, as a graph captures it. Its logits stay where they are, for draws after a replay."""
         drawn, self._static_logits[rows] = self._compute(numbers, rows, rows)
         return drawn
 

@@ -116,7 +116,7 @@ def _exchange(
 
 
 def _pieces(names: list[str], everyone: list[list[Told]], sender: int, receiver: int) -> list[_Piece]:
-    """What a rank sends to another: of each box, that is on several ranks, from the first at or after the receiver."""
+    """List what a rank sends to another: of a box on several ranks, from the first at or after the receiver."""
     found, ranks = [], len(everyone)
     for name in names:
         boxes = everyone[sender][0].get(name, ((), []))[1]

@@ -132,7 +132,7 @@ class Dispatcher:
 
     @property
     def two_level(self) -> "TwoLevelRunner | None":
-        """What runs calls in two levels, between nodes and inside them, that no installed schedule matches."""
+        """Runs calls that no installed schedule matches in two levels, between nodes and inside them."""
         return self._two_level
 
     @two_level.setter

@@ -39,7 +39,7 @@ class TwoLevelRunner:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def find_algorithm(self, call: BackendCall) -> tuple[str, str]:
-        """What runs a call: "ring" or "recursive" between nodes, or "" for the inner backend; and why."""
+        """Select what runs a call: "ring" or "recursive" between nodes, or "" for the inner backend; and why."""
         collective = _COLLECTIVES.get(call.operation)
         if collective is None or call.dtype is None:
             return "", "two levels are for all-reduces, and all-gathers and reduce-scatters of single tensors"

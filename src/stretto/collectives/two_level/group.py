@@ -361,7 +361,7 @@ class TwoLevelGroup:
         return slots, inside.start(run, (whole, slots))
 
     def _inside(self, device: torch.device, parts: Sequence[tuple[int, int]]) -> SerialRunner | InlineRunner:
-        """What runs the phases inside the node: by itself, if there are several parts."""
+        """Runner of the phases inside the node: a thread of its own if there are several parts."""
         if len(parts) < 2:
             return InlineRunner()
         if device not in self._inside_runners:
