@@ -47,12 +47,12 @@ class _Matrix:
     parts: tuple[_HeldPart, ...]
 
     def part_of(self, rank: int) -> _HeldPart | None:
-        """What a rank holds of it."""
+        """Return the part that a rank holds, or None."""
         return next((part for part in self.parts if rank in part.holders), None)
 
 
 class MatrixOwners:
-    """Who owns each of some parameters' matrices, and the all-to-alls to the owners and back.
+    """Owners of parameters' matrices, and the all-to-alls to the owners and back.
 
     layouts: of parameters [a, b], and of [e, a, b], whose e matrices are owned one by one. grid: theirs. Owners are
     balanced by the cost of Newton-Schulz iterations. Collective over the stage's ranks, as `apply` is; all give the
