@@ -524,11 +524,15 @@ def _run_rank(pipe: Connection, job: _Job, caches: list[Callable[[], object]], b
         dist.init_process_group(backend, store=store, timeout=GROUP_LIMIT, **whose)
         pipe.send("joined")
         pipe.recv()  # all ranks have
+        if compilation := sys.modules.get("stretto.memory.compilation"):
+            compilation._loaded.value = 0  # or meetings would wait as long as for peers that compile an earlier job's
         function, args, kwargs = pickle.loads(job.call)
         outcome = _Outcome(raised=False, pickled=pickle.dumps(function(*args, **kwargs)))
+        assert torch.is_grad_enabled(), f"{function} has left this rank's gradients off"
     except BaseException as error:  # noqa: BLE001  (an assertion, a SystemExit: all belong to the test)
         text = traceback.format_exc()
         outcome = _Outcome(raised=True, pickled=_pickle_error(error), text=text)
+    torch.set_grad_enabled(True)
     pipe.send(outcome)
     if not outcome.raised:
         pipe.recv()  # all ranks have an outcome
