@@ -242,6 +242,61 @@ class Recomputation(NamedTuple):
 RECOMPUTATION_KINDS = ("none", "full", "products", "communication", "host")  # and every:k
 
 
+Fp8Recipe = Literal["tensorwise", "rowwise"]
+_NO_RECIPES = {
+    "mxfp8": "a scale for each 32 numbers",
+    "nvfp4": "4 bits and a scale for each 16 numbers",
+    "mxfp4": "4 bits and a scale for each 32 numbers",
+}
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """How linears and experts compute in fp8 (`parallelize(fp8=...)`): by dynamic scales, in all three products.
+
+    recipe: "tensorwise": one scale for a whole tensor; activations and weights are e4m3, and gradients e5m2.
+        "rowwise": a scale, a power of two, for each row of a product's operands; all are e4m3.
+    leave_out: what computes in the dtype of the others: "first" and "last", the linears of a model's first and last
+        block; "head", which must be in it; and patterns of names, in which "*" matches any characters.
+
+    Raises ValueError for others.
+    """
+
+    recipe: Fp8Recipe = "tensorwise"
+    leave_out: tuple[str, ...] = ("first", "last", "head")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.recipe, str) and self.recipe.lower() in _NO_RECIPES:
+            raise ValueError(
+                f"fp8 recipe {self.recipe!r} has {_NO_RECIPES[self.recipe.lower()]}, which tensor cores multiply from "
+                "Blackwell on alone, and Stretto does not support; 'rowwise' would do"
+            )
+        if self.recipe not in get_args(Fp8Recipe):
+            raise ValueError(f"fp8 recipe is {self.recipe!r}, but must be one of {', '.join(get_args(Fp8Recipe))}")
+        names = self.leave_out
+        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+            raise ValueError(
+                f"leave_out is {names!r}, but must be a tuple of names; ('first', 'last', 'head') would do"
+            )
+        if "head" not in names:
+            raise ValueError(
+                f"leave_out is {tuple(names)!r}, but the head, whose product is a part of the loss, is never in fp8; "
+                f"{('head', *names)!r} would do"
+            )
+        object.__setattr__(self, "leave_out", tuple(names))
+
+    @classmethod
+    def parse(cls, value: "Fp8 | str | bool | None") -> "Fp8 | None":
+        """Parse the argument of `parallelize(fp8=...)`: a recipe's name, True for the default, None for off."""
+        if isinstance(value, str):
+            return cls(value)  # type: ignore[arg-type]
+        if value is None or isinstance(value, bool):
+            return cls() if value else None
+        if not isinstance(value, Fp8):
+            raise ValueError(f"fp8 is {value!r}, but must be a recipe's name, an Fp8, True or None; True would do")
+        return value
+
+
 Fused = Literal["auto", False]
 ExpertReduce = Literal["rank", "choice"]
 TwoLevel = Literal["auto", True, False]
@@ -311,6 +366,14 @@ class ExecutionOptions:
             "`false`: never ([two levels](two-levels.md#two-levels-in-training))"
         },
     )
+    fp8: Fp8 | None = field(
+        default=None,
+        metadata={
+            "help": "float8 training: linears and experts compute in fp8, with dynamic scales, and their weights are "
+            "gathered over z in fp8 ([float8](training.md#float8))",
+            "unset": "off",
+        },
+    )
     stages: StageOptions = field(
         default=StageOptions(),
         metadata={"help": "how the model is split into pipeline stages, if the grid or a rank has several"},
@@ -376,9 +439,11 @@ class ExecutionOptions:
         return self.reshard in ("gradients_after_step", "after_step")
 
     def replace(self, **changes: Any) -> "ExecutionOptions":
-        """The same with other values by name; `overlap` may be a bool (`Overlap.parse`). TypeError for no option."""
+        """The same with other values by name; `overlap` and `fp8` may be simpler (`parse`). TypeError for no option."""
         if "overlap" in changes:
             changes["overlap"] = Overlap.parse(changes["overlap"])
+        if "fp8" in changes:
+            changes["fp8"] = Fp8.parse(changes["fp8"])
         return replace(self, **changes)
 
 
@@ -409,6 +474,7 @@ class ExecutionKeywords(TypedDict, total=False):
     tune_matmuls: bool
     fused: Fused
     two_level: TwoLevel
+    fp8: Fp8 | str | bool | None
     stages: StageOptions
     drop_duplicates: bool
     expert_rows: int | None

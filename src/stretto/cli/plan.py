@@ -54,7 +54,7 @@ def plan(
         ),
     ] = "full",
     dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp32 or fp64 (default: the configuration's, or bf16).")
+        str | None, typer.Option(help="bf16, fp16, fp32, fp64 or fp8 (default: the configuration's, or bf16).")
     ] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw or sgd.")] = None,
     micro_batch: Annotated[

@@ -211,6 +211,7 @@ def _is_plain_linear(module: nn.Module) -> TypeGuard[ParallelLinear]:
         return False
     compute = module.plan.shard.precision.compute
     is_cast = compute is not None and any(parameter.dtype != compute for parameter in module.parameters())
+    is_cast |= module.plan.shard.scaling is not None  # in fp8
     return not (is_cast or module.plan.used_rows or module._forward_hooks or module._forward_pre_hooks)
 
 

@@ -5,6 +5,7 @@ y[i, j] = x_scale[i] * weight_scale[j] * (x @ weight.T)[i, j]. Tensor cores add 
 torch calls fast accumulation), which is beyond bf16's 8, and interpreted kernels in fp32.
 """
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -78,14 +79,35 @@ def all_gather_scaled_matmul(
 ) -> Tensor:
     """`all_gather_matmul` of fp8 operands: [m / world, k], [n, k] -> [m, n] of `out_dtype` (bf16, fp16 or fp32).
 
-    x, weight: torch.float8_e4m3fn, contiguous; k is a multiple of 16. x_scale: an fp32 tensor of one number, or of one
-    for each of x's rows, sent with the rows. weight_scale: the same for weight's rows, which are the output's
-    columns. bias: [n] of out_dtype, added after the scales. x may have more dims, as in `all_gather_matmul`, and
-    x_scale then has x's dims without the last one, or is flat. out: where to write the output, contiguous. There are no
+    x, weight: torch.float8_e4m3fn (x also torch.float8_e5m2), contiguous; k is a multiple of 16. x_scale: an fp32
+    tensor of one number, or of one for each of x's rows, sent with the rows. weight_scale: the same for weight's
+    rows, which are the output's columns. bias: [n] of out_dtype, added after the scales. x may have more dims, as in
+    `all_gather_matmul`, and x_scale then has x's dims without the last one, or is flat. out: where to write the output, contiguous. There are no
     gradients. ValueError for other input, PeerError for a rank that does not call.
     """
     operands = x, weight, x_scale, weight_scale, bias
     return _call("all_gather_matmul", operands, group, out, out_dtype, None, implementation)
+
+
+def all_gather_scaled_matmul_gathered(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    has_one_scale: bool = False,
+    implementation: str | KernelConfig = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`all_gather_scaled_matmul` of x [m / world, k] that also returns the gathered x: ([m, n], [m, k]).
+
+    has_one_scale: x_scale is one number, the same on all ranks, which a library's product then takes as one.
+    """
+    how, name = encode_implementation(implementation), find_name(group)
+    if needs_gradients(x, weight, x_scale, weight_scale):
+        raise ValueError("all_gather_scaled_matmul_gathered has no gradients: call it under torch.no_grad()")
+    return _gathered_matmul(x, weight, x_scale, weight_scale, name, out_dtype, has_one_scale, how)
 
 
 def scaled_matmul_reduce_scatter(
@@ -245,9 +267,7 @@ def _run_library(
 ) -> Tensor:
     """By a library's GEMM and the group's backend."""
     if operator == "all_gather_matmul":
-        gathered = gather_rows(x.view(torch.uint8), group).view(x.dtype)  # not all backends support fp8
-        rows = gather_rows(scales.rows.contiguous(), group)
-        return multiply_scaled(gathered, weight, Scales(rows, scales.columns), out_dtype, bias)
+        return _gather_and_multiply(x, weight, scales, bias, group, out_dtype, has_one_scale=False)[0]
     if operator == "matmul_all_reduce":
         return _add(all_reduce(multiply_scaled(x, weight, scales, out_dtype), group), bias)
     partial = multiply_scaled(x, weight, scales, sum_dtype)
@@ -255,22 +275,103 @@ def _run_library(
     return _add(total, None if bias is None else bias.to(sum_dtype)).to(out_dtype)
 
 
+def _gather_and_multiply(
+    x: Tensor, weight: Tensor, scales: Scales, bias: Tensor | None, group: str, dtype: torch.dtype, has_one_scale: bool
+) -> tuple[Tensor, Tensor]:
+    """The product and the gathered x, by a library."""
+    gathered = gather_rows(x.view(torch.uint8), group).view(x.dtype)  # not all backends support fp8
+    rows = scales.rows[:1].expand(len(gathered)) if has_one_scale else gather_rows(scales.rows.contiguous(), group)
+    return multiply_scaled(gathered, weight, Scales(rows, scales.columns), dtype, bias), gathered
+
+
+def _run_gathered(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    group: str,
+    out_dtype: torch.dtype,
+    has_one_scale: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    operator = "all_gather_matmul"
+
+    def compute(config: KernelConfig) -> tuple[Tensor, Tensor]:
+        scales = find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
+        if config == LIBRARY or 0 in (*x.shape, weight.shape[0]):
+            return _gather_and_multiply(x, weight, scales, None, group, out_dtype, has_one_scale)
+        rows = _count_rows(operator, x, group)
+        out, returned = x.new_empty(rows, weight.shape[0], dtype=out_dtype), x.new_empty(rows, x.shape[1])
+        launch_gather(config, GroupProduct(x, weight, None, out, group, scales), returned)
+        return out, returned
+
+    config = find_config(
+        operator, x, weight, None, group, implementation, out_dtype, has_one_scale, run=compute, returns_gathered=True,
+        check=lambda: _require(operator, x, weight, x_scale, weight_scale, None, group, out_dtype, None),
+    )  # fmt: skip
+    return compute(config)
+
+
+def _fake_gathered(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    group: str,
+    out_dtype: torch.dtype,
+    has_one_scale: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    _require("all_gather_matmul", x, weight, x_scale, weight_scale, None, group, out_dtype, None)
+    rows = _count_rows("all_gather_matmul", x, group)
+    return x.new_empty(rows, weight.shape[0], dtype=out_dtype), x.new_empty(rows, x.shape[1])
+
+
 def multiply_scaled(
-    x: Tensor, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    scales: Scales,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    is_fast: bool = True,
 ) -> Tensor:
-    """x @ weight.T of fp8, times the factors of rows and columns, + bias: by `scaled_mm` where it can, else in fp32."""
+    """x @ weight.T of fp8, times the factors of rows and columns, + bias: by `scaled_mm` where it can, else in fp32.
+
+    is_fast: sum with the tensor cores' precision alone.
+    """
     rows, columns = scales
     tensors = [x, weight] if bias is None else [x, weight, bias]
-    is_aligned = not any(size % _GRAIN for size in (weight.shape[0], *(one.data_ptr() for one in tensors)))
-    if is_aligned and x.is_cuda and dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9):
-        if rows.stride(0) == 0 and columns.stride(0) == 0:
+    is_aligned = _are_aligned(weight.shape[0], tensors)
+    is_tensorwise = rows.stride(0) == 0 and columns.stride(0) == 0
+    if is_aligned and x.is_cuda and dtype in (torch.bfloat16, torch.float32) and _has_fp8(x.device):
+        if is_tensorwise:
             kind, rows, columns = ScalingType.TensorWise, rows[:1], columns[:1]
         else:
             kind, rows, columns = ScalingType.RowWise, _align(rows)[:, None], _align(columns)[None, :]
-        weight = weight.t()
-        return scaled_mm(x, weight, rows, kind, columns, kind, bias=bias, output_dtype=dtype, use_fast_accum=True)
+        out_dtype = dtype if is_tensorwise and bias is None else torch.bfloat16  # all that the kernels of rows write
+        if torch.compiler.is_compiling():  # Inductor has a lowering of this one alone
+            rows, columns = (rows.reshape(()), columns.reshape(())) if is_tensorwise else (rows, columns)
+            found: Tensor = torch._scaled_mm(
+                x, weight.t(), rows, columns, bias=bias, out_dtype=out_dtype, use_fast_accum=is_fast
+            )
+            return found.to(dtype)
+        return scaled_mm(
+            x, weight.t(), rows, kind, columns, kind, bias=bias, output_dtype=out_dtype, use_fast_accum=is_fast
+        ).to(dtype)
     product = (x.float() @ weight.float().t()).mul_(rows[:, None]).mul_(columns)
     return _add(product, bias).to(dtype)
+
+
+def _are_aligned(columns: int, tensors: Sequence[Tensor]) -> bool:
+    """True if torch's products take an output of so many columns, and these tensors."""
+    if torch.compiler.is_compiling():  # which has no addresses, and aligns what it allocates
+        return columns % _GRAIN == 0
+    return not any(size % _GRAIN for size in (columns, *(one.data_ptr() for one in tensors)))
+
+
+def _has_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _align(scales: Tensor) -> Tensor:
@@ -311,7 +412,7 @@ def require_scaled(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
     """ValueError unless x [., k] and weight [n, k] are fp8 and contiguous, and bias [n] is of `dtype`, the output's."""
     require_matrices(operator, x, weight)
     for name, one in (("x", x), ("weight", weight)):
-        if one.dtype != FP8:
+        if one.dtype != FP8 and not (name == "x" and one.dtype == torch.float8_e5m2):
             raise ValueError(f"{operator}: {name} is of {FP8}, not {one.dtype}: see quantize_rows")
     if dtype not in DTYPES:
         raise ValueError(f"{operator} returns {', '.join(map(str, DTYPES))}, not {dtype}")
@@ -383,4 +484,11 @@ def _count_flops(
     return 2 * rows * prod(weight)
 
 
+_gathered_matmul = define_operator(
+    "scaled_matmul_gathered",
+    _run_gathered,
+    fake=_fake_gathered,
+    count_flops=lambda x, weight, *_, out_shape, **__: 2 * out_shape[0][0] * prod(weight),
+    tensors=slice(4),
+)
 _scaled_matmul = define_operator("scaled_matmul", _run, fake=_fake, count_flops=_count_flops, tensors=_TENSORS)

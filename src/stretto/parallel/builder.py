@@ -2,8 +2,8 @@
 """Builds the parallel counterpart of each submodule and parameter of a model, without touching the model."""
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace as Namespace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,6 +53,7 @@ from stretto.parallel.state import BlockPlan, ParallelState, ShardingRequest
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
+    from stretto.parallel.fp8.weights import WeightScaling
     from stretto.parallel.pipeline.cutting import Cut
 
 
@@ -105,6 +106,12 @@ class Builder:
         over_z = grid.communicator("z")
         self.order = RankOrder(over_z, "weights and gradients over z")
         levels = TwoLevels.of(grid, options.two_level)
+        self.fp8_layers, self.fp8, self.scales = request.fp8_layers, options.fp8, None
+        if self.fp8_layers:
+            from stretto.parallel.fp8.matrix import OperandCache
+            from stretto.parallel.fp8.weights import WeightScales
+
+            self.scales, self.operands = WeightScales(), OperandCache()
         averages = request.gradients == "mean"
         self.gradient_reducer = GradientReducer(
             grid,
@@ -113,14 +120,16 @@ class Builder:
             self.order,
             levels,
             averages=averages,
-            at_end=functools.partial(_finish, self.matmuls, self.attention),
+            at_end=partial(_finish, self.matmuls, self.attention),
         )
         self.gradient_reducer.accumulates_unsharded = options.scatters_once
         self.gradient_reducer.loss_covers_own_rows = averages and not has_roles
         # Copy engines gather into memory that the next forward pass overwrites, and a stage has several in flight.
         by_copies = overlap.copy_engines and not is_stage and have_copy_engines(over_z, grid.device)
         self.ring = self.gradient_reducer.ring = make_scatter_ring(over_z) if by_copies else None
-        self.gatherer: WeightGatherer = WeightPrefetcher(over_z, self.order, levels, is_on=overlap.all_gather)
+        self.gatherer: WeightGatherer = WeightPrefetcher(
+            over_z, self.order, levels, self.scales, is_on=overlap.all_gather
+        )
         if by_copies and options.keeps_weights and overlap.all_gather:
             self.gatherer = CopyEngineGatherer(CopyEngineAllGather(over_z), self.gatherer)
         if options.keeps_weights:
@@ -144,6 +153,7 @@ class Builder:
                 if isinstance(module, ShardedModule):
                     dtypes = {parameter.dtype for parameter in original.parameters()}
                     casts = self.precision.compute is not None and dtypes != {self.precision.compute}
+                    casts |= name in self.fp8_layers and isinstance(module, ParallelExperts)
                     module.is_traceable = self.has_one_rank and not casts
         built = {name: made[id(originals[name])] for name, role in plan.roles.items() if role.role != "loss"}
         head = next((built[name] for name in plan.named("head")), None)
@@ -204,11 +214,15 @@ class Builder:
         sharding = sharding_of(role, "weight", is_transposed=is_transposed)
         rows = next((split for split in sharding.splits if split.dim == 0 and split.axis != "z"), None)
         ring = None if role.role == "head" else self.ring  # all of its slots would be as large as a head's gradient
-        weight, shard = self._weight(module, source, sharding, rows, may_keep=self.keeps_weights, ring=ring)
+        in_fp8 = name in self.fp8_layers
+        weight, shard = self._weight(
+            module, source, sharding, rows, may_keep=self.keeps_weights, ring=ring,
+            scaling=partial(self._scaling, is_transposed=is_transposed) if in_fp8 else None,
+        )  # fmt: skip
         bias = None
         if module.bias is not None:
             bias = self.parameter(module.bias, source.bias, self._sharding(name, role, "bias"))  # type: ignore[arg-type]
-        plan = LinearPlan(
+        plan = self._linear_plan(in_fp8)(
             name,
             shard,
             input_axis=input_axis,
@@ -233,6 +247,36 @@ class Builder:
         if role.role == "compress":
             return CompressingLinear(weight, bias, plan, grid.communicator("x"))
         return ParallelLinear(weight, bias, plan)
+
+    def _linear_plan(self, in_fp8: bool) -> Callable[..., LinearPlan]:
+        if not in_fp8:
+            return LinearPlan
+        from stretto.parallel.fp8.matrix import Fp8LinearPlan
+
+        assert self.fp8 is not None
+        return partial(Fp8LinearPlan, recipe=self.fp8.recipe, cache=self.operands)
+
+    def _expert_product(self, in_fp8: bool) -> Callable[..., ExpertProduct]:
+        if not in_fp8:
+            return ExpertProduct
+        from stretto.parallel.fp8.experts import Fp8ExpertProduct
+
+        assert self.fp8 is not None
+        return partial(Fp8ExpertProduct, recipe=self.fp8.recipe)
+
+    def _scaling(
+        self, weight: Tensor, rows: int, group: dist.ProcessGroup, dim: int = 0, *, is_transposed: bool
+    ) -> "WeightScaling":
+        """How a weight is cast to fp8, and, if ranks gather it, measured with the others."""
+        from stretto.parallel.fp8.weights import WeightScaling
+
+        assert self.fp8 is not None
+        assert self.scales is not None
+        dtype = self.precision.compute or weight.dtype
+        made = WeightScaling(self.fp8.recipe, weight, rows, group, dim, dtype, is_transposed)
+        if group.size() > 1:
+            self.scales.register(made)
+        return made
 
     def _used_rows(self, role: Role) -> tuple[slice, ...]:
         """The rows that this rank uses of a unit that several ranks hold: its part, and the shared ones; () for all."""
@@ -302,7 +346,9 @@ class Builder:
                 for layout in (before_z, layout_of(weight))
             )
             parts = self.precision, self.gatherer, self.gradient_reducer
-            shard = WeightShard(rows, here, over_z, *parts, dim=dim)
+            in_fp8 = name in self.fp8_layers
+            scaling = self._scaling(weight, rows, over_z, dim, is_transposed=kind.is_transposed) if in_fp8 else None
+            shard = WeightShard(rows, here, over_z, *parts, dim=dim, scaling=scaling)
             shard.watch(weight, may_keep=self.keeps_weights and over_z.size() == 1)
             parameters[part] = weight
             if kind.has_bias:
@@ -312,7 +358,7 @@ class Builder:
             sums, feeds = (over_y, flow.sum_rows_over), None
             if part == "down_proj":
                 sums, feeds = (flow.sum_rows_over, over_y), plan.kept_of_output()
-            products[part] = ExpertProduct(
+            products[part] = self._expert_product(in_fp8)(
                 shard, *sums, self.keeps_weights, self.overlap.all_reduce, feeds, is_transposed=kind.is_transposed
             )
         return ParallelExperts(module, kind, parameters, plan, products)
@@ -339,11 +385,13 @@ class Builder:
         *,
         may_keep: bool,
         ring: "ScatterRing | None",
+        scaling: "Callable[..., WeightScaling] | None" = None,
     ) -> tuple[nn.Parameter, WeightShard]:
         """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z splits further,
         if there is one.
 
         may_keep: as in `WeightShard.watch`. ring: reduce-scatters its gradient by copy engines, if it is not None.
+        scaling: makes the scaling of one in fp8.
         """
         grid, original = self.grid, module.weight
         assert isinstance(original, nn.Parameter)
@@ -351,9 +399,10 @@ class Builder:
         place = grid.layout_sizes, grid.layout_coordinates
         before_z = ParameterLayout(tuple(original.shape), () if rows is None else (rows,)).local_shape(*place)[0]
         local_rows = layout_of(weight).local_shape(*place)[0]
-        shard = WeightShard(
-            before_z, local_rows, grid.communicator("z"), self.precision, self.gatherer, self.gradient_reducer, ring
-        )
+        over_z = grid.communicator("z")
+        parts = self.precision, self.gatherer, self.gradient_reducer, ring
+        found = None if scaling is None else scaling(weight, before_z, over_z)
+        shard = WeightShard(before_z, local_rows, over_z, *parts, scaling=found)
         shard.watch(weight, may_keep=may_keep)
         return weight, shard
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -62,6 +62,11 @@ def place(model: nn.Module, request: ShardingRequest, plan: ShardingPlan | Block
     seeds, and where an axis does not divide what it splits.
     """
     grid, stages = request.grid, request.options.stages
+    if request.options.fp8 is not None:
+        from stretto.parallel.fp8.selection import choose_layers
+
+        chosen = choose_layers(model, plan, request.options.fp8, request.precision, grid.sizes)
+        request = replace(request, fp8_layers=chosen)
     is_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     initializer = MetaInitializer(model, grid.device, seed) if is_on_meta else None
     if grid.size("pipe") * stages.virtual_stages == 1:

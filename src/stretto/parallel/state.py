@@ -38,13 +38,14 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class ShardingRequest:
-    """Arguments of `parallelize`, apart from the model and its roles."""
+    """Arguments of `parallelize`, apart from the model and its roles. fp8_layers: what computes in fp8, by name."""
 
     grid: Grid
     precision: Precision
     options: ExecutionOptions
     gradients: GradientReduction
     sharded_loss: bool
+    fp8_layers: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)

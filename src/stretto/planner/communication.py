@@ -103,12 +103,13 @@ def linear_traffic(linear: Linear, grid: GridSizes, tokens: float) -> LinearTraf
     )
 
 
-def blocks_volume(model: Architecture, grid: GridSizes, tokens: float, element: int, *, gathers: int = 1) -> Volume:
+def blocks_volume(model: Architecture, grid: GridSizes, tokens: float, element: int, *, gathers: float = 1) -> Volume:
     """Equation 5.6 over all linears of all blocks, in bytes of `element` a number.
 
     A model that is sharded by blocks sends all parameters of a block, over z and data alone.
 
-    `gathers`: how often a step gathers a weight over z. Algorithm 3 keeps it for the backward pass: once.
+    `gathers`: how often a step gathers a weight over z. Algorithm 3 keeps it for the backward pass: once. In fp8, half
+    as often.
     """
     if model.is_sharded_by_blocks:
         block = WeightTraffic.of(model.block_parameters, grid)
@@ -121,7 +122,7 @@ def blocks_volume(model: Architecture, grid: GridSizes, tokens: float, element: 
     return total
 
 
-def _block_volume(model: Architecture, grid: GridSizes, tokens: float, gathers: int) -> Volume:
+def _block_volume(model: Architecture, grid: GridSizes, tokens: float, gathers: float) -> Volume:
     """Elements that one block sends, except for experts that ranks divide."""
     total = Volume(keys=3 * keys_numbers(model, grid, tokens / grid.z))  # again, and gradients, in the backward pass
     for linear in model.linears:
@@ -195,7 +196,7 @@ def nic_bytes(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> d
         return {}
     count = config.micro_batches(workload)
     first, again = config.weight_gathers(count)
-    gathers = first + (0 if options.keeps_weights else again)
+    gathers = (first + (0 if options.keeps_weights else again)) * workload.gathered_share
     volume = blocks_volume(workload.model, grid, workload.tokens / grid.replicas, workload.element, gathers=gathers)
     volume = replace(volume, reduce_scatter_z=config.gradient_scatters(count) * volume.reduce_scatter_z)
     found = {}

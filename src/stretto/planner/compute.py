@@ -65,6 +65,7 @@ class Device:
                     f"(--dtype {known[0]}), or measure {dtype} too (stretto probe --dtype {dtype})"
                 )
         self.flops = measured or MATMUL_EFFICIENCY * cluster.require(f"gpu.peak_flops.{dtype}")
+        self.of_others = Device(cluster, "bf16") if dtype == "fp8" else self  # attention, and the head
         copied = cluster.gpu.measured_memory_bandwidth or COPY_EFFICIENCY * cluster.require("gpu.memory_bandwidth")
         self.memory_bandwidth = ELEMENT_WISE_EFFICIENCY * copied
         self._seconds: dict[tuple[int, int, int, str], float] = {}
@@ -126,7 +127,7 @@ class Device:
     def attention(self, flops: float, seq_len: int) -> float:
         """Seconds of attention's own products (scores and their sum), of so many FLOPs: longer sequences run faster."""
         gpu = self.cluster.gpu
-        rate = gpu.attention_flops or ATTENTION_EFFICIENCY * self.flops
+        rate = gpu.attention_flops or ATTENTION_EFFICIENCY * self.of_others.flops
         if gpu.attention_flops and gpu.long_attention_flops:
             place = math.log(seq_len / ATTENTION_TOKENS) / math.log(LONG_ATTENTION_TOKENS / ATTENTION_TOKENS)
             rate += min(max(place, 0.0), 1.0) * (gpu.long_attention_flops - gpu.attention_flops)
@@ -184,6 +185,12 @@ def block_seconds(workload: StepWorkload, model: Architecture, config: StepConfi
     flops = sum(layer.attention_flops(grid, tokens, workload.seq_len) for layer in model.block)
     scores = device.attention(flops, workload.seq_len)
     forward_bytes, backward_bytes = _element_wise(workload, model, grid, config.token_parts)
+    if workload.dtype == "fp8":
+        # Inputs are read for their scale, and cast for each of two products; gradients are cast for both at once.
+        inputs = sum(linear.inputs / linear.input_shards(grid) for linear in model.linears)
+        outputs = sum(linear.local_outputs(grid) for linear in model.linears)
+        forward_bytes += 5 * inputs
+        backward_bytes += 5 * inputs + 6 * outputs
     forward = scores + device.traffic(forward_bytes * tokens)
     backward = BACKWARD_ATTENTION * scores + device.traffic(backward_bytes * tokens)
     experts = 0.0
@@ -308,7 +315,7 @@ def head_seconds(workload: StepWorkload, grid: GridSizes, tokens: float, device:
     Kernels that take 16-bit logits in slices only read them twice and write their gradient. Of pooled
     logits there are hardly any in the loss: they are made, and their gradient is.
     """
-    model = workload.model
+    model, device = workload.model, device.of_others
     outputs, hidden = -(-model.head_outputs // grid.x), model.hidden / grid.y
     products = device.matmul(tokens, outputs, hidden, "NT") + device.matmul(tokens, hidden, outputs, "NN")
     products += device.matmul(outputs, hidden, tokens, "TN")

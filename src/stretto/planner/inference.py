@@ -113,6 +113,8 @@ def plan_inference(
                 raise ValueError(f"{name} is {value}, but must be at least 1")
     if token_seconds is not None and token_seconds <= 0:
         raise ValueError(f"tpot is {token_seconds} s, but must be more than 0; 20ms would do")
+    if dtype == "fp8":
+        raise ValueError("dtype is 'fp8', in which engines do not decode; bf16 would do")
     lengths = Lengths(tuple(prompts), tuple(contexts))
     shape = read_architecture(model, lengths.longest)
     _refuse(shape, lengths)

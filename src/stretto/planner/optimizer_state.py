@@ -107,7 +107,7 @@ def number_bytes(types: NumberTypes, options: StateOptions) -> NumberBytes:
     element, moments = types.element, types.moments * types.master
     if not options.is_separate:
         return NumberBytes(types.master, types.master, 0, moments)
-    is_split = options.splits(element, is_bf16=types.dtype == "bf16")
+    is_split = options.splits(element, is_bf16=types.dtype in ("bf16", "fp8"))
     master = 0 if element == types.master else element if is_split else types.master
     gradient = types.master if options.accumulates_fp32 else element
     if not options.sparsity:
@@ -242,7 +242,7 @@ def update_bytes(types: NumberTypes, options: StateOptions) -> float:
     if not options.is_separate:
         passes = gradient + (2 * gradient if types.optimizer == "sgd" else 0)
         return passes + gradient + 2 * (weight + of_number.state)
-    norm, is_split = gradient, options.splits(types.element, is_bf16=types.dtype == "bf16")
+    norm, is_split = gradient, options.splits(types.element, is_bf16=types.dtype in ("bf16", "fp8"))
     if options.step_on == "host" and options.location == "host":
         return norm
     reads_weight = not master or is_split

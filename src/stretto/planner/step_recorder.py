@@ -160,7 +160,10 @@ class _WorkloadRecorder:
         """
         element, is_separate = self.workload.element, self.config.state.is_separate
         sent = element * (1 - pruned)
-        gather = self._over("all_gather", shards, traffic.all_gather * sent)
+        # Of linears and experts: what is gathered outside of blocks is not in fp8.
+        in_fp8 = isinstance(traffic, LinearTraffic) or shards == EXPERT_Z
+        share = self.workload.gathered_share if in_fp8 else 1.0
+        gather = self._over("all_gather", shards, traffic.all_gather * sent * share)
         scatter = self._over("reduce_scatter", shards, traffic.reduce_scatter * sent)
         data = copies = None
         if not is_separate:  # else gradients are summed in separate chunks

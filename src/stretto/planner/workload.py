@@ -10,9 +10,9 @@ from stretto.execution import ExecutionOptions, StateOptions
 from stretto.planner.architecture import Architecture
 from stretto.schedules import ServeFirst
 
-Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
+Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8"]
 OptimizerName = Literal["adamw", "muon", "sgd"]
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8": 2}  # fp8: of what is computed in bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,11 @@ class NumberTypes:
     def element(self) -> int:
         """Bytes of an activation, and of a weight or its gradient on the wire."""
         return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def gathered_share(self) -> float:
+        """The bytes of a block's weight that is gathered over z, over those of another number on the wire."""
+        return 0.5 if self.dtype == "fp8" else 1.0
 
     @property
     def master(self) -> int:

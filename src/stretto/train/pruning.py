@@ -52,6 +52,8 @@ def prune(
     Collective. Raises ValueError for a sparsity outside of [0, 1), for masks of parameters that there are not or of
     other shapes, and for a pattern or a model that leaves nothing to prune.
     """
+    if (state := state_of(model)) is not None and state.options.fp8 is not None:
+        raise ValueError("prune: the model computes in fp8, in which pruned weights are not gathered: leave fp8 out")
     if scope not in get_args(PruneScope):
         raise ValueError(f"scope is {scope!r}, but must be 'layer' or 'global'")
     if isinstance(method, Mapping):

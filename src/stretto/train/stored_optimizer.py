@@ -432,7 +432,7 @@ def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig, masks: 
         name=run.optimizer,
         weight_decay=run.weight_decay,
         clip=run.clip,
-        dtype={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[run.dtype],
+        dtype={"fp16": torch.float16, "fp32": torch.float32}.get(run.dtype, torch.bfloat16),
         options=run.state,
         loss_scale=LossScaleOptions(run.loss_scale, run.loss_scale_steps) if run.dtype == "fp16" else None,
         skips_nonfinite=run.skips_nonfinite,

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
@@ -219,13 +219,14 @@ def running_collective() -> str | None:
 class Pending:
     """A started collective. `result` is valid once `wait` has returned, on the stream that waited.
 
-    factor: by which the caller still has to multiply the result of a scaled reduction.
+    factor: by which the caller still has to multiply the result of a scaled reduction. fp8_scale: of numbers in fp8.
     """
 
     result: Tensor
     work: Started | None = None
     source: Tensor | None = None  # what is being sent, which must live until then
     factor: float = 1.0
+    fp8_scale: Tensor | None = field(default=None, kw_only=True)
 
     def wait(self) -> Tensor:
         """The result. On a GPU the current stream waits for it, and the host does not."""

@@ -38,8 +38,8 @@ CAST_AT_ONCE = 8
 class _Place:
     """Where a weight is gathered: the whole of it, this rank's part, and that part's place at each other rank.
 
-    version: of the shard that was cast last. is_left: this pass has yet to copy it. awaited_on: the streams that have
-    waited for this pass's rows.
+    version: of the shard that was cast last. scale: of it, in fp8. is_left: this pass has yet to copy it. awaited_on:
+    the streams that have waited for this pass's rows.
     """
 
     number: int
@@ -47,6 +47,7 @@ class _Place:
     own: Tensor
     there: dict[int, Tensor]
     version: Version | None = None
+    scale: Tensor | None = None
     is_left: bool = False
     awaited_on: set[int] = field(default_factory=set)
 
@@ -122,7 +123,13 @@ class CopyEngineAllGather:
         for number, keys in enumerate(_batches(ordered)):
             parameters = [self._weights[key].parameter for key in keys]
             places = [self._places[key] for key in keys]
-            torch._foreach_copy_([place.own for place in places], [local(parameter) for parameter in parameters])
+            plain = [number for number, key in enumerate(keys) if self._weights[key].scaling is None]
+            if plain:
+                shards = [local(parameters[number]) for number in plain]
+                torch._foreach_copy_([places[number].own for number in plain], shards)
+            for key, place in zip(keys, places, strict=True):
+                if (scaling := self._weights[key].scaling) is not None:
+                    _, place.scale = scaling.cast(scaling.parameter, place.own)
             for place, parameter in zip(places, parameters, strict=True):
                 place.version, place.is_left = version_of(parameter), True
                 place.awaited_on.clear()
@@ -196,6 +203,10 @@ class CopyEngineAllGather:
         place = self._places.get(key)
         return place.version if place is not None and place.whole is whole else None
 
+    def scale(self, key: object) -> Tensor | None:
+        """The scale of a weight that was copied in fp8."""
+        return self._places[key].scale
+
     def was_overwritten(self, key: object, version: Version | None) -> bool:
         """True if a later pass has overwritten a weight of this version, as `version` gave it, with other numbers."""
         place = self._places.get(key)
@@ -250,7 +261,7 @@ class CopyEngineAllGather:
         """Of each weight its key, rows, and this rank's shape and dtype."""
         shards = {key: local(weight.parameter) for key, weight in self._weights.items()}
         return [
-            (key, weight.rows, tuple(shards[key].shape), weight.dtype or shards[key].dtype)
+            (key, weight.rows, tuple(shards[key].shape), weight.sent_dtype or shards[key].dtype)
             for key, weight in self._weights.items()
         ]
 
@@ -288,7 +299,7 @@ class CopyEngineGatherer(WeightGatherer):
         whole = self.copies.take(key, version, in_backward=in_backward())
         if whole is None:
             return self.others.gather(key, parameter)
-        return GatheredWeight(whole, self.copies.version(key, whole))
+        return GatheredWeight(whole, self.copies.version(key, whole), self.copies.scale(key))
 
     def begin_step(self) -> None:
         """Copy weights in one pass of the step only."""

@@ -12,8 +12,8 @@ reshard_after_forward=True.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from stretto.parallel.comm.rank_order import Event, RankOrder
 from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.layout import TensorOnGrid, Version, local, version_of
 from stretto.parallel.state import require_state
+
+if TYPE_CHECKING:
+    from stretto.parallel.fp8.weights import WeightScales, WeightScaling
 
 # How many weights are gathered ahead of the one in use: one is enough while gathering takes less time than a product.
 PREFETCH_DEPTH = 1
@@ -52,7 +55,8 @@ class WeightToGather:
     """A weight: this rank's shard [local rows, ...] is a DTensor parameter's; the whole has `rows` rows, of `dtype`.
 
     dtype None: the parameter's own. Of experts' weights, group: over which they are gathered, if not over the
-    gatherer's; dim: 1 if these are rows of dim 1, which comes first in what is gathered.
+    gatherer's; dim: 1 if these are rows of dim 1, which comes first in what is gathered. scaling: of a weight that is
+    gathered in fp8.
     """
 
     parameter: Tensor
@@ -60,11 +64,22 @@ class WeightToGather:
     dtype: torch.dtype | None
     group: dist.ProcessGroup | None = None
     dim: int = 0
+    scaling: "WeightScaling | None" = None
+
+    @property
+    def sent_dtype(self) -> torch.dtype | None:
+        """The dtype in which it is sent (None: the parameter's own)."""
+        return self.dtype if self.scaling is None else torch.float8_e4m3fn
 
     def start(self, current: Tensor, group: dist.ProcessGroup, levels: TwoLevels | None) -> Pending:
         """Begin to all-gather the rows of the parameter, or of the tensor that has replaced it."""
         if isinstance(current, TensorOnGrid) and current.pruned is not None:
             return cast(Pending, current.pruned.start_gather(self.dtype, levels))
+        if self.scaling is not None:
+            own, scale = self.scaling.cast(current)
+            bits = own.view(torch.uint8).transpose(0, self.dim)  # not all backends send fp8
+            pending = start_gather_rows(bits, self.rows, self.group or group, levels)
+            return replace(pending, result=pending.result.view(own.dtype), fp8_scale=scale)
         shard = local(current).transpose(0, self.dim)
         shard = shard if self.dtype is None else shard.to(self.dtype)
         return start_gather_rows(shard, self.rows, self.group or group, levels)
@@ -77,11 +92,12 @@ class WeightToGather:
 class GatheredWeight(NamedTuple):
     """A weight's whole rows.
 
-    version: that of the shard, if they are in memory that the next forward pass overwrites.
+    version: that of the shard, if they are in memory that the next forward pass overwrites. scale: of rows in fp8.
     """
 
     rows: Tensor
     version: Version | None = None
+    scale: Tensor | None = None
 
 
 class WeightGatherer(ABC):
@@ -163,13 +179,20 @@ class WeightPrefetcher(WeightGatherer):
     Forward passes have one order and backward passes another: with activation checkpointing or weights that are not
     kept, backward passes gather again. Where an order turns out wrong, the rest of it is learned again; that costs only
     the overlap. is_on: False gathers each weight when it is asked for. ranks: compares the order with other ranks'.
-    levels: of z's ranks on several nodes.
+    levels: of z's ranks on several nodes. scales: of weights in fp8.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, ranks: RankOrder, levels: TwoLevels | None = None, *, is_on: bool
+        self,
+        group: dist.ProcessGroup,
+        ranks: RankOrder,
+        levels: TwoLevels | None = None,
+        scales: "WeightScales | None" = None,
+        *,
+        is_on: bool,
     ) -> None:
         self.group = group
+        self.scales = scales
         self.levels = levels
         self.ranks = ranks
         self.is_on = is_on
@@ -190,6 +213,8 @@ class WeightPrefetcher(WeightGatherer):
         if not in_backward():
             self.ranks.begin(("forward", torch.is_grad_enabled()))
             self._forward.restart()
+            if self.scales is not None:
+                self.scales.measure()
             if self.is_on and self._forward.began_alike and not self._is_step:
                 with torch.no_grad():
                     self._start_next(self._forward)
@@ -208,7 +233,8 @@ class WeightPrefetcher(WeightGatherer):
         self.ranks.follow(self._events[key])
         weight = self._weights[key]
         if not self.is_on:
-            return GatheredWeight(weight.start(parameter, self.group, self.levels).wait())
+            pending = weight.start(parameter, self.group, self.levels)
+            return GatheredWeight(pending.wait(), scale=pending.fp8_scale)
         order = self._current_order()
         self._follow(order, key)
         prefetch = order.started.pop(0) if order.started and order.started[0].key == key else None
@@ -218,15 +244,19 @@ class WeightPrefetcher(WeightGatherer):
         pending = weight.start(parameter, self.group, self.levels) if prefetch is None else prefetch.pending
         whole = pending.wait()
         self._start_next(order)
-        return GatheredWeight(whole)
+        return GatheredWeight(whole, scale=pending.fp8_scale)
 
     def begin_step(self) -> None:
         """Begin forward passes without a gather: a pass before may have gathered all weights."""
         self._is_step = True
+        if self.scales is not None:
+            self.scales.begin_step()
 
     def end_step(self) -> None:
         """Begin them with the first weight's again."""
         self._is_step = False
+        if self.scales is not None:
+            self.scales.end_step()
 
     def _current_order(self) -> _GatherOrder:
         if not in_backward():

@@ -247,6 +247,7 @@ class ParallelExperts(ShardedModule):
         is_summed = plan.over_y is not None or plan.flow.sum_rows_over is not None
         is_transposed = any(product.is_transposed for product in self.products.values())
         is_gated = is_plain and self._up == "gate_up_proj" and is_silu(self.act_fn)
+        is_transposed |= any(product.shard.scaling is not None for product in self.products.values())  # in fp8
         return is_gated and not is_transposed and not is_summed and plan.reduce == "rank"
 
     def _multiply_tokens(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

@@ -82,14 +82,36 @@ class ExpertProduct:
         """The weight [experts here, out, in], of a parameter or a gathered one."""
         return parameter.transpose(1, 2) if self.is_transposed else parameter
 
+    # What `stretto.parallel.fp8` does in another way, with weights as `gather` makes them.
+
+    def pack(self, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What is saved of a weight for the backward pass: its numbers and scales."""
+        return weight if self.keeps_weights else None, None
+
+    def unpack(self, weight: Tensor, scale: Tensor | None) -> Tensor:
+        """The weight that `pack` has saved."""
+        return weight
+
+    def outputs(self, weight: Tensor) -> int:
+        """Its output features."""
+        return weight.shape[1]
+
+    def product(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        """Each expert's rows times its weight."""
+        return grouped_matmul(rows, weight, offsets)
+
+    def differentiate_rows(self, gradient: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        """The gradient of the rows."""
+        return grouped_matmul(gradient, weight.transpose(1, 2), offsets)
+
     def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         """The output, summed over ranks. If it will not be read, its values are arbitrary."""
         is_unread = self.feeds is not None and is_given_back(self.feeds)
 
         def make() -> Tensor:
             if is_unread:
-                return rows.new_empty(rows.shape[0], weight.shape[1])
-            product = grouped_matmul(rows, weight, offsets)
+                return rows.new_empty(rows.shape[0], self.outputs(weight))
+            product = self.product(rows, weight, offsets)
             return product if group is None else all_reduce(own(product), group)
 
         group = self.output_reduce_group
@@ -138,18 +160,21 @@ class MultiplyRows(torch.autograd.Function):
         placement = plan.placement
         weight = plan.orient(plan.gather(parameter, placement, is_recorded=bool(ctx.next_functions)))
         ctx.plan, ctx.parameter, ctx.placement = plan, parameter, placement
-        ctx.save_for_backward(rows, offsets, weight if plan.keeps_weights else None)
+        ctx.save_for_backward(rows, offsets, *plan.pack(weight))
         return plan.multiply(rows, weight, offsets)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         plan: ExpertProduct = ctx.plan
-        rows, offsets, weight = ctx.saved_tensors
+        rows, offsets, weight, scale = ctx.saved_tensors
         gradient, pending = gradient.contiguous(), None
         if ctx.needs_input_grad[0]:
-            weight = plan.orient(plan.gather(ctx.parameter, ctx.placement)) if weight is None else weight
-            grad_rows = grouped_matmul(gradient, weight.transpose(1, 2), offsets)
+            if weight is None:
+                weight = plan.orient(plan.gather(ctx.parameter, ctx.placement))
+            else:
+                weight = plan.unpack(weight, scale)
+            grad_rows = plan.differentiate_rows(gradient, weight, offsets)
             group = plan.input_grad_reduce_group
             pending = Pending(grad_rows) if group is None else start_all_reduce(grad_rows, group)
             if not plan.hides_all_reduce:

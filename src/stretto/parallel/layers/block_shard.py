@@ -243,7 +243,7 @@ class BlockShard:
             rows = self.gatherer.gather(message, message.parameter).rows
             found |= zip(indices, message.unpack(rows), strict=True)
         for index, weight in self._copied.items():
-            rows, version = self.gatherer.gather(weight, weight.parameter)
+            rows, version, _ = self.gatherer.gather(weight, weight.parameter)
             found[index] = rows.detach()  # autograd marks the outputs of a Function
             if version is not None:
                 begin = rows.data_ptr()

@@ -78,6 +78,7 @@ def join(modules: Sequence[nn.Module]) -> None:
         each
         for each in modules
         if isinstance(each, ParallelLinear) and each.plan.tokens and not each.plan.is_transposed
+        if each.plan.shard.scaling is None  # one product takes one scale
     ]
     if len(modules) == len(linears) > 1 and len({each.bias is None for each in linears}) == 1:
         joined = JoinedLinears(linears)
@@ -122,7 +123,7 @@ class _OneProduct(torch.autograd.Function):
         gradient, pending = gradient.contiguous(), None
         if ctx.needs_input_grad[3]:
             weights = [
-                plan.weight_for_backward(weight, parameter, version)
+                plan.weight_for_backward(weight, parameter, version).rows
                 for plan, weight, parameter, version in zip(plans, weights, parameters, ctx.versions, strict=True)
             ]
             pending, _ = plans[0].start_input_gradient(gradient, _join(plans, weights))

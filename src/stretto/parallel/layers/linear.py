@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS
@@ -35,6 +35,7 @@ from stretto.parallel.comm.collectives import (
 )
 from stretto.parallel.comm.graph_functions import GraphCode, GraphFunction
 from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, keep_output
+from stretto.parallel.comm.weight_gathering import GatheredWeight
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layers.token_shards import GatheredInput, TokenShards
@@ -68,7 +69,7 @@ class ShardedTokens:
 
     def gather_and_multiply(self, part: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """All ranks' rows of `part` [tokens / ranks, k] times `weight` [n, k] transposed; and these rows themselves."""
-        if self._has_kernel(part):
+        if self.has_kernel(part):
             from stretto.ops import all_gather_matmul_gathered
 
             with collective("all_gather_matmul", self.group):
@@ -78,14 +79,19 @@ class ShardedTokens:
 
     def multiply_and_scatter(self, x: Tensor, weight: Tensor) -> Tensor:
         """This rank's rows of the sum over ranks of x [tokens, k] times `weight` [n, k] transposed."""
-        if self._has_kernel(x):
+        if self.has_kernel(x):
             from stretto.ops import matmul_reduce_scatter
 
             with collective("matmul_reduce_scatter", self.group):
                 return matmul_reduce_scatter(x, weight, self.group)
-        return scatter_rows(x @ weight.t(), x.shape[0] // self.group.size(), self.group)
+        return self.scatter(x @ weight.t())
 
-    def _has_kernel(self, x: Tensor) -> bool:
+    def scatter(self, whole: Tensor) -> Tensor:
+        """This rank's rows of the sum over ranks of `whole` [tokens, n]."""
+        return scatter_rows(whole, whole.shape[0] // self.group.size(), self.group)
+
+    def has_kernel(self, x: Tensor) -> bool:
+        """True if it communicates within the product."""
         return self.overlaps and x.is_cuda and self.group.size() > 1
 
 
@@ -140,33 +146,41 @@ class LinearPlan:
         return self.tokens is None and all(group.size() == 1 for group in groups)
 
     def make_output(
-        self, x: Tensor, matrix: Tensor, bias: Tensor | None, gathered: GatheredInput | None
+        self,
+        x: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+        gathered: GatheredInput | None,
+        *,
+        may_share: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The output of x times `matrix` [in, out]; and x of all tokens, which the weight's gradient needs.
 
-        What it makes may be kept for recomputation (`stretto.parallel.comm.kept_outputs`).
+        What it makes may be kept for recomputation (`stretto.parallel.comm.kept_outputs`). may_share:
+        of `left_operand`.
         """
+        left = self.left_operand(x, may_share=may_share)
         if self.sends_nothing and bias is None:
-            return keep_output("product", partial(self._multiply, "output", x, matrix)), x
+            return keep_output("product", partial(self.multiply, "output", left, matrix)), x
         name = "product" if self.output_reduce_group.size() == 1 else "summed product"
         product: Tensor | None = None
         if isinstance(self.input_edge, ShardedTokens):
             assert gathered is not None
-            if gathered.rows is None:
+            if getattr(gathered, self.gathers_as) is None:
                 entering, part, gathers_alone = self.input_edge, x, is_given_back(name)
 
                 def gather() -> Tensor:
                     nonlocal product
                     if gathers_alone:
-                        return entering.gather(part)
-                    product, rows = entering.gather_and_multiply(part, matrix.t())
+                        return self.gather(entering, part, matrix)
+                    product, rows = self.gather_and_multiply(entering, part, matrix)
                     return rows
 
-                gathered.rows = keep_output("gathered tokens", gather)
-            x = gathered.rows
+                setattr(gathered, self.gathers_as, keep_output("gathered tokens", gather))
+            x = left = getattr(gathered, self.gathers_as)
 
         def make() -> Tensor:
-            y = self._make_output(x, product, matrix, bias)
+            y = self._make_output(left, product, matrix, bias)
             # Autograd forbids writes to a view that a Function made, as Falcon's code does to its MLP's output. What
             # is kept must be this tensor: only its version shows that code has written to it.
             return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
@@ -177,40 +191,90 @@ class LinearPlan:
         """The output of x, of which `product` is the product with `matrix` if a kernel has made it already."""
         leaving = self.output_edge
         if isinstance(leaving, ShardedTokens):
-            y = leaving.multiply_and_scatter(x, matrix.t())
+            y = self.multiply_and_scatter(leaving, x, matrix)
         elif isinstance(self.input_edge, ShardedTokens):
-            y = all_reduce(own(x @ matrix if product is None else product), leaving.group)
+            y = all_reduce(own(self.multiply_and_add(x, matrix, None) if product is None else product), leaving.group)
         # A bias is added once: inside the product where one rank has all of it, after the sum otherwise.
         elif bias is not None and leaving.group.size() == 1:
-            return F.linear(x, matrix.t(), bias)
+            return self.multiply_and_add(x, matrix, bias)
         else:
-            y = self._multiply_and_sum(x, matrix)
+            y = self.multiply_and_sum(x, matrix)
         if bias is not None:
             y += bias
         return y
 
-    def start_input_gradient(self, gradient: Tensor, matrix: Tensor) -> tuple[Pending, Tensor]:
-        """Begin to make the input's gradient from the output's and `matrix` [in, out]; and the latter of all tokens."""
+    def start_input_gradient(
+        self, gradient: Tensor, matrix: Tensor, *, wants_weight: bool = True
+    ) -> tuple[Pending, Tensor]:
+        """Begin to make the input's gradient from the output's and `matrix` [in, out]; and the latter of all tokens.
+
+        wants_weight: the weight's gradient is made of it, too.
+        """
+        if isinstance(entering := self.output_edge, ShardedTokens):
+            grad_x, gradient = self.gather_and_multiply(entering, gradient, matrix.t())
+            return Pending(all_reduce(grad_x, self.input_edge.group)), gradient
+        gradient = self.gradient_operand(gradient, needs_both=wants_weight)
         if self.sends_nothing:
-            return Pending(self._multiply("input", gradient, matrix.t())), gradient
-        match self.output_edge, self.input_edge:
-            case ShardedTokens() as entering, leaving:
-                grad_x, gradient = entering.gather_and_multiply(gradient, matrix)
-                return Pending(all_reduce(grad_x, leaving.group)), gradient
-            case _, ShardedTokens() as leaving:
-                return Pending(leaving.multiply_and_scatter(gradient, matrix)), gradient
-            case _, leaving:
-                pending = start_all_reduce(self._multiply("input", gradient, matrix.t()), leaving.group)
-                if not self.hides_all_reduce:
-                    pending.wait()
-                return pending, gradient
+            return Pending(self.multiply("input", gradient, matrix.t())), gradient
+        if isinstance(leaving := self.input_edge, ShardedTokens):
+            return Pending(self.multiply_and_scatter(leaving, gradient, matrix.t())), gradient
+        pending = start_all_reduce(self.multiply("input", gradient, matrix.t()), leaving.group)
+        if not self.hides_all_reduce:
+            pending.wait()
+        return pending, gradient
 
     def gather_gradient(self, gradient: Tensor) -> Tensor:
         """The output's gradient of all tokens."""
         edge = self.output_edge
         return edge.gather(gradient) if isinstance(edge, ShardedTokens) else gradient
 
-    def _multiply(self, role: str, a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    # What `stretto.parallel.fp8` does in another way. A right operand is [k, n]; left ones are as `left_operand`,
+    # `gradient_operand` and `gather` make them.
+
+    @property
+    def gathers_as(self) -> str:
+        """The field of `GatheredInput` that it shares with other linears."""
+        return "rows"
+
+    def left_operand(self, x: Tensor, *, may_share: bool) -> Tensor:
+        """The input as products take it. may_share: with the next linears that take this tensor."""
+        return x
+
+    def gradient_operand(self, gradient: Tensor, *, needs_both: bool) -> Tensor:
+        """The output's gradient as products take it. needs_both: for the gradients of input and weight."""
+        return gradient
+
+    def restore(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """The input that `_pack` has saved."""
+        return x
+
+    def gather(self, edge: ShardedTokens, part: Tensor, matrix: Tensor) -> Tensor:
+        """The left operand of all tokens of an edge."""
+        return edge.gather(part)
+
+    def gather_and_multiply(self, edge: ShardedTokens, part: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Its product with `matrix`, and the left operand."""
+        return edge.gather_and_multiply(part, matrix.t())
+
+    def multiply_and_scatter(self, edge: ShardedTokens, x: Tensor, matrix: Tensor) -> Tensor:
+        """This rank's rows of the sum over an edge's ranks of x @ matrix."""
+        return edge.multiply_and_scatter(x, matrix.t())
+
+    def multiply_and_add(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        """x @ matrix, + bias."""
+        return x @ matrix if bias is None else F.linear(x, matrix.t(), bias)
+
+    def multiply_weight_gradient(self, x: Tensor, gradient: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """The weight's gradient, of the outputs that this rank computes."""
+        x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
+        left, right = (x, gradient) if self.is_transposed else (gradient, x)
+        return self.multiply("weight", left.t(), right, dtype)
+
+    def multiply_traced(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output on one rank, for a compiler that traces it."""
+        return F.linear(x, weight.t() if self.is_transposed else weight, bias)
+
+    def multiply(self, role: str, a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """a @ b, one of this linear's three products, in `dtype` if that is given; a may have leading dims.
 
         No view, to which autograd would forbid writes.
@@ -223,12 +287,12 @@ class LinearPlan:
         whole: Tensor = torch.ops.aten._unsafe_view(product, (*a.shape[:-1], b.shape[1]))
         return whole
 
-    def _multiply_and_sum(self, x: Tensor, matrix: Tensor) -> Tensor:
+    def multiply_and_sum(self, x: Tensor, matrix: Tensor) -> Tensor:
         """The output x @ matrix, summed over the output's ranks."""
         rows, (inputs, columns) = x.flatten(0, -2), matrix.shape
         num_bytes = rows.shape[0] * columns * x.element_size()
         if self.output_reduce_group.size() == 1 or num_bytes < HALVED_BYTES or inputs < HALVED_INPUTS:
-            product = self._multiply("output", x, matrix)
+            product = self.multiply("output", x, matrix)
             return (
                 product if self.output_reduce_group.size() == 1 else all_reduce(own(product), self.output_reduce_group)
             )
@@ -243,26 +307,29 @@ class LinearPlan:
             half.wait()
         return y.view(*x.shape[:-1], columns)
 
-    def matrix(self, weight: Tensor) -> Tensor:
+    def matrix(self, weight: GatheredWeight) -> Tensor:
         """The gathered weight as [in, out]: of the outputs that this rank computes."""
+        rows = weight.rows
         if not self.used_rows:
-            return weight if self.is_transposed else weight.t()
-        return self.used(weight.t() if self.is_transposed else weight).t()
+            return rows if self.is_transposed else rows.t()
+        return self.used(rows.t() if self.is_transposed else rows).t()
 
     def used(self, rows: Tensor) -> Tensor:
         """The rows of all output features that are of those which this rank computes."""
         return torch.cat([rows[some] for some in self.used_rows]) if self.used_rows else rows
 
-    def weight_for_backward(self, kept: Tensor | None, parameter: Tensor, version: Version | None) -> Tensor:
+    def weight_for_backward(
+        self, kept: Tensor | None, parameter: Tensor, version: Version | None, scale: Tensor | None = None
+    ) -> GatheredWeight:
         """The weight of the forward pass, kept or gathered again. RuntimeError if it was overwritten since."""
         if kept is None:
-            return self.shard.gather(parameter).rows
+            return self.shard.gather(parameter)
         if self.shard.was_overwritten(version):
             raise RuntimeError(
                 f"the weight of {self.name} was changed, and a forward pass run with it, before the backward pass of "
                 "an earlier one: take that first, or parallelize with overlap=Overlap(copy_engines=False)"
             )
-        return kept
+        return GatheredWeight(kept, scale=scale)
 
     def make_weight_gradient(self, parameter: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
         """Make the weight's gradient now, or pass it to the caller that defers it."""
@@ -273,10 +340,8 @@ class LinearPlan:
             deferred.append(partial(self.reduce_weight_gradient, parameter, x, gradient))
 
     def reduce_weight_gradient(self, parameter: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
-        """Make the weight's gradient from x [tokens, in] and the output's gradient [tokens, out], and start its sum."""
-        left, right = (x, gradient) if self.is_transposed else (gradient, x)
-        dtype = self.shard.gradient_dtype(parameter)
-        product = self._multiply("weight", left.t(), right, dtype)
+        """Make the weight's gradient from x [..., in] and the output's gradient [..., out], and start its sum."""
+        product = self.multiply_weight_gradient(x, gradient, self.shard.gradient_dtype(parameter))
         if self.used_rows:
             rows = product.t() if self.is_transposed else product
             whole = rows.new_zeros(self.used_rows[-1].stop, rows.shape[1])
@@ -300,7 +365,7 @@ class _SaveFirst(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, parameter: Tensor, plan: LinearPlan) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.weight = plan.shard.gather(parameter) if plan.keeps_weights else None
-        ctx.save_for_backward(x, None if ctx.weight is None else ctx.weight.rows)
+        ctx.save_for_backward(*_pack(x, ctx.weight))
         return x.new_empty(0)
 
     @staticmethod
@@ -329,31 +394,39 @@ class _Linear3D(torch.autograd.Function):
             weight, ctx.saver.weight = ctx.saver.weight, None
         if weight is None:
             weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions))
-        y, x = plan.make_output(x, plan.matrix(weight.rows), bias, gathered)
+        # A compiled graph writes to the memory of its tensors unseen.
+        may_share = isinstance(ctx, FunctionCtx) and plan.tokens is None
+        y, x = plan.make_output(x, plan.matrix(weight), bias, gathered, may_share=may_share)
         ctx.plan, ctx.has_bias, ctx.parameter, ctx.version = plan, bias is not None, parameter, weight.version
         if ctx.saver is None:
-            ctx.save_for_backward(x, weight.rows if plan.keeps_weights else None)
+            ctx.save_for_backward(*_pack(x, weight if plan.keeps_weights else None))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         plan: LinearPlan = ctx.plan
-        x, weight = (ctx if ctx.saver is None else ctx.saver).saved_tensors
+        x, x_scale, rows, scale = (ctx if ctx.saver is None else ctx.saver).saved_tensors
         grad_bias = pending = None
         if plan.tokens is not None:
             gradient = gradient.contiguous()
         whole, wants_weight = gradient, is_asked_for(ctx, 1)
         if ctx.needs_input_grad[0]:
-            weight = plan.weight_for_backward(weight, ctx.parameter, ctx.version)
-            pending, whole = plan.start_input_gradient(gradient, plan.matrix(weight))
+            matrix = plan.matrix(plan.weight_for_backward(rows, ctx.parameter, ctx.version, scale))
+            pending, whole = plan.start_input_gradient(gradient, matrix, wants_weight=wants_weight)
         elif wants_weight:
             whole = plan.gather_gradient(gradient)
         if wants_weight:
-            plan.make_weight_gradient(ctx.parameter, x.flatten(0, -2), whole.flatten(0, -2))
+            plan.make_weight_gradient(ctx.parameter, plan.restore(x, x_scale), whole)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = gradient.flatten(0, -2).sum(0)
         return None if pending is None else pending.wait(), None, grad_bias, None, None, None
+
+
+def _pack(x: Any, weight: GatheredWeight | None) -> tuple[Tensor | None, ...]:
+    """What a linear saves: its input and weight, with scales if they are in fp8."""
+    own = x if isinstance(x, tuple) else (x, None)
+    return (*own, *((None, None) if weight is None else (weight.rows, weight.scale)))
 
 
 class ParallelLinear(ShardedModule):
@@ -382,7 +455,7 @@ class ParallelLinear(ShardedModule):
         if not self.is_being_traced():
             return self.forward_in_graph(x)
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        return F.linear(x.to(weight.dtype), weight.t() if self.plan.is_transposed else weight, bias)
+        return self.plan.multiply_traced(x.to(weight.dtype), weight, bias)
 
     @torch.compiler.disable
     def forward_on_grid(self, x: Tensor) -> Tensor:

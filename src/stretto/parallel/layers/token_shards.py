@@ -23,9 +23,13 @@ from stretto.parallel.comm.kept_outputs import current_run, keep_output
 
 @dataclass
 class GatheredInput:
-    """A linear's input of all tokens, [tokens, k]: the first linear that takes the input fills it in, others use it."""
+    """A linear's input of all tokens, [tokens, k]: the first linear that takes the input fills it in, others use it.
+
+    scaled: in fp8 (`stretto.ops.fp8_casts.ScaledMatrix`).
+    """
 
     rows: Tensor | None = None
+    scaled: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass

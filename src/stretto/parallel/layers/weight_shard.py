@@ -19,6 +19,7 @@ from stretto.parallel.precision import Precision
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
+    from stretto.parallel.fp8.weights import WeightScaling
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ class WeightShard:
     (Algorithm 3, line 2); gradients are scattered over it in the reduction dtype (line 14), through `ring` if copy
     engines do it.
     rows, local_rows: of dim 0, of the block and of the shard. dim: of which dim they are if not of that (of experts,
-    which may be fewer than the ranks, 1).
+    which may be fewer than the ranks, 1). scaling: of a weight that is gathered, and multiplied, in fp8.
     """
 
     rows: int
@@ -40,6 +41,7 @@ class WeightShard:
     gradients: GradientReducer
     ring: "ScatterRing | None" = None
     dim: int = 0
+    scaling: "WeightScaling | None" = None
 
     def gather(self, parameter: Tensor, *, is_recorded: bool = True) -> GatheredWeight:
         """The whole rows of a DTensor parameter. is_recorded: this pass is a backward pass, or will have one.
@@ -57,6 +59,9 @@ class WeightShard:
         return self._cast(parameter, is_recorded)
 
     def _cast(self, parameter: Tensor, is_recorded: bool) -> GatheredWeight:
+        if self.scaling is not None:
+            rows, scale = self.scaling.cast(parameter, is_recorded=is_recorded)
+            return GatheredWeight(rows, scale=scale)
         if is_recorded:
             return GatheredWeight(cast(parameter, self.precision.compute))
         return GatheredWeight(self.precision.cast(local(parameter)))
@@ -71,7 +76,7 @@ class WeightShard:
             keep_copy(parameter, self.precision.compute)
         if self.ring is not None:
             self.ring.register(self.rows, local(parameter).shape[1:].numel())
-        weight = WeightToGather(parameter, self.rows, self.precision.compute, self.group, self.dim)
+        weight = WeightToGather(parameter, self.rows, self.precision.compute, self.group, self.dim, self.scaling)
         self.gradients.sharded[parameter] = weight
         self.gatherer.register(self, weight, may_keep=may_keep and self.group.size() > 1)
 

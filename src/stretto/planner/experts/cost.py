@@ -141,7 +141,7 @@ def expert_volume(
     *,
     options: ExecutionOptions | None = None,
     forward_passes: int = 1,
-    gathers: int = 1,
+    gathers: float = 1,
 ) -> Volume:
     """Bytes that experts of all blocks send in a step, for so many tokens of each part of the batch."""
     total = Volume()

@@ -46,7 +46,8 @@ def sending_seconds(workload: StepWorkload, grid: GridSizes, cluster: Cluster) -
 
     What goes over z is sent under computation, which it slows down: a fifth of it counts, as of what is hidden.
     """
-    volume = expert_volume(workload.model, grid, workload.tokens / grid.token_parts, workload.element)
+    tokens = workload.tokens / grid.token_parts
+    volume = expert_volume(workload.model, grid, tokens, workload.element, gathers=workload.gathered_share)
     sent = expert_seconds(volume, grid, cluster)
     of_weights = sent.all_gather_z + sent.reduce_scatter_z + sent.all_reduce_data
     return sent.total - 0.8 * of_weights

@@ -184,7 +184,8 @@ class PipelineSearch:
         if of_any_way:
             return count_of_batches * sum(self._computed[key]) / grid.pipe
         if grid not in self._sent:
-            volume = blocks_volume(workload.model, sizes, workload.tokens / grid.replicas, workload.element)
+            tokens, share = workload.tokens / grid.replicas, workload.gathered_share
+            volume = blocks_volume(workload.model, sizes, tokens, workload.element, gathers=share)
             sent = seconds(volume, self._rates_of(grid), grid)
             sums = self._min_waits * (sent.all_reduce_x + sent.all_reduce_y)
             of_experts = self._min_of_experts(sizes)
@@ -207,7 +208,8 @@ class PipelineSearch:
         workload = self.workload
         if workload.model.moe is None:
             return Volume()
-        volume = expert_volume(workload.model, grid, workload.tokens / grid.token_parts, workload.element)
+        tokens, share = workload.tokens / grid.token_parts, workload.gathered_share
+        volume = expert_volume(workload.model, grid, tokens, workload.element, gathers=share)
         return expert_seconds(volume, grid, self.cluster)
 
     def _rates_of(self, grid: GridSizes) -> Rates:

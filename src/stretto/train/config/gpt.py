@@ -2,13 +2,15 @@
 """The configuration of a GPT's training run, and the rules between its options. Imports no torch."""
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_validator
 
 from stretto.execution import (
     ExecutionOptions,
     ExpertReduce,
+    Fp8,
+    Fp8Recipe,
     Fused,
     Overlap,
     Recomputation,
@@ -69,6 +71,15 @@ def _check_recompute(mode: str) -> str:
     return mode
 
 
+def _check_fp8_recipe(recipe: str) -> str:
+    """Refuse unknown recipes of float8 training."""
+    try:
+        Fp8(recipe)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"train.fp8_recipe: {error}") from None
+    return recipe
+
+
 class RunConfig(RunOptions):
     """Options of training."""
 
@@ -77,8 +88,16 @@ class RunConfig(RunOptions):
     )
     seq_len: int = option(..., "sequence length", unit="tokens", ge=1, le=MAX_LENGTH)
     seed: int = option(0, "seed of the initial weights, of the data's order and of dropout", ge=0, lt=1 << 63)
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = option(
-        "fp32", "dtype of the computation; bf16 and fp16 keep fp32 master weights, and fp16 scales the loss"
+    dtype: Literal["fp32", "bf16", "fp16", "fp64", "fp8"] = option(
+        "fp32", "dtype of the computation; bf16, fp16 and fp8 keep fp32 master weights, and fp16 scales the loss; fp8: "
+        "of linears and experts, in bf16 else ([float8](training.md#float8))",
+    )  # fmt: skip
+    fp8_recipe: Annotated[str, AfterValidator(_check_fp8_recipe)] = option(
+        "tensorwise", "fp8: `tensorwise`, one scale for a whole tensor, or `rowwise`, one for each row of a product's "
+        "operands",
+    )  # fmt: skip
+    fp8_leave_out: list[str] = option(
+        list(Fp8().leave_out), "fp8: what computes in bf16: `first` and `last` blocks, `head`, and patterns of names"
     )
     micro_batch: Annotated[int | None, CanBeNone] = option(
         None, "sequences in one forward and backward pass of a rank; gradients accumulate over the passes of a step",
@@ -253,7 +272,9 @@ class TrainConfig(JobConfig):
     def execution(self) -> ExecutionOptions:
         """Options of a step's execution, as the planner predicts it and `parallelize` takes it."""
         names = (each.name for each in fields(ExecutionOptions))
+        run = self.train
         return ExecutionOptions(
+            fp8=Fp8(cast(Fp8Recipe, run.fp8_recipe), tuple(run.fp8_leave_out)) if run.dtype == "fp8" else None,
             overlap=Overlap(**dict(self.overlap)),
             stages=self.pipeline.stages if self.is_pipelined else StageOptions(),
             **{name: getattr(self.train, name) for name in names if name in RunConfig.model_fields},

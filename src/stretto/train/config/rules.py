@@ -4,10 +4,10 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from stretto.axes import NAMES, STAGE_AXES, GridSizes, check_sizes
-from stretto.execution import ExecutionOptions
+from stretto.execution import ExecutionOptions, Fp8, Fp8Recipe
 from stretto.planner.grids import divisors, every_grid
 from stretto.schedules import build_schedule
 from stretto.train.config.options import GridConfig, contradictions_of_run, nearest_multiple
@@ -62,6 +62,7 @@ def contradictions(config: "TrainConfig") -> list[str]:
             if is_on
         ]
     problems += contradictions_of_run(run)
+    problems += _contradictions_of_fp8(config)
     problems += _contradictions_of_copies(config)
     problems += _contradictions_of_state(config)
     problems += _contradictions_of_pruning(config)
@@ -112,11 +113,33 @@ def contradictions(config: "TrainConfig") -> list[str]:
     return problems
 
 
+def _contradictions_of_fp8(config: "TrainConfig") -> list[str]:
+    """Check the options of float8 training. Returns a message for each rule that is broken."""
+    run, fields = config.train, type(config.train).model_fields
+    if run.dtype != "fp8":
+        return [
+            f"train.{name} is {getattr(run, name)!r}, but train.dtype is {run.dtype!r}; train.dtype='fp8' would do"
+            for name in ("fp8_recipe", "fp8_leave_out")
+            if getattr(run, name) != fields[name].default
+        ]
+    problems = []
+    try:
+        Fp8(cast(Fp8Recipe, run.fp8_recipe), tuple(run.fp8_leave_out))
+    except ValueError as error:
+        problems.append(f"train.fp8_{error}")
+    if run.sparsity:
+        problems.append(
+            f"train.dtype is 'fp8' and train.sparsity is {run.sparsity}, but pruned weights are not gathered in fp8; "
+            "train.dtype='bf16' would do"
+        )
+    return problems
+
+
 def _contradictions_of_copies(config: "TrainConfig") -> list[str]:
     """Check that train.writes_copies has weights to write. Returns a message for each reason why it has none."""
     grid, run = config.grid, config.train
     reasons = {
-        f"train.dtype is {run.dtype!r}, in which the weights are kept": run.dtype != "bf16",
+        f"train.dtype is {run.dtype!r}, in which the weights are kept": run.dtype not in ("bf16", "fp8"),
         f"train.optimizer is {run.optimizer!r}, and only adamw writes them": run.optimizer != "adamw",
         f"grid.z is {grid.z}, and there are copies only of weights that z does not cut": grid.z > 1,
         "train.reshard is 'after_forward', so that no weight stays from one pass to another": (

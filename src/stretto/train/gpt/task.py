@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,  # of what is not in fp8
     "fp16": torch.float16,
     "fp64": torch.float64,
 }

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Casts to fp8 for training, with dynamic scales: the largest magnitudes of a matrix, and its numbers as fp8.
+
+Tensor cores take fp8 operands that are contiguous along the dim over which a product sums. A matrix that enters two
+products by different dims (a weight, forward and backward) is therefore written by rows and, transposed, by columns;
+on a GPU one kernel writes both. Micikevicius et al., FP8 Formats for Deep Learning (2022): e4m3 for activations and
+weights, e5m2, which has a wider range, for gradients.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from stretto.ops.gemm import Scales
+from stretto.ops.scaled import multiply_scaled
+from stretto.tiles.launches import launch_cached
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+GRAIN = 16  # numbers: torch's fp8 products take multiples of it
+_MANTISSA = (1 << 23) - 1
+_BLOCK_M, _BLOCK_N = 64, 128
+
+
+class ScaledMatrix(NamedTuple):
+    """fp8 numbers [m, k], contiguous, of which each row is to be multiplied by its factor: fp32 [m, 1], or [1, 1]."""
+
+    data: Tensor
+    scale: Tensor
+
+
+def find_scale(largest: Tensor, dtype: torch.dtype, *, is_power_of_two: bool) -> Tensor:
+    """The fp32 factors by which fp8 numbers of `dtype` reach these largest magnitudes.
+
+    is_power_of_two: rounded up to one. A number that is scaled anew by another power of two then keeps its bits, but
+    where it falls below fp8's smallest (torchao's rowwise recipe rounds alike).
+    """
+    # Not divided: a GPU multiplies by a number's reciprocal, and all devices shall give the same bits.
+    scale = (largest.float() * (1 / torch.finfo(dtype).max)).clamp(min=torch.finfo(torch.float32).tiny)
+    if not is_power_of_two:
+        return scale
+    up = ((scale.view(torch.int32) + _MANTISSA) & ~_MANTISSA).view(torch.float32)
+    return torch.where(scale.isfinite(), up, scale)
+
+
+def find_largest(x: Tensor, dims: tuple[int, ...], scale: Tensor | None = None) -> Tensor:
+    """The largest magnitudes over `dims` of x [..., m, n] (times scale, if x is fp8), fp32, dims of size 1 kept.
+
+    dims: any of the last two. A NaN is the largest.
+    """
+    dims = tuple(dim % x.dim() for dim in dims)
+    if not _suits_kernel(x):
+        x = x if scale is None else x.float() * scale
+        return torch.linalg.vector_norm(x, torch.inf, dims, keepdim=True).float()
+    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    bits = torch.zeros(shape, dtype=torch.int32, device=x.device)
+    x = x.contiguous()
+    with torch.cuda.device_of(x):
+        programs, sizes = _programs(x)
+        launch_cached(
+            measure_tiles, programs, x, scale, bits, *sizes, _batch_stride(scale), _batch_stride(bits),
+            *_kinds(scale), *_kinds(bits), BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
+        )  # fmt: skip
+    return bits.view(torch.float32)
+
+
+def cast_scaled(
+    x: Tensor,
+    by_rows: Tensor | None,
+    by_columns: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """x [..., m, n], divided by factors and saturated, as fp8 [..., m, n], and transposed [..., n, m]; None for each
+    without factors.
+
+    by_rows, by_columns: fp32, of as many dims as x, each of x's size or 1. m of the transposed is padded with zeros to
+    a multiple of 16, since products sum over it. scale: x's own factors, if x is fp8. out: where to write the first.
+    """
+    rows, columns = x.shape[-2], x.shape[-1]
+    padded = -(-rows // GRAIN) * GRAIN
+    if not _suits_kernel(x):
+        wide = x.float() if scale is None else x.float() * scale
+        first = None if by_rows is None else _saturate(wide * by_rows.reciprocal(), dtype)
+        if first is not None and out is not None:
+            first = out.copy_(first)
+        if by_columns is None:
+            return first, None
+        second = _saturate(wide * by_columns.reciprocal(), dtype).transpose(-1, -2)
+        return first, F.pad(second.view(torch.uint8), (0, padded - rows)).contiguous().view(dtype)
+    x = x.contiguous()
+    first, second = out, None
+    if by_rows is not None and out is None:
+        first = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if by_columns is not None:
+        second = torch.empty(*x.shape[:-2], columns, padded, dtype=dtype, device=x.device)
+    scale, by_rows, by_columns = factors = tuple(
+        None if each is None else each.contiguous() for each in (scale, by_rows, by_columns)
+    )
+    with torch.cuda.device_of(x):
+        programs, sizes = _programs(x)
+        launch_cached(
+            cast_tiles, programs, x, scale, first, by_rows, second, by_columns, *sizes, padded,
+            *map(_batch_stride, factors), *(kind for each in factors for kind in _kinds(each)),
+            LARGEST=torch.finfo(dtype).max, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
+        )  # fmt: skip
+    return first, second
+
+
+def multiply(
+    a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype, *, bias: Tensor | None = None, is_fast: bool = True
+) -> Tensor:
+    """a [m, k] @ b [n, k].T in `dtype`, by `torch.nn.functional.scaled_mm` on GPUs that have fp8, else in fp32.
+
+    is_fast: sum with the tensor cores' 14 bits or so alone, as torchao does in the forward pass.
+    """
+    m, n = a.data.shape[0], b.data.shape[0]
+    scales = Scales(a.scale.reshape(-1).expand(m), b.scale.reshape(-1).expand(n))
+    return multiply_scaled(a.data, b.data, scales, dtype, bias, is_fast=is_fast)
+
+
+def _suits_kernel(x: Tensor) -> bool:
+    return x.is_cuda and not torch.compiler.is_compiling() and x.numel() > 0
+
+
+def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
+
+
+def _programs(x: Tensor) -> tuple[int, tuple[int, int]]:
+    """How many programs have a tile of x [..., m, n] each, and (m, n)."""
+    m, n = x.shape[-2:]
+    return x.numel() // (m * n) * triton.cdiv(m, _BLOCK_M) * triton.cdiv(n, _BLOCK_N), (m, n)
+
+
+def _batch_stride(factors: Tensor | None) -> int:
+    """How far apart the contiguous factors of a batch's matrices are; 0 for one factor of all."""
+    return 0 if factors is None or factors.numel() == 1 else factors.shape[-2] * factors.shape[-1]
+
+
+def _kinds(factors: Tensor | None) -> tuple[bool, bool]:
+    """Whether each row, and whether each column, has a factor of its own."""
+    return (False, False) if factors is None else (factors.shape[-2] > 1, factors.shape[-1] > 1)
+
+
+@triton.jit
+def _load_tile(x, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's tile, in fp32, with its matrix's number, its rows and its columns."""
+    tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(n, BLOCK_N)
+    batch, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    row = (tile // tl.cdiv(n, BLOCK_N)).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    column = tile % tl.cdiv(n, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    there = (row < m) & (column < n)
+    at = (batch * m + row) * n + column
+    if x.dtype.element_ty.is_fp8():  # which has no zero in Triton
+        bits = tl.load(x.to(tl.pointer_type(tl.int8), bitcast=True) + at, mask=there, other=0)
+        value = bits.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+    else:
+        value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    return value, batch, row, column
+
+
+@triton.jit
+def _load_factors(factors, batch_stride, batch, row, column, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile's factors: [rows, 1], [1, columns] or one."""
+    at = factors + batch * batch_stride
+    if ROWS:
+        found = tl.load(at + row, mask=row < m, other=1.0)
+    elif COLUMNS:
+        found = tl.load(at + column, mask=column < n, other=1.0)
+    else:
+        found = tl.load(at)
+    return found
+
+
+@triton.jit
+def measure_tiles(  # type: ignore[no-untyped-def]
+    x, scale, largest, m, n, scale_batch, largest_batch,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """largest = max(largest, |x * scale|), of each of the ROWS, of each of the COLUMNS, or of all.
+
+    Magnitudes are compared as integers, in whose order NaN is above infinity.
+    Synchronization: programs update `largest`, zeros before, by atomic maxima, of which the order does not matter.
+    """
+    value, batch, row, column = _load_tile(x, m, n, BLOCK_M, BLOCK_N)
+    if scale is not None:
+        value *= _load_factors(scale, scale_batch, batch, row, column, m, n, SCALE_ROWS, SCALE_COLUMNS)
+    bits = tl.abs(value).to(tl.int32, bitcast=True)
+    at = largest + batch * largest_batch
+    if ROWS:
+        tl.atomic_max(at + row, tl.max(bits, 1)[:, None], mask=row < m, sem="relaxed")
+    elif COLUMNS:
+        tl.atomic_max(at + column, tl.max(bits, 0)[None, :], mask=column < n, sem="relaxed")
+    else:
+        tl.atomic_max(at, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+
+
+@triton.jit
+def cast_tiles(  # type: ignore[no-untyped-def]
+    x, scale, by_rows, row_factors, by_columns, column_factors, m, n, padded, scale_batch, rows_batch, columns_batch,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, FIRST_ROWS: tl.constexpr, FIRST_COLUMNS: tl.constexpr,
+    SECOND_ROWS: tl.constexpr, SECOND_COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """by_rows [batch, m, n] = x * scale / row_factors, by_columns [batch, n, padded] = (x * scale / column_factors).T.
+
+    Padding of by_columns is cleared. Bytes: x is read once. Synchronization: none: programs own their tiles.
+    """
+    value, batch, row, column = _load_tile(x, m, n, BLOCK_M, BLOCK_N)
+    if scale is not None:
+        value *= _load_factors(scale, scale_batch, batch, row, column, m, n, SCALE_ROWS, SCALE_COLUMNS)
+    if by_rows is not None:
+        factors = _load_factors(row_factors, rows_batch, batch, row, column, m, n, FIRST_ROWS, FIRST_COLUMNS)
+        found = _saturate_tile(value * tl.div_rn(1.0, factors), LARGEST).to(by_rows.dtype.element_ty)
+        tl.store(by_rows + (batch * m + row) * n + column, found, mask=(row < m) & (column < n))
+    if by_columns is not None:
+        factors = _load_factors(column_factors, columns_batch, batch, row, column, m, n, SECOND_ROWS, SECOND_COLUMNS)
+        found = _saturate_tile(value * tl.div_rn(1.0, factors), LARGEST).to(by_columns.dtype.element_ty)
+        at = (batch * n + tl.trans(column)) * padded + tl.trans(row)
+        tl.store(by_columns + at, tl.trans(found), mask=(tl.trans(row) < padded) & (tl.trans(column) < n))
+
+
+@triton.jit
+def _saturate_tile(value, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """At most LARGEST in magnitude. NaN stays NaN, which a maximum would not return."""
+    value = tl.where(value > LARGEST, LARGEST, value)
+    return tl.where(value < -LARGEST, -LARGEST, value)

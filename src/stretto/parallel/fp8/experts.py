@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The products of experts in fp8: outputs and the gradients of tokens; weights' gradients are products of bf16.
+
+torch's grouped product takes e4m3 alone, with a scale for each row, so tokens and their gradients are scaled by rows in
+both recipes; a weight has a scale for each expert, or for each of an expert's outputs. The gradient of a weight sums
+over an expert's tokens, of which there may be any number, while sums of fp8 take multiples of 16: it stays in bf16 (as
+in torchao's recipe rowwise_with_gw_hp).
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from stretto.execution import Fp8Recipe
+from stretto.ops.fp8_casts import E4M3, ScaledMatrix, cast_scaled, multiply
+from stretto.ops.moe import ReplicaPlacement
+from stretto.ops.moe.grouped.matmul import clear_padding
+from stretto.parallel.experts.products import ExpertProduct
+from stretto.parallel.fp8.matrix import COMPUTE, ScaledOperand
+
+
+@dataclass(frozen=True)
+class Fp8ExpertProduct(ExpertProduct):
+    """One of the two products of experts' MLPs, in fp8. Weights are `ScaledMatrix` [experts here, out, in]."""
+
+    recipe: Fp8Recipe = "tensorwise"
+
+    def gather(self, parameter: Tensor, placement: ReplicaPlacement | None, *, is_recorded: bool = False) -> Any:
+        found = self.shard.gather(parameter, is_recorded=is_recorded)
+        data, scale = found.rows, cast(Tensor, found.scale)
+        if self.is_transposed:  # [experts, in, out], scales by outputs
+            _, transposed = cast_scaled(data, None, scale, E4M3, scale=scale)
+            data, scale = cast(Tensor, transposed), scale.mT
+        if placement is not None and self.replicas is not None:
+            data = self.replicas.hold(data.view(torch.uint8), placement).view(E4M3)
+            scale = self.replicas.hold(scale.contiguous(), placement)
+        return ScaledMatrix(data, scale)
+
+    def orient(self, parameter: Any) -> Any:
+        return parameter
+
+    def pack(self, weight: Any) -> tuple[Tensor | None, Tensor | None]:
+        return weight if self.keeps_weights else (None, None)
+
+    def unpack(self, data: Tensor, scale: Tensor | None) -> Any:
+        return ScaledMatrix(data, cast(Tensor, scale))
+
+    def outputs(self, weight: Any) -> int:
+        return int(weight.data.shape[1])
+
+    def product(self, rows: Tensor, weight: Any, offsets: Tensor) -> Tensor:
+        return _multiply_groups(ScaledOperand(rows, "rowwise", E4M3).rows, weight, offsets, is_fast=True)
+
+    def differentiate_rows(self, gradient: Tensor, weight: Any, offsets: Tensor) -> Tensor:
+        columns = ScaledOperand(weight, self.recipe, E4M3).columns
+        return _multiply_groups(ScaledOperand(gradient, "rowwise", E4M3).rows, columns, offsets, is_fast=False)
+
+
+def _multiply_groups(x: ScaledMatrix, weight: ScaledMatrix, offsets: Tensor, *, is_fast: bool) -> Tensor:
+    """Each expert's rows of x [n, k] times its weight [e, m, k] transposed; offsets as in `grouped_matmul`."""
+    experts, out, _ = weight.data.shape
+    n = x.data.shape[0]
+    if x.data.is_cuda and torch.cuda.get_device_capability(x.data.device) == (9, 0) and n:
+        columns = weight.scale.expand(experts, out, 1).reshape(experts, out).contiguous()
+        rows = x.scale.reshape(-1).contiguous()
+        found: Tensor = torch._scaled_grouped_mm(
+            x.data, weight.data.mT, rows, columns, offs=offsets[1:], out_dtype=COMPUTE, use_fast_accum=is_fast
+        )
+        clear_padding(found, offsets)
+        return found
+    found = torch.zeros(n, out, dtype=COMPUTE, device=x.data.device)
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        if end > begin:
+            own = ScaledMatrix(x.data[begin:end], x.scale[begin:end])
+            of_expert = ScaledMatrix(weight.data[expert], weight.scale[expert])
+            found[begin:end] = multiply(own, of_expert, COMPUTE, is_fast=is_fast)
+    return found

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""float8 training on grids: against a reference from the definition, in bits over z, by the bytes that are sent."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stretto.axes import BATCH
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import Grid, count_collectives, gather, parallelize
+from tests.conftest import Ranks
+from tests.parallel.fp8.reference import Fp8Linear
+
+MakeRanks = Callable[[int], Ranks]
+STEPS = 3
+
+
+def build(**changes: Any) -> GPT:
+    torch.manual_seed(1)
+    shape = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 64, "max_seq_len": 32}
+    kind = {"activation": "swiglu", "norm": "rmsnorm", "positions": "rotary", "bias": False, "tie_embeddings": False}
+    return GPT(GPTConfig(**(shape | kind | changes)))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    text = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(3))
+    return text[:, :-1], text[:, 1:]
+
+
+def reference(recipe: str, **changes: Any) -> nn.Module:
+    model = build(**changes).bfloat16()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name.startswith("blocks.1."):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, Fp8Linear(module, recipe))
+    return model
+
+
+def train(model: nn.Module, rows: slice = slice(None), *, compiles: bool = False) -> dict[str, Any]:
+    """Losses of some steps, and the weights after them."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    tokens, targets = (each[rows] for each in batch())
+    run = torch.compile(model, backend="aot_eager") if compiles else model
+    for _ in range(STEPS):
+        logits = run(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": {name: gather(each).float() for name, each in model.named_parameters()}}
+
+
+def train_on_grid(sizes: dict[str, int], options: dict[str, Any], *, alike: bool) -> dict[str, Any]:
+    """The same on a grid. alike: each rank has the same rows, and not its part of the batch."""
+    options, grid = dict(options), Grid(**sizes)
+    given = {"dtype": torch.bfloat16} if options.pop("masters", True) else {}
+    compiles = options.pop("compiles", False)
+    model = build(**options.pop("model", {}))
+    model = parallelize(model if given else model.bfloat16(), grid, sharded_loss=False, **given, **options)
+    part = 4 // grid.size(BATCH)
+    first = 0 if alike else grid.coordinate(BATCH) * part
+    found = train(model, slice(first, first + (1 if alike else part)), compiles=compiles)
+    with count_collectives(grid) as counts:
+        model(batch()[0][:1])
+    return found | {"sent": counts.bytes_by_kind()}
+
+
+def train_all(cases: Sequence[tuple[dict[str, int], dict[str, Any]]], alike: bool) -> list[dict[str, Any]]:
+    return [train_on_grid(sizes, options, alike=alike) for sizes, options in cases]
+
+
+def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest norm(difference) / norm(what training has changed) of all weights."""
+    start = {name: value.bfloat16().float() for name, value in build().named_parameters()}
+    seen, weights = found["weights"], expected["weights"]
+    moved = {name: float((weights[name] - start[name]).norm()) for name in weights}
+    return max(float((seen[name] - weights[name]).norm()) / moved[name] for name in weights if moved[name] > 1e-3)
+
+
+RECIPES = ("tensorwise", "rowwise")
+
+
+def test_bits_do_not_depend_on_z_and_one_rank_trains_as_the_reference(ranks: MakeRanks) -> None:
+    """Where all ranks have the same rows, sums over them are exact."""
+    grids = [{"data": 4}, {"data": 2, "z": 2}, {"z": 4}]
+    options = [{"fp8": recipe, "masters": masters} for recipe in RECIPES for masters in (False, True)]
+    cases = [(sizes, each) for each in options for sizes in grids] + [({"z": 4}, {})]
+    (found, *_) = ranks(4).run(train_all, cases, True)
+    *in_fp8, in_bf16 = found
+    for number, each in enumerate(options):
+        first, *others = in_fp8[3 * number : 3 * number + 3]
+        for other in others:
+            assert other["losses"] == first["losses"], each
+            assert all(torch.equal(value, first["weights"][name]) for name, value in other["weights"].items()), each
+    for number, recipe in enumerate(RECIPES):
+        expected, seen = train(reference(recipe), slice(0, 1)), in_fp8[6 * number]
+        assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+        assert distance(seen["weights"], expected["weights"]) < 0.03
+        assert distance(seen["weights"], in_bf16["weights"]) > 0.03, "fp8 makes no difference"
+    # Of the middle block's linears one byte a number, and of all else two.
+    linears = (
+        3
+        / 4
+        * sum(value.numel() for name, value in build().named_parameters() if "blocks.1" in name and value.dim() > 1)
+    )
+    whole = in_bf16["sent"]["z", "all_gather"]
+    assert whole - in_fp8[-1]["sent"]["z", "all_gather"] == linears * 4
+    assert in_fp8[-1]["sent"]["z", "all_reduce"] < 0.02 * whole
+
+
+CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"x": 2, "z": 2}, {}),
+    ({"x": 2, "z": 2}, {"shard_sequence": True}),
+    ({"x": 4}, {}),  # several ranks hold a KV head
+    ({"y": 2, "data": 2}, {}),
+    ({"z": 2, "data": 2}, {"reshard": "after_forward"}),
+    ({"z": 2, "data": 2}, {"recompute": "full"}),
+    ({"x": 2, "z": 2}, {"recompute": "communication", "shard_sequence": True}),
+    ({"x": 2, "z": 2}, {"compiles": True}),
+    ({"x": 2, "z": 2}, {"compiles": True, "shard_sequence": True}),
+    ({"z": 2, "data": 2}, {"overlap": False}),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_grid_and_option_trains_nearly_alike(recipe: str, ranks: MakeRanks) -> None:
+    cases = [(sizes, options | {"fp8": recipe}) for sizes, options in [({"data": 4}, {}), *CASES]]
+    of_ranks = ranks(4).run(train_all, cases, False)
+    means = [torch.tensor([found[number]["losses"] for found in of_ranks]).mean(0) for number in range(len(cases))]
+    wrong = {}
+    for case, seen, losses in zip(cases, of_ranks[0], means, strict=True):
+        far = distance(seen, of_ranks[0][0])
+        if far > 0.1 or not torch.allclose(losses, means[0], rtol=2e-3):
+            wrong[str(case)] = far, losses.tolist()
+    assert not wrong, (wrong, means[0])
