@@ -47,21 +47,13 @@ class TransformersSetting:
     ] = ("llama-3.75b",)
     ranks: Ranks = None
     layers: Layers = None
-    batch: Annotated[
-        int | None, Option("Sequences of a step, of all ranks (default: 8192 tokens a rank).", least=1)
-    ] = None
+    batch: Annotated[int | None, Option("Sequences of a step (default: 8192 tokens a rank).", least=1)] = None
     seq_len: Annotated[int | None, Option("Tokens a sequence (default: the model's).", least=1)] = None
-    only: Annotated[
-        tuple[str, ...], Option("Only runs with this in their name; may be given several times.", is_repeated=True)
-    ] = ()
+    only: Annotated[tuple[str, ...], Option("Only runs with this in their name.", is_repeated=True)] = ()
     routing: Annotated[tuple[str, ...], Option("Of tokens to experts: uniform, skewed, with commas.")] = ("uniform",)
-    with_captured: Annotated[
-        bool, Option("Compiled runs also as one CUDA graph a step.", "--captured/--no-captured")
-    ] = False
+    with_captured: Annotated[bool, Option("Also as one CUDA graph a step.", "--captured/--no-captured")] = False
     small: Annotated[bool, Option("Tiny sizes of the same models in fp32, for a try without a GPU.")] = False
-    cluster: Annotated[
-        str | None, Option("Only predict, for this cluster: a file (`stretto probe`) or a preset's name.")
-    ] = None
+    cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
     warm_up: WarmUp = 6  # the first steps of a layout with many exchanges are up to a sixth slower
     repeats: Repeats = 5
     rounds: Rounds = 2
@@ -171,22 +163,26 @@ def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
         ways["FSDP2, experts by NCCL's all-to-all, compiled"] = Way("torch", exchanges=True)
         ways["FSDP2, experts by NCCL's all-to-all"] = Way("torch", "", exchanges=True)
     for grid in grids:
-        name = "Stretto " + " ".join(f"{axis}={size}" for axis, size in grid.items())
-        ways[f"{name}, compiled"] = Way("stretto", grid=grid)
-        ways[name] = Way("stretto", "", grid=grid)
+        ways[f"{_name(grid)}, compiled"] = Way("stretto", grid=grid)
+        ways[_name(grid)] = Way("stretto", "", grid=grid)
+    halves = [{"x": 2, "z": ranks // 2}] if ranks > 2 and ranks % 2 == 0 else []
+    for recipe in ("tensorwise", "rowwise"):
+        ways[f"FSDP2, torchao's fp8 {recipe}, compiled"] = Way("torch", options={"fp8": recipe})
+        for grid in (grids[0], *halves):
+            ways[f"{_name(grid)}, fp8 {recipe}, compiled"] = Way("stretto", grid=grid, options={"fp8": recipe})
     if ranks > 1:
         name = f"Stretto z={ranks}"
         ways[f"{name}, compiled, resharded"] = Way("stretto", grid=grids[0], options={"reshard": "after_forward"})
         ways[f"{name} by blocks, compiled"] = Way("stretto", grid=grids[0], by_blocks=True)
         ways[f"{name} by blocks"] = Way("stretto", "", grid=grids[0], by_blocks=True)
-    if ranks > 2 and ranks % 2 == 0:
-        half = {"x": 2, "z": ranks // 2}
-        ways[f"Stretto x=2 z={ranks // 2}, compiled"] = Way("stretto", grid=half)
-        ways[f"Stretto x=2 z={ranks // 2}, sequence sharded, compiled"] = Way("stretto", grid=half, options=_SHARDED)
-    if ranks > 1:
-        ways[f"Stretto x={ranks}, compiled"] = Way("stretto", grid={"x": ranks})
-        ways[f"Stretto x={ranks}, sequence sharded, compiled"] = Way("stretto", grid={"x": ranks}, options=_SHARDED)
+        for grid in (*halves, {"x": ranks}):
+            ways[f"{_name(grid)}, compiled"] = Way("stretto", grid=grid)
+            ways[f"{_name(grid)}, sequence sharded, compiled"] = Way("stretto", grid=grid, options=_SHARDED)
     return ways
+
+
+def _name(grid: Mapping[str, int]) -> str:
+    return "Stretto " + " ".join(f"{axis}={size}" for axis, size in grid.items())
 
 
 def measure_model(
@@ -260,8 +256,6 @@ def _read_predictions(path: Path, workload: TransformerWorkload) -> dict[str, di
 
 
 _PREDICTED = ("predicted_milliseconds", "predicted_gib")
-
-
 BENCH = Bench(
     "transformers",
     "Unmodified transformers models with Stretto, FSDP2, DTensor tensor parallelism and plain PyTorch.",

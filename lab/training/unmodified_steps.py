@@ -183,6 +183,12 @@ def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Ste
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
+    if recipe := way.options.get("fp8"):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        inner = tuple(f"{block}." for block in blocks[1:-1])
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name.startswith(inner))
     _compile(model, blocks, way)
     if way.precision == "fsdp2":
         _shard_fully(model, blocks, workload, mesh["dp"], way, exchanged)

@@ -24,7 +24,7 @@ from tests.tiles import test_puts
 from tests.tiles.machine_code import make_channel
 
 from stretto import tiles
-from stretto.ops import cross_entropy, rms_norm, rotary
+from stretto.ops import cross_entropy, fp8_casts, rms_norm, rotary
 from stretto.ops.embedding import backward_kernel, forward_kernel
 from stretto.ops.joint.kernel import add_rows
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
@@ -104,6 +104,16 @@ def launch_sparse(name: str) -> Launch:
         "_expand_positions": (half, WORDS, half, WORDS, None, 4096, sparse_kernels.POSITIONS),
     }[name]
     return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 4})
+
+
+def launch_cast(name: str) -> Launch:
+    half, fp8 = FLOATS.bfloat16(), FLOATS.to(torch.float8_e5m2)
+    if name == "measure_tiles":
+        arguments = (half, None, WORDS, 4096, 1024, 0, 0, False, False, False, True, 64, 128)
+    else:
+        kinds = (False, False, True, False, False, True)
+        arguments = (half, None, fp8, FLOATS, fp8, FLOATS, 4096, 1024, 4096, 0, 0, 0, *kinds, 57344.0, 64, 128)
+    return Launch(getattr(fp8_casts, name), arguments, {})
 
 
 def launch_copies(name: str) -> Launch:
@@ -263,6 +273,8 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.matmul_reduce_scatter.gemm_reduce_scatter": lambda: launch_operator("scatter", operators.WIDE),
     "ops.matmul_reduce_scatter_copies.add_tiles": launch_added_tiles,
     "ops.matmul_reduce_scatter_copies.multiply_tiles": lambda: launch_operator("copied", operators.WIDE),
+    "ops.fp8_casts.cast_tiles": lambda: launch_cast("cast_tiles"),
+    "ops.fp8_casts.measure_tiles": lambda: launch_cast("measure_tiles"),
     **{
         f"ops.moe.{module}.{name}": lambda launch=launch, name=name: launch(name)
         for module, launch, names in (
@@ -337,6 +349,14 @@ def test_no_kernel_is_left_out():
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_kernel_compiles(name):
     assert name.rpartition(".")[2] in compile_ptx(name)
+
+
+def test_casts_to_fp8_round_to_nearest_and_saturate_in_hardware():
+    """As torch's casts on CPUs do, after the same clamp; and factors are divided as IEEE 754 has it."""
+    ptx = compile_ptx("ops.fp8_casts.cast_tiles")
+    assert "cvt.rn.satfinite.e5m2x2.f32" in ptx
+    assert "div.rn.f32" in ptx
+    assert "div.full" not in ptx
 
 
 def test_the_kernels_that_put_compile(kernels, stubs):  # noqa: F811

@@ -86,15 +86,16 @@ def cast_scaled(
     padded = -(-rows // GRAIN) * GRAIN
     if not _suits_kernel(x):
         wide = x.float() if scale is None else x.float() * scale
-        first = None if by_rows is None else _saturate(wide * by_rows.reciprocal(), dtype)
-        if first is not None and out is not None:
-            first = out.copy_(first)
+        cast = None if by_rows is None else _saturate(wide * by_rows.reciprocal(), dtype)
+        if cast is not None and out is not None:
+            cast = out.copy_(cast)
         if by_columns is None:
-            return first, None
-        second = _saturate(wide * by_columns.reciprocal(), dtype).transpose(-1, -2)
-        return first, F.pad(second.view(torch.uint8), (0, padded - rows)).contiguous().view(dtype)
+            return cast, None
+        turned = _saturate(wide * by_columns.reciprocal(), dtype).transpose(-1, -2)
+        return cast, F.pad(turned.view(torch.uint8), (0, padded - rows)).contiguous().view(dtype)
     x = x.contiguous()
-    first, second = out, None
+    first: Tensor | None = out
+    second: Tensor | None = None
     if by_rows is not None and out is None:
         first = torch.empty(x.shape, dtype=dtype, device=x.device)
     if by_columns is not None:

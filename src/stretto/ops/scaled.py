@@ -80,10 +80,10 @@ def all_gather_scaled_matmul(
     """`all_gather_matmul` of fp8 operands: [m / world, k], [n, k] -> [m, n] of `out_dtype` (bf16, fp16 or fp32).
 
     x, weight: torch.float8_e4m3fn (x also torch.float8_e5m2), contiguous; k is a multiple of 16. x_scale: an fp32
-    tensor of one number, or of one for each of x's rows, sent with the rows. weight_scale: the same for weight's
-    rows, which are the output's columns. bias: [n] of out_dtype, added after the scales. x may have more dims, as in
-    `all_gather_matmul`, and x_scale then has x's dims without the last one, or is flat. out: where to write the output, contiguous. There are no
-    gradients. ValueError for other input, PeerError for a rank that does not call.
+    tensor of one number, or of one for each of x's rows, sent with the rows. weight_scale: the same for weight's rows,
+    which are the output's columns. bias: [n] of out_dtype, added after the scales. x may have more dims, as in
+    `all_gather_matmul`, and x_scale then has x's dims without the last one, or is flat. out: where to write the output,
+    contiguous. There are no gradients. ValueError for other input, PeerError for a rank that does not call.
     """
     operands = x, weight, x_scale, weight_scale, bias
     return _call("all_gather_matmul", operands, group, out, out_dtype, None, implementation)

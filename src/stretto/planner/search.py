@@ -187,9 +187,10 @@ def predict(
     if not isinstance(grid, Mapping):
         raise ValueError(f"grid is {grid!r}, but must be a mapping of axes to sizes, such as {{'x': 2, 'z': 4}}")
     architecture = set_imbalance(read_architecture(model, seq_len), asked.pop("imbalance", None))
-    workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
     of_schedule = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS[1:]}
     options = _change(options or ExecutionOptions(), **asked)
+    dtype = dtype if options.fp8 is None else "fp8"
+    workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
     sizes = check_sizes(grid)
     find_contexts(sizes.context, seq_len, sizes.ranks)
     _check_sharding(options.shard_sequence, workload.model, cost, (sizes.pipe,))

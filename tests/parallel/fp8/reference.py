@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """float8 training on one rank, written from the definition: operands are quantized by the largest magnitudes of what
-shares a scale, and products are made of the dequantized numbers in fp32. No code of Stretto's."""
+shares a scale, and products are made of the dequantized numbers in fp32."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from stretto.models.moe import Experts
 
 RANGES = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -43,6 +45,37 @@ class _Product(torch.autograd.Function):
         of_x = quantize(gradient, rows, of_gradient, power=power) @ again
         of_weight = quantize(gradient, columns, of_gradient, power=power).t() @ quantize(x, columns, e4m3, power=power)
         return of_x.bfloat16(), of_weight.to(weight.dtype), None
+
+
+class _ExpertProduct(torch.autograd.Function):
+    """The same of one expert's tokens: these are scaled by rows, and the weight's gradient is a product of bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.power = recipe == "rowwise"
+        rows, e4m3 = (1,) if ctx.power else None, torch.float8_e4m3fn
+        return (quantize(x, (1,), e4m3, power=True) @ quantize(weight, rows, e4m3, power=ctx.power).t()).bfloat16()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), e4m3 = ctx.saved_tensors, torch.float8_e4m3fn
+        sent = quantize(weight, (1,) if ctx.power else None, e4m3, power=ctx.power)
+        again = quantize(sent, (0,), e4m3, power=True) if ctx.power else sent
+        of_x = (quantize(gradient, (1,), e4m3, power=True) @ again).bfloat16()
+        return of_x, gradient.t() @ x, None
+
+
+class Fp8Experts(Experts):
+    """Experts in fp8; put in place of others by their class, with the attribute `recipe`."""
+
+    recipe: str
+
+    def _compute(self, expert: int, x: Tensor) -> Tensor:
+        if x.shape[0] == 0:
+            return x
+        gate, up = _ExpertProduct.apply(x, self.gate_up_proj[expert], self.recipe).chunk(2, dim=-1)
+        return _ExpertProduct.apply(self.act_fn(gate) * up, self.down_proj[expert], self.recipe)
 
 
 class Fp8Linear(nn.Module):

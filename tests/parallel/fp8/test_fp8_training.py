@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.axes import BATCH
+from stretto.execution import Fp8
 from stretto.models import GPT, GPTConfig
+from stretto.models.moe import Experts
 from stretto.parallel import Grid, count_collectives, gather, parallelize
 from tests.conftest import Ranks
-from tests.parallel.fp8.reference import Fp8Linear
+from tests.parallel.fp8.reference import Fp8Experts, Fp8Linear
+from tests.parallel.hugging_face import causal_lm
+from tests.parallel.lora import PeftModel
 
 MakeRanks = Callable[[int], Ranks]
 STEPS = 3
@@ -37,6 +41,8 @@ def reference(recipe: str, **changes: Any) -> nn.Module:
         if isinstance(module, nn.Linear) and name.startswith("blocks.1."):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, Fp8Linear(module, recipe))
+        elif isinstance(module, Experts) and name.startswith("blocks.1."):
+            module.__class__, module.recipe = Fp8Experts, recipe
     return model
 
 
@@ -74,9 +80,9 @@ def train_all(cases: Sequence[tuple[dict[str, int], dict[str, Any]]], alike: boo
     return [train_on_grid(sizes, options, alike=alike) for sizes, options in cases]
 
 
-def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
+def distance(found: dict[str, Any], expected: dict[str, Any], **changes: Any) -> float:
     """The largest norm(difference) / norm(what training has changed) of all weights."""
-    start = {name: value.bfloat16().float() for name, value in build().named_parameters()}
+    start = {name: value.bfloat16().float() for name, value in build(**changes).named_parameters()}
     seen, weights = found["weights"], expected["weights"]
     moved = {name: float((weights[name] - start[name]).norm()) for name in weights}
     return max(float((seen[name] - weights[name]).norm()) / moved[name] for name in weights if moved[name] > 1e-3)
@@ -100,16 +106,12 @@ def test_bits_do_not_depend_on_z_and_one_rank_trains_as_the_reference(ranks: Mak
     for number, recipe in enumerate(RECIPES):
         expected, seen = train(reference(recipe), slice(0, 1)), in_fp8[6 * number]
         assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-3)
-        assert distance(seen["weights"], expected["weights"]) < 0.03
-        assert distance(seen["weights"], in_bf16["weights"]) > 0.03, "fp8 makes no difference"
+        assert distance(seen, expected) < 0.03
+        assert distance(seen, in_bf16) > 0.03, "fp8 makes no difference"
     # Of the middle block's linears one byte a number, and of all else two.
-    linears = (
-        3
-        / 4
-        * sum(value.numel() for name, value in build().named_parameters() if "blocks.1" in name and value.dim() > 1)
-    )
+    numbers = sum(value.numel() for name, value in build().named_parameters() if "blocks.1" in name and value.dim() > 1)
     whole = in_bf16["sent"]["z", "all_gather"]
-    assert whole - in_fp8[-1]["sent"]["z", "all_gather"] == linears * 4
+    assert whole - in_fp8[-1]["sent"]["z", "all_gather"] == 3 / 4 * numbers
     assert in_fp8[-1]["sent"]["z", "all_reduce"] < 0.02 * whole
 
 
@@ -138,3 +140,91 @@ def test_every_grid_and_option_trains_nearly_alike(recipe: str, ranks: MakeRanks
         if far > 0.1 or not torch.allclose(losses, means[0], rtol=2e-3):
             wrong[str(case)] = far, losses.tolist()
     assert not wrong, (wrong, means[0])
+
+
+EXPERTS = {"num_experts": 4, "expert_ffn": 64, "balance": "none", "moe_layers": (1,)}
+
+
+def test_experts_train_as_the_reference_and_in_bits_over_z(ranks: MakeRanks) -> None:
+    grids = [{"data": 4}, {"data": 2, "z": 2}, {"z": 4}, {"z": 4, "expert": 2}, {"x": 2, "z": 2, "expert": 2}]
+    cases = [
+        (sizes, {"fp8": recipe, "masters": False, "model": EXPERTS}) for recipe in (*RECIPES, None) for sizes in grids
+    ]
+    (found, *_) = ranks(4).run(train_all, cases, True)
+    in_bf16 = found[2 * len(grids)]
+    for number, recipe in enumerate(RECIPES):
+        first, *others = found[number * len(grids) : (number + 1) * len(grids)]
+        expected = train(reference(recipe, **EXPERTS), slice(0, 1))
+        assert distance(first, expected, **EXPERTS) < 0.1 < distance(first, in_bf16, **EXPERTS)
+        for sizes, other in zip(grids[1:], others, strict=True):
+            assert other["losses"] == pytest.approx(first["losses"], rel=3e-4), sizes
+            if set(sizes) <= {"data", "z"}:
+                assert all(torch.equal(value, first["weights"][name]) for name, value in other["weights"].items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_compiler_traces_the_products_of_one_rank(recipe: str, ranks: MakeRanks) -> None:
+    options = {"fp8": recipe, "masters": False}
+    ((plain, traced),) = ranks(1).run(train_all, [({}, options), ({}, options | {"compiles": True})], False)
+    assert traced["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+    assert distance(traced, plain) < 0.05
+
+
+def refusals() -> list[str]:
+    """Messages of calls that are refused, and what is warned of, on one rank."""
+    grid, bf16 = Grid(), torch.bfloat16
+    plain = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+    odd = build(hidden=40, ffn=40, heads=2, kv_heads=1)
+    calls: list[Callable[[], Any]] = [
+        lambda: parallelize(build(), grid, dtype=bf16, fp8="mxfp8"),
+        lambda: parallelize(build(), grid, dtype=bf16, fp8="NVFP4"),
+        lambda: parallelize(build(), grid, dtype=bf16, fp8="blockwise"),
+        lambda: parallelize(build(), grid, dtype=bf16, fp8=8),
+        lambda: parallelize(build(), grid, fp8=True),
+        lambda: parallelize(plain, grid, dtype=bf16, fp8=True),
+        lambda: parallelize(odd, grid, dtype=bf16, fp8=True),
+        lambda: parallelize(build(layers=2), grid, dtype=bf16, fp8=True),
+        lambda: parallelize(build(), grid, dtype=bf16, fp8=Fp8(leave_out=("head", "*.wrong"))),
+        lambda: Fp8(leave_out=("first",)),
+        lambda: Fp8(leave_out="head"),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(ValueError, match=r"\w") as raised:
+            call()
+        found.append(str(raised.value))
+    with pytest.warns(UserWarning, match="multiples of 16") as caught:
+        model = parallelize(build(ffn=40), grid, dtype=bf16, fp8=Fp8(leave_out=("head", "*.out")))
+    found += [str(caught[0].message), in_fp8(model)]
+    with pytest.raises(ValueError, match="these submodules have no role"):
+        parallelize(PeftModel(causal_lm("llama"), ("q_proj",)), grid, dtype=bf16, fp8=True)
+    return found
+
+
+def in_fp8(model: nn.Module) -> str:
+    return " ".join(name for name, each in model.named_modules() if hasattr(getattr(each, "plan", None), "recipe"))
+
+
+def test_impossible_requests_say_what_would_do(ranks: MakeRanks) -> None:
+    (found,) = ranks(1).run(refusals)
+    for message, words in zip(
+        found,
+        (
+            "'mxfp8' has a scale for each 32 numbers, which tensor cores multiply from Blackwell on alone",
+            "'NVFP4' has 4 bits",
+            "'blockwise', but must be one of tensorwise, rowwise",
+            "fp8 is 8, but must be a recipe's name",
+            "not torch.float32: dtype=torch.bfloat16 would do",
+            "takes linears and experts with roles, and Sequential is sharded by blocks",
+            "leaves no layer of GPT in fp8",
+            "leave_out=('first', 'last', 'head') leaves out",
+            "'*.wrong', which matches no linear of the model; 'blocks.0.attention.qkv' would do",
+            "('head', 'first') would do",
+            "('first', 'last', 'head') would do",
+            "9 of 12 layers compute in bf16, not in fp8, whose sizes on a rank must be multiples of 16: blocks.0.mlp",
+            "blocks.0.attention.qkv blocks.1.attention.qkv blocks.2.attention.qkv",
+        ),
+        strict=True,
+    ):
+        assert words in message, message

@@ -17,7 +17,6 @@ from stretto.parallel.precision import Precision
 from stretto.parallel.roles.plan import LINEARS, Role, ShardingPlan
 
 GRAIN = 16  # torch's fp8 products take multiples of it (torchao leaves other linears out, too)
-_ADAPTER = "lora_"  # of PEFT: too thin to gain by fp8
 _BLOCK = re.compile(r"(.*?)\.(\d+)\.")
 
 
@@ -34,19 +33,19 @@ def choose_layers(
     if not isinstance(plan, ShardingPlan):
         raise ValueError(
             f"fp8={fp8.recipe!r} takes linears and experts with roles, and {type(model).__name__} is sharded by "
-            "blocks, whose code computes by itself: pass roles, or leave fp8 out"
+            f"blocks, whose code computes by itself ({getattr(plan, 'reason', '').partition(':')[0]}): pass roles, or leave fp8 out"
         )
     names = [*plan.named(*(role for role in LINEARS if role != "head")), *plan.experts]
     dtypes = {precision.compute or next(model.get_submodule(name).parameters()).dtype for name in names}
     if dtypes - {torch.bfloat16}:
-        found = ", ".join(map(str, dtypes - {torch.bfloat16}))
+        others = ", ".join(map(str, dtypes - {torch.bfloat16}))
         raise ValueError(
-            f"fp8={fp8.recipe!r} computes what is not in fp8 in bf16, not {found}: dtype=torch.bfloat16 would do"
+            f"fp8={fp8.recipe!r} computes what is not in fp8 in bf16, not {others}: dtype=torch.bfloat16 would do"
         )
     left_out = set(_left_out(names, fp8))
-    others = [name for name in names if name not in left_out and _ADAPTER not in name]
-    uneven = {name: found for name in others if (found := _uneven_sizes(model, plan, name, sizes))}
-    if not (chosen := frozenset(others) - uneven.keys()):
+    left = [name for name in names if name not in left_out]
+    uneven = {name: found for name in left if (found := _uneven_sizes(model, plan, name, sizes))}
+    if not (chosen := frozenset(left) - uneven.keys()):
         why = "".join(f"{name} has {_show(found)}" for name, found in [*uneven.items()][:1])
         raise ValueError(
             f"fp8={fp8.recipe!r} leaves no layer of {type(model).__name__} in fp8: leave_out={fp8.leave_out} leaves "
@@ -56,7 +55,7 @@ def choose_layers(
     if uneven and dist.is_initialized() and dist.get_rank() == 0:
         shown = "; ".join(f"{name} ({_show(found)})" for name, found in [*uneven.items()][:4])
         warnings.warn(
-            f"{len(uneven)} of {len(others)} layers compute in bf16, not in fp8, whose sizes on a rank must be "
+            f"{len(uneven)} of {len(left)} layers compute in bf16, not in fp8, whose sizes on a rank must be "
             f"multiples of {GRAIN}: {shown}{', ...' * (len(uneven) > 4)}",
             stacklevel=4,
         )

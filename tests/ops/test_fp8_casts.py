@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Casts to fp8: kernels against torch's operators in bits, and both against the definition."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from stretto.ops import fp8_casts
+from stretto.ops.fp8_casts import E4M3, E5M2, ScaledMatrix, cast_scaled, find_largest, find_scale, multiply
+
+DIMS = ((-2, -1), (-1,), (-2,))
+
+
+def compare_kernels() -> list[str]:
+    """Where interpreted kernels differ from torch's operators, in e4m3: e5m2 is not rounded to nearest there."""
+    torch.manual_seed(0)
+    wrong = []
+    for shape in ((3, 70, 130), (1, 1), (200, 16)):
+        x = torch.randn(shape).bfloat16()
+        x[..., 0, 0] = 0
+        for dims in DIMS:
+            found = []
+            for by_kernel in (False, True):
+                with mock.patch.object(fp8_casts, "_suits_kernel", lambda _, by_kernel=by_kernel: by_kernel):
+                    scale = find_scale(find_largest(x, dims), E4M3, is_power_of_two=len(dims) == 1)
+                    rows, columns = cast_scaled(x, scale, scale, E4M3)
+                    again = find_scale(find_largest(rows, (-2,), scale), E4M3, is_power_of_two=True)
+                    _, cast_again = cast_scaled(rows, None, again, E4M3, scale=scale)
+                    found.append([scale, again, *(each.view(torch.uint8) for each in (rows, columns, cast_again))])
+            wrong += [
+                f"{shape} {dims} {n}" for n, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)
+            ]
+        x[..., -1, 0] = torch.nan
+        with mock.patch.object(fp8_casts, "_suits_kernel", return_value=True):
+            largest = find_largest(x, (-2, -1))
+            rows, _ = cast_scaled(x, torch.ones(1, 1), None, E4M3) if x.dim() == 2 else (x, None)
+        if not largest.isnan().all() or not rows[..., -1, 0].float().isnan().all():
+            wrong.append(f"{shape}: NaN is lost")
+    return wrong
+
+
+def test_kernels_have_the_bits_of_torchs_operators(interpret: Callable[..., list[Any]]) -> None:
+    assert interpret(1, compare_kernels) == [[]]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_cast_is_the_nearest_fp8_number_of_the_scaled_one(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(50, 33) * torch.logspace(-6, 6, 50)[:, None]
+    for dims in DIMS:
+        scale = find_scale(find_largest(x, dims), dtype, is_power_of_two=False)
+        rows, columns = cast_scaled(x, scale, scale, dtype)
+        assert rows.float().abs().amax(dims).eq(torch.finfo(dtype).max).all()
+        assert torch.equal(columns[:, :50].float(), rows.t().float())
+        assert columns.shape == (33, 64)
+        assert not columns[:, 50:].float().any()
+        every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+        every = every[every.isfinite()].unique()
+        nearest = (x[:, :, None] / scale[..., None] - every).abs().amin(2)
+        assert torch.allclose((x / scale - rows.float()).abs(), nearest, rtol=1e-3, atol=1e-6)
+
+
+def test_powers_of_two_are_rounded_up_and_exact_ones_kept() -> None:
+    largest = torch.tensor([448.0, 449.0, 224.0, 1e-30, 0.0, torch.inf])
+    scale = find_scale(largest, E4M3, is_power_of_two=True)
+    assert scale.log2().frac().eq(0)[:4].all()
+    assert scale[:3].tolist() == [1.0, 2.0, 0.5]
+    assert scale[4] == torch.finfo(torch.float32).tiny
+    assert scale[5] == torch.inf
+
+
+def test_a_product_is_that_of_the_dequantized_numbers() -> None:
+    torch.manual_seed(2)
+    left, right = torch.randn(20, 32), torch.randn(48, 32)
+    for dims, kinds in (((-2, -1), (E5M2, E4M3)), ((-1,), (E4M3, E4M3))):
+        operands = []
+        for x, dtype in zip((left, right), kinds, strict=True):
+            scale = find_scale(find_largest(x, dims), dtype, is_power_of_two=False)
+            operands.append(ScaledMatrix(cast_scaled(x, scale, None, dtype)[0], scale))
+        a, b = (each.data.double() * each.scale for each in operands)
+        bias = torch.randn(48)
+        torch.testing.assert_close(multiply(*operands, torch.float32, bias=bias), (a @ b.t() + bias).float())
