@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from stretto import ops
 from stretto.ops import choices
+from stretto.ops.scaled import all_gather_scaled_matmul_gathered
 
 GATHERS = ["copies", "pushes", "pulls", "unshifted", "wide, pushes", "auto", "library"]
 
@@ -30,7 +31,7 @@ tiles have several ranks'."""
 ERRORS = {
     "dtype": "x is of torch.float8_e4m3fn, not torch.float32",
     "weight's dtype": "weight is of torch.float8_e4m3fn, not torch.bfloat16",
-    "e5m2": "x is of torch.float8_e4m3fn, not torch.float8_e5m2",
+    "e5m2": "weight is of torch.float8_e4m3fn, not torch.float8_e5m2",
     "plain": "all_gather_matmul does not support fp8; use the operators with scales: all_gather_scaled_matmul",
     "transposed": "takes a contiguous fp8 weight",
     "k": "differ in k",
@@ -130,6 +131,29 @@ def test_products_are_scaled_by_row_and_by_column(interpret, case, operator, pla
         assert [how for (_, how), count in ran.items() if count] == ["library" if plan == "library" else "kernel"]
 
 
+def multiply_gradients(plans):
+    """Which plans are wrong of gradients in e5m2, which come back gathered."""
+    rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
+    xs = [random_of(peer, 32, 64).to(torch.float8_e5m2) for peer in range(world)]
+    weight, scale = random_of(9 + rank, 48, 64).to(FP8), make_scale(rank, 48, "rows")
+    for plan in plans:
+        for x_scale, has_one_scale in ((torch.tensor(0.5), True), (make_scale(rank, 32, "rows"), False)):
+            product, gathered = all_gather_scaled_matmul_gathered(
+                xs[rank], weight, x_scale, scale, has_one_scale=has_one_scale, implementation=PLANS.get(plan, plan)
+            )
+            scales = x_scale if has_one_scale else torch.cat([make_scale(peer, 32, "rows") for peer in range(world)])
+            left = torch.cat(xs).double() * scales.double().reshape(-1, 1)
+            expected = left @ (weight.double() * scale.double()[:, None]).T
+            is_gathered = torch.equal(gathered.view(torch.uint8), torch.cat([x.view(torch.uint8) for x in xs]))
+            if not is_gathered or not (product.double() - expected).norm() < 0.01 * expected.norm():
+                wrong.append((plan, has_one_scale))
+    return wrong
+
+
+def test_gradients_in_e5m2_are_multiplied_and_come_back_gathered(interpret):
+    assert interpret(2, multiply_gradients, ["library", "copies", "auto"]) == [[], []]
+
+
 def multiply_random(calls, seed):
     """Random calls by kernels; those that are wrong."""
     generator = torch.Generator().manual_seed(seed)
@@ -223,7 +247,7 @@ def find_errors():
     calls = {
         "dtype": lambda: gather(x.float(), weight, one, one),
         "weight's dtype": lambda: gather(x, weight.bfloat16(), one, one),
-        "e5m2": lambda: gather(x.to(torch.float8_e5m2), weight, one, one),
+        "e5m2": lambda: gather(x, weight.to(torch.float8_e5m2), one, one),
         "plain": lambda: ops.all_gather_matmul(x, weight),
         "transposed": lambda: reduce(torch.zeros(4, 16).to(FP8), torch.zeros(16, 6).to(FP8).t(), one, one),
         "k": lambda: reduce(x, torch.zeros(6, 16).to(FP8), one, one),

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """float8 training on grids: against a reference from the definition, in bits over z, by the bytes that are sent."""
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +18,8 @@ from stretto.execution import Fp8
 from stretto.models import GPT, GPTConfig
 from stretto.models.moe import Experts
 from stretto.parallel import Grid, count_collectives, gather, parallelize
+from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather
+from stretto.parallel.comm.copy_engine_scatter import ScatterRing
 from tests.conftest import Ranks
 from tests.parallel.fp8.reference import Fp8Experts, Fp8Linear
 from tests.parallel.hugging_face import causal_lm
@@ -61,13 +67,26 @@ def train(model: nn.Module, rows: slice = slice(None), *, compiles: bool = False
     return {"losses": losses, "weights": {name: gather(each).float() for name, each in model.named_parameters()}}
 
 
+@contextmanager
+def pushing() -> Iterator[None]:
+    """Models that are parallelized inside gather and scatter over z as copy engines do."""
+    builder = importlib.import_module("stretto.parallel.builder")
+    with (
+        mock.patch.object(builder, "have_copy_engines", lambda group, device: group.size() > 1),
+        mock.patch.object(builder, "CopyEngineAllGather", partial(CopyEngineAllGather, backend="host")),
+        mock.patch.object(builder, "make_scatter_ring", partial(ScatterRing, backend="host")),
+    ):
+        yield
+
+
 def train_on_grid(sizes: dict[str, int], options: dict[str, Any], *, alike: bool) -> dict[str, Any]:
     """The same on a grid. alike: each rank has the same rows, and not its part of the batch."""
     options, grid = dict(options), Grid(**sizes)
     given = {"dtype": torch.bfloat16} if options.pop("masters", True) else {}
     compiles = options.pop("compiles", False)
     model = build(**options.pop("model", {}))
-    model = parallelize(model if given else model.bfloat16(), grid, sharded_loss=False, **given, **options)
+    with pushing() if options.pop("pushed", False) else nullcontext():
+        model = parallelize(model if given else model.bfloat16(), grid, sharded_loss=False, **given, **options)
     part = 4 // grid.size(BATCH)
     first = 0 if alike else grid.coordinate(BATCH) * part
     found = train(model, slice(first, first + (1 if alike else part)), compiles=compiles)
@@ -95,8 +114,8 @@ def test_bits_do_not_depend_on_z_and_one_rank_trains_as_the_reference(ranks: Mak
     """Where all ranks have the same rows, sums over them are exact."""
     grids = [{"data": 4}, {"data": 2, "z": 2}, {"z": 4}]
     options = [{"fp8": recipe, "masters": masters} for recipe in RECIPES for masters in (False, True)]
-    cases = [(sizes, each) for each in options for sizes in grids] + [({"z": 4}, {})]
-    (found, *_) = ranks(4).run(train_all, cases, True)
+    cases = [(sizes, each) for each in options for sizes in grids]
+    (found, *_) = ranks(4).run(train_all, [*cases, ({"z": 4}, {})], True)
     *in_fp8, in_bf16 = found
     for number, each in enumerate(options):
         first, *others = in_fp8[3 * number : 3 * number + 3]
@@ -113,6 +132,16 @@ def test_bits_do_not_depend_on_z_and_one_rank_trains_as_the_reference(ranks: Mak
     whole = in_bf16["sent"]["z", "all_gather"]
     assert whole - in_fp8[-1]["sent"]["z", "all_gather"] == 3 / 4 * numbers
     assert in_fp8[-1]["sent"]["z", "all_reduce"] < 0.02 * whole
+
+
+def test_weights_that_copy_engines_gather_have_the_same_bits(interpret: Callable[..., list[Any]]) -> None:
+    options = [{"fp8": recipe, "pushed": pushed} for recipe in RECIPES for pushed in (False, True)]
+    (found, *_) = interpret(2, train_all, [({"z": 2}, each) for each in options], True)
+    for plain, pushed in zip(found[::2], found[1::2], strict=True):
+        assert plain["losses"] == pushed["losses"]
+        assert all(torch.equal(value, pushed["weights"][name]) for name, value in plain["weights"].items())
+        # Left to the process group: the table, the norms' statistics and the head.
+        assert pushed["sent"]["z", "all_gather"] < plain["sent"]["z", "all_gather"] / 2
 
 
 CASES: list[tuple[dict[str, int], dict[str, Any]]] = [

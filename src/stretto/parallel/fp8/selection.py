@@ -31,9 +31,10 @@ def choose_layers(
     if fp8 is None:
         return frozenset()
     if not isinstance(plan, ShardingPlan):
+        why = getattr(plan, "reason", "").partition(":")[0]
         raise ValueError(
             f"fp8={fp8.recipe!r} takes linears and experts with roles, and {type(model).__name__} is sharded by "
-            f"blocks, whose code computes by itself ({getattr(plan, 'reason', '').partition(':')[0]}): pass roles, or leave fp8 out"
+            f"blocks, whose code computes by itself ({why}): pass roles, or leave fp8 out"
         )
     names = [*plan.named(*(role for role in LINEARS if role != "head")), *plan.experts]
     dtypes = {precision.compute or next(model.get_submodule(name).parameters()).dtype for name in names}
