@@ -441,3 +441,10 @@ def test_a_simulated_step_waits_for_its_host_and_the_table_says_so(tmp_path, mon
     text = CliRunner().invoke(app, ["plan", *asked.split(), str(tmp_path / "here.toml")]).output
     assert re.search(r"1 +data=2 +1 +0\.04\d* s\^", text), text
     assert "^ host-bound: the host takes longer to launch a step than the GPU to run it" in text
+
+
+def test_fp8_gathers_half_the_bytes_and_multiplies_at_its_own_rate():
+    options = {"grid": {"z": 8}, "batch": 16, "seq_len": 2048}
+    in_bf16, in_fp8 = (predict("gpt-5b", "dgx-h100", **options, dtype=dtype).step_time for dtype in ("bf16", "fp8"))
+    assert 0.5 < in_fp8 / in_bf16 < 0.85
+    assert predict("gpt-5b", "dgx-h100", **options, fp8="rowwise").step_time == in_fp8

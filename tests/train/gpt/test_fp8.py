@@ -16,22 +16,28 @@ MODEL = ("model.layers=4", "model.hidden=64", "model.heads=4", "model.ffn=128", 
 IN_FP8 = (*MODEL, "train.dtype=fp8")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    ("recipe", "steps"),
+    [
+        pytest.param("tensorwise", 12, marks=pytest.mark.long),
+        pytest.param("tensorwise", 40, marks=pytest.mark.exhaustive),
+        pytest.param("rowwise", 40, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_loss_is_near_that_of_bf16_and_a_run_resumes_on_other_grids(
-    ranks: MakeRanks, tmp_path: Path, recipe: str
+    ranks: MakeRanks, tmp_path: Path, recipe: str, steps: int
 ) -> None:
-    options = (*IN_FP8, f"train.fp8_recipe={recipe}", "train.steps=30")
-    whole = run(ranks, tmp_path / "fp8", *options, *on_grid(z=2), "train.checkpoint_every=15")
-    in_bf16 = run(ranks, tmp_path / "bf16", *MODEL, "train.dtype=bf16", "train.steps=30", *on_grid(z=2))
+    options, half = (*IN_FP8, f"train.fp8_recipe={recipe}", f"train.steps={steps}"), steps // 2
+    whole = run(ranks, tmp_path / "fp8", *options, *on_grid(z=2), f"train.checkpoint_every={half}")
+    in_bf16 = run(ranks, tmp_path / "bf16", *MODEL, "train.dtype=bf16", f"train.steps={steps}", *on_grid(z=2))
     assert [line["loss"] for line in whole] != [line["loss"] for line in in_bf16]
     for ours, theirs in zip(whole, in_bf16, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.01), ours["step"]
-    middle = checkpoint_path(tmp_path / "fp8", 15)
+    middle = checkpoint_path(tmp_path / "fp8", half)
     for name, *more in (("x", *on_grid(x=2)), ("pipe", *on_grid(pipe=2), "train.micro_batch=4")):
         resumed = run(ranks, tmp_path / name, *options, *more, f"train.resume={middle}")
-        assert [line["step"] for line in resumed] == list(range(16, 31))
-        for ours, theirs in zip(resumed, whole[15:], strict=True):
+        assert [line["step"] for line in resumed] == list(range(half + 1, steps + 1))
+        for ours, theirs in zip(resumed, whole[half:], strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.01), name
 
 
