@@ -109,10 +109,9 @@ def launch_sparse(name: str) -> Launch:
 def launch_cast(name: str) -> Launch:
     half, fp8 = FLOATS.bfloat16(), FLOATS.to(torch.float8_e5m2)
     if name == "measure_tiles":
-        arguments = (half, None, WORDS, 4096, 1024, 0, 0, False, False, False, True, 64, 128)
+        arguments = (half, None, WORDS, 4096, 1024, 0, 3, 64, 128)
     else:
-        kinds = (False, False, True, False, False, True)
-        arguments = (half, None, fp8, FLOATS, fp8, FLOATS, 4096, 1024, 4096, 0, 0, 0, *kinds, 57344.0, 64, 128)
+        arguments = (half, None, fp8, FLOATS, fp8, FLOATS, 4096, 1024, 4 * 2 + 16 * 3, 57344.0, 64, 128)
     return Launch(getattr(fp8_casts, name), arguments, {})
 
 

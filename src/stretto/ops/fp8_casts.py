@@ -22,6 +22,7 @@ from stretto.tiles.launches import launch_cached
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRAIN = 16  # numbers: torch's fp8 products take multiples of it
 _MANTISSA = (1 << 23) - 1
+_GRAIN = tl.constexpr(GRAIN)
 _BLOCK_M, _BLOCK_N = 64, 128
 
 
@@ -57,12 +58,12 @@ def find_largest(x: Tensor, dims: tuple[int, ...], scale: Tensor | None = None) 
         return torch.linalg.vector_norm(x, torch.inf, dims, keepdim=True).float()
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
     bits = torch.zeros(shape, dtype=torch.int32, device=x.device)
-    x = x.contiguous()
+    x, scale = x.contiguous(), None if scale is None else scale.contiguous()
     with torch.cuda.device_of(x):
         programs, sizes = _programs(x)
         launch_cached(
-            measure_tiles, programs, x, scale, bits, *sizes, _batch_stride(scale), _batch_stride(bits),
-            *_kinds(scale), *_kinds(bits), BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
+            measure_tiles, programs, x, scale, bits, *sizes, SCALE=_kind(scale), KIND=_kind(bits),
+            BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
         )  # fmt: skip
     return bits.view(torch.float32)
 
@@ -100,15 +101,13 @@ def cast_scaled(
         first = torch.empty(x.shape, dtype=dtype, device=x.device)
     if by_columns is not None:
         second = torch.empty(*x.shape[:-2], columns, padded, dtype=dtype, device=x.device)
-    scale, by_rows, by_columns = factors = tuple(
-        None if each is None else each.contiguous() for each in (scale, by_rows, by_columns)
-    )
+    scale, by_rows, by_columns = (None if each is None else each.contiguous() for each in (scale, by_rows, by_columns))
     with torch.cuda.device_of(x):
         programs, sizes = _programs(x)
         launch_cached(
-            cast_tiles, programs, x, scale, first, by_rows, second, by_columns, *sizes, padded,
-            *map(_batch_stride, factors), *(kind for each in factors for kind in _kinds(each)),
-            LARGEST=torch.finfo(dtype).max, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
+            cast_tiles, programs, x, scale, first, by_rows, second, by_columns, *sizes,
+            KINDS=_kind(scale) + 4 * _kind(by_rows) + 16 * _kind(by_columns), LARGEST=torch.finfo(dtype).max,
+            BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
         )  # fmt: skip
     return first, second
 
@@ -140,14 +139,11 @@ def _programs(x: Tensor) -> tuple[int, tuple[int, int]]:
     return x.numel() // (m * n) * triton.cdiv(m, _BLOCK_M) * triton.cdiv(n, _BLOCK_N), (m, n)
 
 
-def _batch_stride(factors: Tensor | None) -> int:
-    """How far apart the contiguous factors of a batch's matrices are; 0 for one factor of all."""
-    return 0 if factors is None or factors.numel() == 1 else factors.shape[-2] * factors.shape[-1]
-
-
-def _kinds(factors: Tensor | None) -> tuple[bool, bool]:
-    """Whether each row, and whether each column, has a factor of its own."""
-    return (False, False) if factors is None else (factors.shape[-2] > 1, factors.shape[-1] > 1)
+def _kind(factors: Tensor | None) -> int:
+    """How kernels find a tile's factors, which are contiguous (`_load_factors`)."""
+    if factors is None or factors.numel() == 1:
+        return 0
+    return 2 if factors.shape[-2] > 1 else 3 if factors.shape[-1] > 1 else 1
 
 
 @triton.jit
@@ -168,62 +164,60 @@ def _load_tile(x, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: 
 
 
 @triton.jit
-def _load_factors(factors, batch_stride, batch, row, column, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile's factors: [rows, 1], [1, columns] or one."""
-    at = factors + batch * batch_stride
-    if ROWS:
-        found = tl.load(at + row, mask=row < m, other=1.0)
-    elif COLUMNS:
-        found = tl.load(at + column, mask=column < n, other=1.0)
+def _load_factors(factors, batch, row, column, m, n, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile's factors: one of all matrices (KIND 0) or of its own (1), [rows, 1] (2) or [1, columns] (3)."""
+    if KIND == 0:
+        found = tl.load(factors)
+    elif KIND == 1:
+        found = tl.load(factors + batch)
+    elif KIND == 2:
+        found = tl.load(factors + batch * m + row, mask=row < m, other=1.0)
     else:
-        found = tl.load(at)
+        found = tl.load(factors + batch * n + column, mask=column < n, other=1.0)
     return found
 
 
 @triton.jit
 def measure_tiles(  # type: ignore[no-untyped-def]
-    x, scale, largest, m, n, scale_batch, largest_batch,
-    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """largest = max(largest, |x * scale|), of each of the ROWS, of each of the COLUMNS, or of all.
+    x, scale, largest, m, n, SCALE: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """largest = max(largest, |x * scale|), for factors of a KIND (`_load_factors`); SCALE: that of `scale`.
 
     Magnitudes are compared as integers, in whose order NaN is above infinity.
     Synchronization: programs update `largest`, zeros before, by atomic maxima, of which the order does not matter.
     """
     value, batch, row, column = _load_tile(x, m, n, BLOCK_M, BLOCK_N)
     if scale is not None:
-        value *= _load_factors(scale, scale_batch, batch, row, column, m, n, SCALE_ROWS, SCALE_COLUMNS)
+        value *= _load_factors(scale, batch, row, column, m, n, SCALE)
     bits = tl.abs(value).to(tl.int32, bitcast=True)
-    at = largest + batch * largest_batch
-    if ROWS:
-        tl.atomic_max(at + row, tl.max(bits, 1)[:, None], mask=row < m, sem="relaxed")
-    elif COLUMNS:
-        tl.atomic_max(at + column, tl.max(bits, 0)[None, :], mask=column < n, sem="relaxed")
+    if KIND == 2:
+        tl.atomic_max(largest + batch * m + row, tl.max(bits, 1)[:, None], mask=row < m, sem="relaxed")
+    elif KIND == 3:
+        tl.atomic_max(largest + batch * n + column, tl.max(bits, 0)[None, :], mask=column < n, sem="relaxed")
     else:
-        tl.atomic_max(at, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+        tl.atomic_max(largest + batch * KIND, tl.max(tl.max(bits, 1), 0), sem="relaxed")
 
 
 @triton.jit
 def cast_tiles(  # type: ignore[no-untyped-def]
-    x, scale, by_rows, row_factors, by_columns, column_factors, m, n, padded, scale_batch, rows_batch, columns_batch,
-    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, FIRST_ROWS: tl.constexpr, FIRST_COLUMNS: tl.constexpr,
-    SECOND_ROWS: tl.constexpr, SECOND_COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, scale, by_rows, row_factors, by_columns, column_factors, m, n,
+    KINDS: tl.constexpr, LARGEST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """by_rows [batch, m, n] = x * scale / row_factors, by_columns [batch, n, padded] = (x * scale / column_factors).T.
+    """by_rows [batch, m, n] = x * scale / row_factors, by_columns [batch, n, m] = (x * scale / column_factors).T.
 
-    Padding of by_columns is cleared. Bytes: x is read once. Synchronization: none: programs own their tiles.
+    m of by_columns is padded to a multiple of 16. Padding of by_columns is cleared. KINDS: of scale, + 4 x row_factors', + 16 x column_factors'.
+    Bytes: x is read once. Synchronization: none: programs own their tiles.
     """
     value, batch, row, column = _load_tile(x, m, n, BLOCK_M, BLOCK_N)
     if scale is not None:
-        value *= _load_factors(scale, scale_batch, batch, row, column, m, n, SCALE_ROWS, SCALE_COLUMNS)
+        value *= _load_factors(scale, batch, row, column, m, n, KINDS % 4)
     if by_rows is not None:
-        factors = _load_factors(row_factors, rows_batch, batch, row, column, m, n, FIRST_ROWS, FIRST_COLUMNS)
+        factors = _load_factors(row_factors, batch, row, column, m, n, KINDS // 4 % 4)
         found = _saturate_tile(value * tl.div_rn(1.0, factors), LARGEST).to(by_rows.dtype.element_ty)
         tl.store(by_rows + (batch * m + row) * n + column, found, mask=(row < m) & (column < n))
     if by_columns is not None:
-        factors = _load_factors(column_factors, columns_batch, batch, row, column, m, n, SECOND_ROWS, SECOND_COLUMNS)
+        padded = tl.cdiv(m, _GRAIN) * _GRAIN
+        factors = _load_factors(column_factors, batch, row, column, m, n, KINDS // 16)
         found = _saturate_tile(value * tl.div_rn(1.0, factors), LARGEST).to(by_columns.dtype.element_ty)
         at = (batch * n + tl.trans(column)) * padded + tl.trans(row)
         tl.store(by_columns + at, tl.trans(found), mask=(tl.trans(row) < padded) & (tl.trans(column) < n))
