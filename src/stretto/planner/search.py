@@ -31,6 +31,7 @@ from stretto.planner.search_space import (
     set_imbalance,
 )
 from stretto.planner.workload import MESSAGE_DRIVEN, Dtype, OptimizerName, ScheduleChoice, StepConfig, StepWorkload
+from stretto.quantities import require_whole
 from stretto.schedules.generators import V_SHAPED
 
 MAX_GPUS = 1 << 20
@@ -326,8 +327,7 @@ def _check_gpus(cluster: Cluster, gpus: int | None) -> int:
         if cluster.gpus is None:
             raise ValueError(f"cluster {cluster.name!r} does not say how many nodes it has: say how many gpus to use")
         return cluster.gpus
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= MAX_GPUS:
-        raise ValueError(f"gpus is {gpus!r}, but must be a whole number from 1 to {MAX_GPUS}")
+    require_whole("gpus", gpus, 1, MAX_GPUS)
     if cluster.gpus is not None and gpus > cluster.gpus:
         raise ValueError(f"{gpus} GPUs are more than cluster {cluster.name!r} has: {cluster.gpus}")
     return gpus

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from stretto.planner.architecture import Architecture
 from stretto.planner.grids import divisors
 from stretto.planner.workload import MESSAGE_DRIVEN, ScheduleChoice
+from stretto.quantities import require_whole
 from stretto.schedules import SCHEDULES, ServeFirst
 from stretto.schedules.generators import V_SHAPED, check_numbers
 from stretto.suggestions import name_known
@@ -40,8 +41,8 @@ class PipelineSpace:
             raise ValueError(f"schedule {self.schedule!r} is not known{name_known(self.schedule, known)}")
         for name, least in (("virtual_stages", 1), ("extra_warm_up", 0), ("limit", 1)):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"{name} is {value!r}, but must be a whole number, at least {least}")
+            if value is not None:
+                require_whole(name, value, least)
         if self.serve_first is not None and self.serve_first not in get_args(ServeFirst):
             orders = ", ".join(get_args(ServeFirst))
             raise ValueError(f"serve_first is {self.serve_first!r}, but must be one of {orders}")
@@ -108,8 +109,7 @@ def make_pipeline_space(
                 "an even number of GPUs, would do"
             )
         return replace(space, pipes=pipes if not given else tuple(n for n in pipes if n > 1))
-    if isinstance(pipe, bool) or not isinstance(pipe, int) or pipe < 1:
-        raise ValueError(f"pipe is {pipe!r}, but must be a whole number, at least 1, or 'auto'")
+    require_whole("pipe", pipe, rest=", or 'auto'")
     if ranks % pipe:
         near = min(divisors(ranks), key=lambda n: (abs(n - pipe), -n))
         raise ValueError(f"pipe={pipe} does not divide {ranks} GPUs; {near} would do")
