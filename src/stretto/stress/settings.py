@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.atomic_files import require_writable
-from stretto.bench.settings import require_least
+from stretto.quantities import require_least
 from stretto.stress.catalogue import CATALOGUES
 from stretto.stress.ledger import Ledger
 
