@@ -2,7 +2,7 @@
 """Pools the global batch's rows of this rank's tables and sends each rank its vectors: the second all-to-all of DLRM.
 
 `pool_and_exchange` runs stretto.ops' fused operator ("kernel") or plain PyTorch's functions ("library"). Nothing else
-in training knows of the operator, except what has its backward pass update the tables (`FusedUpdate`).
+in training knows of the operator, except what has its backward pass update the tables (`TableOptimizer`).
 """
 
 from collections.abc import Sequence
@@ -28,26 +28,22 @@ class TableLookups:
 
     indices: [total], rows of the rank's first table for all samples, then of its second. offsets: [tables x global
     batch + 1], where each bag begins. ends: offsets[::global batch] on the host, where each table's begin. batch: the
-    global batch.
+    global batch. replicated: this rank's samples' look-ups in the tables that every rank has, if there are any.
     """
 
     indices: Tensor
     offsets: Tensor
     ends: tuple[int, ...]
     batch: int
+    replicated: "TableLookups | None" = None
 
-
-@dataclass(frozen=True)
-class FusedUpdate:
-    """Update of the looked-up rows by the operator's backward pass, in place of gradients.
-
-    settings: fp32 [2] on the device, learning rate and epsilon. states: for "adagrad", the row-wise one, fp32 [rows] of
-    each of this rank's tables.
-    """
-
-    optimizer: Literal["sgd", "adagrad"]
-    settings: Tensor
-    states: tuple[Tensor, ...] = ()
+    def pool(self, number: int, table: Tensor, *, sparse: bool = False) -> Tensor:
+        """Add up the bags' rows of the `number`th table by PyTorch's function: [batch, dim]."""
+        start, stop = self.ends[number : number + 2]
+        bags = self.offsets[number * self.batch : (number + 1) * self.batch + 1] - start
+        return F.embedding_bag(
+            self.indices[start:stop], table, bags, mode="sum", sparse=sparse, include_last_offset=True
+        )
 
 
 def pool_and_exchange(
@@ -59,23 +55,23 @@ def pool_and_exchange(
     dtype: torch.dtype,
     operators: Any | None = None,
     name: str = "",
-    update: FusedUpdate | None = None,
+    update: Any | None = None,
 ) -> Tensor:
     """Add up every bag's rows of its table, and return the local batch's vectors from all ranks' tables.
 
     tables: this rank's, [rows, dim] each, of `dtype`; it may have none. dims: how wide the vectors of each rank's
     tables are together. operators: what `choose_operators` has chosen. name: another one for each set of tables of a
-    group. Returns [global batch / ranks, sum of dims] in order of rank, then table. Differentiable with respect to the
-    tables, with sparse gradients; with `update`, which takes the operator, the backward pass changes the tables
-    instead. Collective, forward and backward, also for a rank without a table.
+    group. update: the operators' TableUpdate, if any. Returns [global batch / ranks, sum of dims] in order of rank,
+    then table. Differentiable with respect to the tables, with sparse gradients; with `update`, which takes the
+    operator, the backward pass changes the tables instead. Collective, forward and backward, also for a rank without a
+    table.
     """
     if operators is not None:
         if update is None or not torch.is_grad_enabled():
             return _look_up(operators, lookups, tables, group, name)
-        how = operators.TableUpdate(update.optimizer, update.settings, update.states)
         with collective("embedding_all_to_all", group):
             return operators.embedding_all_to_all_updating(
-                lookups.indices, lookups.offsets, list(tables), group, how, batch=lookups.batch, name=name
+                lookups.indices, lookups.offsets, list(tables), group, update, batch=lookups.batch, name=name
             )
     if update is not None:
         raise ValueError("the library's path makes gradients, and updates no table by itself: update must be None")
@@ -141,13 +137,7 @@ def _pool(lookups: TableLookups, tables: Sequence[Tensor], dtype: torch.dtype) -
         return torch.zeros(
             lookups.batch, 0, dtype=dtype, device=lookups.indices.device, requires_grad=torch.is_grad_enabled()
         )
-    pooled = []
-    for number, table in enumerate(tables):
-        start, stop = lookups.ends[number : number + 2]
-        bags = lookups.offsets[number * lookups.batch : (number + 1) * lookups.batch + 1] - start
-        pooled.append(
-            F.embedding_bag(lookups.indices[start:stop], table, bags, mode="sum", sparse=True, include_last_offset=True)
-        )
+    pooled = [lookups.pool(number, table, sparse=True) for number, table in enumerate(tables)]
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
 
