@@ -170,7 +170,9 @@ def test_rows_that_updates_change_are_stored_no_wider_than_they_are_aligned():
     for address in (1 << 12, (1 << 12) + 4):
         multiple = common_multiple((256, address // 4), 4)
         segments, _, *rest = backward_launches("sgd", scaled=False)["reduce_chunks"]
-        target = backward_kernel.Target(LONGS, WORDS, FLOATS, WORDS, WORDS, *constants("sgd", False, 256, multiple))
+        target = backward_kernel.Target(
+            LONGS, WORDS, FLOATS, None, None, WORDS, WORDS, *constants("sgd", False, False, 256, multiple)
+        )
         launch = (segments, target, *rest)
         lines = compile_to_ptx(backward_kernel.reduce_chunks, launch, "sm_90", num_warps=1, num_stages=1)
         wide.append(sum(bool(re.search(r"st\.global\.v4\.b32", line)) for line in lines))

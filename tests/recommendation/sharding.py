@@ -142,7 +142,7 @@ def resume(kinds: str, kind: str, folder: Path, checkpoint: Path | None) -> dict
     optimizer = tables.fuse_update(kind, lr=0.3, **OPTIONS[kind])
     if checkpoint is None:
         dcp.load(distributed_state(tables), checkpoint_id=str(folder / "dcp"))
-        optimizer.set_steps(int(optimizer.clock[0]))
+        assert optimizer.clock[0] == 2
     else:
         load_state(checkpoint, read_metadata(checkpoint), table_state(tables))
         optimizer.set_steps(2)

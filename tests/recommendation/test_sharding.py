@@ -72,7 +72,11 @@ def start(pool: Any) -> None:
 
 @pytest.mark.parametrize(
     "count",
-    [1, 3, pytest.param(2, marks=pytest.mark.long), 4, pytest.param(8, marks=pytest.mark.exhaustive)],
+    [
+        3,
+        *(pytest.param(count, marks=pytest.mark.long) for count in (1, 2, 4)),
+        pytest.param(8, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_every_kind_of_sharding_and_optimizer_gives_the_results_of_torch_on_one_rank(
     ranks: MakeRanks, count: int
@@ -86,6 +90,7 @@ def test_every_kind_of_sharding_and_optimizer_gives_the_results_of_torch_on_one_
             torch.testing.assert_close(found[name], table, rtol=0, atol=1e-11, msg=f"{kinds} {kind} {name}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_kernels_update_cut_and_replicated_tables_as_the_library_does(
     ranks: MakeRanks, interpreted_pool: Pool, count: int

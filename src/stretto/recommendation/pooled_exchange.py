@@ -2,7 +2,7 @@
 """Pools the global batch's rows of this rank's tables and sends each rank its vectors: the second all-to-all of DLRM.
 
 `pool_and_exchange` runs stretto.ops' fused operator ("kernel") or plain PyTorch's functions ("library"). Nothing else
-in training knows of the operator, except what has its backward pass update the tables (`TableOptimizer`).
+in training knows of the operator, except what has its backward pass update the tables (`FusedUpdate`).
 """
 
 from collections.abc import Sequence
@@ -46,6 +46,21 @@ class TableLookups:
         )
 
 
+@dataclass(frozen=True)
+class FusedUpdate:
+    """Update of the looked-up rows by the operator's backward pass, in place of gradients; made by `TableOptimizer`.
+
+    The arguments of `embedding_all_to_all_update` of these names.
+    """
+
+    optimizer: str
+    settings: Tensor
+    states: tuple[Tensor, ...] = ()
+    clock: Tensor | None = None
+    blocks: tuple[Any, ...] = ()
+    is_stochastic: bool = False
+
+
 def pool_and_exchange(
     lookups: TableLookups,
     tables: Sequence[Tensor],
@@ -55,23 +70,23 @@ def pool_and_exchange(
     dtype: torch.dtype,
     operators: Any | None = None,
     name: str = "",
-    update: Any | None = None,
+    update: FusedUpdate | None = None,
 ) -> Tensor:
     """Add up every bag's rows of its table, and return the local batch's vectors from all ranks' tables.
 
     tables: this rank's, [rows, dim] each, of `dtype`; it may have none. dims: how wide the vectors of each rank's
     tables are together. operators: what `choose_operators` has chosen. name: another one for each set of tables of a
-    group. update: the operators' TableUpdate, if any. Returns [global batch / ranks, sum of dims] in order of rank,
-    then table. Differentiable with respect to the tables, with sparse gradients; with `update`, which takes the
-    operator, the backward pass changes the tables instead. Collective, forward and backward, also for a rank without a
-    table.
+    group. Returns [global batch / ranks, sum of dims] in order of rank, then table. Differentiable with respect to the
+    tables, with sparse gradients; with `update`, which takes the operator, the backward pass changes the tables
+    instead. Collective, forward and backward, also for a rank without a table.
     """
     if operators is not None:
         if update is None or not torch.is_grad_enabled():
             return _look_up(operators, lookups, tables, group, name)
+        how = operators.TableUpdate(**vars(update))
         with collective("embedding_all_to_all", group):
             return operators.embedding_all_to_all_updating(
-                lookups.indices, lookups.offsets, list(tables), group, update, batch=lookups.batch, name=name
+                lookups.indices, lookups.offsets, list(tables), group, how, batch=lookups.batch, name=name
             )
     if update is not None:
         raise ValueError("the library's path makes gradients, and updates no table by itself: update must be None")

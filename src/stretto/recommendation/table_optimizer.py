@@ -17,6 +17,7 @@ from stretto.memory import failures
 from stretto.optim.row_update import STATE_NAMES, RowOptimizer, draw_bits, round_at_random, update_rows
 from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.recommendation.placement import TablePlacement, TableShard
+from stretto.recommendation.pooled_exchange import FusedUpdate
 from stretto.recommendation.sharded_lookup import RowGradients
 from stretto.suggestions import name_known
 
@@ -52,6 +53,7 @@ class TableOptimizer:
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "max_norm": max_norm}
         _check(tables.placement, kind, numbers, betas, factors)
         self.kind, self.placement = kind, tables.placement
+        self._is_cut = any(tables.dims)  # some rank has tables that the operator looks up
         self.shards: tuple[TableShard, ...] = tables.shards
         self.weights = tables.weights
         self._shared = len(self.weights) - len(tables.placement.replicated)  # the first replicated table
@@ -72,9 +74,8 @@ class TableOptimizer:
             for weight in self.weights
         ]
         self.set_lr(lr)
-        # The operator counts its own steps.
-        self._clock_of_operator = self.clock.clone()
-        self.update_of_operator = None if tables.operators is None else self._describe(tables.operators)
+        self._now = self.clock.clone()  # as it was when the backward pass began
+        self.update_of_operator = None if tables.operators is None else self._describe()
         if tables.operators is not None:
             tables.requires_grad_(False)
             return
@@ -91,25 +92,27 @@ class TableOptimizer:
 
     def set_steps(self, steps: int) -> None:
         """Set how many steps were made: the number that Adam and stochastic rounding continue from."""
-        self.clock[0] = self._clock_of_operator[0] = steps
+        self.clock[0] = steps
 
-    def _describe(self, operators: object) -> object:
-        """The operator's TableUpdate. Where all tables share two settings, the kernel reads these alone."""
+    def _describe(self) -> FusedUpdate:
+        """The operator's update. Where all tables share two settings, the kernel reads these alone."""
         own = slice(None, self._shared)
         is_plain = bool((self._settings[0, 2] == 0) & (self._settings[0, 3] == math.inf) & (self._factors == 1).all())
         settings = self._settings[0, :2] if is_plain and self.kind != "adam" else self._settings[own]
-        return operators.TableUpdate(  # type: ignore[attr-defined]
+        return FusedUpdate(
             _OF_KERNEL.get(self.kind, self.kind),
             settings,
-            [state for states in self.states[own] for state in states.values()],
-            self._clock_of_operator if self.kind == "adam" or self.is_stochastic else None,
-            [operators.TableBlock(shard.table, shard.row, shard.column) for shard in self.shards[own]],  # type: ignore[attr-defined]
+            tuple(state for states in self.states[own] for state in states.values()),
+            self.clock if self.kind == "adam" or self.is_stochastic else None,
+            tuple((shard.table, shard.row, shard.column) for shard in self.shards[own]),
             self.is_stochastic,
         )
 
     def begin(self) -> None:
-        """Count a step once the backward pass, which has begun, has ended."""
-        at_end_of_backward(self._advance)
+        """Count a step at the end of the backward pass, which has begun; an operator with the clock does it itself."""
+        self._now.copy_(self.clock)
+        if self.update_of_operator is None or self.update_of_operator.clock is None or not self._is_cut:
+            at_end_of_backward(self._advance)
 
     def _advance(self) -> None:
         self.clock[:1] += 1
@@ -141,11 +144,11 @@ class TableOptimizer:
         """Return rows of a table and of its states after a step."""
         table, *states = held
         updated, states = update_rows(
-            self.kind, table.to(values.dtype), values, states, self._settings[place], self.clock[0]
+            self.kind, table.to(values.dtype), values, states, self._settings[place], self._now[0]
         )
         if self.is_stochastic:
             shard = self.shards[place]
-            bits = draw_bits(self.clock, shard.table, rows + shard.row, shard.column, shard.columns)
+            bits = draw_bits(self._now, shard.table, rows + shard.row, shard.column, shard.columns)
             return [round_at_random(updated, bits, table.dtype), *states]
         return [updated.to(table.dtype), *states]
 

@@ -24,15 +24,17 @@ def table_state(tables: "ShardedTables") -> dict[str, ShardedState]:
     return {name: ShardedState(shape, (LocalBox(offsets, tensor),)) for name, shape, offsets, tensor in _boxes(tables)}
 
 
-def distributed_state(tables: "ShardedTables") -> dict[str, "TensorBox"]:
+def distributed_state(tables: "ShardedTables") -> dict[str, Tensor]:
     """A state dict of this rank's boxes for torch.distributed.checkpoint's `save`, and `load`, which fills them.
 
     With the keys of `table_state`, and `optimizer.tables.clock` (steps and seed), if `fuse_update` was called. Of a
     table that several ranks hold, one box is written.
     """
-    found = {name: TensorBox(tensor, shape, offsets) for name, shape, offsets, tensor in _boxes(tables)}
+    found: dict[str, Tensor] = {
+        name: TensorBox(tensor, shape, offsets) for name, shape, offsets, tensor in _boxes(tables)
+    }
     if tables.optimizer is not None:
-        found["optimizer.tables.clock"] = TensorBox(tables.optimizer.clock, (2,), (0,))
+        found["optimizer.tables.clock"] = tables.optimizer.clock
     return found
 
 
@@ -47,21 +49,33 @@ def _boxes(tables: "ShardedTables") -> Iterator[tuple[str, tuple[int, ...], tupl
             yield f"optimizer.{name}.{key}", (size.rows, size.dim)[:dims], (shard.row, shard.column)[:dims], state
 
 
-class TensorBox:
-    """A box of a whole tensor, by the protocol of torch.distributed.checkpoint (`_Checkpointable`, as DTensor's)."""
+class TensorBox(Tensor):
+    """A whole tensor of which this process has a box, for torch.distributed.checkpoint alone: no operator takes it.
 
-    def __init__(self, values: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
-        self.values, self.shape, self.offsets = values, torch.Size(shape), torch.Size(offsets)
+    By the protocol that DTensors have, too (`torch.distributed._checkpointable`).
+    """
+
+    values: Tensor
+    chunk: ChunkStorageMetadata
+
+    @staticmethod
+    def __new__(cls, values: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> "TensorBox":
+        """Make one of the box `values`, which begins at `offsets` of a tensor of this shape."""
+        box = Tensor._make_wrapper_subclass(cls, shape, dtype=values.dtype, device=values.device)
+        box.values, box.chunk = values, ChunkStorageMetadata(torch.Size(offsets), values.size())
+        return box
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        """TypeError for every operator."""
+        raise TypeError(f"{func}: a TensorBox is for torch.distributed.checkpoint; its values are in .values")
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        data = TensorWriteData(self._chunk(), TensorProperties.create_from_tensor(self.values), self.shape)
-        return [WriteItem(MetadataIndex(fqn, self.offsets), WriteItemType.SHARD, tensor_data=data)]
+        data = TensorWriteData(self.chunk, TensorProperties.create_from_tensor(self.values), self.shape)
+        return [WriteItem(MetadataIndex(fqn, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()]
+        return [self.chunk]
 
     def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
         return self.values
-
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(self.offsets, self.values.size())
