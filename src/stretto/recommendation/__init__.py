@@ -20,19 +20,6 @@ if TYPE_CHECKING:
     from stretto.recommendation.table_state import distributed_state
     from stretto.recommendation.tables import ShardedTables, distribute_tables
 
-_HOMES = {
-    "DLRM": "model",
-    "DLRMConfig": "model_config",
-    "ShardedTables": "tables",
-    "TablePlacement": "placement",
-    "TablePlan": "table_planner",
-    "TableRates": "table_planner",
-    "TableSize": "placement",
-    "distribute_tables": "tables",
-    "distributed_state": "table_state",
-    "place_tables": "placement",
-    "plan_tables": "table_planner",
-}
 __all__ = [
     "DLRM",
     "DLRMConfig",
@@ -47,4 +34,4 @@ __all__ = [
     "plan_tables",
 ]
 
-__getattr__, __dir__ = attach(__name__, {name: f"stretto.recommendation.{home}" for name, home in _HOMES.items()})
+__getattr__, __dir__ = attach(__name__)

@@ -118,8 +118,8 @@ def update_by_kernels(cases, steps):
             # Multiples of 1/4: sums are exact, whatever the order.
             grad = (torch.randint(-4, 5, out.shape, generator=generator) / 4).to(dtype)
             ops.embedding_all_to_all_update(
-                grad, indices, offsets, tables, optimizer=optimizer, settings=settings, states=states, clock=clock,
-                blocks=blocks, is_stochastic=is_stochastic, name=str(number),
+                grad, indices, offsets, tables, name=str(number),
+                update=ops.TableUpdate(optimizer, settings, states, clock, blocks, is_stochastic),
             )  # fmt: skip
             every = [torch.empty_like(grad) for _ in range(world)]
             dist.all_gather(every, grad)
@@ -182,10 +182,9 @@ def refuse():
         {"optimizer": "sgd", "blocks": [ops.TableBlock(0)] * 2},
     ):
         grad = torch.zeros(1, 8 * world)
+        update = ops.TableUpdate(**({"settings": torch.tensor([1.0, 0.0])} | changed))
         with pytest.raises(ValueError) as error:
-            ops.embedding_all_to_all_update(
-                grad, indices, offsets, [table], **({"settings": torch.tensor([1.0, 0.0])} | changed)
-            )
+            ops.embedding_all_to_all_update(grad, indices, offsets, [table], update=update)
         found.append(str(error.value).removeprefix("embedding_all_to_all_update: "))
     return found
 

@@ -151,7 +151,7 @@ def watch_operators():
             out = ops.embedding_all_to_all(indices, offsets, [table])
             out.backward(grad)
             version = table._version
-            ops.embedding_all_to_all_update(grad, indices, offsets, [table], optimizer="sgd", settings=settings)
+            ops.embedding_all_to_all_update(grad, indices, offsets, [table], update=ops.TableUpdate("sgd", settings))
         outcomes.append((out.tolist(), table.grad.tolist(), table.tolist(), table._version - version))
     seen = [name for name in watch.seen if name.startswith("stretto")]
 
