@@ -24,9 +24,9 @@ def check_registration():
     grad = torch.randn(1, 24)
     arguments = (grad, indices, offsets, None, "sum", 2, [2, 3], [4, 8], "", name)
     torch.library.opcheck(operators.embedding_all_to_all_gradients.default, arguments)
-    states = [torch.zeros(2), torch.zeros(3)]
-    settings = torch.tensor([0.1, 1e-8])
-    arguments = (grad, indices, offsets, tables, states, settings, None, "adagrad", "sum", 2, "", name)
+    states = [torch.zeros(table.shape) for table in tables for _ in range(2)]
+    update = ops.table_settings(2), torch.tensor([3, 1]), None, "adam", [5, 0, 0, 6, 0, 0], False
+    arguments = (grad, indices, offsets, tables, states, *update, "sum", 2, "", name)
     torch.library.opcheck(operators.embedding_all_to_all_update.default, arguments)
 
 

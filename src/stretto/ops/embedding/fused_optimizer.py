@@ -223,15 +223,6 @@ class _LookUpAndUpdate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         indices, offsets, weights = ctx.saved_tensors
-        update: TableUpdate = ctx.update
-        embedding_all_to_all_update(
-            gradients[0],
-            indices,
-            offsets,
-            list(ctx.tables),
-            ctx.group,
-            weights=weights,
-            **update._asdict(),
-            **ctx.options,
-        )
+        options = ctx.options | {"update": ctx.update, "weights": weights}
+        embedding_all_to_all_update(gradients[0], indices, offsets, list(ctx.tables), ctx.group, **options)
         return (None,) * 7
