@@ -20,7 +20,7 @@ from stretto.parallel.comm.counting import not_counted
 from stretto.parallel.comm.graph_functions import current_stream
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import ShardedModule
-from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded, has_layout
+from stretto.parallel.layout import TensorOnGrid, allow_anomaly_checks, check_is_sharded
 from stretto.parallel.state import ParallelState, state_of, wrappers_of
 from stretto.suggestions import did_you_mean
 
@@ -52,21 +52,27 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
     for prefix, module in waiting:
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if parameter.requires_grad and not has_layout(parameter):
+                if parameter.requires_grad and (
+                    not isinstance(parameter, TensorOnGrid) or parameter.parameter_layout is None
+                ):
                     check_is_sharded(prefix + name, parameter)
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                     gradient_reducer.defer_hooks(parameter, prefix + name)
-        if isinstance(module, ShardedModule) and module.in_graphs is not None and module.in_graphs.is_outdated(stream):
-            module.follow_weights()
-        waiting += [(f"{prefix}{name}.", each) for name, each in module._modules.items() if each is not None]
-    gatherer.is_in_forward = True
+        if isinstance(module, ShardedModule):
+            followed = module.followed
+            if followed is None or followed.is_outdated(module._parameters, stream):
+                module.follow_weights(stream)
+        for name, each in module._modules.items():
+            if each is not None:
+                waiting.append((f"{prefix}{name}.", each))
+    gatherer.is_in_forward = gradient_reducer.is_in_forward = True
     if not in_backward():
         gatherer.begin_forward()
 
 
 def end_forward(state: ParallelState) -> None:
     """End the gathers of a forward pass, which may have raised."""
-    state.weight_gatherer.is_in_forward = False
+    state.weight_gatherer.is_in_forward = state.gradient_reducer.is_in_forward = False
     state.weight_gatherer.end_forward()
 
 

@@ -11,7 +11,7 @@ With sequence sharding, a colwise linear has a sharded input edge and a rowwise 
 all-gather and the reduce-scatter run within the product then (`stretto.ops`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,9 @@ from stretto.parallel.comm.collectives import (
 )
 from stretto.parallel.comm.graph_functions import GraphCode, GraphFunction
 from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, keep_output
+from stretto.parallel.grid import Grid
 from stretto.parallel.layers.gemm_layout import MatmulTuner
+from stretto.parallel.layers.local_tensors import TakeGradient
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layers.token_shards import GatheredInput, TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
@@ -376,13 +378,26 @@ class ParallelLinear(ShardedModule):
         self._features_here = sum(some.stop - some.start for some in plan.used_rows) or rows
 
     def forward(self, x: Tensor) -> Tensor:
+        found = self.local_tensors()
+        if found is not None and x.ndim > 1:
+            weight, bias = found
+            assert weight is not None
+            if torch.is_autocast_enabled(x.device.type):
+                self.check_autocast(x)
+            x = x if x.dtype == weight.dtype else self.plan.shard.precision.cast(x)
+            return F.linear(x, weight.t() if self.plan.is_transposed else weight, bias)
         if not torch.compiler.is_compiling():
             return self.forward_on_grid(x)
         self.check_autocast(x)
-        if not self.is_being_traced():
-            return self.forward_in_graph(x)
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        return F.linear(x.to(weight.dtype), weight.t() if self.plan.is_transposed else weight, bias)
+        return self.forward_in_graph(x)
+
+    def can_be_local(self, grid: Grid) -> bool:
+        plan = self.plan
+        is_alone = plan.tokens is None and not plan.matmuls.is_on and grid.size("x") == grid.size("y") == 1
+        return is_alone and plan.shard.takes_own_gradient(self.weight)
+
+    def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:
+        return {"weight": self.plan.shard.taking(self.weight), "bias": None}
 
     @torch.compiler.disable
     def forward_on_grid(self, x: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.graph_functions import GraphFunction
 from stretto.parallel.comm.kept_outputs import keep_output
+from stretto.parallel.grid import Grid
+from stretto.parallel.layers.local_tensors import LocalTensors, TakeGradient
 from stretto.parallel.layout import layout_of, shard_like
 from stretto.parallel.low_precision_weights import copy_of
 from stretto.parallel.segment_planner import refuse_default_planners
@@ -28,29 +30,50 @@ class ShardedModule(nn.Module):
     part. Conversions (`.to`, `.double`) keep what Stretto has noted on the parameters. Operations that would lose it
     raise ValueError: `load_state_dict(assign=True)`, `copy.deepcopy` and pickling.
 
-    The attribute `is_traceable`: its grid has one rank, which computes in the parameters' own dtype and recomputes
-    nothing. torch.compile then traces the module as it traces a plain one, and gradients come through autograd.
+    The attribute `is_local`: it computes with this rank's shards as they are, sends nothing and keeps nothing for
+    recomputation. It then runs as a plain module does, with `local_tensors`, and torch.compile traces it so.
     `in_graphs`: what compiled graphs call in its place otherwise.
     """
 
     def __init__(self, gradients: GradientReducer | None = None) -> None:
         super().__init__()
         self.gradients = gradients
-        self.is_traceable = False
+        self.is_local = False
         self.in_graphs: GraphFunction | None = None
+        self.followed: LocalTensors | None = None
 
-    def is_being_traced(self) -> bool:
-        """True if torch.compile is tracing this module, and may trace a plain module's operations."""
-        if not torch.compiler.is_compiling() or not self.is_traceable:
-            return False
-        return self.gradients is None or (self.gradients.sink is None and self.gradients.deferred is None)
+    def local_tensors(self) -> tuple[Tensor | None, ...] | None:
+        """This rank's shards as plain tensors, through which gradients flow to the parameters; None where it cannot
+        compute with those alone."""
+        followed = self.followed
+        if followed is None or not self.is_local:
+            return None
+        gradients = self.gradients
+        if torch.compiler.is_dynamo_compiling() or (gradients is not None and gradients.is_in_forward):
+            return followed.tensors  # the model's forward pass has looked
+        if not followed.is_outdated(self._parameters, followed.stream):
+            return followed.tensors
+        self.follow_weights(followed.stream)
+        return self.followed.tensors if self.followed is not None else None
 
     def weights_in_graphs(self) -> Sequence[Tensor]:
         """The weights of which `in_graphs` makes the gradients itself."""
         return ()
 
-    def follow_weights(self) -> None:
-        """Have compiled graphs take the weights as they are now: converted, frozen or unfrozen."""
+    def can_be_local(self, grid: Grid) -> bool:
+        """True if it computes with this rank's shards in their dtype, and sends nothing."""
+        return False
+
+    def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:
+        """What takes the gradients of the shards with which a local module computes; None: autograd accumulates it."""
+        return {}
+
+    def follow_weights(self, stream: int | None) -> None:
+        """Take the parameters as they are now, converted, frozen or unfrozen, for compiled graphs and to compute with
+        shards. stream: the current one, on which autograd will accumulate."""
+        self.followed = LocalTensors(self._parameters, stream)
+        if self.is_local and self.gradients is not None:
+            self.followed.take(self.gradients_of_shards(), self.gradients)
         if self.in_graphs is not None:
             self.in_graphs.follow(*self.weights_in_graphs())
 
@@ -58,12 +81,14 @@ class ShardedModule(nn.Module):
         noted = {
             name: (layout_of(parameter), copy_of(parameter)) for name, parameter in self.named_parameters(recurse=False)
         }
+        self.followed = None  # torch swaps no tensor to which a graph leads
         if self.in_graphs is not None:
-            self.in_graphs.follow()  # torch swaps no tensor to which a graph leads
+            self.in_graphs.follow()
         try:
             super()._apply(fn, recurse)
         finally:
-            self.follow_weights()
+            if self.in_graphs is not None:
+                self.in_graphs.follow(*self.weights_in_graphs())
         for name, (layout, copy) in noted.items():
             parameter = self.get_parameter(name)
             note_layout(parameter, layout)
