@@ -134,7 +134,9 @@ def begin_wait(name: str | tuple[Any, ...], group: int = -1, number: int = 0) ->
     if not _thread.trains:
         return None
     before = (_values[_WAIT_NAME], _values[_WAIT_GROUP], _values[_WAIT_NUMBER], time.monotonic_ns())
-    _values[_WAIT_GROUP], _values[_WAIT_NUMBER], _values[_WAIT_NAME] = group, number, _code(name)
+    code = _table.names.get(name)
+    code = _add_name(name) if code is None else code
+    _values[_WAIT_GROUP], _values[_WAIT_NUMBER], _values[_WAIT_NAME] = group, number, code
     return before
 
 

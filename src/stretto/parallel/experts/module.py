@@ -178,7 +178,8 @@ class ParallelExperts(ShardedModule):
         return grid.size("world") == 1 and all(takes)
 
     def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:
-        return {name: self.products[name].shard.taking(self.get_parameter(name)) for name in (self._up, self._down)}
+        names = (self._up, self._down) if self.is_local else ()
+        return {name: self.products[name].shard.taking(self.get_parameter(name)) for name in names}
 
     def weights_in_graphs(self) -> Sequence[Tensor]:
         return self.get_parameter(self._up), self.get_parameter(self._down)
@@ -186,7 +187,7 @@ class ParallelExperts(ShardedModule):
     def forward(
         self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, started: Tensor | None = None
     ) -> Tensor:
-        found = self.local_tensors() if torch.compiler.is_compiling() else None
+        found = self.local_tensors() if self.is_local and torch.compiler.is_compiling() else None
         if found is None:
             with mark_experts():
                 return self._forward_on_grid(hidden, top_k_index, top_k_weights, started)

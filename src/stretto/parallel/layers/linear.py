@@ -19,11 +19,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS
-from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient
+from stretto.parallel.comm.autograd import (
+    apply,
+    is_asked_for,
+    not_compiled,
+    once_differentiable,
+    scale_gradient,
+    sum_gradient,
+)
 from stretto.parallel.comm.collectives import (
     Pending,
     all_reduce,
@@ -217,10 +223,11 @@ class LinearPlan:
 
         No view, to which autograd would forbid writes.
         """
-        if a.dim() == 2:
-            return self.matmuls.multiply(self.linear_index, role, a, b, dtype=dtype)
-        if not self.matmuls.is_on and dtype is None and a.is_contiguous():
+        is_plain = not self.matmuls.is_on and (dtype is None or dtype == a.dtype)
+        if is_plain and (a.ndim == 2 or a.is_contiguous()):
             return a @ b  # the same product of two matrices
+        if a.ndim == 2:
+            return self.matmuls.multiply(self.linear_index, role, a, b, dtype=dtype)
         product = self.matmuls.multiply(self.linear_index, role, a.flatten(0, -2), b, dtype=dtype)
         whole: Tensor = torch.ops.aten._unsafe_view(product, (*a.shape[:-1], b.shape[1]))
         return whole
@@ -378,8 +385,8 @@ class ParallelLinear(ShardedModule):
         self._features_here = sum(some.stop - some.start for some in plan.used_rows) or rows
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.local_tensors()
-        if found is not None and x.ndim > 1:
+        found = self.local_tensors() if self.is_local and x.ndim > 1 else None
+        if found is not None:
             weight, bias = found
             assert weight is not None
             if torch.is_autocast_enabled(x.device.type):
@@ -397,9 +404,10 @@ class ParallelLinear(ShardedModule):
         return is_alone and plan.shard.takes_own_gradient(self.weight)
 
     def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:
-        return {"weight": self.plan.shard.taking(self.weight), "bias": None}
+        weight = {"weight": self.plan.shard.taking(self.weight)} if self.is_local else {}
+        return weight if self.bias is None and not weight else {**weight, "bias": None}
 
-    @torch.compiler.disable
+    @not_compiled
     def forward_on_grid(self, x: Tensor) -> Tensor:
         """The output, by Algorithm 3. A compiler's graph breaks here."""
         if x.dim() == 1:
@@ -450,33 +458,36 @@ class ParallelLinear(ShardedModule):
         rows = x.flatten(0, -2)
         if not self.plan.is_rowwise:
             gathered = tokens.gathered_by(others[0])
-            return tokens.whole(_Linear3D.apply(rows, self.weight, bias, self.plan, gathered, None))
+            return tokens.whole(apply(_Linear3D, rows, self.weight, bias, self.plan, gathered, None))
         tokens.whole(rows)  # refuses tokens of another batch
         tokens.forget_last_gathered()
-        return _Linear3D.apply(rows, self.weight, bias, self.plan, None, None).unsqueeze(0)
+        return apply(_Linear3D, rows, self.weight, bias, self.plan, None, None).unsqueeze(0)
 
     def weights_in_graphs(self) -> Sequence[Tensor]:
         return (self.weight,)
 
     def local_bias(self) -> Tensor:
         """This rank's part of the bias."""
+        found = self.local_tensors()
+        if found is not None and found[-1] is not None:
+            return found[-1]
         assert self.bias is not None
         return scale_gradient(local(self.bias), self._bias_scale)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         tokens = self.plan.tokens
         if tokens is None:
-            return _Linear3D.apply(x, self.weight, bias, self.plan, None, self._save_first(x))
+            return apply(_Linear3D, x, self.weight, bias, self.plan, None, self._save_first(x))
         rows = x.flatten(0, -2).contiguous()
         if self.plan.is_rowwise:
             tokens.whole(rows)  # refuses tokens of another batch
-            return _Linear3D.apply(rows, self.weight, bias, self.plan, None, self._save_first(rows)).unsqueeze(0)
-        return tokens.whole(_Linear3D.apply(rows, self.weight, bias, self.plan, tokens.gathered_input(x), None))
+            return apply(_Linear3D, rows, self.weight, bias, self.plan, None, self._save_first(rows)).unsqueeze(0)
+        return tokens.whole(apply(_Linear3D, rows, self.weight, bias, self.plan, tokens.gathered_input(x), None))
 
     def _save_first(self, x: Tensor) -> Tensor | None:
         """The output of `_SaveFirst` in a pass that is recomputed; None in others, which would gain nothing by it."""
         is_recorded = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        return _SaveFirst.apply(x, self.weight, self.plan) if is_recorded and is_recomputed() else None
+        return apply(_SaveFirst, x, self.weight, self.plan) if is_recorded and is_recomputed() else None
 
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError for features that are split over the wrong axis, and for an autocast to another dtype."""
@@ -527,7 +538,7 @@ class CompressingLinear(ParallelLinear):
         y = super().forward_in_graph(x)
         return y if self.heads_group.size() == 1 else self._sum_in_graphs(y.shape, y)
 
-    @torch.compiler.disable
+    @not_compiled
     def forward_on_grid(self, x: Tensor) -> Tensor:
         y = super().forward_on_grid(x)
         return y if self.heads_group.size() == 1 else sum_gradient(y, self.heads_group)

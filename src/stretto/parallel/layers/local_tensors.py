@@ -60,7 +60,7 @@ class LocalTensors:
         """Make the plain tensors of the parameters that `takes` names, with what takes the gradient of each: None for
         those of which autograd accumulates it."""
         found = {each.key: each.parameter for each in self.of}
-        if not all(has_layout(each) for each in found.values()):
+        if not takes or not all(has_layout(each) for each in found.values()):
             return
         with torch.inference_mode(False), torch.enable_grad():
             self.tensors = tuple(

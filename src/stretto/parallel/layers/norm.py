@@ -7,16 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stretto.ops.rms_norm import rms_norm
-from stretto.parallel.comm.autograd import scale_gradient
+from stretto.parallel.comm.autograd import apply, once_differentiable, scale_gradient
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.comm.kept_outputs import keep_output
-from stretto.parallel.grid import Grid
 from stretto.parallel.layers.local_tensors import TakeGradient
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layout import local
@@ -160,9 +158,6 @@ class ParallelNorm(ShardedModule):
         )
         return weight, bias
 
-    def can_be_local(self, grid: Grid) -> bool:
-        return not self._is_split
-
     def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:
         return {"weight": None, "bias": None}
 
@@ -173,5 +168,5 @@ class ParallelNorm(ShardedModule):
         """Normalize features that the group splits. present: of weight and bias those that this norm has."""
         weight = None if self.weight is None else present[0]
         bias = None if self.bias is None else present[-1]
-        y: Tensor = _SplitNorm.apply(x, weight, bias, self._eps_of(x), self.is_centred, self.group)
+        y: Tensor = apply(_SplitNorm, x, weight, bias, self._eps_of(x), self.is_centred, self.group)
         return y

@@ -8,9 +8,9 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from stretto.parallel.comm.autograd import once_differentiable
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.graph_functions import GraphFunction
@@ -43,10 +43,10 @@ class ShardedModule(nn.Module):
         self.followed: LocalTensors | None = None
 
     def local_tensors(self) -> tuple[Tensor | None, ...] | None:
-        """This rank's shards as plain tensors, through which gradients flow to the parameters; None where it cannot
-        compute with those alone."""
+        """The shards of `gradients_of_shards` as plain tensors, through which gradients flow to the parameters; None
+        before the model's first forward pass."""
         followed = self.followed
-        if followed is None or not self.is_local:
+        if followed is None:
             return None
         gradients = self.gradients
         if torch.compiler.is_dynamo_compiling() or (gradients is not None and gradients.is_in_forward):
@@ -61,18 +61,19 @@ class ShardedModule(nn.Module):
         return ()
 
     def can_be_local(self, grid: Grid) -> bool:
-        """True if it computes with this rank's shards in their dtype, and sends nothing."""
+        """True if `is_local` may be set, on a grid without stages."""
         return False
 
     def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:
-        """What takes the gradients of the shards with which a local module computes; None: autograd accumulates it."""
+        """The parameters of which it computes with shards, and what takes their gradients; None: as if autograd had
+        accumulated them."""
         return {}
 
     def follow_weights(self, stream: int | None) -> None:
         """Take the parameters as they are now, converted, frozen or unfrozen, for compiled graphs and to compute with
         shards. stream: the current one, on which autograd will accumulate."""
         self.followed = LocalTensors(self._parameters, stream)
-        if self.is_local and self.gradients is not None:
+        if self.gradients is not None:
             self.followed.take(self.gradients_of_shards(), self.gradients)
         if self.in_graphs is not None:
             self.in_graphs.follow(*self.weights_in_graphs())
@@ -217,7 +218,7 @@ _notes: dict[int, _FeaturesNote] = {}
 
 def note_features(y: Tensor, axis: str) -> Tensor:
     """Note over which axis an output's features are split, for `check_features` of the next module."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         note = _FeaturesNote(y, _forget)
         note.axis, note.key = axis, id(y)
         _notes[note.key] = note
@@ -235,7 +236,7 @@ def check_features(x: Tensor, axis: str, name: str) -> None:
     Where x and y are of one size, shapes would not show it. It is known of the tensor that a module has returned, and
     not of what is computed from it.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return
     note = _notes.get(id(x))
     if note is not None and note() is x and note.axis != axis:
