@@ -6,6 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -311,10 +312,12 @@ def accumulate(parameter: nn.Parameter, mine: Tensor, *, is_shared: bool = False
         return
     if is_shared or mine.dtype != parameter.dtype:
         mine = _converted(mine, parameter.dtype, copies=is_shared)
-    # As in FSDP2: `from_local` would take 50 us to derive again what is known from the parameter. DTensor's own
-    # `__init__` does nothing, in ten calls.
-    spec = parameter._spec  # type: ignore[attr-defined]
-    parameter.grad = DTensor.__new__(DTensor, mine, spec, requires_grad=False)
+    parameter.grad = as_gradient(mine, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+# As in FSDP2: `from_local` would take 50 us to derive again what is known from the parameter. DTensor's own `__init__`
+# does nothing, in ten calls.
+as_gradient = partial(DTensor.__new__, DTensor)
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:

@@ -56,6 +56,7 @@ from stretto.parallel.comm.gradient_buckets import (
     GradientSink,
     StartedScatter,
     accumulate,
+    as_gradient,
     local_gradient,
 )
 from stretto.parallel.comm.rank_order import RankOrder
@@ -300,7 +301,10 @@ class GradientReducer:
             return
         if torch._C._current_graph_task_id() not in self._passes:
             self._enter()
-        accumulate(parameter, gradient)
+        if parameter.grad is None and gradient.dtype == parameter.dtype:
+            parameter.grad = as_gradient(gradient, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
+        else:
+            accumulate(parameter, gradient)
 
     def reduce_scatter_block(
         self,

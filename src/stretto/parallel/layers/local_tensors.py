@@ -23,7 +23,6 @@ TakeGradient = Callable[[nn.Parameter, Tensor], None]
 class _Followed(NamedTuple):
     """The state of a parameter that a module has taken: its shard, and whether it is trained."""
 
-    key: str
     parameter: nn.Parameter
     shard: Tensor | None
     requires_grad: bool
@@ -38,18 +37,16 @@ class LocalTensors:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], stream: int | None) -> None:
         self.stream = stream
-        self.of = tuple(
-            _Followed(key, each, getattr(each, "_local_tensor", None), each.requires_grad)
+        self.states = {
+            key: _Followed(each, getattr(each, "_local_tensor", None), each.requires_grad)
             for key, each in parameters.items()
             if each is not None
-        )
+        }
         self.tensors: tuple[Tensor | None, ...] | None = None
 
-    def is_outdated(self, parameters: Mapping[str, nn.Parameter | None], stream: int | None) -> bool:
-        """True if a parameter was replaced, frozen or unfrozen since, or the stream is another one."""
-        if stream != self.stream:
-            return True
-        for key, parameter, shard, requires_grad in self.of:  # each call costs more than these comparisons
+    def is_outdated(self, parameters: Mapping[str, nn.Parameter | None]) -> bool:
+        """True if a parameter was replaced, frozen or unfrozen since (`begin_forward` compares the same)."""
+        for key, (parameter, shard, requires_grad) in self.states.items():  # a call costs more than comparisons
             if parameters.get(key) is not parameter or parameter.requires_grad != requires_grad:
                 return True
             if shard is not None and parameter._local_tensor is not shard:  # type: ignore[attr-defined]
@@ -59,7 +56,7 @@ class LocalTensors:
     def take(self, takes: Mapping[str, TakeGradient | None], gradients: GradientReducer) -> None:
         """Make the plain tensors of the parameters that `takes` names, with what takes the gradient of each: None for
         those of which autograd accumulates it."""
-        found = {each.key: each.parameter for each in self.of}
+        found = {key: state.parameter for key, state in self.states.items()}
         if not takes or not all(has_layout(each) for each in found.values()):
             return
         with torch.inference_mode(False), torch.enable_grad():
@@ -74,38 +71,38 @@ class _LocalTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, gradients: GradientReducer, take: TakeGradient | None) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.parameter, ctx.take = parameter, take
-        ctx.scale = 1.0 if take is not None else gradients.forward_scale(parameter)
+        ctx.parameter, ctx.is_weight, ctx.scale = parameter, take is not None, 1.0
         ctx.is_watched = gradients.is_watched(parameter)
-        ctx.take_accumulated = gradients.take if gradients.is_summed(parameter) else gradients.take_final
+        if take is None:
+            take = gradients.take if gradients.is_summed(parameter) else gradients.take_final
+            ctx.scale = gradients.forward_scale(parameter)
+        ctx.take = take
         assert isinstance(parameter, DTensor)
         # No view, whose node autograd replaces once the parameter has been written.
         return parameter.to_local().detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
-        parameter, take = ctx.parameter, ctx.take
+        parameter = ctx.parameter
         if gradient is None:
             return None, None, None
         if not gradient.is_contiguous():
             gradient = gradient.contiguous()
-        if take is not None:
-            if is_asked_for(ctx, 0):
-                take(parameter, gradient)
-            return None, None, None
         if ctx.scale != 1:
             gradient = gradient * ctx.scale
-        if _is_hooked_or_returned(ctx, parameter):
+        is_hooked = parameter._backward_hooks and not ctx.is_watched
+        if not ctx.is_weight and (is_hooked or torch.is_grad_enabled()):  # autograd has a use for it
             return place_like(gradient, parameter), None, None
-        ctx.take_accumulated(parameter, gradient)
+        try:
+            is_asked = parameter.requires_grad and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        except RuntimeError:  # of torch.autograd.grad
+            if ctx.is_weight:
+                is_asked_for(ctx, 0)  # raises, and says why
+            return place_like(gradient, parameter), None, None
+        if is_asked:
+            ctx.take(parameter, gradient)
         return None, None, None
 
 
-def _is_hooked_or_returned(ctx: Any, parameter: nn.Parameter) -> bool:
-    """True if autograd has a use for the gradient: a user's hooks, `torch.autograd.grad`, or a graph of it."""
-    if (parameter._backward_hooks and not ctx.is_watched) or torch.is_grad_enabled():
-        return True
-    try:
-        return not is_asked_for(ctx, 0)
-    except RuntimeError:
-        return True
+# The engine calls this. torch's own would look for `backward` in two more calls.
+_LocalTensor._backward_cls.apply = _LocalTensor.backward  # type: ignore[attr-defined]

@@ -51,7 +51,7 @@ class ShardedModule(nn.Module):
         gradients = self.gradients
         if torch.compiler.is_dynamo_compiling() or (gradients is not None and gradients.is_in_forward):
             return followed.tensors  # the model's forward pass has looked
-        if not followed.is_outdated(self._parameters, followed.stream):
+        if not followed.is_outdated(self._parameters):
             return followed.tensors
         self.follow_weights(followed.stream)
         return self.followed.tensors if self.followed is not None else None
