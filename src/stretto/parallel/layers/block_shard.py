@@ -35,7 +35,7 @@ from stretto.parallel.comm.autograd import (
     at_end_of_backward,
     in_backward,
     is_asked_for,
-    not_compiled,
+    may_be_compiled,
     once_differentiable,
     scale_gradient,
     with_gradient_of_its_own,
@@ -466,10 +466,11 @@ class BlockShard:
         """The block's forward, with whole parameters, and floating-point inputs in the compute dtype."""
 
         # A compiler sees the forward alone: it would trace what these call, with one graph for each block and state.
-        enter, leave = not_compiled(self._enter), not_compiled(self._leave)
+        disabled = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
 
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            enter, leave = disabled if may_be_compiled() else (self._enter, self._leave)
             running, wholes, args, kwargs = enter(args, kwargs)
             try:
                 found = forward(*args, **kwargs)

@@ -17,6 +17,7 @@ from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.layout import has_layout, place_like
 
+_AT_ONCE = 2**64 - 1
 TakeGradient = Callable[[nn.Parameter, Tensor], None]
 
 
@@ -63,6 +64,11 @@ class LocalTensors:
             self.tensors = tuple(
                 _LocalTensor.apply(found[key], gradients, take) if key in found else None for key, take in takes.items()
             )
+        for tensor in self.tensors:
+            if tensor is not None and tensor.grad_fn is not None:
+                # Autograd runs the youngest nodes first, and this one is old: have it run at once, as those that
+                # accumulate, so that sums over ranks begin during the backward pass.
+                tensor.grad_fn._set_sequence_nr(_AT_ONCE)  # type: ignore[attr-defined]
 
 
 class _LocalTensor(torch.autograd.Function):
