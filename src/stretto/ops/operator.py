@@ -26,7 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 from stretto.execution import MIN_WORKSPACE_BYTES, TWO_SLOTS_BYTES
 from stretto.memory import failures, find_own_rank, group_timeout, is_debugging, store_all_gather
 from stretto.memory.copy_engine import find_current
-from stretto.tiles import BlockChannel
+from stretto.tiles import BlockChannel, PutChannel
 
 FP8 = torch.float8_e4m3fn
 """The dtype of 8 bits that products take: 4 of exponent, 3 of mantissa, up to 448."""
@@ -552,6 +552,8 @@ def list_channels(name: str) -> list[tuple[str, BlockChannel]]:
     for (_, key), channel in kept:
         if channel is not None and all(channel is not other for _, other in found):  # some keep one together
             found.append((str(key[0]), channel))
+    for inner in _list_inner_groups(cache):
+        found += list_channels(inner)
     return found
 
 
@@ -564,12 +566,22 @@ def close_workspaces(name: str) -> None:
     """Free the group's workspaces, abandoned ones too. No rank's kernels or copies may use them any more."""
     channels = [channel for _, channel in list_channels(name)]
     cache = _find_cache(name)
-    cache.workspaces.clear()
-    cache.abandoned.clear()
-    for key in [key for key, value in cache.kept.items() if _find_channel(value) is not None]:
-        del cache.kept[key]
+    put_channels = [value for value in cache.kept.values() if isinstance(value, PutChannel)]
+    for inner in (cache, *map(_find_cache, _list_inner_groups(cache))):
+        inner.workspaces.clear()
+        inner.abandoned.clear()
+        for key, value in list(inner.kept.items()):
+            if _find_channel(value) is not None or isinstance(value, PutChannel):
+                del inner.kept[key]
     for channel in channels:
         channel.close()
+    for puts in put_channels:
+        puts.close()
+
+
+def _list_inner_groups(cache: _Cache) -> list[str]:
+    """The names of the groups that the group keeps, of its ranks of one node."""
+    return [value.group_name for value in cache.kept.values() if isinstance(value, dist.ProcessGroup)]
 
 
 def _find_channel(value: Any) -> BlockChannel | None:
