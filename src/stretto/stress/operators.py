@@ -515,7 +515,15 @@ def _configure(name: str, covers: str, call: OperatorVariant) -> Configuration:
         partial(OperatorCase, call),
         takes_graphs=name != "all-reduce/tiles",  # its all-gather may run on the host (gloo)
         takes_halves=name in _IN_HALVES,
+        crosses_nodes=call.dtype != FP8 and _crosses_nodes(call),
     )
+
+
+def _crosses_nodes(call: OperatorVariant) -> bool:
+    """True for a call by a schedule, and for a default one, which between nodes has one."""
+    if call.plan is None:
+        return True
+    return call.schedule is not None and call.plan.direction == "push"
 
 
 def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:

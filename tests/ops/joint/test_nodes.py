@@ -75,7 +75,12 @@ CASES = {
     "2x2": [
         *((operator, None, (24, 40, 33), torch.float32) for operator in OPERATORS),
         ("all_gather_matmul", "ring-all-gather", (37, 16, 24), torch.bfloat16, 2, 4),
-        ("matmul_reduce_scatter", ("hierarchical-reduce-scatter", {"nodes": 2, "gpus": 2}), (19, 72, 16), torch.bfloat16),
+        (
+            "matmul_reduce_scatter",
+            ("hierarchical-reduce-scatter", {"nodes": 2, "gpus": 2}),
+            (19, 72, 16),
+            torch.bfloat16,
+        ),
         ("matmul_all_reduce", "ring-all-reduce", (70, 32, 16), torch.float32, 1, 3),
     ],
     "2,1": [
