@@ -552,7 +552,7 @@ def list_channels(name: str) -> list[tuple[str, BlockChannel]]:
     for (_, key), channel in kept:
         if channel is not None and all(channel is not other for _, other in found):  # some keep one together
             found.append((str(key[0]), channel))
-    for inner in _list_inner_groups(cache):
+    for inner in list_node_groups(name):
         found += list_channels(inner)
     return found
 
@@ -566,8 +566,8 @@ def close_workspaces(name: str) -> None:
     """Free the group's workspaces, abandoned ones too. No rank's kernels or copies may use them any more."""
     channels = [channel for _, channel in list_channels(name)]
     cache = _find_cache(name)
-    put_channels = [value for value in cache.kept.values() if isinstance(value, PutChannel)]
-    for inner in (cache, *map(_find_cache, _list_inner_groups(cache))):
+    put_channels = list_put_channels(name)
+    for inner in (cache, *map(_find_cache, list_node_groups(name))):
         inner.workspaces.clear()
         inner.abandoned.clear()
         for key, value in list(inner.kept.items()):
@@ -579,9 +579,14 @@ def close_workspaces(name: str) -> None:
         puts.close()
 
 
-def _list_inner_groups(cache: _Cache) -> list[str]:
-    """The names of the groups that the group keeps, of its ranks of one node."""
-    return [value.group_name for value in cache.kept.values() if isinstance(value, dist.ProcessGroup)]
+def list_node_groups(name: str) -> list[str]:
+    """The names of the groups of this rank's node that the group keeps, for calls between nodes: one, or none."""
+    return [value.group_name for value in _find_cache(name).kept.values() if isinstance(value, dist.ProcessGroup)]
+
+
+def list_put_channels(name: str) -> list[PutChannel]:
+    """The slots through which the group's kernels put to other nodes."""
+    return [value for value in _find_cache(name).kept.values() if isinstance(value, PutChannel)]
 
 
 def _find_channel(value: Any) -> BlockChannel | None:
