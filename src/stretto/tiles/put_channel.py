@@ -10,7 +10,7 @@ import torch.distributed as dist
 import triton.language as tl
 from torch import Tensor
 
-from stretto.memory import MAX_BYTES, MAX_SIGNALS, HostMemory, failures, find_own_rank, group_timeout
+from stretto.memory import MAX_BYTES, MAX_SIGNALS, HostMemory, PeerError, failures, find_own_rank, group_timeout
 from stretto.memory.network.descriptors import CAPACITY, WORDS, Fifo
 from stretto.memory.network.endpoint import Endpoint
 from stretto.memory.network.frames import MAX_PUT_BYTES
@@ -133,7 +133,10 @@ class PutChannel:
 
         operator: a name for the failure record. PeerError if a wait has failed before, or a peer is lost.
         """
-        self.check()
+        try:
+            self.check()
+        except PeerError as error:
+            raise PeerError(f"{operator}: {error}") from error
         if not self._memory.is_open:
             raise ValueError("the channel is closed")
         if operator not in self._described:
