@@ -108,7 +108,7 @@ def test_a_wait_for_a_slice_that_never_comes_names_rank_node_nic_and_operator(ru
 
 
 def multiply_between_nodes(operator: str, nodes: str, seed: int) -> list[tuple[Any, ...]]:
-    """Products past late ranks, poison and broken connections, then a CUDA graph's replays; the calls that were wrong."""
+    """Products past late ranks, poison and broken connections, then a CUDA graph's replays; those that were wrong."""
     rng, rank, wrong = random.Random(seed), dist.get_rank(), []
     with mock.patch.dict(os.environ, {"STRETTO_NODES": nodes}):
         group = dist.new_group()

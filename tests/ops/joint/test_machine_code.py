@@ -11,7 +11,7 @@ from tests.tiles.machine_code import ACQUIRE, RELEASE, WORLD, compile_to_ptx, fi
 
 from stretto import tiles
 from stretto.ops.gemm import describe_gemm
-from stretto.ops.joint.kernel import MoveTables, joint_gemm
+from stretto.ops.joint.kernel import MovedRows, MoveTables, joint_gemm
 from stretto.tiles.puts import Puts
 
 M, N, K = 4096, 2048, 1024
@@ -27,26 +27,13 @@ def joint_arguments(blocks, is_gather, dtype=torch.bfloat16, k=K, puts=None):
     tables = MoveTables(*[table] * 4, 12, 6, 32, 16, width, 0, M, tl.constexpr(is_gather))
     out = torch.empty(M if is_gather else M // WORLD, N, dtype=dtype)
     channel = make_channel("p2p")
-    return (
-        channel,
-        puts,
-        mapping,
-        mapping,
-        mapping,
-        tables,
-        gemm,
-        a,
-        b,
-        inputs,
-        landed,
-        torch.empty(N, dtype=dtype),
-        out,
-    )
+    moved, bias = MovedRows(inputs, landed, out), torch.empty(N, dtype=dtype)
+    return channel, puts, mapping, mapping, mapping, tables, gemm, a, b, moved, bias
 
 
 def sum_arguments(blocks):
     """The arguments of `add_rows`."""
-    _, _, _, sources, destinations, tables, _, _, _, inputs, landed, _, out = joint_arguments(blocks, is_gather=False)
+    _, _, _, sources, destinations, tables, _, _, _, (inputs, landed, out), _ = joint_arguments(blocks, is_gather=False)
     return sources, destinations, tables, inputs, landed, torch.empty_like(inputs), out, 3, 1
 
 

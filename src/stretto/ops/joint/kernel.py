@@ -84,9 +84,17 @@ class MoveTables(NamedTuple):
     is_gather: Any
 
 
+class MovedRows(NamedTuple):
+    """Rows that moves read and write: inputs (x, or the product), what moves have brought, and the output."""
+
+    inputs: Any
+    landed: Any
+    out: Any
+
+
 @triton.jit
 def joint_gemm(  # type: ignore[no-untyped-def]
-    channel, puts, row_tiles, sources, destinations, tables, gemm, a, b, inputs, landed, bias, out
+    channel, puts, row_tiles, sources, destinations, tables, gemm, a, b, moved, bias
 ):
     """C [m, n] = a @ b.T, + bias, while the first `movers` programs run the schedule's moves; persistent.
 
@@ -108,6 +116,7 @@ def joint_gemm(  # type: ignore[no-untyped-def]
     signals this rank, as a mover of this node would. A receiver waits for slices alone, in one order of all ranks'
     moves, so every put finds a slot, however few there are. Only this rank writes to its `landed` what was put.
     """
+    inputs, landed, out = moved.inputs, moved.landed, moved.out
     if tl.program_id(0) < tables.movers:
         for move in range(tables.moves):
             run_move(channel, puts, sources, destinations, tables, inputs, landed, out, move)
@@ -342,8 +351,8 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
              specialization_key(config, x, weight, gemm, inputs, landed, bias, out),
              None if put_channel is None else put_channel.kind),
             programs,
-            (channel, puts, tables.row_tiles, tables.sources, tables.destinations, moves, gemm, a, b, inputs, landed,
-             bias, out),
+            (channel, puts, tables.row_tiles, tables.sources, tables.destinations, moves, gemm, a, b,
+             MovedRows(inputs, landed, out), bias),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )  # fmt: skip
