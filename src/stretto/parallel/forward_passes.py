@@ -52,8 +52,11 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
     for prefix, module in waiting:
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if parameter.requires_grad and not has_layout(parameter):
-                    check_is_sharded(prefix + name, parameter)
+                if not has_layout(parameter):
+                    if getattr(module, "reduces_own_gradients", False):  # stretto.recommendation's tables
+                        continue
+                    if parameter.requires_grad:
+                        check_is_sharded(prefix + name, parameter)
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                     gradient_reducer.defer_hooks(parameter, prefix + name)
         if isinstance(module, ShardedModule) and module.in_graphs is not None and module.in_graphs.is_outdated(stream):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recommendation models: DLRM, whose embedding tables are distributed over ranks.
+"""Recommendation models: embedding tables that are distributed over ranks; DLRM.
+
+`KeyedJaggedTensor`, `EmbeddingBagCollection`, `EmbeddingCollection` and their configs are TorchRec's, in plain PyTorch;
+`distribute_embeddings` distributes the tables of any model that has these, TorchRec's own or torch's embeddings.
 
 `DLRM` and `DLRMConfig` are the model in plain PyTorch. `distribute_tables` places whole tables on ranks by
 `place_tables`, and replicates the MLPs. data: click logs. training: what `stretto train` runs for
@@ -13,14 +16,54 @@ from typing import TYPE_CHECKING
 from stretto.lazy import attach
 
 if TYPE_CHECKING:
+    from stretto.recommendation.distribution import distribute_embeddings
+    from stretto.recommendation.embedding_collections import (
+        DataType,
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        EmbeddingCollection,
+        EmbeddingConfig,
+        PoolingType,
+    )
+    from stretto.recommendation.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from stretto.recommendation.model import DLRM
     from stretto.recommendation.model_config import DLRMConfig
     from stretto.recommendation.placement import TablePlacement, TableSize, place_tables
     from stretto.recommendation.tables import ShardedTables, distribute_tables
 
-__all__ = ["DLRM", "DLRMConfig", "ShardedTables", "TablePlacement", "TableSize", "distribute_tables", "place_tables"]
+__all__ = [
+    "DLRM",
+    "DLRMConfig",
+    "DataType",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "PoolingType",
+    "ShardedTables",
+    "TablePlacement",
+    "TableSize",
+    "distribute_embeddings",
+    "distribute_tables",
+    "place_tables",
+]
 
-_HOMES = {"DLRM": "model", "DLRMConfig": "model_config", "ShardedTables": "tables", "distribute_tables": "tables"}
+_HOMES = {
+    "DLRM": "model",
+    "DLRMConfig": "model_config",
+    "ShardedTables": "tables",
+    "distribute_tables": "tables",
+    "TablePlacement": "placement",
+    "TableSize": "placement",
+    "place_tables": "placement",
+    "JaggedTensor": "jagged",
+    "KeyedJaggedTensor": "jagged",
+    "KeyedTensor": "jagged",
+    "distribute_embeddings": "distribution",
+}
 __getattr__, __dir__ = attach(
-    __name__, {name: f"stretto.recommendation.{_HOMES.get(name, 'placement')}" for name in __all__}
+    __name__, {name: f"stretto.recommendation.{_HOMES.get(name, 'embedding_collections')}" for name in __all__}
 )
