@@ -15,7 +15,7 @@ from stretto.recommendation.embedding_collections import (
     DistributedEmbeddingBag,
     EmbeddingBagCollection,
     EmbeddingCollection,
-    Table,
+    EmbeddingTable,
     TableModule,
     describe_tables,
 )
@@ -194,7 +194,7 @@ def _own_tables(
     ranks: Sequence[int],
     group: dist.ProcessGroup,
     initializer: MetaInitializer,
-) -> dict[int, Table]:
+) -> dict[int, EmbeddingTable]:
     """This rank's tables, on the grid's device."""
     own = {}
     for number, spec in enumerate(exchange.specs):
@@ -202,11 +202,11 @@ def _own_tables(
             continue
         inner = spec.key.rpartition(".")[0]
         holder, weight = module.get_submodule(inner), module.get_parameter(spec.key)
-        if weight.is_meta and spec.init is not None and not isinstance(holder, Table):  # TorchRec's
-            holder = Table(weight, spec.init)
+        if weight.is_meta and spec.init is not None and not isinstance(holder, EmbeddingTable):  # TorchRec's
+            holder = EmbeddingTable(weight, spec.init)
         real: Any = initializer.real(".".join(filter(None, (name, inner))), holder)
         made = real.weight.detach().to(initializer.device)
-        own[number] = Table(made.requires_grad_(weight.requires_grad), spec.init)
+        own[number] = EmbeddingTable(made.requires_grad_(weight.requires_grad), spec.init)
         own[number].reduces_own_gradients = True
     return own
 

@@ -77,7 +77,7 @@ class EmbeddingBagConfig(EmbeddingConfig):
     pooling: PoolingType = PoolingType.SUM
 
 
-class Table(nn.Module):
+class EmbeddingTable(nn.Module):
     """A table's weight. init: fills it (`reset_parameters`)."""
 
     reduces_own_gradients = False  # read by stretto.parallel.forward_passes; True for tables that ranks share out
@@ -145,7 +145,7 @@ class TableModule(nn.Module):
 
     _exchange: TableExchange
 
-    def hold(self, exchange: TableExchange, own: Mapping[int, Table]) -> Self:
+    def hold(self, exchange: TableExchange, own: Mapping[int, EmbeddingTable]) -> Self:
         """Take what looks up, and this rank's tables, by their numbers."""
         self._exchange, self._own = exchange, [*own]
         for number, table in own.items():
@@ -210,7 +210,7 @@ class _Collection(TableModule):
             config.feature_names = config.feature_names or [config.name]
             shape = config.num_embeddings, config.embedding_dim
             weight = torch.empty(shape, dtype=_DTYPES[config.data_type.value], device=device).requires_grad_()
-            made[config.name] = table = Table(weight, config.init_fn)
+            made[config.name] = table = EmbeddingTable(weight, config.init_fn)
             table.reset_parameters()
         self._configs: list[Any] = list(tables)
         self.hold(TableExchange(describe_tables(made, tables, self.attribute)), dict(enumerate(made.values())))  # type: ignore[arg-type]
@@ -241,7 +241,7 @@ class EmbeddingBagCollection(_Collection):
         self._is_weighted = is_weighted
 
     @classmethod
-    def distributed(cls, original: Any, exchange: TableExchange, own: Mapping[int, Table]) -> Self:
+    def distributed(cls, original: Any, exchange: TableExchange, own: Mapping[int, EmbeddingTable]) -> Self:
         """The collection in place of another one, TorchRec's or ours, with this rank's tables."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
@@ -287,7 +287,7 @@ class EmbeddingCollection(_Collection):
         self._need_indices = need_indices
 
     @classmethod
-    def distributed(cls, original: Any, exchange: TableExchange, own: Mapping[int, Table]) -> Self:
+    def distributed(cls, original: Any, exchange: TableExchange, own: Mapping[int, EmbeddingTable]) -> Self:
         """The collection in place of another one, TorchRec's or ours, with this rank's tables."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
@@ -323,7 +323,7 @@ class DistributedEmbeddingBag(TableModule):
     """An nn.EmbeddingBag, whose table is on one rank."""
 
     @classmethod
-    def distributed(cls, original: nn.EmbeddingBag, exchange: TableExchange, own: Mapping[int, Table]) -> Self:
+    def distributed(cls, original: nn.EmbeddingBag, exchange: TableExchange, own: Mapping[int, EmbeddingTable]) -> Self:
         """The module in place of torch's."""
         made = cls().hold(exchange, own)
         made.include_last_offset = original.include_last_offset
@@ -346,7 +346,7 @@ class DistributedEmbedding(TableModule):
     """An nn.Embedding, whose table is on one rank."""
 
     @classmethod
-    def distributed(cls, original: nn.Embedding, exchange: TableExchange, own: Mapping[int, Table]) -> Self:
+    def distributed(cls, original: nn.Embedding, exchange: TableExchange, own: Mapping[int, EmbeddingTable]) -> Self:
         """The module in place of torch's."""
         return cls().hold(exchange, own)
 

@@ -409,7 +409,7 @@ def _register(kind: type, tensors: Sequence[str], rest: Sequence[str]) -> None:
         return [getattr(one, name) for name in tensors], tuple(getattr(one, name) for name in rest)
 
     def unflatten(leaves: Any, context: Any) -> Any:
-        made = object.__new__(kind)
+        made: Any = object.__new__(kind)
         vars(made).update(zip((*tensors, *rest), (*leaves, *context), strict=True))
         return made
 

@@ -53,7 +53,7 @@ class TableSpec(NamedTuple):
     init: Callable[[Tensor], Any] | None = None
 
 
-class _Group(NamedTuple):
+class _FeatureGroup(NamedTuple):
     """Successive features whose tables are of one dtype and mode: they are pooled and exchanged in one call.
 
     numbers: of the features. order: these, in order of rank. dims: how wide the vectors of each rank are together.
@@ -114,7 +114,7 @@ class TableExchange:
             if mode:
                 operators = choose_operators(implementation, dtype, device, [sizes[number].dim for number in found])
             self._groups.append(
-                _Group(
+                _FeatureGroup(
                     range(found[0], found[-1] + 1),
                     specs[self._tables[found[0]]].mode,
                     dtype,
@@ -173,7 +173,7 @@ class TableExchange:
         return [scale_gradient(found[by_place[place]], self._scale) for place in range(len(self._order))]
 
     def _pool(
-        self, group: _Group, lookups: TableLookups, own: Sequence[int], weights: Mapping[int, Tensor]
+        self, group: _FeatureGroup, lookups: TableLookups, own: Sequence[int], weights: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
         update = self.update
         if update is not None and update.states:
@@ -196,7 +196,7 @@ class TableExchange:
 
     def _look_up_rows(
         self,
-        group: _Group,
+        group: _FeatureGroup,
         lookups: TableLookups,
         sizes: Sequence[int],
         own: Sequence[int],
