@@ -51,19 +51,4 @@ __all__ = [
     "place_tables",
 ]
 
-_HOMES = {
-    "DLRM": "model",
-    "DLRMConfig": "model_config",
-    "ShardedTables": "tables",
-    "distribute_tables": "tables",
-    "TablePlacement": "placement",
-    "TableSize": "placement",
-    "place_tables": "placement",
-    "JaggedTensor": "jagged",
-    "KeyedJaggedTensor": "jagged",
-    "KeyedTensor": "jagged",
-    "distribute_embeddings": "distribution",
-}
-__getattr__, __dir__ = attach(
-    __name__, {name: f"stretto.recommendation.{_HOMES.get(name, 'embedding_collections')}" for name in __all__}
-)
+__getattr__, __dir__ = attach(__name__)
