@@ -232,7 +232,10 @@ def test_a_model_and_its_optimizers_are_checked_before_a_checkpoint_is_read(rank
         ("grid.x=2", "grid is an unknown section"),
         ("data.format=criteo", "data.path is missing: name Criteo's files"),
         ("data.path=logs.txt", "data.path is 'logs.txt', but synthetic samples are not read from files"),
-        ("train.table_optimizer=adam", "train.table_optimizer is 'adam', but must be one of rowwise-adagrad, sgd"),
+        (
+            "train.table_optimizer=adan",
+            "train.table_optimizer is 'adan', but must be one of rowwise-adagrad, sgd, full",
+        ),
         ("train.table_lr=0", "train.table_lr is 0, but must be above 0"),
         ("train.min_lr=1", "train.min_lr is 1.0, but must be at most train.lr"),
     ],

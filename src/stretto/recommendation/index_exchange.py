@@ -12,6 +12,7 @@ from torch import Tensor
 from stretto.parallel.comm.collectives import all_to_all
 from stretto.recommendation.placement import TablePlacement
 from stretto.recommendation.pooled_exchange import TableLookups, exchange_parts
+from stretto.recommendation.sharded_lookup import cut_bags, select_tables
 
 _REFUSED = -1  # sent in place of the number of samples by a rank that refuses its batch
 
@@ -28,11 +29,11 @@ def exchange_indices(
     checks_device: bool = False,
     refused: ValueError | None = None,
 ) -> TableLookups:
-    """Exchange bags of this rank's samples for all tables for those of all samples for this rank's tables. Collective.
+    """Exchange bags of this rank's samples for all tables for those of all samples for this rank's shards. Collective.
 
     indices [total] and offsets [tables x local batch + 1] are feature-major; offsets may be on the CPU, which saves
     waiting for a GPU. The local batch is as large on all ranks. Sends how large it is and how many indices there are
-    for each table (over `host_group`, if the indices are on a GPU, so that the host knows without waiting for it), then
+    for each shard (over `host_group`, if the indices are on a GPU, so that the host knows without waiting for it), then
     the bags' lengths, then the indices.
 
     weights: [total], a factor for each index, which is sent along; on all ranks or on none. If those of any rank need
@@ -43,10 +44,12 @@ def exchange_indices(
     `indices`), for an index on a CPU that is outside of its table (on a GPU the look-up refuses it), with table, sample
     and rank; and where the ranks' batches differ in size.
     """
-    world, mine = group.size(), placement.owned[group.rank()]
+    world, mine = group.size(), placement.shards[group.rank()]
+    if weights is not None and not placement.is_whole:
+        raise ValueError("weights are exchanged for whole tables only: place each table on one rank")
     if world == 1 and refused:
         raise refused
-    if world == 1:
+    if world == 1 and placement.is_whole:
         batch, ends = _check(indices, offsets, placement, 0, names, checks_device)
         offsets = offsets.to(indices.device, non_blocking=True)
         return TableLookups(indices, offsets.to(indices.dtype), tuple(ends), batch, weights)
@@ -57,13 +60,12 @@ def exchange_indices(
         lengths = offsets.diff().to(indices.device, indices.dtype, non_blocking=True).view(len(ends) - 1, batch)
     except ValueError as error:  # the others are notified in the exchange in which they wait for this rank
         refused, batch, ends = error, _REFUSED, [0] * (1 + len(placement.tables))
-    sizes = [stop - start for start, stop in pairwise(ends)]
+        lengths = indices.new_zeros(len(placement.tables), 0)
+    bags = cut_bags(indices, lengths, ends, placement)
 
-    owned = [len(of_rank) for of_rank in placement.owned]
+    owned = [len(of_rank) for of_rank in placement.shards]
     header = batch, int(weights is not None and weights.requires_grad)
-    there = torch.tensor(
-        [number for tables in placement.owned for number in (*header, *(sizes[one] for one in tables))]
-    )
+    there = torch.tensor([number for of_rank in bags for number in (*header, *(shard.total for shard in of_rank))])
     here = there.new_empty(world * (2 + len(mine)))
     all_to_all(here, there, [2 + len(mine)] * world, [2 + count for count in owned], host_group or group)
     batches, need_gradients, *by_table = here.view(world, 2 + len(mine)).T.tolist()
@@ -78,21 +80,25 @@ def exchange_indices(
         )
     counts = [[of_table[rank] for of_table in by_table] for rank in range(world)]
 
-    leaving = torch.cat([lengths[table] for table in placement.order])
+    leaving = torch.cat([lengths.new_empty(0), *(shard.lengths for of_rank in bags for shard in of_rank)])
     arrived = leaving.new_empty(world * len(mine) * batch)
     all_to_all(arrived, leaving, [len(mine) * batch] * world, [count * batch for count in owned], group)
     by_source = arrived.view(world, len(mine), batch)
 
-    leaving = torch.cat([indices[ends[table] : ends[table + 1]] for table in placement.order])
+    leaving = torch.cat([indices[:0], *(shard.indices for of_rank in bags for shard in of_rank)])
     arrived = leaving.new_empty(sum(map(sum, counts)))
-    sent = [sum(sizes[table] for table in of_rank) for of_rank in placement.owned]
+    sent = [sum(shard.total for shard in of_rank) for of_rank in bags]
     all_to_all(arrived, leaving, [sum(of_source) for of_source in counts], sent, group)
     found = _feature_major(arrived, by_source, counts)
     if weights is not None:
         leaving = torch.cat([weights[ends[table] : ends[table + 1]] for table in placement.order])
         arrived = exchange_parts(leaving, [*map(sum, counts)], sent, group, needs_grad=any(need_gradients))
         weights = torch.cat([arrived[:0], *_by_table(arrived, counts)])
-    return replace(found, weights=weights, counts=tuple(map(tuple, counts)), sizes=tuple(sizes))
+    sizes = tuple(stop - start for start, stop in pairwise(ends))
+    found = replace(found, weights=weights, counts=tuple(map(tuple, counts)), sizes=sizes)
+    if not placement.replicated:
+        return found
+    return replace(found, replicated=select_tables(indices, lengths, ends, placement.replicated))
 
 
 def check_offsets(indices: Tensor, offsets: Tensor, tables: int, *, least: int = 1) -> int:

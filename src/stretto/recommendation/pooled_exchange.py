@@ -31,7 +31,8 @@ class TableLookups:
     indices: [total], rows of the rank's first table for all samples, then of its second. offsets: [tables x global
     batch + 1], where each bag begins. ends: offsets[::global batch] on the host, where each table's begin. batch: the
     global batch. weights: [total], a factor for each index. counts: how many indices each rank has sent for each table,
-    [rank][table]. sizes: how many this rank has sent, for each table of all ranks.
+    [rank][table]. sizes: how many this rank has sent, for each table of all ranks. replicated: this rank's samples'
+    look-ups in the tables that every rank has, if there are any.
     """
 
     indices: Tensor
@@ -41,6 +42,26 @@ class TableLookups:
     weights: Tensor | None = None
     counts: tuple[tuple[int, ...], ...] = ()
     sizes: tuple[int, ...] = ()
+    replicated: "TableLookups | None" = None
+
+    def pool(self, number: int, table: Tensor, mode: PoolingMode = "sum", *, sparse: bool = False) -> Tensor:
+        """Pool the bags' rows of the `number`th table by PyTorch's function: [batch, dim]."""
+        own = self.of_tables(number, number + 1)
+        weights = own.weights
+        if weights is not None:
+            if mode == "mean":  # which PyTorch's function refuses with weights
+                counts = own.offsets.diff()
+                weights = weights / counts.repeat_interleave(counts, output_size=len(weights))
+            mode, weights = "sum", weights.to(table.dtype)
+        return F.embedding_bag(
+            own.indices,
+            table,
+            own.offsets,
+            mode=mode,
+            sparse=sparse,
+            per_sample_weights=weights,
+            include_last_offset=True,
+        )
 
     def of_tables(self, first: int, last: int) -> "TableLookups":
         """The look-ups in the tables from `first` to before `last`."""
@@ -59,15 +80,17 @@ class TableLookups:
 
 @dataclass(frozen=True)
 class FusedUpdate:
-    """Update of the looked-up rows by the operator's backward pass, in place of gradients.
+    """Update of the looked-up rows by the operator's backward pass, in place of gradients; made by `TableOptimizer`.
 
-    settings: fp32 [2] on the device, learning rate and epsilon. states: for "adagrad", the row-wise one, fp32 [rows] of
-    each of this rank's tables.
+    The arguments of `embedding_all_to_all_update` of these names.
     """
 
-    optimizer: Literal["sgd", "adagrad"]
+    optimizer: str
     settings: Tensor
     states: tuple[Tensor, ...] = ()
+    clock: Tensor | None = None
+    blocks: tuple[Any, ...] = ()
+    is_stochastic: bool = False
 
 
 def pool_and_exchange(
@@ -102,7 +125,7 @@ def pool_and_exchange(
             if update is None or not torch.is_grad_enabled():
                 pooled = operators.embedding_all_to_all(*arguments, sparse=sparse, **options)
             else:
-                how = operators.TableUpdate(update.optimizer, update.settings, update.states)
+                how = operators.TableUpdate(**vars(update))
                 pooled = operators.embedding_all_to_all_updating(*arguments, how, **options)
         if lookups.weights is not None and lookups.weights.requires_grad:
             pooled = _WeightGradients.apply(pooled, lookups.weights, lookups, tables, dims, group, mode)
@@ -157,20 +180,6 @@ def _find_obstacle(dtype: torch.dtype, dims: Sequence[int]) -> str | None:
     return None
 
 
-def pool_bags(
-    indices: Tensor, bags: Tensor, table: Tensor, mode: PoolingMode, weights: Tensor | None = None, *, sparse: bool
-) -> Tensor:
-    """Pool a table's rows by PyTorch's function: [bags, dim]. bags: where each begins, and where the last one ends."""
-    if weights is not None:
-        if mode == "mean":  # which PyTorch's function refuses with weights
-            counts = bags.diff()
-            weights = weights / counts.repeat_interleave(counts, output_size=len(weights))
-        mode, weights = "sum", weights.to(table.dtype)
-    return F.embedding_bag(
-        indices, table, bags, mode=mode, sparse=sparse, per_sample_weights=weights, include_last_offset=True
-    )
-
-
 def _pool(
     lookups: TableLookups, tables: Sequence[Tensor], dtype: torch.dtype, mode: PoolingMode, sparse: bool
 ) -> Tensor:
@@ -179,10 +188,7 @@ def _pool(
         nothing = torch.zeros(lookups.batch, 0, dtype=dtype, device=lookups.indices.device)
         # The backward pass goes on to the exchange of the weights, which all ranks make.
         return nothing if lookups.weights is None else nothing + lookups.weights.sum().to(dtype)
-    pooled = []
-    for number, table in enumerate(tables):
-        own = lookups.of_tables(number, number + 1)
-        pooled.append(pool_bags(own.indices, own.offsets, table, mode, own.weights, sparse=sparse))
+    pooled = [lookups.pool(number, table, mode, sparse=sparse) for number, table in enumerate(tables)]
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
 
