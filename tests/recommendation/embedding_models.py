@@ -23,7 +23,6 @@ from stretto.recommendation import (
     PoolingType,
     distribute_embeddings,
 )
-from stretto.recommendation.pooled_exchange import FusedUpdate
 
 BATCH, STEPS = 12, 3
 ROWS = {"clicks": 5, "country": 7, "items": 10, "unused": 3}  # of the smallest table that a feature is looked up in
@@ -142,6 +141,30 @@ def compare(**options: Any) -> dict[str, list[str]]:
     return {name: [key for key, _ in module.named_parameters()] for name, module in model.named_children()}
 
 
+def compare_optimizers(kind: str, torchs: type[torch.optim.Optimizer], **options: Any) -> None:
+    """Train with an optimizer in the backward pass, and alone with torch's on the rows of the whole batch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain, model = make_model(torch.float64), make_model(torch.float64)
+    model = distribute_embeddings(model, Grid(data=ranks, device="cpu"))
+    modules = [model.pooled, model.weighted, model.rows, model.bag, model.row]
+    made = [module.fuse_update(kind, lr=9.0, **options) for module in modules]
+    for optimizer in made:
+        optimizer.set_lr(0.1)
+    names = [name for name, _ in plain.named_parameters() if not name.startswith(("over", "factor"))]
+    theirs = torchs([plain.get_parameter(name) for name in names], lr=0.1, **options)
+    rest = [name for name, _ in plain.named_parameters() if name not in names]
+    optimizers = [torch.optim.SGD([own.get_parameter(name) for name in rest], lr=0.5) for own in (plain, model)]
+    for step in range(STEPS):
+        for own, batch in ((plain, make_batch(step)), (model, local_part(make_batch(step), rank, ranks))):
+            (own(*batch[:2]) - batch[2]).square().mean().backward()
+        for optimizer in (theirs, *optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+        plain.zero_grad()
+    assert all(parameter.grad is None for module in modules for parameter in module.parameters())
+    require_weights(model, plain, 1e-9)
+
+
 def require_weights(model: nn.Module, plain: nn.Module, tolerance: float) -> None:
     for name, parameter in model.named_parameters():
         expected = plain.get_parameter(name).detach()
@@ -158,7 +181,7 @@ def compare_kernel() -> None:
     model: Any = make_model(torch.float32, everything=False)
     model = distribute_embeddings(model, Grid(data=ranks, device="cpu"), implementation="kernel")
     assert model.pooled.is_fused
-    model.weighted.fuse_update(FusedUpdate("sgd", torch.tensor([0.5, 0.0])))
+    model.weighted.fuse_update("sgd", lr=0.5)
     steps(model, lambda step: local_part(make_batch(step, size, torch.float32), rank, ranks), 1)
     require_weights(model, plain, 2e-6)
     model(*local_part(make_batch(0, 0, torch.float32), 0, 1)[:2]).sum().backward()

@@ -37,6 +37,16 @@ def test_training_is_that_of_one_rank(ranks: MakeRanks, world: int, options: dic
         assert sum(len(of_rank[module]) for of_rank in owned) == tables, f"{module}: each table is on one rank"
 
 
+@pytest.mark.parametrize(
+    ("kind", "torchs", "options"),
+    [("full-adagrad", torch.optim.Adagrad, {"eps": 1e-6}), pytest.param("sgd", torch.optim.SGD, {}, marks=LONG)],
+)
+def test_optimizers_in_the_backward_pass_are_torchs(
+    ranks: MakeRanks, kind: str, torchs: type[torch.optim.Optimizer], options: dict[str, float]
+) -> None:
+    ranks(3).run(embedding_models.compare_optimizers, kind, torchs, **options)
+
+
 @LONG
 def test_the_fused_operator_pools_and_updates_as_one_rank_does(interpret: Callable[..., list[Any]]) -> None:
     interpret(2, embedding_models.compare_kernel)

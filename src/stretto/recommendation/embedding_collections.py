@@ -14,9 +14,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from stretto.optim.row_update import RowOptimizer
 from stretto.recommendation.jagged import FeatureBags, result_type
-from stretto.recommendation.pooled_exchange import FusedUpdate, PoolingMode
+from stretto.recommendation.pooled_exchange import PoolingMode
 from stretto.recommendation.table_exchange import TableExchange, TableSpec
+from stretto.recommendation.table_optimizer import TableOptimizer
 
 
 class PoolingType(Enum):
@@ -137,6 +139,21 @@ def _widen(values: Tensor) -> Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
+class CollectionOptimizer:
+    """Updates this rank's tables of a module in the backward pass; made by `fuse_update`.
+
+    parts: the optimizers of the tables of a dtype and pooling.
+    """
+
+    def __init__(self, parts: Sequence[TableOptimizer]) -> None:
+        self.parts = tuple(parts)
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the next updates; a table's is this times its factor."""
+        for part in self.parts:
+            part.set_lr(lr)
+
+
 class TableModule(nn.Module):
     """A module with tables, of which this rank may have some; their weights are under the keys of their specs.
 
@@ -168,12 +185,16 @@ class TableModule(nn.Module):
         """True if the operator of stretto.ops pools all tables."""
         return self._exchange.is_fused
 
-    def fuse_update(self, update: FusedUpdate) -> None:
-        """From now on backward passes change the tables, which get no gradients. ValueError unless `is_fused`."""
-        if not self.is_fused:
-            raise ValueError("only the fused operator updates tables: pool them, with implementation='kernel'")
-        self._exchange.update = update
-        self.requires_grad_(False)
+    def fuse_update(
+        self, kind: RowOptimizer = "rowwise-adagrad", *, lr_factors: Mapping[str, float] | None = None, **options: Any
+    ) -> "CollectionOptimizer":
+        """From now on backward passes update the tables, which keep no gradients. Call it once, on all ranks.
+
+        kind and options are those of `ShardedTables.fuse_update`; lr_factors: by the tables' names. Returns the
+        optimizer, whose `set_lr(lr)` changes the learning rate of later backward passes.
+        """
+        weights = {number: self.get_parameter(self._exchange.specs[number].key) for number in self._own}
+        return CollectionOptimizer(self._exchange.fuse_update(kind, weights, lr_factors or {}, **options))
 
     def _look_up(self, bags: FeatureBags) -> list[Tensor]:
         weights = {number: self.get_parameter(self._exchange.specs[number].key) for number in self._own}

@@ -6,7 +6,7 @@ in training knows of the operator, except what has its backward pass update the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, get_args
@@ -91,6 +91,15 @@ class FusedUpdate:
     clock: Tensor | None = None
     blocks: tuple[Any, ...] = ()
     is_stochastic: bool = False
+
+    def of_tables(self, places: Sequence[int], count: int) -> "FusedUpdate":
+        """The update of these of the `count` tables; one may come several times."""
+        if [*places] == [*range(count)]:
+            return self
+        each = len(self.states) // count
+        states = tuple(state for place in places for state in self.states[place * each : (place + 1) * each])
+        settings = self.settings if self.settings.dim() == 1 else self.settings[[*places]]
+        return replace(self, settings=settings, states=states, blocks=tuple(self.blocks[place] for place in places))
 
 
 def pool_and_exchange(

@@ -6,25 +6,25 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.memory import group_timeout
 from stretto.memory.shared_groups import SharedGroups
+from stretto.optim.row_update import RowOptimizer
 from stretto.parallel.comm.autograd import scale_gradient
 from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.recommendation.index_exchange import exchange_indices
 from stretto.recommendation.jagged import FeatureBags, select_features
-from stretto.recommendation.placement import TablePlacement, TableSize
+from stretto.recommendation.placement import TablePlacement, TableShard, TableSize
 from stretto.recommendation.pooled_exchange import (
-    FusedUpdate,
     Implementation,
     PoolingMode,
     TableLookups,
@@ -32,6 +32,8 @@ from stretto.recommendation.pooled_exchange import (
     exchange_parts,
     pool_and_exchange,
 )
+from stretto.recommendation.table_optimizer import TableOptimizer
+from stretto.suggestions import name_known
 
 
 class TableSpec(NamedTuple):
@@ -66,6 +68,24 @@ class _FeatureGroup(NamedTuple):
     order: tuple[int, ...]
     dims: tuple[int, ...]
     name: str
+
+
+@dataclass
+class OptimizedTables:
+    """This rank's tables of a group, as `TableOptimizer` reads them of `ShardedTables`."""
+
+    placement: TablePlacement
+    dims: tuple[int, ...]
+    shards: tuple[TableShard, ...]
+    weights: list[nn.Parameter]
+    device: torch.device
+    dtype: torch.dtype
+    operators: Any | None
+
+    def requires_grad_(self, requires_grad: bool) -> None:
+        """Set whether the tables get gradients."""
+        for weight in self.weights:
+            weight.requires_grad_(requires_grad)
 
 
 class TableExchange:
@@ -125,11 +145,46 @@ class TableExchange:
                 )
             )
         self.is_fused = all(each.operators is not None for each in self._groups)
-        self.update: FusedUpdate | None = None
+        self._owners, self._device = owners, device
+        self._optimizers: list[TableOptimizer] = []  # of the groups
         self._host_group: dist.ProcessGroup | None = None
         if device.type == "cuda" and group.size() > 1:
             members, limit = dist.get_process_group_ranks(group), timedelta(seconds=group_timeout(group))
             self._host_group = SharedGroups().get([members], "table indices", backend="gloo", timeout=limit)
+
+    def fuse_update(
+        self, kind: RowOptimizer, weights: Mapping[int, nn.Parameter], lr_factors: Mapping[str, float], **options: Any
+    ) -> list[TableOptimizer]:
+        """Have backward passes update the tables by an optimizer a group. weights: of this rank's tables."""
+        if self._optimizers:
+            raise ValueError(
+                f"the tables have an optimizer already, {self._optimizers[0].kind}: fuse_update is called once"
+            )
+        found = {spec.name: table for table, spec in enumerate(self.specs)}
+        for name in lr_factors:
+            if name not in found:
+                raise ValueError(f"lr_factors: there is no table {name!r}{name_known(name, found)}")
+        made = []
+        for group in self._groups:
+            tables = self._tables_of(group)
+            factors = {
+                tables.index(found[name]): factor for name, factor in lr_factors.items() if found[name] in tables
+            }
+            sizes = tuple(TableSize(self.specs[table].rows, self.specs[table].dim) for table in tables)
+            by_rank = tuple(
+                tuple(place for place, table in enumerate(tables) if self._owners[table] == rank)
+                for rank in range(self._group.size())
+            )
+            placement = TablePlacement(sizes, by_rank)
+            own = [weights[table] for table in tables if table in weights]
+            shards = placement.shards[self._group.rank()]
+            held = OptimizedTables(placement, group.dims, shards, own, self._device, group.dtype, group.operators)
+            made.append(TableOptimizer(held, kind, lr_factors=factors, **options))
+        self._optimizers = made
+        return made
+
+    def _tables_of(self, group: _FeatureGroup) -> list[int]:
+        return sorted({self._tables[number] for number in group.numbers})
 
     def select(self, features: Any, *, is_weighted: bool = False) -> FeatureBags:
         """The bags of a KeyedJaggedTensor. ValueError on all ranks where one refuses its own."""
@@ -160,25 +215,31 @@ class TableExchange:
         )
         owned = self._placement.owned[self._group.rank()]
         found: dict[int, Tensor] = {}
-        for group in self._groups:
+        for index, group in enumerate(self._groups):
             places = [place for place, number in enumerate(owned) if number in group.numbers]
             first, last = (places[0], places[-1] + 1) if places else (0, 0)
             own = [self._tables[owned[place]] for place in places]
             part = lookups.of_tables(first, last)
+            optimizer = self._optimizers[index] if self._optimizers else None
             if group.mode is None:
-                found |= self._look_up_rows(group, part, lookups.sizes, own, weights)
+                found |= self._look_up_rows(group, part, lookups.sizes, own, weights, optimizer)
             else:
-                found |= self._pool(group, part, own, weights)
+                found |= self._pool(group, part, own, weights, optimizer)
         by_place = dict(zip(self._order, range(len(self._order)), strict=True))
-        return [scale_gradient(found[by_place[place]], self._scale) for place in range(len(self._order))]
+        return [found[by_place[place]] for place in range(len(self._order))]
 
     def _pool(
-        self, group: _FeatureGroup, lookups: TableLookups, own: Sequence[int], weights: Mapping[int, Tensor]
+        self,
+        group: _FeatureGroup,
+        lookups: TableLookups,
+        own: Sequence[int],
+        weights: Mapping[int, Tensor],
+        optimizer: TableOptimizer | None,
     ) -> dict[int, Tensor]:
-        update = self.update
-        if update is not None and update.states:
-            places = [[*weights].index(table) for table in own]
-            update = replace(update, states=tuple(update.states[place] for place in places))
+        update = None if optimizer is None else optimizer.update_of_operator
+        if update is not None:
+            tables = [table for table in self._tables_of(group) if table in weights]
+            update = update.of_tables([tables.index(table) for table in own], len(tables))
         pooled = pool_and_exchange(
             lookups,
             [weights[table] for table in own],
@@ -189,10 +250,17 @@ class TableExchange:
             name=group.name,
             update=update,
             mode=group.mode or "sum",
-            sparse=self.specs[self._tables[group.numbers[0]]].sparse,
+            sparse=optimizer is not None or self.specs[self._tables[group.numbers[0]]].sparse,
         )
+        pooled = self._follow(pooled, optimizer)
         widths = [self._placement.tables[number].dim for number in group.order]
         return dict(zip(group.order, pooled.split(widths, dim=1), strict=True))
+
+    def _follow(self, vectors: Tensor, optimizer: TableOptimizer | None) -> Tensor:
+        """The group's vectors, whose gradient has the optimizer begin a step, and is averaged."""
+        if optimizer is not None and vectors.requires_grad:
+            vectors.register_hook(lambda _: optimizer.begin())
+        return scale_gradient(vectors, self._scale)
 
     def _look_up_rows(
         self,
@@ -201,13 +269,15 @@ class TableExchange:
         sizes: Sequence[int],
         own: Sequence[int],
         weights: Mapping[int, Tensor],
+        optimizer: TableOptimizer | None,
     ) -> dict[int, Tensor]:
         """A row for each id. Rows return to the ranks that asked for them by the reverse of the indices' exchange."""
         dim = self.specs[self._tables[group.numbers[0]]].dim
         rows = []
         for place, table in enumerate(own):
             spec, asked = self.specs[table], lookups.of_tables(place, place + 1).indices
-            rows.append(F.embedding(asked, weights[table], spec.padding_idx, sparse=spec.sparse))
+            is_sparse = optimizer is not None or spec.sparse
+            rows.append(F.embedding(asked, weights[table], spec.padding_idx, sparse=is_sparse))
         if self._group.size() > 1:
             counts, world = lookups.counts, self._group.size()
             by_table = [of_table.split([of_rank[place] for of_rank in counts]) for place, of_table in enumerate(rows)]
@@ -219,6 +289,8 @@ class TableExchange:
                 dim * sum(sizes[number] for number in of_rank if number in group.numbers)
                 for of_rank in self._placement.owned
             ]
-            arrived = exchange_parts(flat, receives, sends, self._group, needs_grad=True).view(-1, dim)
-            rows = [*arrived.split([sizes[number] for number in group.order])]
-        return dict(zip(group.order, rows, strict=True))
+            arrived = exchange_parts(flat, receives, sends, self._group, needs_grad=True)
+            arrived = self._follow(arrived.view(-1, dim), optimizer)
+            return dict(zip(group.order, arrived.split([sizes[number] for number in group.order]), strict=True))
+        joined = self._follow(torch.cat(rows), optimizer)
+        return dict(zip(group.order, joined.split([len(of_table) for of_table in rows]), strict=True))
