@@ -89,8 +89,10 @@ def make_batch(
     return features, ids, torch.rand(size, generator=generator, dtype=dtype)
 
 
-def local_part(batch: tuple[KeyedJaggedTensor, Tensor, Tensor], rank: int, ranks: int) -> Any:
-    """The rank's samples of a global batch."""
+def local_part(
+    batch: tuple[KeyedJaggedTensor, Tensor, Tensor], rank: int, ranks: int, device: str | torch.device = "cpu"
+) -> Any:
+    """The rank's samples of a global batch, on a device."""
     features, ids, targets = batch
     size = len(targets) // ranks
     rows = slice(rank * size, (rank + 1) * size)
@@ -99,7 +101,8 @@ def local_part(batch: tuple[KeyedJaggedTensor, Tensor, Tensor], rank: int, ranks
         for key, one in features.to_dict().items()
         if size
     } or {key: JaggedTensor(features.values()[:0], features.weights()[:0], features.lengths()[:0]) for key in ROWS}
-    return KeyedJaggedTensor.from_jt_dict(own), ids[rows], targets[rows]
+    place = torch.device(device)
+    return KeyedJaggedTensor.from_jt_dict(own).to(place), ids[rows].to(place), targets[rows].to(place)
 
 
 def steps(model: nn.Module, batches: Callable[[int], Any], count: int = STEPS, factor: float = 1.0) -> list[float]:
@@ -125,19 +128,21 @@ def make_model(dtype: torch.dtype, everything: bool = True) -> ClickModel:
     return ClickModel(everything=everything).to(dtype)
 
 
-def compare(**options: Any) -> dict[str, list[str]]:
+def compare(device: str = "cpu", tolerance: float = 1e-12, **options: Any) -> dict[str, list[str]]:
     """Train a distributed model and the same one alone on the whole batch; this rank's tables, by module."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plain, z = make_model(torch.float64), options.pop("z", 1)
-    model = distribute_embeddings(make_model(torch.float64), Grid(data=ranks // z, z=z, device="cpu"), **options)
+    grid = Grid(data=ranks // z, z=z, device=device)
+    model = distribute_embeddings(make_model(torch.float64), grid, **options)
     factor = 1 / ranks if options.get("gradients") == "sum" else 1.0
     expected = steps(plain, make_batch)
-    found = torch.tensor(steps(model, lambda step: local_part(make_batch(step), rank, ranks), factor=factor))
+    losses = steps(model, lambda step: local_part(make_batch(step), rank, ranks, grid.device), factor=factor)
+    found = torch.tensor(losses, device=grid.device)
     dist.all_reduce(found)
     torch.testing.assert_close((found / ranks).tolist(), expected, rtol=0, atol=1e-6)
-    require_weights(model, plain, 1e-12)
+    require_weights(model, plain, tolerance)
     with torch.no_grad():  # collectives of the forward pass alone
-        model(*local_part(make_batch(9), rank, ranks)[:2])
+        model(*local_part(make_batch(9), rank, ranks, grid.device)[:2])
     return {name: [key for key, _ in module.named_parameters()] for name, module in model.named_children()}
 
 
@@ -169,31 +174,33 @@ def require_weights(model: nn.Module, plain: nn.Module, tolerance: float) -> Non
     for name, parameter in model.named_parameters():
         expected = plain.get_parameter(name).detach()
         torch.testing.assert_close(
-            whole(parameter), expected, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            whole(parameter).cpu(), expected, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
-def compare_kernel() -> None:
+def compare_kernel(device: str = "cpu") -> None:
     """A step by the fused operator, of one module with gradients and of one updated by it, in fp32; an empty batch."""
-    rank, ranks, size = dist.get_rank(), dist.get_world_size(), 4
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    grid, size = Grid(data=ranks, device=device), 2 * ranks
     plain = make_model(torch.float32, everything=False)
     steps(plain, lambda step: make_batch(step, size, torch.float32), 1)
     model: Any = make_model(torch.float32, everything=False)
-    model = distribute_embeddings(model, Grid(data=ranks, device="cpu"), implementation="kernel")
+    model = distribute_embeddings(model, grid, implementation="kernel")
     assert model.pooled.is_fused
     model.weighted.fuse_update("sgd", lr=0.5)
-    steps(model, lambda step: local_part(make_batch(step, size, torch.float32), rank, ranks), 1)
+    steps(model, lambda step: local_part(make_batch(step, size, torch.float32), rank, ranks, grid.device), 1)
     require_weights(model, plain, 2e-6)
-    model(*local_part(make_batch(0, 0, torch.float32), 0, 1)[:2]).sum().backward()
+    model(*local_part(make_batch(0, 0, torch.float32), 0, 1, grid.device)[:2]).sum().backward()
 
 
-def refuse_and_go_on() -> list[str]:
+def refuse_and_go_on(device: str = "cpu") -> list[str]:
     """Errors of this rank where rank 1 alone is given bad input; then all go on with an empty batch, and a good one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model: Any = distribute_embeddings(make_model(torch.float64), Grid(data=ranks, device="cpu"))
+    model: Any = distribute_embeddings(make_model(torch.float64), Grid(data=ranks, device=device))
+    device = str(model.over[0].weight.device)
     model.requires_grad_(False)  # backward passes need no trainable table
     model.over.requires_grad_(True)
-    good = local_part(make_batch(0), rank, ranks)
+    good = local_part(make_batch(0), rank, ranks, device)
     bags, rows = good[0].lengths(), good[0].values()
 
     def features(**changes: Any) -> KeyedJaggedTensor:
@@ -207,7 +214,7 @@ def refuse_and_go_on() -> list[str]:
         features(keys=["click", "country", "items", "unused"]),
         features(values=rows.double()),
         features(weights=None),
-        local_part(make_batch(0, 2), 0, 1)[0],
+        local_part(make_batch(0, 2), 0, 1, device)[0],
     ]
     messages = []
     for number, bad in enumerate(cases):
@@ -215,7 +222,7 @@ def refuse_and_go_on() -> list[str]:
         with pytest.raises(ValueError) as error:
             module(bad if rank == 1 else good[0])
         messages.append(str(error.value))
-    empty = local_part(make_batch(0, 0), 0, 1)
+    empty = local_part(make_batch(0, 0), 0, 1, device)
     assert model(*empty[:2]).shape == (0,)
     model(*empty[:2]).sum().backward()
     model(*good[:2]).sum().backward()

@@ -261,7 +261,8 @@ class _WeightGradients(torch.autograd.Function):
         for number, table in enumerate(ctx.tables):
             own = ctx.lookups.of_tables(number, number + 1)
             counts = own.offsets.diff()
-            bag_of = torch.arange(len(counts), device=counts.device).repeat_interleave(counts).to(own.indices)
+            bags = torch.arange(len(counts), dtype=own.indices.dtype, device=counts.device)
+            bag_of = bags.repeat_interleave(counts, output_size=len(own.indices))
             columns = vectors[:, column : column + table.shape[1]].contiguous()
             if ctx.mode == "mean":
                 columns = columns / counts.clamp(min=1).unsqueeze(1)
