@@ -46,12 +46,16 @@ def place(kinds: str, world: int) -> TablePlacement:
     return TablePlacement(sizes, tuple(map(tuple, owned)), tuple(names[kind] for kind in kinds))
 
 
-def make_tables(kinds: str, dtype: torch.dtype = torch.float64, implementation: Any = "auto") -> ShardedTables:
+def make_tables(
+    kinds: str, dtype: torch.dtype = torch.float64, implementation: Any = "auto", device: str = "cpu"
+) -> ShardedTables:
     world = dist.get_world_size()
     with torch.device("meta"):
         model = dlrm.DLRM(dlrm.CONFIG).to(dtype)
     placement = place(kinds, world)
-    distribute_tables(model, Grid(data=world, device="cpu"), placement=placement, implementation=implementation, seed=3)
+    distribute_tables(
+        model, Grid(data=world, device=device), placement=placement, implementation=implementation, seed=3
+    )
     assert isinstance(model.tables, ShardedTables)
     return model.tables
 
@@ -59,10 +63,8 @@ def make_tables(kinds: str, dtype: torch.dtype = torch.float64, implementation: 
 def gather(tables: ShardedTables) -> dict[str, Tensor]:
     """All tables and states, whole, from all ranks' boxes; replicas must have the same bits."""
     every: list[Any] = [None] * dist.get_world_size()
-    own = {
-        name: (state.shape, state.boxes[0].offsets, state.boxes[0].values)
-        for name, state in table_state(tables).items()
-    }
+    boxes = {name: (state.shape, state.boxes[0]) for name, state in table_state(tables).items()}
+    own = {name: (shape, box.offsets, box.values.cpu()) for name, (shape, box) in boxes.items()}
     dist.all_gather_object(every, own)
     whole: dict[str, Tensor] = {}
     for of_rank in every:
@@ -79,33 +81,37 @@ def look_up(tables: ShardedTables, number: int, dtype: torch.dtype) -> Tensor:
     """The backward pass of a look-up, whose gradient does not depend on the tables; returns this rank's vectors."""
     rank, world = dist.get_rank(), dist.get_world_size()
     _, indices, offsets, _ = dlrm.local_part(dlrm.make_batch(number), rank, world)
-    out = tables(indices, offsets)
+    out = tables(indices.to(tables.device), offsets)
     assert out.dtype == dtype
     factors = torch.randn(
         dlrm.BATCH, dlrm.CONFIG.tables, dlrm.CONFIG.dim, generator=torch.Generator().manual_seed(number)
     )
     local = factors[rank * len(out) : (rank + 1) * len(out), list(tables.placement.order)].flatten(1)
     if out.requires_grad:
-        out.backward(local.to(dtype))
-    by_number = torch.empty(len(out), dlrm.CONFIG.tables, dlrm.CONFIG.dim, dtype=dtype)
+        out.backward(local.to(out))
+    by_number = out.new_empty(len(out), dlrm.CONFIG.tables, dlrm.CONFIG.dim)
     by_number[:, list(tables.placement.order)] = out.detach().view_as(by_number)
     return by_number
 
 
 def update(
-    cases: list[tuple[str, str]], steps: int, dtype: torch.dtype = torch.float64, implementation: Any = "library"
+    cases: list[tuple[str, str]],
+    steps: int,
+    dtype: torch.dtype = torch.float64,
+    implementation: Any = "library",
+    device: str = "cpu",
 ) -> list[tuple[dict[str, Tensor], list[Tensor]]]:
     """Tables and states after some steps, of each (kinds, optimizer), and the vectors of each step, of all samples."""
     found = []
     for kinds, kind in cases:
-        tables = make_tables(kinds, dtype, implementation)
+        tables = make_tables(kinds, dtype, implementation, device)
         optimizer = tables.fuse_update(kind, **({"lr": 0.3} | OPTIONS[kind]))
         vectors = []
         for number in range(steps):
             own = look_up(tables, number, dtype)
             every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
             dist.all_gather(every, own)
-            vectors.append(torch.cat(every))
+            vectors.append(torch.cat(every).cpu())
         assert all(weight.grad is None for weight in tables.weights)
         assert optimizer.clock.tolist() == [steps, 0]
         found.append((gather(tables), vectors))

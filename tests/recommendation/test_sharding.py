@@ -53,7 +53,9 @@ def train_by_torch(kind: str) -> tuple[dict[str, Tensor], list[Tensor]]:
             norms = values.norm(dim=1, keepdim=True).clamp(min=1e-300)
             values = values * (options.get("max_norm", float("inf")) / norms).clamp(max=1.0)
             values = values + options.get("weight_decay", 0.0) * table.detach()[rows]
-            table.grad = torch.sparse_coo_tensor(sparse.indices(), values, table.shape, is_coalesced=True)
+            table.grad = torch.sparse_coo_tensor(
+                sparse.indices(), values, table.shape, is_coalesced=True, check_invariants=False
+            )
         optimizer.step()
         optimizer.zero_grad()
         vectors.append(out.detach().view(dlrm.BATCH, dlrm.CONFIG.tables, dlrm.CONFIG.dim))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from stretto.cli.console import Json, refusing_bad_input
-from stretto.cli.plan_tables import print_formulas, print_inference, print_modes, print_table
+from stretto.cli.plan_tables import plan_dlrm, print_formulas, print_inference, print_modes, print_table
 from stretto.execution import StateLocation, StateOptions, TwoLevel, check_sparsity, option_help
 from stretto.suggestions import are_missing
 
@@ -226,8 +226,6 @@ def plan(
             of_grids = {"--model": model, "--batch": batch, "--seq-len": seq_len, "--dtype": dtype, "--pipe": pipe}
             of_grids |= {"--optimizer": optimizer, "--recompute": recompute, "--memory": memory, "--context": context}
             _refuse_others("a DLRM's plan, which takes --cluster, --gpus, --explain and --json", of_grids)
-            from stretto.cli.plan_dlrm import plan_dlrm
-
             plan_dlrm(dlrm, cluster, gpus, explain=explain, as_json=as_json)
             return
         given: dict[str, Any] = {

@@ -193,7 +193,9 @@ def plan_tables(
     check_sizes(tables, ranks)
     if batch < 1 or optimizer not in STATES:
         raise ValueError(f"batch is {batch} and optimizer {optimizer!r}: at least 1, and one of {', '.join(STATES)}")
-    search = _Search(tuple(tables), ranks, batch, itemsize, optimizer, rates or TableRates(), ranks_per_node or ranks)
+    search = _TableSearch(
+        tuple(tables), ranks, batch, itemsize, optimizer, rates or TableRates(), ranks_per_node or ranks
+    )
     limit = 2 * search.even_memory() if memory is None else memory
     choices = [_Choice()] * len(tables)
     reasons, best = list[str](), search.place(choices, limit, swaps=True)
@@ -259,7 +261,7 @@ class _Placed:
 
 
 @dataclass(frozen=True)
-class _Search:
+class _TableSearch:
     tables: tuple[TableSize, ...]
     ranks: int
     batch: int

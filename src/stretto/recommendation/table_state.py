@@ -6,7 +6,7 @@ distributed_state   for torch.distributed.checkpoint, in scripts
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,27 +55,29 @@ class TensorBox(Tensor):
     By the protocol that DTensors have, too (`torch.distributed._checkpointable`).
     """
 
-    values: Tensor
-    chunk: ChunkStorageMetadata
+    held: Tensor
+    place: ChunkStorageMetadata
 
     @staticmethod
     def __new__(cls, values: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> "TensorBox":
         """Make one of the box `values`, which begins at `offsets` of a tensor of this shape."""
         box = Tensor._make_wrapper_subclass(cls, shape, dtype=values.dtype, device=values.device)
-        box.values, box.chunk = values, ChunkStorageMetadata(torch.Size(offsets), values.size())
+        box.held, box.place = values, ChunkStorageMetadata(torch.Size(offsets), values.size())
         return box
 
     @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """TypeError for every operator."""
-        raise TypeError(f"{func}: a TensorBox is for torch.distributed.checkpoint; its values are in .values")
+        raise TypeError(f"{func}: a TensorBox is for torch.distributed.checkpoint; its box is in .held")
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        data = TensorWriteData(self.chunk, TensorProperties.create_from_tensor(self.values), self.shape)
-        return [WriteItem(MetadataIndex(fqn, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        data = TensorWriteData(self.place, TensorProperties.create_from_tensor(self.held), self.shape)
+        return [WriteItem(MetadataIndex(fqn, self.place.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self.chunk]
+        return [self.place]
 
     def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
-        return self.values
+        return self.held

@@ -89,7 +89,7 @@ CASES = [
 ]
 
 
-def update_by_kernels(cases, steps):
+def update_by_kernels(cases, steps, device="cpu"):
     """The largest difference of a table or state from `update_rows`, of each case, and how many numbers differ."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shapes, first_rows = [(9, 8), (5, 12)], [rank * 9, rank * 5]
@@ -98,43 +98,48 @@ def update_by_kernels(cases, steps):
     lengths = torch.randint(0, 6, (len(shapes) * batch,), generator=generator)
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
     ends = offsets[::batch].tolist()
+    offsets_there = offsets.to(device)
     rows = [rows for rows, _ in shapes]
     found = []
     for number, (optimizer, dtype, is_plain) in enumerate(cases):
-        tables = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        tables = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
         count = len(STATE_NAMES[KINDS[optimizer]])
-        states = [torch.zeros(shape[0] if optimizer == "adagrad" else shape) for shape in shapes for _ in range(count)]
+        states = [
+            torch.zeros(shape[0] if optimizer == "adagrad" else shape, device=device)
+            for shape in shapes
+            for _ in range(count)
+        ]
         options = {} if is_plain else {"weight_decay": 0.125, "max_norm": 2.0}
-        settings = ops.table_settings(2, learning_rate=[0.25, 0.5], **options)
-        clock = torch.tensor([4, 99])
+        settings = ops.table_settings(2, learning_rate=[0.25, 0.5], **options, device=device)
+        clock = torch.tensor([4, 99], device=device)
         blocks = [ops.TableBlock(2 * table, first_rows[table], 4) for table in range(2)]
         is_stochastic = dtype != torch.float32
-        theirs, their_states = [table.clone() for table in tables], [state.clone() for state in states]
+        theirs, their_states = [table.cpu().clone() for table in tables], [state.cpu().clone() for state in states]
         for step in range(steps):
             indices = torch.cat(
                 [torch.randint(0, rows[t], (ends[t + 1] - ends[t],), generator=generator) for t in range(2)]
             )
-            out = ops.embedding_all_to_all(indices, offsets, tables, name=str(number))
+            out = ops.embedding_all_to_all(indices.to(device), offsets_there, tables, name=str(number))
             # Multiples of 1/4: sums are exact, whatever the order.
             grad = (torch.randint(-4, 5, out.shape, generator=generator) / 4).to(dtype)
             ops.embedding_all_to_all_update(
-                grad, indices, offsets, tables, optimizer=optimizer, settings=settings, states=states, clock=clock,
-                blocks=blocks, is_stochastic=is_stochastic, name=str(number),
+                grad.to(device), indices.to(device), offsets_there, tables, name=str(number),
+                update=ops.TableUpdate(optimizer, settings, states, clock, blocks, is_stochastic),
             )  # fmt: skip
-            every = [torch.empty_like(grad) for _ in range(world)]
-            dist.all_gather(every, grad)
+            every = [torch.empty_like(grad, device=device) for _ in range(world)]
+            dist.all_gather(every, grad.to(device))
             column = sum(dim for _, dim in shapes) * rank
             for table, (_, dim) in enumerate(shapes):
                 of_table = indices[ends[table] : ends[table + 1]]
                 samples = torch.arange(batch).repeat_interleave(lengths[table * batch : (table + 1) * batch])
                 total = torch.zeros(rows[table], dim)
-                total.index_add_(0, of_table, torch.cat(every)[samples, column : column + dim].float())
+                total.index_add_(0, of_table, torch.cat(every).cpu()[samples, column : column + dim].float())
                 touched = of_table.unique()
                 own = their_states[table * count : (table + 1) * count]
                 now = torch.tensor([4 + step, 99])
                 updated, changed = update_rows(
                     KINDS[optimizer], theirs[table][touched].float(), total[touched], [one[touched] for one in own],
-                    settings[table], now[0],
+                    settings[table].cpu(), now[0],
                 )  # fmt: skip
                 if is_stochastic:
                     bits = draw_bits(now, 2 * table, touched + first_rows[table], 4, dim)
@@ -145,7 +150,7 @@ def update_by_kernels(cases, steps):
                 column += dim
         assert clock.tolist() == [4 + steps, 99]
         pairs = zip([*tables, *states], [*theirs, *their_states], strict=True)
-        apart = [((a.float() - b.float()).abs() / b.float().abs().clamp(min=1.0)) for a, b in pairs]
+        apart = [((a.cpu().float() - b.float()).abs() / b.float().abs().clamp(min=1.0)) for a, b in pairs]
         worst = max(one.max().item() for one in apart)
         found.append((worst, sum((one > 1e-6).sum().item() for one in apart)))
     return found
@@ -182,10 +187,9 @@ def refuse():
         {"optimizer": "sgd", "blocks": [ops.TableBlock(0)] * 2},
     ):
         grad = torch.zeros(1, 8 * world)
+        update = ops.TableUpdate(**({"settings": torch.tensor([1.0, 0.0])} | changed))
         with pytest.raises(ValueError) as error:
-            ops.embedding_all_to_all_update(
-                grad, indices, offsets, [table], **({"settings": torch.tensor([1.0, 0.0])} | changed)
-            )
+            ops.embedding_all_to_all_update(grad, indices, offsets, [table], update=update)
         found.append(str(error.value).removeprefix("embedding_all_to_all_update: "))
     return found
 

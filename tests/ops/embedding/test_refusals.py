@@ -239,8 +239,9 @@ def ask_wrongly():
         ),
         ((grad,), {"optimizer": "adagrad", "settings": settings}, "adagrad of 1 tables has 1 states, not 0"),
     ):
+        update = ops.TableUpdate(**options)
         with pytest.raises(ValueError, match=words):
-            ops.embedding_all_to_all_update(*arguments, indices, offsets, [table], **options)
+            ops.embedding_all_to_all_update(*arguments, indices, offsets, [table], update=update)
     with pytest.raises(ValueError, match="optimizer is None or one of sgd, adagrad"):
         ops.EmbeddingAllToAll([(2, 4)], optimizer="adan")
     with pytest.raises(ValueError, match="seed is 1, but only a fused optimizer rounds, fp16 and bf16 tables"):

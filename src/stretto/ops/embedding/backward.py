@@ -95,10 +95,22 @@ class TableBlock(NamedTuple):
     column: int = 0
 
 
-class TableStep(NamedTuple):
-    """An optimizer's step on this rank's tables: the arguments of `embedding_all_to_all_update` that are about it.
+class TableUpdate(NamedTuple):
+    """An optimizer's step on this rank's tables: an argument of `embedding_all_to_all_update`.
 
-    states: as many for each table, table after table.
+    optimizer: "sgd"; "adagrad", row-wise: a row's state grows by the mean of its gradient's squares, and the row
+    changes by -learning rate x gradient / (sqrt(state) + epsilon); "full-adagrad", torch's: a state for each number;
+    "adam", torch's, of which only rows that were looked up take part in a step: their means do not decay in between.
+    settings: fp32 on the device; [2], learning rate and epsilon of all tables, or [tables, 6], each table's (see
+    `table_settings`), which adam takes, and whoever wants weight decay (of rows that were looked up, added to their
+    gradients, as torch.optim does) or clipping (a row's gradient is scaled to at most so long a norm, before the
+    decay). states: fp32, contiguous, of each table: adagrad's [rows]; full-adagrad's [rows, dim]; adam's two, [rows,
+    dim] each: table 0's means of gradients and of their squares, then table 1's.
+    clock: int64 [2] on the device, how many steps were made (calls, not look-ups of a row) and the seed of stochastic
+    rounding; the call advances it. Adam takes it, and so does is_stochastic: fp16 and bf16 rows are then rounded to
+    one of their two neighbours, so that the mean is the number, by random bits that are a hash of seed, step, and the
+    number's table, row and column. blocks: which part of which table each is, for that hash; default: whole tables 0,
+    1, ... of this rank.
     """
 
     optimizer: str
@@ -363,7 +375,7 @@ def reduce_rows(
     dims: Sequence[int],
     addresses: Sequence[int],
     lasts: Sequence[int],
-    step: TableStep | None = None,
+    step: TableUpdate | None = None,
     *,
     by_number: bool = False,
 ) -> None:
@@ -427,7 +439,7 @@ def _describe_target(
     return Target(None, tables_of, None, None, None, None, None, *(tl.constexpr(value) for value in constants))
 
 
-def _correct_means(step: TableStep) -> Tensor | None:
+def _correct_means(step: TableUpdate) -> Tensor | None:
     """Return fp32 [tables, 2], 1 - beta ** steps of adam's two means with the step that is made; None for others.
 
     In fp64: 1 - 0.999 in fp32 is wrong by 2e-5 of it.
@@ -471,7 +483,7 @@ def update_tables(
     placement: EmbeddingPlacement,
     group: str,
     tables: TableSet,
-    step: TableStep,
+    step: TableUpdate,
 ) -> None:
     """Make an optimizer's step on the rows that were looked up; all ranks call it. See `embedding_all_to_all_update`.
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops.embedding.backward import LookupInput, TableBlock, TableStep, update_tables
+from stretto.ops.embedding.backward import LookupInput, TableBlock, TableUpdate, update_tables
 from stretto.ops.embedding.backward_kernel import SETTINGS
 from stretto.ops.embedding.operator import agree_on_placement, embedding_all_to_all, find_placement_again
 from stretto.ops.embedding.placement import require_input
@@ -25,7 +25,6 @@ STATES = {"sgd": 0, "adagrad": 1, "full-adagrad": 1, "adam": 2}
 """How many states each optimizer has of a table."""
 
 OPTIMIZERS = tuple(STATES)
-TableUpdate = TableStep
 _OPERATOR = "embedding_all_to_all_update"
 
 
@@ -36,12 +35,7 @@ def embedding_all_to_all_update(
     tables: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
     *,
-    optimizer: str,
-    settings: Tensor,
-    states: Sequence[Tensor] = (),
-    clock: Tensor | None = None,
-    blocks: Sequence[TableBlock] = (),
-    is_stochastic: bool = False,
+    update: TableUpdate,
     weights: Tensor | None = None,
     mode: str = "sum",
     batch: int | None = None,
@@ -50,20 +44,7 @@ def embedding_all_to_all_update(
     """Make an optimizer's step on the rows that `embedding_all_to_all` has looked up, without making their gradients.
 
     grad: [global batch / world, sum of all ranks' dims], of the output. indices to name: as in the forward call, which
-    has checked them.
-    optimizer: "sgd"; "adagrad", row-wise: a row's state grows by the mean of its gradient's squares, and the row
-    changes by -learning rate x gradient / (sqrt(state) + epsilon); "full-adagrad", torch's: a state for each number;
-    "adam", torch's, of which only rows that were looked up take part in a step: their means do not decay in between.
-    settings: fp32 on the device; [2], learning rate and epsilon of all tables, or [tables, 6], each table's (see
-    `table_settings`), which adam takes, and whoever wants weight decay (of rows that were looked up, added to their
-    gradients, as torch.optim does) or clipping (a row's gradient is scaled to at most so long a norm, before the
-    decay). states: fp32, contiguous, of each table: adagrad's [rows]; full-adagrad's [rows, dim]; adam's two, [rows,
-    dim] each: table 0's means of gradients and of their squares, then table 1's.
-    clock: int64 [2] on the device, how many steps were made (calls, not look-ups of a row) and the seed of stochastic
-    rounding; the call advances it. Adam takes it, and so does is_stochastic: fp16 and bf16 rows are then rounded to
-    one of their two neighbours, so that the mean is the number, by random bits that are a hash of seed, step, and the
-    number's table, row and column. blocks: which part of which table each is, for that hash; default: whole tables 0,
-    1, ... of this rank.
+    has checked them. update: the optimizer.
     Sums and updates are fp32, then rounded to the table's dtype. A table may be given several times, for several
     features: a row gets one step, of all its lookups.
 
@@ -71,7 +52,8 @@ def embedding_all_to_all_update(
     """
     group_name = find_name(group)
     device, world = offsets.device, dist.get_world_size(group)
-    traces = is_traced(grad, indices, offsets, weights, settings, clock, *tables, *states)
+    given = grad, indices, offsets, weights, update.settings, update.clock, *tables, *update.states
+    traces = is_traced(*given)
     known = (accept_tables if traces else find_tables)(tables, device)
     count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
     if traces:
@@ -83,10 +65,10 @@ def embedding_all_to_all_update(
             f"embedding_all_to_all_update: the output's gradient is {dtype} [{count // world}, {width}] on "
             f"{device}, not {grad.dtype} {list(grad.shape)} on {grad.device}"
         )
-    step = TableStep(optimizer, settings, states, clock, blocks, is_stochastic)
-    require_step(step, known.rows, known.dims, known.dtype, device)
+    require_step(update, known.rows, known.dims, known.dtype, device)
     if traces:
         detached = [table.detach() for table in tables]
+        optimizer, settings, states, clock, blocks, is_stochastic = update
         rest = list(chain.from_iterable(blocks)), is_stochastic, mode, count, name, group_name
         torch.ops.stretto.embedding_all_to_all_update(
             grad, indices, offsets, detached, list(states), settings, clock, weights, optimizer, *rest
@@ -95,8 +77,8 @@ def embedding_all_to_all_update(
     lookups = LookupInput(indices, offsets, weights, mode, known.rows, known.dims)
     placement = find_placement_again(group_name, device, known.dims, dtype, count, name)
     with torch.no_grad():
-        update_tables(grad, lookups, placement, group_name, known, step)
-    torch.autograd.graph.increment_version([*tables, *states])
+        update_tables(grad, lookups, placement, group_name, known, update)
+    torch.autograd.graph.increment_version([*tables, *update.states])
 
 
 @torch.library.custom_op("stretto::embedding_all_to_all_update", mutates_args=("tables", "states", "clock"))
@@ -123,7 +105,7 @@ def _embedding_all_to_all_update(
     lookups = LookupInput(indices, offsets, weights, pooling, known.rows, known.dims)
     whole = [TableBlock(*blocks[at : at + 3]) for at in range(0, len(blocks), 3)]
     update_tables(
-        grad, lookups, placement, group, known, TableStep(optimizer, settings, states, clock, whole, is_stochastic)
+        grad, lookups, placement, group, known, TableUpdate(optimizer, settings, states, clock, whole, is_stochastic)
     )
 
 
@@ -156,7 +138,7 @@ def table_settings(
 
 
 def require_step(
-    step: TableStep, rows: Sequence[int], dims: Sequence[int], dtype: torch.dtype | None, device: torch.device
+    step: TableUpdate, rows: Sequence[int], dims: Sequence[int], dtype: torch.dtype | None, device: torch.device
 ) -> None:
     """ValueError for an unknown optimizer, or for a step's tensors that do not fit tables of these shapes and dtype."""
     optimizer, settings, states, clock = step[:4]
@@ -241,15 +223,6 @@ class _LookUpAndUpdate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         indices, offsets, weights = ctx.saved_tensors
-        update: TableUpdate = ctx.update
-        embedding_all_to_all_update(
-            gradients[0],
-            indices,
-            offsets,
-            list(ctx.tables),
-            ctx.group,
-            weights=weights,
-            **update._asdict(),
-            **ctx.options,
-        )
+        options = ctx.options | {"update": ctx.update, "weights": weights}
+        embedding_all_to_all_update(gradients[0], indices, offsets, list(ctx.tables), ctx.group, **options)
         return (None,) * 7

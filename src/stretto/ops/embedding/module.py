@@ -7,7 +7,6 @@
 
 import itertools
 import json
-import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -70,9 +69,9 @@ class EmbeddingAllToAll(nn.Module):
     placement. Default: `rank<global rank>_<place>`, with which a state dict can be loaded only with the same placement.
     optimizer: with None, `tables` are parameters with gradients (sparse ones with sparse=True). With "sgd", "adagrad"
     (row-wise), "full-adagrad" or "adam" (see `embedding_all_to_all_update`), the backward pass itself updates the rows
-    that were looked up: then `tables` need no gradients, and no other optimizer should have them. learning_rate (of all
-    tables, or of each), epsilon, weight_decay, max_norm, betas: the fused optimizer's, as in `table_settings`; seed:
-    rounds fp16 and bf16 tables stochastically. `set_learning_rate` changes the learning rate, also for a captured CUDA
+    that were looked up: then `tables` need no gradients, and no other optimizer should have them. settings: those of
+    `table_settings`: learning_rate (of all tables, or of each), epsilon, weight_decay, max_norm, betas. seed: rounds
+    fp16 and bf16 tables stochastically. `set_learning_rate` changes the learning rate, also for a captured CUDA
     graph. mode, checks: as in `embedding_all_to_all`.
 
     Rows start uniformly distributed within +-1 / sqrt(rows) (`reset_parameters`; call it after `to_empty` if the module
@@ -99,16 +98,12 @@ class EmbeddingAllToAll(nn.Module):
         names: Sequence[str] | None = None,
         mode: str = "sum",
         optimizer: str | None = None,
-        learning_rate: float | Sequence[float] = 0.01,
-        epsilon: float = 1e-8,
-        weight_decay: float = 0.0,
-        max_norm: float = math.inf,
-        betas: tuple[float, float] = (0.9, 0.999),
         seed: int | None = None,
         sparse: bool = False,
         checks: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
         dtype = dtype or torch.get_default_dtype()
@@ -118,15 +113,7 @@ class EmbeddingAllToAll(nn.Module):
         error = ""
         try:
             _require_options(optimizer, sparse, mode)
-            settings = table_settings(
-                max(len(shapes), 1),
-                learning_rate=learning_rate,
-                epsilon=epsilon,
-                weight_decay=weight_decay,
-                max_norm=max_norm,
-                betas=betas,
-                device="cpu",
-            )
+            rates = table_settings(max(len(shapes), 1), **settings, device="cpu")
             if seed is not None and (optimizer is None or dtype == torch.float32):
                 raise ValueError(
                     f"seed is {seed}, but only a fused optimizer rounds, fp16 and bf16 tables: leave it out"
@@ -141,9 +128,9 @@ class EmbeddingAllToAll(nn.Module):
         self.group, self.mode, self.optimizer = group, mode, optimizer
         self.sparse, self.checks = sparse, checks
         # The kernel reads two numbers for all tables, if they suffice.
-        is_plain = weight_decay == 0 and max_norm == math.inf and bool((settings[:, 0] == settings[0, 0]).all())
-        is_short = optimizer != "adam" and is_plain
-        self._rates, self.seed = settings[0, :2] if is_short else settings[: len(shapes)], seed
+        is_short = optimizer != "adam" and not {"weight_decay", "max_norm"} & {*settings}
+        is_short = is_short and bool((rates[:, 0] == rates[0, 0]).all())
+        self._rates, self.seed = rates[0, :2] if is_short else rates[: len(shapes)], seed
         self._blocks = [TableBlock(zlib.crc32(name.encode())) for name in names]
         self.tables = NamedTables(
             {
