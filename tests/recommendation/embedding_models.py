@@ -270,6 +270,32 @@ def initial_weights(seed: int) -> dict[str, Tensor]:
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
+def forms_of_bags() -> None:
+    """An nn.EmbeddingBag's inputs: with and without a last offset, weighted, and of two dims."""
+    grid = Grid(data=dist.get_world_size(), device="cpu")
+    for has_last in (False, True):
+        torch.manual_seed(0)
+        plain = nn.EmbeddingBag(9, 4, mode="sum", include_last_offset=has_last)
+        bag = distribute_embeddings(copy.deepcopy(plain), grid)
+        torch.manual_seed(dist.get_rank())
+        ids, weights = torch.randint(9, (6,)), torch.rand(6)
+        offsets = torch.tensor([0, 2, 2, 5, 6][: 4 + has_last])
+        for arguments in ((ids, offsets), (ids, offsets, weights), (ids.view(2, 3),), (ids[:0], offsets[:has_last])):
+            torch.testing.assert_close(bag(*arguments), plain(*arguments))
+        with pytest.raises(ValueError, match="takes no offsets"):
+            bag(ids)
+
+
+def leave_some_to_parallelize() -> None:
+    """Collections that are not named are dense layers, which parallelize shards over z as any other."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain, named = make_model(torch.float64), ["pooled", "row"]
+    model = distribute_embeddings(make_model(torch.float64), Grid(z=ranks, device="cpu"), modules=named)
+    steps(plain, make_batch)
+    steps(model, lambda step: local_part(make_batch(step), rank, ranks))
+    require_weights(model, plain, 1e-12)
+
+
 def half_precision() -> list[torch.dtype]:
     """Dtypes of results of fp16 tables beside fp32 ones, which are as without ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -25,7 +25,7 @@ LONG = pytest.mark.long
         (3, {}),
         pytest.param(1, {}, marks=LONG),
         pytest.param(2, {"gradients": "sum", "pooling": {"t1": 50.0}}, marks=LONG),
-        pytest.param(4, {"z": 2}, marks=LONG),
+        pytest.param(4, {"z": 2, "sparse": True}, marks=LONG),
         pytest.param(
             4, {"owners": dict.fromkeys(("t1", "t2", "t3", "w1", "w2", "s1", "s2", "bag", "row"), 3)}, marks=LONG
         ),
@@ -85,6 +85,15 @@ def test_a_model_on_meta_starts_with_the_same_weights_on_any_number_of_ranks(ran
         for name, value in of_rank.items():
             assert torch.equal(value, alone[name])
     assert alone["pooled.embedding_bags.t1.weight"].abs().max() <= 10**-0.5
+
+
+@LONG
+def test_modules_that_are_not_named_are_parallelized_as_dense_layers(ranks: MakeRanks) -> None:
+    ranks(2).run(embedding_models.leave_some_to_parallelize)
+
+
+def test_an_embedding_bag_takes_all_of_torchs_inputs(ranks: MakeRanks) -> None:
+    ranks(2).run(embedding_models.forms_of_bags)
 
 
 @LONG

@@ -36,6 +36,7 @@ def distribute_embeddings(
     pooling: Mapping[str, float] | None = None,
     implementation: Implementation = "auto",
     gradients: GradientReduction = "mean",
+    sparse: bool | None = None,
     seed: int | None = 0,
     **options: Any,
 ) -> Model:
@@ -44,14 +45,15 @@ def distribute_embeddings(
     What is replaced, wherever it is in the model: EmbeddingBagCollection and EmbeddingCollection of torchrec and of
     `stretto.recommendation`, nn.EmbeddingBag, and nn.Embedding. Parameters keep their names, and each table is on one
     rank. The modules take and return what they did before, of this rank's samples; all ranks have equally many. Tables
-    get the gradients of the global batch, sparse where the module has sparse=True: of the mean of the losses that the
-    ranks compute, or, with gradients="sum", of their sum. Collective, as are the calls of the model.
+    get the gradients of the global batch: of the mean of the losses that the ranks compute, or, with gradients="sum",
+    of their sum. Collective, as are the calls of the model.
 
     modules: names of the modules to replace (default: all of these kinds). owners: the rank of each table, by the
     table's name in its collection, or the module's in the model (default: `place_tables`). pooling: the mean number of
     ids in a bag, by such names, for which tables are placed. implementation: "kernel" pools by
     `stretto.ops.embedding_all_to_all`, "library" by PyTorch's functions, "auto" by the kernel on GPUs where it takes
-    dtype and dim; rows that are not pooled go by PyTorch's functions. seed: of a model (or tables) on the meta device,
+    dtype and dim; rows that are not pooled go by PyTorch's functions. sparse: whether tables get sparse gradients
+    (None: as the module has it; TorchRec's collections have dense ones). seed: of a model (or tables) on the meta device,
     of which each rank allocates its own tables only: the same weights on every grid. options: further ones of
     `parallelize`.
 
@@ -66,6 +68,8 @@ def distribute_embeddings(
             )
     found = _find_modules(model, modules)
     specs = {name: _describe(name, module) for name, module in found.items()}
+    if sparse is not None:
+        specs = {name: [spec._replace(sparse=sparse) for spec in of_module] for name, of_module in specs.items()}
     _refuse_shared(model, found)
     group = grid.group("batch")
     ranks = _place(specs, owners, pooling, group.size())

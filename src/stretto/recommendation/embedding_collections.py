@@ -197,7 +197,9 @@ class TableModule(nn.Module):
         return CollectionOptimizer(self._exchange.fuse_update(kind, weights, lr_factors or {}, **options))
 
     def _look_up(self, bags: FeatureBags) -> list[Tensor]:
-        weights = {number: self.get_parameter(self._exchange.specs[number].key) for number in self._own}
+        # No `get_parameter`: `parallelize` has modules hold plain tensors while they run.
+        paths = {number: self._exchange.specs[number].key.rpartition(".")[0] for number in self._own}
+        weights: dict[int, Any] = {number: self.get_submodule(path).weight for number, path in paths.items()}
         return self._exchange.look_up(bags, weights)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
