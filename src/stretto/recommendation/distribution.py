@@ -53,8 +53,8 @@ def distribute_embeddings(
     ids in a bag, by such names, for which tables are placed. implementation: "kernel" pools by
     `stretto.ops.embedding_all_to_all`, "library" by PyTorch's functions, "auto" by the kernel on GPUs where it takes
     dtype and dim; rows that are not pooled go by PyTorch's functions. sparse: whether tables get sparse gradients
-    (None: as the module has it; TorchRec's collections have dense ones). seed: of a model (or tables) on the meta device,
-    of which each rank allocates its own tables only: the same weights on every grid. options: further ones of
+    (None: as the module has it; TorchRec's collections have dense ones). seed: of a model (or tables) on the meta
+    device, of which each rank allocates its own tables only: the same weights on every grid. options: further ones of
     `parallelize`.
 
     Returns the model (a new module if the model itself is one of the modules). Raises ValueError where there is nothing
