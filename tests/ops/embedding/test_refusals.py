@@ -104,7 +104,7 @@ def test_tables_of_another_set_store_nothing_and_are_an_error_on_ranks_without_t
 
 
 def look_up_with_indices_of_two_dtypes():
-    """Ranks with tables compare the dtypes of their indices; one without has none to look up."""
+    """Ranks with tables compare the dtypes of their indices; one without has none to look up. All compare schedules."""
     rank = dist.get_rank()
     tables = [torch.ones(2, 4)] * (rank != 1)
     offsets = torch.arange(3 * len(tables) + 1)
@@ -115,6 +115,9 @@ def look_up_with_indices_of_two_dtypes():
 
     with pytest.raises(ValueError, match="one dtype of indices: rank 0's is int32, rank 2's int64"):
         look_up((torch.int32, torch.int32, torch.int64), "two")
+    same, schedule = torch.zeros(3 * len(tables), dtype=torch.int64), "direct-all-to-all" if rank == 1 else None
+    with pytest.raises(ValueError, match=r"one schedule \(none: ''\): rank 0's is , rank 1's direct-all-to-all"):
+        ops.embedding_all_to_all(same, offsets, tables, batch=3, name="scheduled", schedule=schedule)
     found = look_up((torch.int32, torch.int64, torch.int32), "one")
     return found, look_up((torch.int64, torch.int32, torch.int64), "one")
 
