@@ -20,8 +20,8 @@ innermost: pipe, data, context, z, y, x. Write these by hand:
   planner/grids.py.
 - Type hints: the keywords of `GridSizes` here, of `Grid` (parallel/grid.py), and of `GridConfig`
   (train/config/options.py) for type checkers. At run time all three take the axes of `AXES`.
-- Docs: docs/configuration.md is written anew by `python -m stretto.train.config.reference docs/configuration.md`;
-  docs/parallelize.md and docs/planning.md by hand.
+- Docs: docs/configuration.md is written anew by `python docs/configuration.py`; docs/parallelize.md and
+  docs/planning.md by hand.
 
 expert multiplies nothing and so is none of AXES: for the parameters of experts alone it takes ranks of data, then of z,
 never of context (`fold_experts`). What is left of data and z for these parameters are the axes expert_data and expert_z
@@ -36,6 +36,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, log, prod
 from typing import Any, Literal, get_args
+
+from stretto.quantities import require_whole
 
 
 @dataclass(frozen=True)
@@ -319,8 +321,7 @@ def check_sizes(sizes: Mapping[str, Any]) -> GridSizes:
     numbers = {axis: size for axis, size in sizes.items() if axis != "expert_tensor"}
     _require_axes([axis for axis in numbers if axis != EXPERT])
     for axis, size in numbers.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"grid.{axis} is {size!r}, but must be a whole number, at least 1")
+        require_whole(f"grid.{axis}", size)
     if sizes.get("expert_tensor", "cut") not in get_args(ExpertTensor):
         raise ValueError(f"grid.expert_tensor is {sizes['expert_tensor']!r}, but must be 'cut' or 'fold'")
     checked = GridSizes(**sizes)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.atomic_files import require_writable
-from stretto.bench.settings import require_least
 from stretto.cluster.local_ranks import name_node
+from stretto.quantities import require_least
 from stretto.stress.catalogue import CATALOGUES
 from stretto.stress.ledger import Ledger
 
