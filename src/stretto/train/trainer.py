@@ -149,7 +149,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         replicas = None if config.train.verify_steps is None else ReplicaCheck(task)
         ranks = grid.size("world")
         recorder = StepRecorder(
-            config.items_a_step,
+            config.items_until,
             log,
             reporter,
             unit=config.unit,

@@ -309,6 +309,10 @@ class JobConfig(Section):
         @property
         def items_a_step(self) -> int: ...
 
+    def items_until(self, step: int) -> int:
+        """Tokens or samples of the steps up to this one; the first is 1."""
+        return step * self.items_a_step
+
     def grid_options(self, grid: GridConfig) -> dict[str, Any]:
         """The options that put this run on another grid. Raises ValueError for axes that its kind does not have."""
         return {"grid": grid.model_dump(), "ranks": grid.ranks}

@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,17 @@ from stretto.train.data.hashing import mix
 # 1988); it takes about sixteen until all orders of five or six sequences are equally likely. Changing this changes the
 # order of the data in every run.
 ROUND_PAIRS = 8
+
+
+class Order(Protocol):
+    """The order in which the sequences of a data set are trained on, without an end."""
+
+    @property
+    def dataset_length(self) -> int:
+        """The number of sequences that there are."""
+
+    def take(self, first: int, count: int) -> NDArray[np.int64]:
+        """The indices of the `count` sequences from position `first` of the order on, int64 [count]."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +53,16 @@ class Sampler:
         first = step * self.batch
         if not 0 <= first < (1 << 63) - self.batch:
             raise ValueError(f"step={step} must be at least 0 and below {((1 << 63) - self.batch) // self.batch}")
-        positions = np.arange(first, first + self.batch, dtype=np.uint64)
+        return self.take(first, self.batch)
+
+    def take(self, first: int, count: int) -> NDArray[np.int64]:
+        """The indices of the `count` sequences from position `first` of the order on, int64 [count]."""
+        return self.at(np.arange(first, first + count, dtype=np.uint64))
+
+    def at(self, positions: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """The indices of the sequences at these positions of the order, int64 of the same shape, [n]."""
         epoch, offset = np.divmod(positions, np.uint64(self.dataset_length))
-        key = mix(mix(np.full(self.batch, self.seed, dtype=np.uint64)) ^ epoch)
+        key = mix(mix(np.full(len(positions), self.seed, dtype=np.uint64)) ^ epoch)
         # Cycle walking: the Feistel network permutes slightly more than dataset_length values. It is applied again to
         # values that are too large; the cycle returns to the range because it started there.
         indices = self._permute(offset, key)
