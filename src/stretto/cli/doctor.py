@@ -295,6 +295,7 @@ def _extras() -> Iterator[Finding]:
         ("matplotlib", "no pictures are drawn (pip install 'stretto[plots]')"),
         ("tokenizers", "text is read as bytes (pip install 'stretto[tokenizers]')"),
         ("transformers", "Hugging Face's models are not there (pip install 'stretto[huggingface]')"),
+        ("pyarrow", "Parquet files and saved data sets are refused (pip install 'stretto[data]')"),
         ("tensorboard", "train.tensorboard is refused (pip install 'stretto[tensorboard]')"),
     ):
         yield _package(name, without)
