@@ -71,7 +71,7 @@ def test_slurm_starts_each_task_as_a_rank(tmp_path: Path) -> None:
         assert 1024 < int(variables["MASTER_PORT"]) < 65536
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_slurms_script_trains(tmp_path: Path) -> None:
     config = runs.configure(tmp_path / "run", "grid.data=2", "grid.z=2", "train.steps=2")
     runs.write_config(config)
@@ -204,7 +204,7 @@ def test_ray_starts_torchrun_in_an_actor_on_each_node(monkeypatch: pytest.Monkey
         ]  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_rays_script_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One node with a rank on the CPU."""
     stand_in_for_ray(monkeypatch, [])

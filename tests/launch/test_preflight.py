@@ -69,7 +69,7 @@ def test_what_a_cluster_file_promises_is_expected_of_all(ranks: Any, tmp_path: P
     assert "0.0.1" in versions["torch"].found + versions["torch"].expected
     assert f"{len(report.faults)} faults found" in "\n".join(report.lines())
     assert len(report.faults) == 4 + len(versions)
-    assert len(report.as_dict()["links"]) == 2
+    assert len(report.links) == 2
 
 
 def check_with_other_versions(folder: Path, cluster: Cluster) -> PreflightReport:

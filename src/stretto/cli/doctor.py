@@ -7,6 +7,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -122,7 +123,7 @@ def _measure_ranks(ranks: int | None, cluster: str | None, folder: Path, *, as_j
             report = run_ranks(count, _preflight_rank, known, folder)
     if report.rank == 0:
         if as_json:
-            print_json(report.as_dict())
+            print_json(asdict(report))
         else:
             print("\n".join(report.lines()))
     if report.faults:

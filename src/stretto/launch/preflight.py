@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,9 +81,6 @@ class PreflightReport:
     nics: dict[str, list[str]] = field(default_factory=dict)
     faults: list[MachineFault] = field(default_factory=list)
     seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def lines(self) -> Iterator[str]:
         """What was measured, for people; the faults come last."""

@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def _check_machines(grid: Grid, config: JobConfig) -> None:
     cluster = None if named is None else Cluster.find(named)
     report = check_machines(grid.device, folder=config.out, cluster=cluster)
     if report.rank == 0:
-        write_atomically(config.out / "preflight.json", json.dumps(report.as_dict(), indent=1))
+        write_atomically(config.out / "preflight.json", json.dumps(asdict(report), indent=1))
         for fault in report.faults:
             logger.warning("preflight: %s", fault)
 

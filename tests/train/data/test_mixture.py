@@ -54,8 +54,8 @@ def test_every_grid_and_every_resumption_reads_one_stream_of_tokens(tmp_path: Pa
             digest = hashlib.sha256()
             for step in range(STEPS):
                 if step in (0, resumed_at):  # a new process, on another grid
-                    order, shards = again.order(7, len(again)), parts if step == resumed_at else rng.choice(SHARDS)
-                indices = order.take(step * BATCH, BATCH)
+                    order, shards = again.order(BATCH, 7), parts if step == resumed_at else rng.choice(SHARDS)
+                indices = order.indices(step)
                 for part in range(shards):
                     for index in indices[rank_rows(BATCH, part, int(shards))]:
                         digest.update(read(int(index)))
@@ -70,7 +70,7 @@ def test_shares_are_those_of_the_weights_at_any_place_of_the_order(seed: int) ->
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 9))
     lengths, weights = rng.integers(1, 500, count), rng.dirichlet(np.full(count, 0.3)) + 1e-4
-    sampler = MixedSampler(tuple(map(int, lengths)), tuple(map(float, weights)), seed)
+    sampler = MixedSampler(tuple(map(int, lengths)), tuple(map(float, weights)), 8, seed)
     ends, shares = np.cumsum(lengths), weights / weights.sum()
     taken = sampler.take(0, 10_000)
     source = np.searchsorted(ends, taken, side="right")
@@ -98,7 +98,7 @@ def test_shares_of_ten_million_tokens_are_within_half_a_percent(tmp_path: Path) 
     rng = np.random.default_rng(3)
     mixture = make_mixture(tmp_path, rng)
     weights = np.array(mixture.weights) / sum(mixture.weights)
-    taken = mixture.order(1, len(mixture)).take(0, 10_000_000 // SEQ_LEN)
+    taken = mixture.order(8, 1).take(0, 10_000_000 // SEQ_LEN)
     tokens = np.bincount(np.searchsorted(mixture._ends, taken, side="right"), minlength=len(weights)) * SEQ_LEN
     assert np.abs(tokens / tokens.sum() / weights - 1).max() < 0.005
 
@@ -106,9 +106,9 @@ def test_shares_of_ten_million_tokens_are_within_half_a_percent(tmp_path: Path) 
 def test_one_source_keeps_the_order_that_it_has_alone(tmp_path: Path) -> None:
     file = write_nanogpt(tmp_path / "a.bin", list(range(200)), "H")
     alone = TokenDataset(TokenStream([Segment(file, "<u2", 200)]), seq_len=4, vocab_size=256)
-    assert alone.order(5, len(alone)).take(30, 10).tolist() == Sampler(len(alone), 10, 5).indices(3).tolist()
+    assert alone.order(10, 5).indices(3).tolist() == Sampler(len(alone), 10, 5).indices(3).tolist()
     with pytest.raises(ValueError, match="as a whole"):
-        MixedDataset([alone, alone], [1, 2]).order(5, 7)
+        MixedDataset([alone, alone], [1, 2]).order(8, 5, count=7)
 
 
 @pytest.mark.parametrize(

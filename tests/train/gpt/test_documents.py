@@ -2,9 +2,11 @@
 """Training on packed documents: none sees another's tokens, on any grid; a mixture, and a ramp, resume on any grid."""
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +16,13 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from stretto.models import GPT, GPTConfig
+from stretto.parallel import Grid
+from stretto.train import task as task_module
 from stretto.train.checkpoint import checkpoint_path
 from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.config import TrainConfig
 from stretto.train.gpt.preflight import build_model_config, open_data
+from stretto.train.gpt.task import GPTTask
 from stretto.train.preflight import preflight
 
 GRIDS = ({"context": 2, "x": 2}, {"pipe": 2, "data": 2}, {"z": 2, "y": 2}, {"context": 2, "pipe": 2})
@@ -90,7 +96,7 @@ def test_the_losses_are_those_of_documents_one_at_a_time(ranks: Any, tmp_path: P
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     (line,) = runs.metrics_of(config.out)
     with torch.no_grad():
-        expected = loss_of_each_document(model, dataset, dataset.order(0, len(dataset)).take(0, 8).tolist())
+        expected = loss_of_each_document(model, dataset, dataset.order(8, 0).indices(0).tolist())
         held_out = open_data(
             config.model_copy(
                 update={"data": config.data.model_copy(update={"path": config.data.evaluation_path, "weights": None})}
@@ -140,3 +146,24 @@ def test_averages_and_a_ramp_go_on_in_bits_on_the_same_grid_and_in_one_order_on_
     names = read_metadata(checkpoint_path(whole.out, 6)).tensors
     averages = {name for name in names if name.endswith(".average")}
     assert len(averages) == sum(name.startswith("model.") for name in names)
+
+
+def test_a_resumed_run_names_the_files_that_have_changed(ranks: Any, tmp_path: Path) -> None:
+    """And a run measures its machines before it trains."""
+    mixture = write_mixture(tmp_path)
+    config = runs.configure(tmp_path / "run", *mixture, "train.steps=1", "train.preflight=true")
+    model_folders.train_on_grid(ranks, config)
+    assert len(json.loads((config.out / "preflight.json").read_text())["products"]) == 1
+    changed = (tmp_path / "a.jsonl").read_text().replace("bright", "blight")
+    (tmp_path / "a.jsonl").write_text(changed)
+    (message,) = ranks(1).run(warnings_of_resuming, config, str(tmp_path / "cache"))
+    assert f"{tmp_path / 'a.jsonl'} has changed from token 0 on" in message
+    assert "b.jsonl" not in message
+
+
+def warnings_of_resuming(config: TrainConfig, cache: str) -> str:
+    with mock.patch.dict(os.environ, {"STRETTO_CACHE": cache}):
+        task = GPTTask(config, Grid())
+        with mock.patch.object(task_module.logger, "warning") as warn:
+            task.compare_data(read_metadata(checkpoint_path(config.out, 1)))
+    return "\n".join(call.args[0] % call.args[1:] for call in warn.call_args_list)

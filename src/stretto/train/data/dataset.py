@@ -2,13 +2,13 @@
 """Data sets of sequences of one length, and the one of a token stream that is split into them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.train.data.sampler import Order, Sampler
+from stretto.train.data.sampler import Sampler, SequenceOrder
 from stretto.train.data.stream import TokenStream
 
 
@@ -42,9 +42,11 @@ class SequenceDataset(ABC):
         """Read the place of each input of a sequence in its document, or in this sequence's part of it, [seq_len]."""
         return np.arange(self.seq_len)
 
-    def order(self, seed: int, count: int) -> Order:
-        """The order in which a run with this seed trains on the first `count` sequences."""
-        return Sampler(count, 1, seed)
+    def order(
+        self, batch: int, seed: int, *, count: int | None = None, until: Callable[[int], int] | None = None
+    ) -> SequenceOrder:
+        """The order in which a run trains on the first `count` sequences (None: all), as `SequenceOrder` says."""
+        return Sampler(len(self) if count is None else count, batch, seed, until)
 
     def description(self) -> dict[str, Any]:
         """What a checkpoint keeps of the data besides its fingerprint, in JSON's types."""

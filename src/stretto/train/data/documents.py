@@ -13,7 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.execution import IGNORED_TARGET
-from stretto.quantities import MAX_VOCAB
 from stretto.train.data.cache import cached_file
 from stretto.train.data.dataset import TokenDataset
 from stretto.train.data.files import file_size, reading
@@ -61,15 +60,14 @@ def open_documents(
     if separator is not None and len(ending) != 1 and tokenizer is not None:
         logger.warning("data.separator=%r is %d tokens of %s", separator, len(ending), tokenizer)
     key = b"\0".join((description, repr((format, field, separator, _BLOCK_WORDS, 1)).encode()))
-    found = []
-    for number, file in enumerate(files, start=1):
 
-        def write(output: BinaryIO, file: Path = file, number: int = number) -> None:
-            logger.info("tokenizing %s, once (%d of %d files)", file, number, len(files))
-            _write_words(output, _words(read_documents(file, format, field), encode, ending))
+    def write(output: BinaryIO, file: Path) -> None:
+        logger.info("tokenizing %s, once", file)
+        _write_words(output, _words(read_documents(file, format, field), encode, ending))
 
-        cached = cached_file(f"tokens/{_key(file, key)}.docs", write)
-        found.append(_open_cached(file, cached))
+    found = [
+        _open_cached(file, cached_file(f"tokens/{_key(file, key)}.docs", partial(write, file=file))) for file in files
+    ]
     return DocumentStream(found), max(vocab, *(each.vocab for each in found))
 
 
@@ -116,39 +114,32 @@ def _words(documents: Iterator[Document], encode: Encode, ending: list[int]) -> 
         yield np.array(ending, np.uint32)
 
 
-def _encoded(documents: Iterator[Document], encode: Encode) -> Iterator[tuple[bool, Sequence[int] | NDArray[Any]]]:
+def _encoded(documents: Iterable[Document], encode: Encode) -> Iterator[tuple[bool, Sequence[int] | NDArray[Any]]]:
     """Yield the ids of pieces of documents, and whether each is its document's first. Encodes many texts at once."""
-    waiting: list[tuple[bool, str]] = []
-    size = 0
-
-    def encoded() -> Iterator[tuple[bool, Sequence[int] | NDArray[Any]]]:
-        yield from zip([first for first, _ in waiting], encode([text for _, text in waiting]), strict=True)
-
-    for value, where in documents:
-        if isinstance(value, list):
-            if value and not 0 <= min(value) <= max(value) < MAX_VOCAB:
-                raise ValueError(
-                    f"{where}: its token ids are from {min(value)} to {max(value)}, not in [0, {MAX_VOCAB})"
-                )
-            yield from encoded()
-            waiting, size = [], 0
-            yield True, value
-            continue
-        for first, piece in _pieces(value):
-            waiting.append((first, piece))
-            size += len(piece)
-            if size >= PIECES_AT_ONCE * PIECE_BYTES:
-                yield from encoded()
-                waiting, size = [], 0
-    yield from encoded()
+    for batch in _batches(piece for document in documents for piece in _pieces(document.value)):
+        texts = iter(encode([value for _, value in batch if isinstance(value, str)]))
+        for is_first, value in batch:
+            yield is_first, next(texts) if isinstance(value, str) else value
 
 
-def _pieces(text: str) -> Iterator[tuple[bool, str]]:
+def _batches(pieces: Iterable[tuple[bool, str | list[int]]]) -> Iterator[list[tuple[bool, str | list[int]]]]:
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[1])
+        if size >= PIECES_AT_ONCE * PIECE_BYTES:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _pieces(value: str | list[int]) -> Iterator[tuple[bool, str | list[int]]]:
     """Cut a long document as long texts are cut, since a tokenizer needs hundreds of bytes for each of its own."""
-    if len(text) * 4 <= PIECE_BYTES:
-        yield True, text
+    if isinstance(value, list) or len(value) * 4 <= PIECE_BYTES:
+        if value:
+            yield True, value
         return
-    data, start = text.encode(), 0
+    data, start = value.encode(), 0
     while len(data) - start > PIECE_BYTES:
         cut = cut_piece(data[start : start + PIECE_BYTES])
         yield start == 0, data[start : start + cut].decode()

@@ -3,7 +3,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from stretto.train.data.dataset import SequenceDataset
 from stretto.train.data.hashing import key_of
-from stretto.train.data.sampler import Sampler
+from stretto.train.data.sampler import Sampler, SequenceOrder
 
 
 @dataclass(frozen=True)
-class MixedSampler:
+class MixedSampler(SequenceOrder):
     """The order in which the sequences of several data sets are trained on: any part of it has them in their shares.
 
     lengths: sequences of each data set, which are numbered one data set after another. Item j of a data set with share
@@ -28,15 +28,11 @@ class MixedSampler:
 
     lengths: tuple[int, ...]
     weights: tuple[float, ...]
+    batch: int
     seed: int
-
-    @property
-    def dataset_length(self) -> int:
-        """Sequences of all data sets."""
-        return sum(self.lengths)
+    until: Callable[[int], int] | None = None
 
     def take(self, first: int, count: int) -> NDArray[np.int64]:
-        """The indices of `count` sequences from position `first` of the order on, int64 [count]."""
         total, margin = math.fsum(self.weights), len(self.weights) + 1
         times, numbers, sources, before = [], [], [], 0
         for source, weight in enumerate(self.weights):
@@ -85,10 +81,12 @@ class MixedDataset(SequenceDataset):
             {"files": files} if files else {}
         )
 
-    def order(self, seed: int, count: int) -> MixedSampler:
-        if count != len(self):
+    def order(
+        self, batch: int, seed: int, *, count: int | None = None, until: Callable[[int], int] | None = None
+    ) -> MixedSampler:
+        if count not in (None, len(self)):
             raise ValueError(f"mixed data sets are trained on as a whole: {len(self)} sequences, not {count}")
-        return MixedSampler(tuple(len(part) for part in self.parts), self.weights, seed)
+        return MixedSampler(tuple(len(part) for part in self.parts), self.weights, batch, seed, until)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

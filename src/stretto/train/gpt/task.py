@@ -68,8 +68,9 @@ class GPTTask(TrainTask):
             others = () if self.held_out is None else self.held_out.dataset.notes
             for note in dict.fromkeys((*self.dataset.notes, *others)):
                 logger.warning("%s", note)
-        trained_on = len(self.dataset) if self.held_out is None else self.held_out.trained_on
-        self.order = self.dataset.order(options.seed, trained_on)
+        self._trained_on = len(self.dataset) if self.held_out is None else self.held_out.trained_on
+        until = options.sequences_until
+        self.sampler = self.dataset.order(options.batch, options.seed, count=self._trained_on, until=until)
         model = self.source.build()
         self._routers = tuple(name for name, _ in routers(model))
         self._routing: Tensor | None = None
@@ -252,7 +253,7 @@ class GPTTask(TrainTask):
             **({} if options.batch_ramp is None else {"batch_ramp": options.batch_ramp}),
             "seq_len": options.seq_len,
             **self.dataset.description(),
-        } | ({} if self.order.dataset_length == len(self.dataset) else {"sequences": self.order.dataset_length})
+        } | ({} if self._trained_on == len(self.dataset) else {"sequences": self._trained_on})
 
     def read_batch(self, step: int) -> dict[str, NDArray[Any]]:
         sequences = self._rows(step)
@@ -357,18 +358,13 @@ class GPTTask(TrainTask):
         tokens, targets, *places = self._read(self.dataset, self._rows(step))
         if not self.dataset.has_ignored_targets:
             return tokens, targets
-        count = np.int64(max(1, self.dataset.num_targets(self._sequences(step))))
+        count = np.int64(max(1, self.dataset.num_targets(self.sampler.indices(step - 1))))
         return tokens, targets, self._to_device(np.full(len(tokens), count)), *places
-
-    def _sequences(self, step: int) -> NDArray[np.int64]:
-        """The indices of the sequences of a step's global batch."""
-        first, last = (self.config.train.sequences_until(each) for each in (step - 1, step))
-        return self.order.take(first, last - first)
 
     def _rows(self, step: int) -> NDArray[np.int64]:
         """The indices of this rank's sequences in a step's batch."""
         rows = rank_rows(self.config.train.batch_at(step), self.grid.coordinate(BATCH), self.grid.size(BATCH))
-        return self._sequences(step)[rows]
+        return self.sampler.indices(step - 1)[rows]
 
     def _read(self, dataset: SequenceDataset, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """Read inputs, targets, and with documents places, of sequences to the device, int64 [rows, seq_len] each."""
