@@ -21,11 +21,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "Request", "WeightChanges", "apply_patches", "copy_weights"]
 
-_HOMES = {
-    "Engine": "stretto.inference.engine",
-    "Request": "stretto.inference.requests",
-    "WeightChanges": "stretto.inference.weights",
-    "apply_patches": "stretto.inference.weights",
-    "copy_weights": "stretto.inference.weights",
-}
-__getattr__, __dir__ = attach(__name__, _HOMES)
+__getattr__, __dir__ = attach(__name__)
