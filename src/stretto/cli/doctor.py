@@ -104,17 +104,17 @@ def _check_kernels(ranks: int, *, as_json: bool) -> None:
 def _measure_ranks(ranks: int | None, cluster: str | None, folder: Path, *, as_json: bool) -> None:
     """Measure the machines of all ranks, and end with status 1 if anything is slow."""
     with refusing_bad_input(as_json=as_json):
+        from stretto.atomic_files import require_writable_folder
         from stretto.cluster import Cluster
         from stretto.cluster.detection import count_gpus
         from stretto.cluster.local_ranks import is_rank
 
+        require_writable_folder(folder, "--folder")
         known = None if cluster is None else Cluster.find(cluster)
         gpus = count_gpus()
         count = ranks if ranks is not None else gpus or 2
         if count < 1 or (gpus and count > gpus and not is_rank()):
-            raise ValueError(
-                f"--ranks is {count}, but must be at least 1 and at most the GPUs here; {gpus or 2} would do"
-            )
+            raise ValueError(f"--ranks is {count}, but must be 1 to the number of GPUs; {gpus or 2} would do")
         if is_rank():
             report = _preflight_rank(known, folder)
         else:
@@ -132,11 +132,16 @@ def _measure_ranks(ranks: int | None, cluster: str | None, folder: Path, *, as_j
 
 def _preflight_rank(cluster: "Cluster | None", folder: Path) -> "PreflightReport":
     """The job of each rank."""
+    import torch.distributed as dist
+
     from stretto.launch.preflight import check_machines
     from stretto.parallel import Grid
 
     grid = Grid(data=int(os.environ["WORLD_SIZE"]))
-    return check_machines(grid.device, folder=folder, cluster=cluster)
+    report = check_machines(grid.device, folder=folder, cluster=cluster)
+    dist.barrier()  # or a rank could end while others still use its connections
+    dist.destroy_process_group()
+    return report
 
 
 def _found(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

@@ -135,7 +135,7 @@ def test_ranks_default_to_the_grids_product() -> None:
         ("train.batch=none", "train.batch is 'none', but must be a whole number"),
         ("train.min_lr=1", "train.min_lr is 1.0, but must be at most train.lr; 0.0003 would do"),
         ("train.ema=1", "train.ema is 1, but must be below 1.0"),
-        ("train.batch_ramp=[[3, 0]]", "train.batch_ramp has a batch of 0, but grid.data x grid.z = 1 must divide it"),
+        ("train.batch_ramp=[[3, 0]]", "train.batch_ramp has a batch of 0, but must have multiples of"),
         ("train.batch_ramp=[[3, 4], [3, 8]]", "train.batch_ramp has step 3 after 3, but steps rise; 4 would do"),
         ("train.batch_ramp=[[3]]", "train.batch_ramp"),
         ("train.momentum=0.9", "train.momentum is 0.9, but adamw has no momentum"),

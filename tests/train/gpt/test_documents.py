@@ -25,7 +25,13 @@ from stretto.train.gpt.preflight import build_model_config, open_data
 from stretto.train.gpt.task import GPTTask
 from stretto.train.preflight import preflight
 
-GRIDS = ({"context": 2, "x": 2}, {"pipe": 2, "data": 2}, {"z": 2, "y": 2}, {"context": 2, "pipe": 2})
+GRIDS = (
+    ({"context": 2, "x": 2}, ()),
+    ({"pipe": 2, "data": 2}, ()),
+    ({"z": 2, "y": 2}, ("train.recompute=full",)),
+    ({"context": 2, "pipe": 2}, ()),
+    ({"x": 2, "z": 2}, ("train.shard_sequence=true",)),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -69,18 +75,16 @@ def test_a_gpt_attends_within_documents(positions: str) -> None:
         torch.testing.assert_close(packed[row], torch.cat(apart), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["gpt", pytest.param("llama", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "number",
-    [0, pytest.param(1, marks=pytest.mark.long), *(pytest.param(at, marks=pytest.mark.exhaustive) for at in (2, 3))],
-)
+@pytest.mark.sampled(3, quick=0)
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("number", range(len(GRIDS)))
 def test_the_losses_are_those_of_documents_one_at_a_time(ranks: Any, tmp_path: Path, kind: str, number: int) -> None:
-    sizes = GRIDS[number]
+    sizes, more = GRIDS[number]
     mixture = write_mixture(tmp_path)
     options = [*(f"grid.{axis}={size}" for axis, size in sizes.items()), "train.steps=1", "train.lr=1e-30"]
     options += [*mixture, "train.seq_len=32", f"data.evaluation_path={tmp_path / 'held-out.jsonl'}"]
     (tmp_path / "held-out.jsonl").write_text((tmp_path / "a.jsonl").read_text() * 2)
-    options += ["train.micro_batch=2"]
+    options += ["train.micro_batch=2", *more]
     if kind == "gpt":
         config = runs.configure(tmp_path / "run", "model.positions=learned", *options)
     else:
@@ -117,7 +121,14 @@ RESUMED = (
 )
 
 
-@pytest.mark.parametrize("sizes", [{"x": 2, "z": 2}, pytest.param({"data": 2, "pipe": 2}, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"z": 2}, marks=pytest.mark.long),
+        pytest.param({"data": 2, "pipe": 2}, marks=pytest.mark.exhaustive),
+        pytest.param({"x": 2, "y": 2}, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_averages_and_a_ramp_go_on_in_bits_on_the_same_grid_and_in_one_order_on_another(
     ranks: Any, tmp_path: Path, sizes: dict[str, int]
 ) -> None:

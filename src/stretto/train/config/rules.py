@@ -124,18 +124,15 @@ def _contradictions_of_ramp(config: "TrainConfig") -> list[str]:
     run, problems, before = config.train, [], 0
     if run.batch_ramp is None:
         return []
-    of_micro_batch = "" if run.micro_batch is None else " x train.micro_batch"
     each = config.grid.batch_parts * (run.micro_batch or 1)
     for last, batch in run.batch_ramp:
         if last <= before:
-            problems.append(
-                f"train.batch_ramp has step {last} after step {before}, but steps rise; {before + 1} would do"
-            )
+            problems.append(f"train.batch_ramp has step {last} after {before}, but steps rise; {before + 1} would do")
         before = max(before, last)
-        if batch < 1 or batch % each:
+        if not 1 <= batch < 1 << 31 or batch % each:
             problems.append(
-                f"train.batch_ramp has a batch of {batch}, but grid.data x grid.z{of_micro_batch} = {each} must divide "
-                f"it; the nearest that would do is {nearest_multiple(batch, each)}"
+                f"train.batch_ramp has a batch of {batch}, but must have multiples of grid.data x grid.z (x "
+                f"train.micro_batch) = {each}; {nearest_multiple(min(batch, 1 << 30), each)} would do"
             )
     if run.cuda_graph:
         problems.append("train.cuda_graph is on, and its steps have one batch; train.batch_ramp=none would do")
@@ -153,16 +150,11 @@ def _contradictions_of_mixture(config: "TrainConfig") -> list[str]:
     if data.weights is None:
         return []
     paths = len(data.path) if isinstance(data.path, list) else 1
-    if len(data.weights) != paths:
+    if len(data.weights) != paths or min(data.weights) <= 0:
+        near = [weight if weight > 0 else 1.0 for weight in [*data.weights, *[1.0] * paths][:paths]]
         problems.append(
-            f"data.weights is {data.weights}, but data.path names {paths} {'path' if paths == 1 else 'paths'}, each of "
-            f"which takes one weight; {[*data.weights, *[1.0] * paths][:paths]} would do"
+            f"data.weights is {data.weights}, but must be a number above 0 for each path of data.path; {near} would do"
         )
-    problems += [
-        f"data.weights has {weight}, but a weight is more than 0; leave the path out that is not to be trained on"
-        for weight in data.weights
-        if weight <= 0
-    ]
     if data.evaluation_sequences is not None and data.evaluation_path is None:
         problems.append(
             f"data.evaluation_sequences is {data.evaluation_sequences} and data.weights is set, but the last sequences "

@@ -179,11 +179,6 @@ class CachedDocuments:
     checks: NDArray[np.uint32]
     vocab: int
 
-    def describe(self) -> list[int]:
-        """The number of tokens, and a checksum of each of 16 equal parts of the blocks."""
-        parts = np.array_split(self.checks, _CHECKS_IN_DESCRIPTION)
-        return [self.segment.tokens, *(zlib.crc32(part.tobytes()) for part in parts)]
-
 
 def _open_cached(source: Path, cached: Path) -> CachedDocuments:
     """Open the file that `_write_words` wrote. Raises ValueError unless it is whole but for its words."""
@@ -224,10 +219,12 @@ class DocumentStream(TokenStream):
         return digest.hexdigest()
 
     def describe_files(self) -> dict[str, list[int]]:
-        """`CachedDocuments.describe` of each file, by its path; none of very many files."""
-        if len(self._cached) > _FILES_IN_DESCRIPTION:
-            return {}
-        return {str(each.source): each.describe() for each in self._cached}
+        """Each file's tokens, and a checksum of each of 16 equal parts of its blocks; none of very many files."""
+        return {
+            str(each.source): [each.segment.tokens, *(zlib.crc32(part.tobytes()) for part in _cut_evenly(each.checks))]
+            for each in self._cached
+            if len(self._cached) <= _FILES_IN_DESCRIPTION
+        }
 
     def _file_bytes(self, index: int) -> int:
         return 4 * (self.segments[index].tokens + len(self._cached[index].checks)) + _END.size
@@ -286,6 +283,10 @@ class DocumentDataset(TokenDataset):
         return self._documents.read(*self._span(index))
 
 
+def _cut_evenly(blocks: NDArray[Any]) -> list[NDArray[Any]]:
+    return np.array_split(blocks, _CHECKS_IN_DESCRIPTION)
+
+
 def find_changes(before: Any, now: dict[str, list[int]]) -> list[str]:
     """Name the files whose tokens have changed, and from which token on.
 
@@ -299,7 +300,7 @@ def find_changes(before: Any, now: dict[str, list[int]]) -> list[str]:
             found.append(f"{name} is new")
         elif old != [tokens, *checks]:
             first = next((at for at, pair in enumerate(zip(old[1:], checks, strict=True)) if pair[0] != pair[1]), 0)
-            parts = np.array_split(np.arange(-(-tokens // _BLOCK_WORDS)), _CHECKS_IN_DESCRIPTION)
+            parts = _cut_evenly(np.arange(-(-tokens // _BLOCK_WORDS)))
             at = _BLOCK_WORDS * int(parts[first][0]) if old[0] == tokens and len(parts[first]) else 0
             found.append(f"{name} has changed from token {at} on: it had {old[0]} tokens, and has {tokens}")
     return found

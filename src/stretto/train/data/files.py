@@ -240,7 +240,7 @@ def _detect_json(file: Path) -> str:
     if not file.is_file():
         return "text"  # `file_size` will report it
     with reading(file), file.open("rb") as lines:
-        first = lines.readline(FIRST_LINE_BYTES).lstrip()
+        first = lines.readline(FIRST_LINE_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()  # a byte order mark
     if not first.startswith(b"{"):
         return "text"
     return "chat" if b'"messages"' in first else "jsonl"

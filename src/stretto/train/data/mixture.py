@@ -33,10 +33,11 @@ class MixedSampler(SequenceOrder):
     until: Callable[[int], int] | None = None
 
     def take(self, first: int, count: int) -> NDArray[np.int64]:
-        total, margin = math.fsum(self.weights), len(self.weights) + 1
+        margin, largest = len(self.weights) + 1, max(self.weights)
+        total = math.fsum(weight / largest for weight in self.weights)
         times, numbers, sources, before = [], [], [], 0
         for source, weight in enumerate(self.weights):
-            share = weight / total
+            share = weight / largest / total
             # All that is due before these times comes before `first`, whatever the rounding: the margin is wide.
             start = max(0, math.ceil(share * (first - margin) - 0.5))
             stop = max(start, math.ceil(share * (first + count + margin) - 0.5))

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stretto.quantities import MAX_VOCAB
 from stretto.suggestions import did_you_mean
 from stretto.train.data.files import file_size, read_head, reading
 
@@ -36,18 +37,17 @@ def read_documents(file: Path, format: str, field: str) -> Iterator[Document]:
         before = file.stat()
     records = {"jsonl": _read_json, "parquet": _read_parquet, "arrow": _read_arrow}[format](file, field)
     for value, where in records:
-        if isinstance(value, list) and all(type(token) is int for token in value):
-            yield Document(value, where)
-        elif isinstance(value, str):
+        is_ids = isinstance(value, list) and all(type(token) is int for token in value)
+        if not is_ids and not isinstance(value, str):
+            raise ValueError(f"{where}: field {field!r} is {str(value)[:40]!r}, but must be text or a list of ids")
+        if is_ids and value and not 0 <= min(value) <= max(value) < MAX_VOCAB:
+            raise ValueError(f"{where}: token ids are from {min(value)} to {max(value)}, not in [0, {MAX_VOCAB})")
+        if isinstance(value, str) and not value.isascii():
             try:
                 value.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"{where}: field {field!r} is not Unicode: {error.reason}") from None
-            yield Document(value, where)
-        else:
-            raise ValueError(
-                f"{where}: field {field!r} is {str(value)[:40]!r}, and must be text or a list of token ids"
-            )
+        yield Document(value, where)
     with reading(file):
         after = file.stat()
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):

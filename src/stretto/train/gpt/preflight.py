@@ -166,11 +166,8 @@ def open_held_out(config: TrainConfig, dataset: SequenceDataset) -> HeldOut | No
                 + (f"; {max(1, len(dataset) // 10)} would do" if len(dataset) > 1 else "")
             )
         return HeldOut(dataset, range(len(dataset) - wanted, len(dataset)), len(dataset) - wanted)
-    trained_on = {
-        path.resolve()
-        for paths in ([data.path] if data.weights is None else data.path)
-        for path in find_files(_paths(config, paths), data.format)[1]
-    }
+    sources = data.path if isinstance(data.path, list) and data.weights is not None else [data.path]
+    trained_on = {path.resolve() for source in sources for path in find_files(_paths(config, source), data.format)[1]}
     for path in find_files(_paths(config, data.evaluation_path), data.format)[1]:
         if path.resolve() in trained_on:
             raise ValueError(
