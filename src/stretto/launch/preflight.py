@@ -38,8 +38,8 @@ Send = Callable[[Tensor, int, dist.ProcessGroup | None], Any]
 
 
 class PreflightEffort(NamedTuple):
-    """Extent of the measurements: side of matrices, products of one timing, bytes and number of messages, of a file; and
-    the parts of the usual rate below which products and links are slow."""
+    """Extent of the measurements: side of matrices, products of one timing, bytes and number of messages, bytes of a
+    file; and the parts of the usual rate below which products and links are slow."""
 
     side: int
     products: int

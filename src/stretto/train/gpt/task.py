@@ -206,11 +206,9 @@ class GPTTask(TrainTask):
         num_targets = 0
         was_training = self.model.training
         self.model.eval()
-        averages = isinstance(self.optimizer, ShardOptimizer) and self.optimizer.average is not None
         with ExitStack() as stack:
             stack.callback(self.model.train, was_training)
-            if averages:
-                assert isinstance(self.optimizer, ShardOptimizer)
+            if isinstance(self.optimizer, ShardOptimizer):
                 stack.enter_context(self.optimizer.averaged())
             for first in range(0, len(sequences), parts * rows):
                 batch = np.array(sequences[first : first + parts * rows], dtype=np.int64)
