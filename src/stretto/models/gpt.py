@@ -102,7 +102,8 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, angles: Angles | None, documents: Tensor | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), angles, documents))
+        seen = () if documents is None else (documents,)
+        x = x + self.dropout(self.attention(self.attention_norm(x), angles, *seen))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
