@@ -17,9 +17,10 @@ from stretto.lazy import attach
 if TYPE_CHECKING:
     from stretto.inference.engine import Engine
     from stretto.inference.requests import Request
+    from stretto.inference.sampling import token_log_probabilities
     from stretto.inference.weights import WeightChanges, apply_patches, copy_weights
 
-__all__ = ["Engine", "Request", "WeightChanges", "apply_patches", "copy_weights"]
+__all__ = ["Engine", "Request", "WeightChanges", "apply_patches", "copy_weights", "token_log_probabilities"]
 
 _HOMES = {
     "Engine": "stretto.inference.engine",
@@ -27,5 +28,6 @@ _HOMES = {
     "WeightChanges": "stretto.inference.weights",
     "apply_patches": "stretto.inference.weights",
     "copy_weights": "stretto.inference.weights",
+    "token_log_probabilities": "stretto.inference.sampling",
 }
 __getattr__, __dir__ = attach(__name__, _HOMES)

@@ -42,11 +42,13 @@ class CurrentStep:
 class LayerCache:
     """One layer's part of the cache: keys [pages, page, heads, key's head] and values, and attention to them."""
 
-    def __init__(self, shape: CacheShape, pages: int, page: int, like: Tensor, step: CurrentStep) -> None:
+    def __init__(
+        self, shape: CacheShape, pages: int, page: int, like: Tensor, step: CurrentStep, *, is_invariant: bool
+    ) -> None:
         self.keys, self.values = (
             like.new_zeros(pages, page, shape.heads, features) for features in (shape.key, shape.value)
         )
-        self._step = step
+        self._step, self._is_invariant = step, is_invariant
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None) -> Tensor:
         """Store this step's keys and values, and attend to those of each token's request up to its own."""
@@ -64,6 +66,7 @@ class LayerCache:
             query_offsets=tokens.starts,
             scale=scale,
             window=window,
+            invariant=self._is_invariant,
         )
 
 

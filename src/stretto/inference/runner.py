@@ -7,6 +7,7 @@ where the next step reads it, and is copied to the host meanwhile.
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from stretto.inference.sampling import (
 )
 from stretto.inference.scheduler import SCRATCH_PAGE, Place, StepPart
 from stretto.parallel.capture import CapturedStep
+from stretto.parallel.layers.invariant import InvariantOperators
 
 FROM_FEED = -1
 """Stands for a token that was drawn on the device."""
@@ -102,10 +104,18 @@ class StepRunner:
     """A model, its cache and its graphs. slots: requests at a time, of at most `longest` tokens each."""
 
     def __init__(
-        self, model: nn.Module, part: VocabularyPart, device: torch.device, *, slots: int, longest: int, page: int
+        self,
+        model: nn.Module,
+        part: VocabularyPart,
+        device: torch.device,
+        *,
+        slots: int,
+        longest: int,
+        page: int,
+        is_invariant: bool = False,
     ) -> None:
         self.model, self.part, self.device = model, part, device
-        self.slots, self.page = slots, page
+        self.slots, self.page, self._is_invariant = slots, page, is_invariant
         self.is_captured = False
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._step = CurrentStep()
@@ -129,7 +139,8 @@ class StepRunner:
 
     def allocate(self, shapes: Sequence[CacheShape], like: Tensor, pages: int) -> None:
         """Allocate the cache, and have the model attend to it."""
-        self.layers = [LayerCache(shape, pages, self.page, like, self._step) for shape in shapes]
+        given = pages, self.page, like, self._step
+        self.layers = [LayerCache(shape, *given, is_invariant=self._is_invariant) for shape in shapes]
         attend_to_pages(self.model, self.layers)
         self._attention: Any = attentions_of(self.model)[0]
 
@@ -140,8 +151,8 @@ class StepRunner:
             self._table[place.slot, : len(pages)].copy_(pages, non_blocking=True)
 
     @torch.no_grad()
-    def run(self, step: HostStep) -> Drawn:
-        """Launch a step. Collective over x, and over expert."""
+    def run(self, step: HostStep, *, may_replay: bool = True) -> Drawn:
+        """Launch a step; may_replay: by a CUDA graph. Collective over x, and over expert."""
         if self._attention.attend_to_pages is not self.layers[0]:
             raise ValueError(  # its graphs may read weights that the other one has joined anew
                 "another Engine has been made of this engine's model, and has taken it over: use that one, or give "
@@ -149,7 +160,7 @@ class StepRunner:
             )
         numbers = self._upload(step.numbers, torch.int64)
         rows, tokens = len(step.counts), len(step.ids)
-        if step.is_decoding and self.is_captured:
+        if step.is_decoding and self.is_captured and may_replay:
             if rows not in self._graphs:
                 self._graphs[rows] = CapturedStep(lambda numbers: (self._compute_static(numbers, rows),))
             (drawn,) = self._graphs[rows](numbers)
@@ -195,7 +206,8 @@ class StepRunner:
         self._step.tokens = StepTokens(places, offsets, lengths.int(), block_table)
         try:
             given: dict[str, Any] = {"logits_to_keep": last} if self._keeps else {}
-            output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **given)
+            with InvariantOperators() if self._is_invariant else nullcontext():
+                output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **given)
         finally:
             self._step.tokens = None
         logits = output.logits[0] if self._keeps else output.logits[0, last]
