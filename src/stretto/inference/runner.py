@@ -25,7 +25,9 @@ from stretto.inference.sampling import (
     log_probabilities,
 )
 from stretto.inference.scheduler import SCRATCH_PAGE, Place, StepPart
+from stretto.ops.decoding.rotary_cache import has_kernels
 from stretto.parallel.capture import CapturedStep
+from stretto.parallel.fused_modules import defer_rotation
 from stretto.parallel.layers.invariant import InvariantOperators
 
 FROM_FEED = -1
@@ -126,15 +128,25 @@ class StepRunner:
         self._graphs: dict[int, CapturedStep] = {}
         self._static_logits: dict[int, Tensor] = {}
         self.layers: list[LayerCache] = []
+        self._rotates: list[bool] = []
 
     @torch.no_grad()
     def probe(self, count: int, fuser: BlockFuser) -> list[ShapeProbe]:
         """Run a token through the model with probes in place of its `count` attentions. Collective."""
         probes = [ShapeProbe() for _ in range(count)]
         attend_to_pages(self.model, probes)
+        attentions = attentions_of(self.model)
+        own = [module.forward for module in attentions]
+        # An invariant engine's bits are those of a trainer's rotation.
+        if has_kernels(self.device) and not self._is_invariant:
+            for module, probe in zip(attentions, probes, strict=True):
+                defer_rotation(module, probe.rotate)
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with fuser.watch():
             self.model(input_ids=zero, position_ids=zero, use_cache=False)
+        for module, forward in zip(attentions, own, strict=True):
+            module.forward = forward
+        self._rotates = [probe.can_rotate for probe in probes]
         return probes
 
     def allocate(self, shapes: Sequence[CacheShape], like: Tensor, pages: int) -> None:
@@ -142,7 +154,11 @@ class StepRunner:
         given = pages, self.page, like, self._step
         self.layers = [LayerCache(shape, *given, is_invariant=self._is_invariant) for shape in shapes]
         attend_to_pages(self.model, self.layers)
-        self._attention: Any = attentions_of(self.model)[0]
+        attentions = attentions_of(self.model)
+        for module, layer, rotates in zip(attentions, self.layers, self._rotates, strict=True):
+            if rotates:
+                defer_rotation(module, layer.rotate_later)
+        self._attention: Any = attentions[0]
 
     def join(self, places: Sequence[Place]) -> None:
         """Write the pages of requests that join."""

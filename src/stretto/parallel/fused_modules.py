@@ -7,6 +7,7 @@ Stretto's would be a wall.
 """
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from stretto.huggingface.formulas import NormKind
 from stretto.huggingface.known_modules import (
     ROTATE,
     cache_of_nothing,
+    calls_rotation,
     is_gated_mlp,
     is_gelu_by_tanh,
     keeps_keys_and_values,
@@ -185,7 +187,26 @@ def _rotate(module: nn.Module, tuner: AttentionTuner) -> Callable[..., Any]:
     given: dict[str, Any] = {ROTATE: rotate}
     if "get_interface" in own.__code__.co_names and _FUNCTIONS in own.__globals__:
         given[_FUNCTIONS] = _Interfaces(own.__globals__[_FUNCTIONS], tuner)
+    return _with_globals(module, given)
+
+
+def defer_rotation(module: nn.Module, note: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> bool:
+    """Have an attention call `note` with queries, keys, cosines and sines in place of a rotation; False if it has none.
+
+    That is, if its class's code rotates halves, and nobody but `fuse_modules` has replaced it.
+    """
+    kind: Any = type(module)
+    own: Any = inspect.unwrap(module.forward)
+    if getattr(own, "__func__", own) is not inspect.unwrap(kind.forward) or not calls_rotation(kind):
+        return False
+    module.forward = _with_globals(module, {ROTATE: note})
+    return True
+
+
+def _with_globals(module: nn.Module, given: dict[str, Any]) -> Callable[..., Any]:
+    """The forward of a module's class, with other values of some globals."""
+    own: Any = type(module).forward
     others = _Globals(own.__globals__, **given)
     code = types.FunctionType(own.__code__, others, own.__name__, own.__defaults__, own.__closure__)
-    code.__kwdefaults__ = own.__kwdefaults__
+    code.__kwdefaults__, code.__wrapped__ = own.__kwdefaults__, own  # type: ignore[attr-defined]
     return types.MethodType(code, module)

@@ -206,7 +206,7 @@ class ParallelExperts(ShardedModule):
         x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
         inputs: tuple[Tensor, ...] = x, top_k_weights, top_k_index
         if self.few_tokens is not None:
-            return self._multiply_few(*inputs, self.few_tokens).view(hidden.shape)
+            return note_features(self._multiply_few(*inputs, self.few_tokens).view(hidden.shape), "y")
         if self.can_start:
             started = _run(self._start_in_graphs, (1,), *inputs) if started is None else started
             # A compiler keeps the tokens' memory until this has read it. Their gradients go by `started`.
