@@ -276,7 +276,7 @@ def test_a_step_that_fails_drops_its_requests_and_gives_out_no_token(monkeypatch
         assert engine.generate(given, 12) == expected
 
 
-def raise_peer_error(*_: object) -> None:
+def raise_peer_error(*_: object, **__: object) -> None:
     raise PeerError("rank 1 did not come")
 
 

@@ -61,7 +61,7 @@ def train(case: Case, requests: Requests, reference: list[Any]) -> bool:
     model, grid = build(case)
     texts = [prompt + tokens for prompt, (tokens, _) in zip(requests[0], reference, strict=True)]
     longest = max(map(len, texts))
-    ids, mask = (torch.zeros(len(texts), longest, dtype=torch.int64) for _ in range(2))
+    ids, mask = (torch.zeros(len(texts), longest, dtype=torch.int64, device=grid.device) for _ in range(2))
     for row, text in enumerate(texts):
         ids[row, : len(text)], mask[row, : len(text)] = torch.tensor(text), 1
     logits = model.train()(input_ids=ids, attention_mask=mask, use_cache=False).logits

@@ -109,10 +109,10 @@ class ShapeProbe:
                 "a pass, for which a layer of the cache has no place: build the model again"
             )
         if self._rotated:
-            turned_query, turned_key, *before, cos = self._rotated
+            turned_query, turned_key, query_before, key_before, cos = self._rotated
             is_same = (turned_query.data_ptr(), turned_key.data_ptr()) == (query.data_ptr(), key.data_ptr())
-            heads = (each[0].transpose(0, 1) for each in before)
-            self.can_rotate = is_same and suits_kernel(*heads, value, cos)  # type: ignore[misc]
+            heads = query_before[0].transpose(0, 1), key_before[0].transpose(0, 1)
+            self.can_rotate = is_same and suits_kernel(*heads, value, cos)
             self._rotated = ()
         self.shape, self.like = CacheShape(key.shape[1], key.shape[2], value.shape[2]), key
         return value.new_zeros(*query.shape[:2], value.shape[2])

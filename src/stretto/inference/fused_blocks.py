@@ -183,13 +183,14 @@ class _EndOfBlock:
         linear, norm = self._linear, self._norm
         weight = local(linear.weight)
         assert norm.weight is not None
+        norm_weight = local(norm.weight)
         # An invariant norm rounds its weights, as a trainer does those that it keeps in fp32.
-        dtype = x.dtype if norm.is_invariant else norm.weight.dtype
+        dtype = x.dtype if norm.is_invariant else norm_weight.dtype
         return matmul_all_reduce_norm(
             x.contiguous(),
             weight.t() if linear.plan.is_transposed else weight,
             residual.contiguous(),
-            local(norm.weight).to(dtype),
+            norm_weight.to(dtype),
             self._group,
             eps=norm._eps_of(x),
             norm="layer" if norm.is_centred else "rms",

@@ -206,7 +206,8 @@ class ParallelExperts(ShardedModule):
         x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
         inputs: tuple[Tensor, ...] = x, top_k_weights, top_k_index
         if self.few_tokens is not None:
-            return note_features(self._multiply_few(*inputs, self.few_tokens).view(hidden.shape), "y")
+            y = self._multiply_few(x, top_k_weights, top_k_index, self.few_tokens)
+            return note_features(y.view(hidden.shape), "y")
         if self.can_start:
             started = _run(self._start_in_graphs, (1,), *inputs) if started is None else started
             # A compiler keeps the tokens' memory until this has read it. Their gradients go by `started`.
@@ -341,14 +342,13 @@ class ParallelExperts(ShardedModule):
         """The output for few tokens, without gradients. Ranks of x that have parts of experts send all of them."""
         plan, flow, tokens = self.plan, self.plan.flow, x.shape[0]
         ids, sums_over = self._known(ids), flow.gather_over or flow.sum_tokens_over
-        is_folded = flow.cut_over is not None and sums_over is None
-        if is_folded:
-            x, weights = cut_tokens(x, flow.cut_over), cut_tokens(weights, flow.cut_over)
-            ids = ids[own_tokens(tokens, flow.cut_over)]
+        folded = flow.cut_over if sums_over is None else None
+        if folded is not None:
+            x, weights, ids = cut_tokens(x, folded), cut_tokens(weights, folded), ids[own_tokens(tokens, folded)]
         found = dispatch_few(x, ids, weights, self.num_experts, plan.group, max_tokens=most)
         y = combine_few(self._multiply_experts(found.rows, found.offsets, self._biases()), found.handle)
-        if is_folded:
-            return gather_tokens(y, tokens, flow.cut_over)
+        if folded is not None:
+            return gather_tokens(y, tokens, folded)
         return y if sums_over is None else all_reduce(y, sums_over)
 
     def _multiply_experts(self, rows: Tensor, offsets: Tensor, biases: Sequence[Tensor]) -> Tensor:

@@ -202,15 +202,15 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         scale, window, documents = ctx.options
-        inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
-        mask = _make_mask(*(inputs[index].shape for index in (0, 1)), window, documents)
+        query, key, value = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        mask = _make_mask(query.shape, key.shape, window, documents)
         mask = None if mask is None else mask.to(gradient.device)
-        is_grouped = inputs[0].shape[1] != inputs[1].shape[1]
+        is_grouped = query.shape[1] != key.shape[1]
         with torch.enable_grad():
             out = F.scaled_dot_product_attention(
-                *inputs, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
             )
-        return *torch.autograd.grad(out, inputs, gradient), None, None, None
+        return *torch.autograd.grad(out, (query, key, value), gradient), None, None, None
 
 
 def _make_mask(query: torch.Size, key: torch.Size, window: int | None, documents: Tensor | None) -> Tensor | None:
