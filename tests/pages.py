@@ -36,6 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 RUN = ("python", "sh")
@@ -127,7 +129,7 @@ def run_page(path: Path, folder: Path, pythons: tuple[str, str]) -> int:
     rank, barrier = _find_rank(page.ranks)
     module = types.ModuleType(f"page_{path.stem.replace('-', '_')}")
     sys.modules[module.__name__] = module
-    before = os.getcwd()
+    before, gradients = os.getcwd(), torch.is_grad_enabled()
     os.chdir(folder)
     if rank == 0:
         os.symlink(ROOT / "examples", "examples")
@@ -153,6 +155,7 @@ def run_page(path: Path, folder: Path, pythons: tuple[str, str]) -> int:
             barrier()
     finally:
         os.chdir(before)
+        torch.set_grad_enabled(gradients)
         del sys.modules[module.__name__]
     return count
 

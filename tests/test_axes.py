@@ -266,7 +266,7 @@ def test_options_and_timeline_know_an_axis_that_is_added_in_one_place():
         "from stretto.train.config.rules import nearest_grid\n"
         "from stretto.train.config.options import GridConfig\n"
         "from stretto.train.observe.timeline import ROWS, read_timeline\n"
-        "from stretto.train.config.reference import reference\n"
+        "from docs.configuration import reference\n"
         "grid = GridConfig(sheaf=2, z=3)\n"
         "span = {'cat': 'kernel', 'tid': 1}\n"
         "trace = {'stretto': {'groups': {'7': 'sheaf'}, 'rank': 0, 'grid': {'sheaf': 2}}, 'traceEvents': [\n"

@@ -10,8 +10,6 @@ from types import ModuleType
 
 import pytest
 
-from stretto.lazy import attach
-
 LAZY = (
     "stretto",
     "stretto.collectives",
@@ -21,23 +19,38 @@ LAZY = (
     "stretto.planner",
     "stretto.recommendation",
     "stretto.report",
+    "stretto.simulator",
     "stretto.train.checkpoint",
     "stretto.launch",
     "stretto.tuning",
 )
 
 
+PACKAGE = """
+from typing import TYPE_CHECKING
+
+from stretto.lazy import attach
+
+if TYPE_CHECKING:
+    from math import sqrt
+
+    from made import inner as inner
+
+__all__ = ["sqrt"]
+__getattr__, __dir__ = attach(__name__)
+"""
+
+
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """A package with a lazy name and a lazy submodule."""
-    made = ModuleType("made")
-    made.__path__ = []
-    made.__all__ = ["sqrt"]
-    monkeypatch.setitem(sys.modules, "made", made)
-    monkeypatch.setitem(sys.modules, "made.inner", inner := ModuleType("made.inner"))
-    inner.value = 7
-    made.__getattr__, made.__dir__ = attach("made", {"sqrt": "math"}, submodules=["inner"])
-    return made
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "__init__.py").write_text(PACKAGE)
+    (tmp_path / "made" / "inner.py").write_text("value = 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("made", "made.inner"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("made")
 
 
 def test_names_are_found_once_and_then_are_the_packages_own(package):

@@ -43,33 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Cluster", "Grid", "__version__", "full_parameters", "parallelize", "plan"]
 
-_HOMES = {
-    "Cluster": "stretto.cluster",
-    "Grid": "stretto.parallel",
-    "full_parameters": "stretto.parallel",
-    "parallelize": "stretto.parallel",
-    "plan": "stretto.planner",
-}
-_SUBMODULES = (
-    "axes",
-    "cluster",
-    "collectives",
-    "execution",
-    "huggingface",
-    "inference",
-    "memory",
-    "models",
-    "ops",
-    "optim",
-    "parallel",
-    "planner",
-    "recommendation",
-    "report",
-    "tiles",
-    "train",
-    "tuning",
-)
-__getattr__, __dir__ = attach(__name__, _HOMES, submodules=_SUBMODULES)
+__getattr__, __dir__ = attach(__name__)
 
 
 register()

@@ -20,8 +20,8 @@ innermost: pipe, data, context, z, y, x. Write these by hand:
   planner/grids.py.
 - Type hints: the keywords of `GridSizes` here, of `Grid` (parallel/grid.py), and of `GridConfig`
   (train/config/options.py) for type checkers. At run time all three take the axes of `AXES`.
-- Docs: docs/configuration.md is written anew by `python -m stretto.train.config.reference docs/configuration.md`;
-  docs/parallelize.md and docs/planning.md by hand.
+- Docs: docs/configuration.md is written anew by `python docs/configuration.py`; docs/parallelize.md and
+  docs/planning.md by hand.
 
 expert multiplies nothing and so is none of AXES: for the parameters of experts alone it takes ranks of data, then of z,
 never of context (`fold_experts`). What is left of data and z for these parameters are the axes expert_data and expert_z

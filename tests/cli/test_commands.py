@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from docs.configuration import reference
 from tests.cli.answers import walk_commands
 from typer.testing import CliRunner
 
@@ -23,7 +24,6 @@ from stretto.cli.console import print_any_text
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.launch.run_lock import command_lock
 from stretto.train.config import TrainConfig, load_config
-from stretto.train.config.reference import reference
 from stretto.train.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
@@ -283,7 +283,7 @@ def test_every_example_configuration_can_be_read(file: Path) -> None:
 
 def test_the_page_on_configuration_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == reference(), (
-        "options have changed: python -m stretto.train.config.reference docs/configuration.md"
+        "options have changed: python docs/configuration.py"
     )
 
 

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which network interface each rank uses, on trees of sysfs that are modelled on four machines."""
 
-import os
-import threading
 from pathlib import Path
 
 import pytest
 
-from stretto.cluster import nics as module
-from stretto.cluster.nics import Nic, PciDevice, choose_nics, list_gpus, list_nics, pin_thread, usable_nics
+from stretto.cluster.nics import choose_nics, list_gpus, list_nics, usable_nics
 
 
 class Tree:
@@ -158,23 +155,3 @@ def test_no_interface_has_more_ranks_than_an_even_share(tmp_path):
     tree.nic("pci0000:00/0000:00:01.0/0000:02:00.0", 0, "infiniband", "mlx5_0", **NDR)
     tree.nic("pci0000:80/0000:80:01.0/0000:81:00.0", 1, "infiniband", "mlx5_1", **NDR)
     assert names(tmp_path, 4) == ["mlx5_0", "mlx5_0", "mlx5_1", "mlx5_1"]
-
-
-def test_a_thread_runs_beside_its_interface_unless_the_process_is_pinned(monkeypatch):
-    if not hasattr(os, "sched_setaffinity"):
-        pytest.skip("threads cannot be pinned on this system")
-    first = min(os.sched_getaffinity(0))
-    nic = Nic("eth0", "eth0", PciDevice(cpus=frozenset({first, 100_000})), True, False, None)
-    seen: list[object] = []
-
-    def run(cpus: int) -> None:
-        monkeypatch.setattr(module.os, "cpu_count", lambda: cpus)
-        thread = threading.Thread(target=lambda: seen.extend((pin_thread(nic), os.sched_getaffinity(0))))
-        thread.start()
-        thread.join()
-
-    everywhere = os.sched_getaffinity(0)
-    run(len(everywhere))
-    run(len(everywhere) + 1)  # the process has fewer CPUs than the machine
-    assert seen == [True, {first}, False, everywhere]
-    assert os.sched_getaffinity(0) == everywhere

@@ -84,7 +84,14 @@ def follow_all(cases: list[Any]) -> list[Any]:
     return [follow(*case) for case in cases]
 
 
-@pytest.mark.parametrize("cases", [GRIDS[:1], pytest.param(GRIDS[1:], marks=pytest.mark.long)], ids=["llama", "others"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(GRIDS[:1], marks=pytest.mark.long),
+        pytest.param(GRIDS[1:], marks=pytest.mark.exhaustive),
+    ],
+    ids=["llama", "others"],
+)
 def test_an_engine_on_another_grid_follows_training_in_bits(ranks: MakeRanks, cases: list[Any]) -> None:
     by_rank = ranks(4).run(follow_all, cases, timeout=300)
     for number, case in enumerate(cases):

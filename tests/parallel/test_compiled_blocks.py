@@ -297,16 +297,16 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
     ("make_model", "sizes", "options", "backend"),
     [
         pytest.param(make_llama, {"z": 2}, {}, "aot_eager", marks=pytest.mark.exhaustive),  # the repeating one does
-        pytest.param(make_llama, {"z": 2}, BY_BLOCKS, "aot_eager", marks=pytest.mark.long),
+        pytest.param(make_llama, {"z": 2}, BY_BLOCKS, "aot_eager", marks=pytest.mark.exhaustive),
         (make_qwen, {"z": 2, "expert": 2}, {"expert_rows": 300}, "aot_eager"),
         pytest.param(make_deepseek, {"z": 2, "expert": 2}, {}, "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param(make_deepseek, {"x": 2}, {}, "eager", marks=pytest.mark.long),
         pytest.param(make_experts, {"z": 2, "expert": 2}, {}, "eager", marks=pytest.mark.exhaustive),
-        pytest.param(make_qwen, {"x": 2}, {"shard_sequence": True}, "eager", marks=pytest.mark.long),
+        pytest.param(make_qwen, {"x": 2}, {"shard_sequence": True}, "eager", marks=pytest.mark.exhaustive),
         pytest.param(make_qwen, {"y": 2}, {}, "aot_eager", marks=pytest.mark.long),  # norms and routers exchange over y
         pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param(make_llama, {"z": 2}, {**BY_BLOCKS, "reshard": "after_forward"}, "eager", marks=pytest.mark.long),
-        pytest.param(make_gpt2, {"x": 2}, {}, "aot_eager", marks=pytest.mark.long),
+        pytest.param(make_gpt2, {"x": 2}, {}, "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param(make_repeating, {"z": 2}, {}, "eager", marks=pytest.mark.long),
         pytest.param(make_gpt2, {"z": 2}, {"dtype": torch.float64}, "aot_eager", marks=pytest.mark.exhaustive),
         *[

@@ -57,7 +57,7 @@ def mix_calls(calls, start):
     ("calls", "start"),
     [
         (12, 2**31 - 10),
-        *(pytest.param(24, start, marks=pytest.mark.sampled(1, quick=0)) for start in (0, 2**31 - 20, -20)),
+        *(pytest.param(24, start, marks=pytest.mark.exhaustive) for start in (0, 2**31 - 20, -20)),
     ],
 )
 def test_counters_serve_call_after_call_past_stragglers_and_around_their_end(interpret, calls, start):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Network interfaces of this machine, and which of them each rank uses: its nearest, shared evenly (Singh, 6.2.1).
 
-Reads sysfs: where GPUs and interfaces are on the PCI bus, their NUMA nodes and CPUs. STRETTO_NICS names the interfaces
+Reads sysfs: where GPUs and interfaces are on the PCI bus, their NUMA nodes. STRETTO_NICS names the interfaces
 that may be used. Needs no torch.
 """
 
@@ -30,11 +30,10 @@ _MUCH_SLOWER = (
 
 @dataclass(frozen=True)
 class PciDevice:
-    """A device: its PCI bridges from the root on and its own address, its NUMA node (None: unknown), the CPUs there."""
+    """A device: its PCI bridges from the root on, its own address, and its NUMA node (None: unknown)."""
 
     path: tuple[str, ...] = ()
     numa: int | None = None
-    cpus: frozenset[int] = frozenset()
 
     @property
     def address(self) -> str:
@@ -169,21 +168,6 @@ def _share(gpus: Sequence[PciDevice], nics: Sequence[Nic]) -> list[Nic]:
     return [chosen[place] for place in range(len(gpus))]
 
 
-def pin_thread(nic: Nic) -> bool:
-    """Let the calling thread run only on the CPUs near an interface; return whether it does.
-
-    Not where the process may not use all of the machine's CPUs: then its launcher has chosen them.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        return False
-    allowed = os.sched_getaffinity(os.getpid())
-    near = nic.device.cpus & allowed
-    if not near or len(allowed) < (os.cpu_count() or 1):
-        return False
-    os.sched_setaffinity(0, near)
-    return True
-
-
 def _entries(folder: Path) -> Iterator[Path]:
     with suppress(OSError):
         yield from sorted(folder.iterdir())
@@ -201,20 +185,9 @@ def _read_device(link: Path) -> PciDevice:
     if not link.exists():
         return PciDevice()
     folder = link.resolve()
-    numa, cpus = "", ""
-    for place in (folder, *folder.parents[:4]):
-        numa, cpus = numa or _read(place / "numa_node"), cpus or _read(place / "local_cpulist")
+    numa = next(filter(None, (_read(place / "numa_node") for place in (folder, *folder.parents[:4]))), "")
     path = tuple(part for part in folder.parts if _PCI_ADDRESS.fullmatch(part))
-    return PciDevice(path, int(numa) if numa.isdecimal() else None, _parse_cpus(cpus))
-
-
-def _parse_cpus(text: str) -> frozenset[int]:
-    """The CPUs of a list such as "0-3,8"."""
-    cpus: set[int] = set()
-    for part in text.split(","):
-        if found := re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part):
-            cpus.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-    return frozenset(cpus)
+    return PciDevice(path, int(numa) if numa.isdecimal() else None)
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

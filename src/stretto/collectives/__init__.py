@@ -47,7 +47,7 @@ from stretto.collectives.verifier import Race, Verification, verify
 from stretto.collectives.xml import ScheduleFileError, from_xml, read_schedule, to_xml, write_schedule
 from stretto.lazy import attach
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these need torch, and the rest here does not
     from stretto.collectives.backend import (
         call_counts,
         install,
@@ -103,15 +103,4 @@ __all__ = [
     "write_schedule",
 ]
 
-# These need torch, and the rest here does not.
-_LAZY = (
-    "call_counts",
-    "install",
-    "install_folder",
-    "monitored_barrier",
-    "run_collective",
-    "set_two_level",
-    "uninstall",
-)
-_HOMES = {**dict.fromkeys(_LAZY, "stretto.collectives.backend"), "add_candidate": "stretto.collectives.selection"}
-__getattr__, __dir__ = attach(__name__, _HOMES)
+__getattr__, __dir__ = attach(__name__)

@@ -27,5 +27,4 @@ if TYPE_CHECKING:
 
 __all__ = ["follow_grid", "trainer_plugin"]
 
-_HOMES = {"follow_grid": "stretto.huggingface.accelerator", "trainer_plugin": "stretto.huggingface.trainer"}
-__getattr__, __dir__ = attach(__name__, _HOMES)
+__getattr__, __dir__ = attach(__name__)

@@ -8,6 +8,7 @@ cache       the paged cache of keys and values
 runner      one step on the device; a CUDA graph a batch size
 sampling    draws tokens where each rank has a part of the vocabulary
 weights     weights from a model on another grid, and patches of what changed in them
+vllm_plugin a plug-in for vLLM, which sums by Stretto
 """
 
 from typing import TYPE_CHECKING
@@ -22,12 +23,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "Request", "WeightChanges", "apply_patches", "copy_weights", "token_log_probabilities"]
 
-_HOMES = {
-    "Engine": "stretto.inference.engine",
-    "Request": "stretto.inference.requests",
-    "WeightChanges": "stretto.inference.weights",
-    "apply_patches": "stretto.inference.weights",
-    "copy_weights": "stretto.inference.weights",
-    "token_log_probabilities": "stretto.inference.sampling",
-}
-__getattr__, __dir__ = attach(__name__, _HOMES)
+__getattr__, __dir__ = attach(__name__)

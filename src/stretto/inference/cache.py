@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged cache: keys and values of all layers, in pages of a few tokens that requests own while they run."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,8 +115,3 @@ class ShapeProbe:
             self._rotated = ()
         self.shape, self.like = CacheShape(key.shape[1], key.shape[2], value.shape[2]), key
         return value.new_zeros(*query.shape[:2], value.shape[2])
-
-
-def bytes_of_token(shapes: Sequence[CacheShape], element: int) -> int:
-    """Bytes of the cache that a token takes on a rank."""
-    return sum(shape.heads * (shape.key + shape.value) for shape in shapes) * element

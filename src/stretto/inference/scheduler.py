@@ -55,11 +55,6 @@ class Scheduler:
         self._counts = slots, pages
         self.clear()
 
-    @property
-    def has_requests(self) -> bool:
-        """True if a request waits, or runs and has tokens left to launch."""
-        return bool(self._queue) or any(_has_work(place) for place in self._running)
-
     def submit(self, request: Request) -> None:
         """Queue a request."""
         self._queue.append(request)

@@ -38,5 +38,4 @@ __all__ = [
     "remove_traces",
 ]
 
-_HOMES = {"LaunchJob": "job", "RankFailure": "failures", "StopTimeouts": "supervisor"}
-__getattr__, __dir__ = attach(__name__, {name: f"stretto.launch.{_HOMES.get(name, 'launcher')}" for name in __all__})
+__getattr__, __dir__ = attach(__name__)

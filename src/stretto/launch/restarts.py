@@ -149,9 +149,6 @@ class Restarts:
 
     # --- between two attempts
 
-    def _own_checkpoint(self) -> Path | None:
-        return own_checkpoint(self._job, self._job.newest_checkpoint(), self._id)
-
     def _is_finished(self) -> bool:
         """Check whether the ranks had trained all steps when they were asked to stop."""
         newest = self._job.newest_checkpoint()
@@ -159,7 +156,7 @@ class Restarts:
 
     def _plan_growth(self, attempt: _Attempt) -> _Attempt:
         """The next attempt after the ranks have stopped so that more can train."""
-        following, why = self._next(self._own_checkpoint())
+        following, why = self._next(own_checkpoint(self._job, self._job.newest_checkpoint(), self._id))
         self._job.report(
             f"grid: from {_named(attempt)} to {_named(following)} after step {following.resumed or 0} ({why}), to try "
             "all ranks again"

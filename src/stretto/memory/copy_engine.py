@@ -182,7 +182,7 @@ class SideStream:
         stream = self.stream
         torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         torch._C._cuda_setStream(*self._before.pop())
 
 

@@ -183,7 +183,7 @@ class _HostStagingKernels:
 
     def collective(self, op: Any, *, is_reduction: bool) -> Callable[..., Any]:
         """Make the kernel for a c10d operator whose first argument is its output."""
-        group_index = _find_group_argument(op)
+        group_index = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "process_group")
 
         def kernel(*args: Any) -> Any:
             if not self._is_staged(op, dist.ProcessGroup.unbox(args[group_index])):
@@ -323,11 +323,6 @@ class _HostStagingKernels:
             before.wait()
             _copy_back(tensors, staged)
             torch.cuda.current_stream().synchronize()
-
-
-def _find_group_argument(op: Any) -> int:
-    """The position of the ProcessGroup among a c10d operator's arguments."""
-    return next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "process_group")
 
 
 def _split_returned(returned: Any) -> tuple[Any, Any]:

@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum
-from types import TracebackType
 
 from torch import Tensor
 
@@ -74,9 +73,7 @@ class SymmetricMemory(ABC):
     def __enter__(self) -> "SymmetricMemory":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -15,4 +15,4 @@ if TYPE_CHECKING:
 
 __all__ = ["GPT", "GPTConfig"]
 
-__getattr__, __dir__ = attach(__name__, {"GPT": "stretto.models.gpt"})
+__getattr__, __dir__ = attach(__name__)

@@ -773,14 +773,12 @@ def _fake_plain(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, impl
     return x.new_empty(x.shape[0] * find_group(group).size(), weight.shape[0])
 
 
-def _fake_gathered(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str
-) -> tuple[Tensor, Tensor]:
+def _fake_gathered(x: Tensor, weight: Tensor, bias: Any, group: str, implementation: str) -> tuple[Tensor, Tensor]:
     out = _fake_plain(x, weight, bias, group, implementation)
     return out, x.new_empty(out.shape[0], x.shape[1])
 
 
-def _count_flops(x: torch.Size, weight: torch.Size, bias: object, group: str, *_: object, **__: object) -> int:
+def _count_flops(x: torch.Size, weight: torch.Size, group: str) -> int:
     return 2 * x[0] * find_group(group).size() * prod(weight)
 
 

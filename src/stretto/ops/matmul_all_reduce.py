@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GEMM + all-reduce, for decoding: few rows, one launch (`small_m`), the same bits on all ranks."""
 
-from math import prod
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from stretto.ops.operator import (
     Autograd,
     all_reduce,
     copy_to,
+    count_product_flops,
     define_operator,
     find_group,
     find_name,
@@ -157,13 +157,9 @@ def launch_all_reduce(
     return out
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str, *_: object) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str) -> Tensor:
     require_operands("matmul_all_reduce", x, weight, bias, implementation)
     return x.new_empty(x.shape[0], weight.shape[0])
-
-
-def _count_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
-    return 2 * x[0] * prod(weight)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -190,5 +186,5 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _call = define_operator(
-    "matmul_all_reduce", _run, fake=_fake, count_flops=_count_flops, autograd=Autograd(_save, _differentiate)
+    "matmul_all_reduce", _run, fake=_fake, count_flops=count_product_flops, autograd=Autograd(_save, _differentiate)
 )

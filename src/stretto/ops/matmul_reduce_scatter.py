@@ -7,7 +7,6 @@ the library or by a kernel; the kernel that does all of it in one launch; its la
 """
 
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +61,7 @@ from stretto.ops.operator import (
     abandon,
     copy_to,
     count_bytes,
+    count_product_flops,
     define_operator,
     find_group,
     find_name,
@@ -460,10 +460,6 @@ def require_rows(operator: str, x: Tensor, dtype: torch.dtype, reduce_dtype: tor
     return x.shape[0] // world
 
 
-def _count_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
-    return 2 * x[0] * prod(weight)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, group, _, implementation = inputs
     ctx.group, ctx.has_bias, ctx.implementation = group, bias is not None, pin_backward(implementation)
@@ -488,5 +484,5 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _call = define_operator(
-    "matmul_reduce_scatter", _run, fake=_fake, count_flops=_count_flops, autograd=Autograd(_save, _differentiate)
+    "matmul_reduce_scatter", _run, fake=_fake, count_flops=count_product_flops, autograd=Autograd(_save, _differentiate)
 )

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -67,9 +67,8 @@ def define_operator(
     run: Callable[_P, _R],
     *,
     fake: Callable[..., Any],
-    count_flops: Callable[..., int] = lambda *_, **__: 0,
+    count_flops: Callable[..., int] = lambda: 0,
     autograd: Autograd | None = None,
-    tensors: slice = slice(3),
 ) -> Callable[_P, _R]:
     """Register `run` with torch as the operator `stretto::name`; returns what to call in its place, of its type.
 
@@ -78,9 +77,9 @@ def define_operator(
 
     run: its annotations make the schema, without a last argument `out`: a tensor to write the result, or the first of
     them, to, or None. Autocast is off inside of it, since an operator's dtype is its operands'. fake: checks the
-    arguments and returns empty outputs. count_flops: takes the arguments, tensors as their shapes; by default it counts
-    none, as torch does for what is no product of matrices. autograd: None for an operator without gradients. tensors:
-    which of the arguments are tensors (x, weight and bias by default).
+    arguments and returns empty outputs. count_flops: the arguments' tensors are their shapes; by default it counts
+    none, as torch does for what is no product of matrices. Both take the arguments of `run` that they name. autograd:
+    None for an operator without gradients.
     """
     compute: Callable[..., Any] = without_autocast(run)
 
@@ -89,12 +88,15 @@ def define_operator(
 
     signature = inspect.signature(run)
     inputs_of_schema = [one for one in signature.parameters.values() if one.name != "out"]
+    are_tensors = [one.annotation in (Tensor, Tensor | None) for one in inputs_of_schema]
+    first = are_tensors.index(True)
+    tensors = slice(first, first + len(list(itertools.takewhile(bool, are_tensors[first:]))))
     compute_new.__signature__ = signature.replace(parameters=inputs_of_schema)  # type: ignore[attr-defined]
     definition = torch.library.custom_op(f"stretto::{name}", compute_new, mutates_args=())
     _definitions[name] = definition
-    definition.register_fake(fake)
+    definition.register_fake(_give_named(fake, inputs_of_schema))
     operator = getattr(torch.ops.stretto, name)
-    register_flop_formula(operator)(count_flops)
+    register_flop_formula(operator)(_give_named(count_flops, inputs_of_schema))
     function = None
     if autograd is not None:
         autograd = Autograd(autograd.save, without_autocast(autograd.differentiate))
@@ -122,6 +124,17 @@ def define_operator(
         return compute(*inputs)
 
     return call  # type: ignore[return-value]  # it takes what run takes
+
+
+def _give_named(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> Callable[..., Any]:
+    """A function of all arguments for one that has some of them as its parameters, by name."""
+    taken, names = inspect.signature(function).parameters, [one.name for one in parameters]
+
+    def call(*inputs: Any, **others: Any) -> Any:
+        given = {one.name: one.default for one in parameters} | dict(zip(names, inputs, strict=False)) | others
+        return function(**{name: given[name] for name in taken})
+
+    return call
 
 
 def _make_function(name: str, run: Callable[..., Any], autograd: Autograd) -> Any:
@@ -621,6 +634,11 @@ def require_no_capture(device: torch.device) -> None:
             "the first call of a size allocates memory that all ranks share, which a CUDA graph cannot hold: call "
             "the operator once with these shapes before the graph is captured"
         )
+
+
+def count_product_flops(x: torch.Size, weight: torch.Size) -> int:
+    """The FLOPs of x [m, k] times weight [n, k]."""
+    return 2 * x[0] * weight.numel()
 
 
 def count_bytes(*shape: int, dtype: torch.dtype) -> int:

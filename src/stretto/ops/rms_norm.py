@@ -132,12 +132,12 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _fake(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def _fake(x: Tensor) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     return out, x.new_empty(x.numel() // x.shape[-1], dtype=_exact(x))
 
 
-def _fake_gradient(x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+def _fake_gradient(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
 
 
@@ -161,7 +161,5 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | Non
     return of_x.to(x.dtype), (of_out * unit).flatten(0, -2).sum(0).to(weight.dtype), None, None
 
 
-norm_gradient_on_gpu = define_operator("rms_norm_gradient", _run_gradient, fake=_fake_gradient, tensors=slice(4))
-rms_norm_on_gpu = define_operator(
-    "rms_norm", _run, fake=_fake, autograd=Autograd(_save, _differentiate), tensors=slice(2)
-)
+norm_gradient_on_gpu = define_operator("rms_norm_gradient", _run_gradient, fake=_fake_gradient)
+rms_norm_on_gpu = define_operator("rms_norm", _run, fake=_fake, autograd=Autograd(_save, _differentiate))

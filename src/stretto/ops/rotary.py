@@ -206,7 +206,7 @@ def _turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -
     return new[0].transpose(1, 2), new[1].transpose(1, 2)
 
 
-def _fake_turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> tuple[Tensor, Tensor]:
+def _fake_turn(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     query, key = (
         torch.empty_like(heads.transpose(1, 2), memory_format=torch.contiguous_format) for heads in (query, key)
     )
@@ -223,9 +223,7 @@ def _turn_gradients(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None
     return *turn_on_gpu(query, key, cos, sin, not ctx.is_back), None, None, None
 
 
-turn_on_gpu = define_operator(
-    "rotary", _turn, fake=_fake_turn, autograd=Autograd(_save_angles, _turn_gradients), tensors=slice(4)
-)
+turn_on_gpu = define_operator("rotary", _turn, fake=_fake_turn, autograd=Autograd(_save_angles, _turn_gradients))
 
 
 def rotate_halves(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,6 @@ from stretto.ops.operator import (
     show_shape,
 )
 
-_TENSORS = slice(1, 6)  # of `_run`'s arguments: x, weight, their scales and bias
 _MIN_DEPTH = 32  # the smallest step over k in which tensor cores take fp8
 _QUANTIZED = (*DTYPES, torch.float64)
 _GRAIN = 16  # bytes: rows of fp8 are multiples of it, as TMA and torch's own products require
@@ -370,17 +369,14 @@ def _fake(
     group: str,
     out_dtype: torch.dtype,
     reduce_dtype: torch.dtype | None,
-    implementation: str,
 ) -> Tensor:
     _require(operator, x, weight, x_scale, weight_scale, bias, group, out_dtype, reduce_dtype)
     return x.new_empty(_count_rows(operator, x, group), weight.shape[0], dtype=out_dtype)
 
 
-def _count_flops(
-    operator: str, x: torch.Size, weight: torch.Size, *_: object, out_shape: torch.Size, **__: object
-) -> int:
+def _count_flops(operator: str, x: torch.Size, weight: torch.Size, out_shape: torch.Size) -> int:
     rows = out_shape[0] if operator == "all_gather_matmul" else x[0]
     return 2 * rows * prod(weight)
 
 
-_scaled_matmul = define_operator("scaled_matmul", _run, fake=_fake, count_flops=_count_flops, tensors=_TENSORS)
+_scaled_matmul = define_operator("scaled_matmul", _run, fake=_fake, count_flops=_count_flops)

@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AdamW", "Muon", "RowParts", "RowWiseAdagrad", "guard", "hidden_matrices"]
 
-__getattr__, __dir__ = attach(__name__, dict.fromkeys(("Muon", "RowParts", "hidden_matrices"), "stretto.optim.muon"))
+__getattr__, __dir__ = attach(__name__)

@@ -27,12 +27,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Architecture", "GridPlan", "Linear", "plan", "predict", "read_architecture"]
 
-_HOMES = {
-    "Architecture": "stretto.planner.architecture",
-    "GridPlan": "stretto.planner.grid_plan",
-    "Linear": "stretto.planner.layers",
-    "plan": "stretto.planner.search",
-    "predict": "stretto.planner.search",
-    "read_architecture": "stretto.planner.architecture_loader",
-}
-__getattr__, __dir__ = attach(__name__, _HOMES)
+__getattr__, __dir__ = attach(__name__)

@@ -20,7 +20,4 @@ if TYPE_CHECKING:
 
 __all__ = ["DLRM", "DLRMConfig", "ShardedTables", "TablePlacement", "TableSize", "distribute_tables", "place_tables"]
 
-_HOMES = {"DLRM": "model", "DLRMConfig": "model_config", "ShardedTables": "tables", "distribute_tables": "tables"}
-__getattr__, __dir__ = attach(
-    __name__, {name: f"stretto.recommendation.{_HOMES.get(name, 'placement')}" for name in __all__}
-)
+__getattr__, __dir__ = attach(__name__)

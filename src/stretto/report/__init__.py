@@ -24,16 +24,4 @@ __all__ = [
     "write_report",
 ]
 
-_HOMES = {
-    "plot_loss": "stretto.report.loss_plot",
-    "RunRecord": "stretto.report.run",
-    "largest_difference": "stretto.report.run",
-    "read_metrics": "stretto.report.run",
-    "read_run": "stretto.report.run",
-    "remove_report": "stretto.report.run",
-    "write_report": "stretto.report.run",
-    "plot_timeline": "stretto.report.timeline",
-    "Timeline": "stretto.train.observe.timeline",
-    "read_timeline": "stretto.train.observe.timeline",
-}
-__getattr__, __dir__ = attach(__name__, _HOMES)
+__getattr__, __dir__ = attach(__name__)

@@ -151,7 +151,7 @@ class Picture:
         if legend is not None:
             above.append(legend)
         below = [self._write(self.caption, SMALL, INK)] if self.caption else []
-        heights = {id(each): self._height(each) for each in above + below}
+        heights = {id(each): each.get_window_extent(self._renderer).height / self.figure.dpi for each in above + below}
         top = sum(heights[id(each)] + _GAP for each in above) + (_PANEL_GAP if above else 0)
         bottom = sum(heights[id(each)] + _PANEL_GAP for each in below)
         whole = height + top + bottom
@@ -215,9 +215,6 @@ class Picture:
                 return legend
             legend.remove()
         return None
-
-    def _height(self, artist: Text | Legend) -> float:
-        return artist.get_window_extent(self._renderer).height / self.figure.dpi
 
 
 def tint(colour: str, strength: float = 0.5) -> str:

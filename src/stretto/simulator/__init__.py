@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING
 from stretto.lazy import attach
 
 if TYPE_CHECKING:
+    from stretto.simulator import collectives as collectives
+    from stretto.simulator import events as events
+    from stretto.simulator import graph as graph
+    from stretto.simulator import network as network
+    from stretto.simulator import schedules as schedules
+    from stretto.simulator import training as training
     from stretto.simulator.collectives import add_collective, closed_form_seconds
     from stretto.simulator.events import EventQueue
     from stretto.simulator.graph import Execution, ExecutionGraph, GraphBuilder, execute
@@ -46,25 +52,4 @@ __all__ = [
     "simulate_step",
 ]
 
-_HOMES = {
-    "ClosedFormNetwork": "stretto.simulator.network",
-    "EventDrivenNetwork": "stretto.simulator.network",
-    "EventQueue": "stretto.simulator.events",
-    "Execution": "stretto.simulator.graph",
-    "ExecutionGraph": "stretto.simulator.graph",
-    "GraphBuilder": "stretto.simulator.graph",
-    "MachineCosts": "stretto.simulator.schedules",
-    "NetworkTopology": "stretto.simulator.network",
-    "ScheduleTuner": "stretto.simulator.schedules",
-    "StepSimulation": "stretto.simulator.training",
-    "add_collective": "stretto.simulator.collectives",
-    "closed_form_seconds": "stretto.simulator.collectives",
-    "execute": "stretto.simulator.graph",
-    "of_cluster": "stretto.simulator.network",
-    "parse_topology": "stretto.simulator.network",
-    "plan_simulated": "stretto.simulator.training",
-    "simulate_schedule": "stretto.simulator.schedules",
-    "simulate_step": "stretto.simulator.training",
-}
-_MODULES = ("collectives", "events", "graph", "network", "schedules", "training")
-__getattr__, __dir__ = attach(__name__, _HOMES, submodules=_MODULES)
+__getattr__, __dir__ = attach(__name__)

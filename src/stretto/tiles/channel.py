@@ -341,7 +341,7 @@ class BlockChannel:
     def __enter__(self) -> "BlockChannel":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _require_open(self) -> None:

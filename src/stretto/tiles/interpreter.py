@@ -235,7 +235,7 @@ class _Language:
                 self._scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
             self._launches += 1
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._launches -= 1
             if self._launches == 0:

@@ -194,7 +194,7 @@ class PutChannel:
     def __enter__(self) -> "PutChannel":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -34,13 +34,4 @@ __all__ = [
     "time_runs",
 ]
 
-_NEEDING_TORCH = (
-    "Autotuner",
-    "TimeKeys",
-    "decide_on_rank_0",
-    "machine_key",
-    "median_seconds",
-    "slowest_times",
-    "time_runs",
-)
-__getattr__, __dir__ = attach(__name__, dict.fromkeys(_NEEDING_TORCH, "stretto.tuning.autotuner"))
+__getattr__, __dir__ = attach(__name__)

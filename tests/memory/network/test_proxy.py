@@ -143,6 +143,8 @@ def use_in_a_child(proxy, fifo):
 @each_proxy
 def test_a_forked_process_and_one_whose_proxy_has_ended_release_at_once(kind):
     with Pair(kind) as pair:
+        pair.post(0, Put(1, 0, 0, 0, 0, 100, 0))
+        wait_for(lambda: pair.seen(1, 0) == 1)  # a peer that was never met may still come
         pair.proxies[1].close(0.0)
         wait_for(lambda: pair.proxies[0].failure(1))
         listener = KINDS[kind][0](0, 2, TOKEN, "127.0.0.1", 30.0)  # never started

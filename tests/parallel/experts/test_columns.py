@@ -72,7 +72,7 @@ STEP = [PUSH, SUM] * 2
                 ({"recompute": "full"}, [PUSH, SUM, *STEP]),
                 ({"is_compiled": True}, STEP),
             ],
-            marks=pytest.mark.long,
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=["x2", "x2-z2"],

@@ -43,11 +43,6 @@ class Stall:
     text: str
 
 
-def interval_of(timeout: float) -> float:
-    """Seconds between two looks at the ranks."""
-    return min(1.0, timeout / 20)
-
-
 class Monitor:
     """Watches a job's ranks. local: this machine's ranks, None in tests. timeout: `train.timeout`, in seconds.
 
@@ -63,7 +58,7 @@ class Monitor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.local, self.timeout = local, timeout
-        self.interval = interval_of(timeout)
+        self.interval = min(1.0, timeout / 20)
         self.states: dict[int, RankState] = {}
         self.pids: dict[int, int] = {}  # processes of ranks on this machine, where they are known without counters
         self.silent: dict[int, float] = {}  # ranks of other nodes -> seconds without a line from there

@@ -156,9 +156,7 @@ def _run_operator(
     return _by_position(out), lse.contiguous()
 
 
-def _fake_operator(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, *settings: Any
-) -> tuple[Tensor, Tensor]:
+def _fake_operator(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -184,9 +182,7 @@ def _run_gradient(
     return of_q, of_k, of_v, q.new_empty(0) if of_sinks is None else of_sinks
 
 
-def _fake_gradient(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Tensor, lse: Tensor, sinks: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_gradient(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_q, of_k, of_v = (
         each.transpose(1, 2).new_empty(each.transpose(1, 2).shape).transpose(1, 2) for each in (q, k, v)
     )
@@ -206,16 +202,14 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
     return *found, of_sinks if ctx.needs_input_grad[3] else None, *(None,) * 8
 
 
-def _count_flops(q: torch.Size, k: torch.Size, v: torch.Size, *others: Any, **_: Any) -> int:
+def _count_flops(q: torch.Size, k: torch.Size, v: torch.Size, group: str, degree: int) -> int:
     """Two products for each pair of positions, masked ones too, as torch counts attention."""
-    group, degree = others[2:4]
     ranks = find_group(group).size() // degree
     return 2 * q[0] * q[1] * q[2] * k[2] * ranks * (q[3] + v[3])
 
 
-def _count_gradient_flops(_: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *others: Any, **__: Any) -> int:
+def _count_gradient_flops(q: torch.Size, k: torch.Size, v: torch.Size, group: str, degree: int) -> int:
     """Five products, as torch counts them: scores again, and the gradients of both products' operands."""
-    group, degree = others[4:6]
     ranks = find_group(group).size() // degree
     return 2 * q[0] * q[1] * q[2] * k[2] * ranks * (3 * q[3] + 2 * v[3])
 
@@ -259,7 +253,7 @@ def _run_exchange(x: Tensor, documents: Tensor | None, group: str, degree: int, 
     return _exchange_heads(x, documents, group, degree, layout, gathers, call).contiguous()
 
 
-def _fake_exchange(x: Tensor, documents: Tensor | None, group: str, degree: int, layout: str, gathers: bool) -> Tensor:
+def _fake_exchange(x: Tensor, degree: int, gathers: bool) -> Tensor:
     batch, heads, length, size = x.shape
     shape = (heads // degree, length * degree) if gathers else (heads * degree, length // degree)
     return x.new_empty(batch, *shape, size)

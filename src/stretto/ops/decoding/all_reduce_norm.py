@@ -138,18 +138,10 @@ def _require(x: Tensor, operands: NormOperands, norm: str, eps: float) -> None:
 
 
 def _fake(
-    x: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    bias: Tensor | None,
-    norm_bias: Tensor | None,
-    group: str,
-    eps: float,
-    norm: str,
-    *_: object,
+    x: Tensor, residual: Tensor, norm_weight: Tensor, bias: Tensor, norm_bias: Tensor, eps: float, norm: str
 ) -> tuple[Tensor, Tensor]:
     _require(x, NormOperands(bias, residual, norm_weight, norm_bias), norm, eps)
     return torch.empty_like(x), torch.empty_like(x)
 
 
-_call = define_operator("all_reduce_norm", _run, fake=_fake, tensors=slice(5))
+_call = define_operator("all_reduce_norm", _run, fake=_fake)

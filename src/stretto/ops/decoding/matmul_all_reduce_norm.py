@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GEMM + all-reduce + residual + norm, for decoding: in two launches for few rows."""
 
-from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from stretto.ops.invariant.matmul import count_leaves, goes_by_packets, multiply
 from stretto.ops.matmul_all_reduce import compute_all_reduce
 from stretto.ops.operator import (
     abandon,
+    count_product_flops,
     define_operator,
     find_group,
     find_name,
@@ -177,30 +178,14 @@ def multiply_sum_norm(
     return add_norm(total, operands._replace(bias=None), norm)
 
 
-def _require(x: Tensor, weight: Tensor, operands: NormOperands, norm: str, eps: float) -> None:
-    require_norm("matmul_all_reduce_norm", norm, eps)
-    require_operands("matmul_all_reduce_norm", x, weight, operands.bias)
-    require_norm_operands("matmul_all_reduce_norm", x, x.shape[0], weight.shape[0], operands)
-
-
 def _fake(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    bias: Tensor | None,
-    norm_bias: Tensor | None,
-    group: str,
-    eps: float,
-    norm: str,
-    *_: object,
+    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, bias: Any, norm_bias: Any, eps: float, norm: str
 ) -> tuple[Tensor, Tensor]:
-    _require(x, weight, NormOperands(bias, residual, norm_weight, norm_bias), norm, eps)
+    operands = NormOperands(bias, residual, norm_weight, norm_bias)
+    require_norm("matmul_all_reduce_norm", norm, eps)
+    require_operands("matmul_all_reduce_norm", x, weight, bias)
+    require_norm_operands("matmul_all_reduce_norm", x, x.shape[0], weight.shape[0], operands)
     return torch.empty_like(residual), torch.empty_like(residual)
 
 
-def _count_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
-    return 2 * x[0] * prod(weight)
-
-
-_call = define_operator("matmul_all_reduce_norm", _run, fake=_fake, count_flops=_count_flops, tensors=slice(6))
+_call = define_operator("matmul_all_reduce_norm", _run, fake=_fake, count_flops=count_product_flops)

@@ -249,16 +249,10 @@ def _require(
 
 
 def _fake(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    query_offsets: Tensor | None,
-    *_: object,
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, lengths: Tensor, query_offsets: Tensor
 ) -> Tensor:
     _require(q, key_cache, value_cache, block_table, lengths, query_offsets)
     return torch.empty_like(q)
 
 
-_call = define_operator("paged_attention", _run, fake=_fake, tensors=slice(6))
+_call = define_operator("paged_attention", _run, fake=_fake)

@@ -97,7 +97,7 @@ class EmbeddingAllToAll(nn.Module):
     ) -> None:
         super().__init__()
         dtype = dtype or torch.get_default_dtype()
-        number = _count_module(group)
+        number = next(find_kept(find_name(group), torch.device("cpu"), "embedding modules", itertools.count))
         if names is None:
             names = [f"rank{dist.get_rank()}_{place}" for place in range(len(shapes))]
         error = ""
@@ -212,11 +212,6 @@ def _require_options(optimizer: str | None, sparse: bool, learning_rate: float, 
     if not (learning_rate >= 0 and epsilon >= 0):
         raise ValueError(f"learning_rate is {learning_rate} and epsilon {epsilon}, but both must be at least 0")
     require_mode(mode)
-
-
-def _count_module(group: dist.ProcessGroup | None) -> int:
-    """Return how many modules of the group were made before: equal on all ranks, which make modules in one order."""
-    return next(find_kept(find_name(group), torch.device("cpu"), "embedding modules", itertools.count))
 
 
 def _agree_on_names(names: list[str], error: str, group: dist.ProcessGroup | None, number: int) -> None:

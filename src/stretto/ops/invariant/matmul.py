@@ -2,7 +2,6 @@
 """The invariant product of a rank, and its all-reduce and reduce-scatter: one torch.library operator of three forms."""
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from stretto.ops.invariant.kernels import multiply_and_sum, multiply_leaves
 from stretto.ops.operator import (
     Autograd,
     all_reduce,
+    count_product_flops,
     define_operator,
     find_group,
     flatten_rows,
@@ -205,14 +205,10 @@ def _require(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, form: s
     return count_leaves(name, x.shape[1], world)
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, form: str, *_: object) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, form: str) -> Tensor:
     _require(x, weight, bias, group, form)
     world = find_group(group).size() if form == "reduce_scatter" else 1
     return x.new_empty(x.shape[0] // world, weight.shape[0])
-
-
-def _count_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
-    return 2 * x[0] * prod(weight)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -238,5 +234,5 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _call = define_operator(
-    "invariant_matmul", _run, fake=_fake, count_flops=_count_flops, autograd=Autograd(_save, _differentiate)
+    "invariant_matmul", _run, fake=_fake, count_flops=count_product_flops, autograd=Autograd(_save, _differentiate)
 )

@@ -146,14 +146,6 @@ def _launch(kernel: Any, result: Tensor, *arguments: Tensor | int) -> None:
             launch_cached(kernel, n * triton.cdiv(columns, block), *arguments, columns, BLOCK=block, num_warps=warps)
 
 
-def _fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] // 2)
-
-
-def _fake_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -176,7 +168,10 @@ def _differentiate_plainly(x: Tensor, grad: Tensor) -> Tensor:
     return torch.cat((grad * up * (share * (1 + gate * (1 - share))), grad * (gate * share)), 1)
 
 
-gate_gradient_on_gpu = define_operator("gated_silu_gradient", _run_gradient, fake=_fake_gradient, tensors=slice(2))
+gate_gradient_on_gpu = define_operator("gated_silu_gradient", _run_gradient, fake=lambda x: x.new_empty(x.shape))
 gate_on_gpu = define_operator(
-    "gated_silu", _run, fake=_fake, autograd=Autograd(_save, _differentiate), tensors=slice(1)
+    "gated_silu",
+    _run,
+    fake=lambda x: x.new_empty(x.shape[0], x.shape[1] // 2),
+    autograd=Autograd(_save, _differentiate),
 )

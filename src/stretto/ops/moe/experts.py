@@ -216,32 +216,14 @@ def _differentiate_gate(
 
 
 def _fake(
-    rows: Tensor,
-    offsets: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    tokens: Tensor | None,
-    positions: Tensor | None,
-    weights: Tensor | None,
-    keeps_inner: bool,
-    implementation: str,
+    rows: Tensor, gate_up: Tensor, down: Tensor, tokens: Tensor | None, keeps_inner: bool
 ) -> tuple[Tensor, Tensor]:
     n = (rows if tokens is None else tokens).shape[0] if keeps_inner else 0
     return rows.new_empty(rows.shape[0], down.shape[1]), rows.new_empty(n, gate_up.shape[1])
 
 
 def _fake_gradient(
-    grad: Tensor,
-    rows: Tensor,
-    offsets: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    inner: Tensor,
-    tokens: Tensor | None,
-    positions: Tensor | None,
-    weights: Tensor | None,
-    needed: list[bool],
-    implementation: str,
+    rows: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor | None, needed: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_rows, of_gate_up, of_down, of_weights = (
         one.new_empty(one.shape) if needs and one is not None else rows.new_empty(0)
@@ -250,32 +232,11 @@ def _fake_gradient(
     return of_rows, of_gate_up, of_down, of_weights
 
 
-def _count_flops(
-    rows: torch.Size,
-    offsets: torch.Size,
-    gate_up: torch.Size,
-    down: torch.Size,
-    tokens: torch.Size | None,
-    *_: object,
-    **__: object,
-) -> int:
+def _count_flops(rows: torch.Size, gate_up: torch.Size, down: torch.Size, tokens: torch.Size | None) -> int:
     return 2 * (rows if tokens is None else tokens)[0] * (prod(gate_up[1:]) + prod(down[1:]))
 
 
-def _count_gradient_flops(
-    grad: torch.Size,
-    rows: torch.Size,
-    offsets: torch.Size,
-    gate_up: torch.Size,
-    down: torch.Size,
-    inner: torch.Size,
-    tokens: torch.Size | None,
-    positions: torch.Size | None,
-    weights: torch.Size | None,
-    needed: list[bool],
-    *_: object,
-    **__: object,
-) -> int:
+def _count_gradient_flops(gate_up: torch.Size, down: torch.Size, inner: torch.Size, needed: list[bool]) -> int:
     needs_rows, needs_gate_up, needs_down, _needs_weights = needed
     of_gate_up, of_down = (2 * inner[0] * prod(one[1:]) for one in (gate_up, down))
     return of_gate_up * (needs_rows + needs_gate_up) + of_down * (1 + needs_down)
@@ -303,19 +264,10 @@ def _differentiate(ctx: Any, grad: Tensor | None, _of_inner: Tensor | None) -> t
 
 
 _multiply_experts = define_operator(
-    "experts_mlp",
-    _run,
-    fake=_fake,
-    count_flops=_count_flops,
-    autograd=Autograd(_save, _differentiate),
-    tensors=slice(7),
+    "experts_mlp", _run, fake=_fake, count_flops=_count_flops, autograd=Autograd(_save, _differentiate)
 )
 _multiply_experts_gradient = define_operator(
-    "experts_mlp_gradient",
-    _run_gradient,
-    fake=_fake_gradient,
-    count_flops=_count_gradient_flops,
-    tensors=slice(9),
+    "experts_mlp_gradient", _run_gradient, fake=_fake_gradient, count_flops=_count_gradient_flops
 )
 
 
@@ -328,9 +280,7 @@ def _run_gate(
     return _gate(rows, gate_up, offsets, tokens, keeps_inner, "auto")
 
 
-def _fake_gate(
-    rows: Tensor, gate_up: Tensor, offsets: Tensor, tokens: Tensor, keeps_inner: bool
-) -> tuple[Tensor, Tensor]:
+def _fake_gate(rows: Tensor, gate_up: Tensor, tokens: Tensor, keeps_inner: bool) -> tuple[Tensor, Tensor]:
     n, columns = tokens.shape[0], gate_up.shape[1]
     return rows.new_empty(n, columns // 2), rows.new_empty(n if keeps_inner else 0, columns)
 
@@ -343,29 +293,22 @@ def _run_gate_gradient(
     return of_inner, gated, products
 
 
-def _fake_gate_gradient(
-    grad: Tensor, down: Tensor, offsets: Tensor, inner: Tensor, tokens: Tensor, factors: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gate_gradient(inner: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     gated = inner.new_empty(inner.shape[0], inner.shape[1] // 2)
     return inner.new_empty(inner.shape), gated, factors.new_empty(factors.shape)
 
 
-def _count_gate_flops(
-    rows: torch.Size, weight: torch.Size, offsets: torch.Size, of_rows: torch.Size, *_: object, **__: object
-) -> int:
-    """of_rows: the shape of tokens, or of inner: both begin with the number of rows."""
-    return 2 * of_rows[0] * prod(weight[1:])
-
-
 _gate_tokens = define_operator(
-    "experts_gate", _run_gate, fake=_fake_gate, count_flops=_count_gate_flops, tensors=slice(4)
+    "experts_gate",
+    _run_gate,
+    fake=_fake_gate,
+    count_flops=lambda gate_up, tokens: 2 * tokens[0] * prod(gate_up[1:]),
 )
 _differentiate_tokens = define_operator(
     "experts_gate_gradient",
     _run_gate_gradient,
     fake=_fake_gate_gradient,
-    count_flops=_count_gate_flops,
-    tensors=slice(6),
+    count_flops=lambda down, inner: 2 * inner[0] * prod(down[1:]),
 )
 
 

@@ -109,7 +109,7 @@ def find_fixed_route(
     is_here = (positions >= 0) & (positions < needed[shard])  # also copies beyond max_rows, which so become NaN
     fill = torch.where(needed[shard] > max_rows, torch.nan, 0.0)
     index = PlaceIndex(slots, positions.clamp(0, max_rows - 1), is_here, offsets)
-    record_rows(groups[0], needed, max_rows)
+    find_record(groups[0], needed.device).update(needed, max_rows)
     return FixedRoute(groups, index, needed[shard], fill)
 
 
@@ -177,11 +177,6 @@ def check_rows(group: dist.ProcessGroup) -> None:
         torch.cuda.synchronize()
     for device in devices:
         look_for_errors(group, device)
-
-
-def record_rows(group: dist.ProcessGroup, needed: Tensor, max_rows: int) -> None:
-    """Record, on the device, that a call on the group needs so many rows on each of its ranks: [ranks]."""
-    find_record(group, needed.device).update(needed, max_rows)
 
 
 def look_for_errors(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -493,30 +493,23 @@ def _as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
-def _fake_sum(rows: Tensor, positions: Tensor, weights: Tensor | None, is_valid: Tensor | None) -> Tensor:
+def _fake_sum(rows: Tensor, positions: Tensor) -> Tensor:
     return rows.new_empty(positions.shape[0], rows.shape[1])
 
 
-def _fake_spread(
-    tokens: Tensor,
-    positions: Tensor | None,
-    weights: Tensor | None,
-    is_valid: Tensor | None,
-    rows: int,
-    needed: Tensor | None,
-) -> Tensor:
+def _fake_spread(tokens: Tensor, rows: int) -> Tensor:
     return tokens.new_empty(rows, tokens.shape[1])
 
 
-def _fake_multiply(tokens: Tensor, rows: Tensor, positions: Tensor, is_valid: Tensor | None) -> Tensor:
+def _fake_multiply(rows: Tensor, positions: Tensor) -> Tensor:
     return rows.new_empty(positions.shape, dtype=sum_dtype(rows.dtype))
 
 
-def _fake_both(tokens: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(rows.shape), rows.new_empty(positions.shape, dtype=sum_dtype(rows.dtype))
+def _fake_both(rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), _fake_multiply(rows, positions)
 
 
-sum_on_gpu = define_operator("moe_sum_copies", _run_sum, fake=_fake_sum, tensors=slice(4))
-spread_on_gpu = define_operator("moe_spread_tokens", _run_spread, fake=_fake_spread, tensors=slice(4))
-multiply_on_gpu = define_operator("moe_multiply_copies", _run_multiply, fake=_fake_multiply, tensors=slice(4))
-weigh_and_multiply_on_gpu = define_operator("moe_weigh_and_multiply", _run_both, fake=_fake_both, tensors=slice(4))
+sum_on_gpu = define_operator("moe_sum_copies", _run_sum, fake=_fake_sum)
+spread_on_gpu = define_operator("moe_spread_tokens", _run_spread, fake=_fake_spread)
+multiply_on_gpu = define_operator("moe_multiply_copies", _run_multiply, fake=_fake_multiply)
+weigh_and_multiply_on_gpu = define_operator("moe_weigh_and_multiply", _run_both, fake=_fake_both)

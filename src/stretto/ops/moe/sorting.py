@@ -78,13 +78,13 @@ def _empty(shape: int | tuple[int, int], device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device=device)
 
 
-def _fake(ids: Tensor, experts: int, rows: int, known: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     slots, positions = ids.new_empty(rows, dtype=torch.int64), ids.new_empty(ids.shape, dtype=torch.int64)
     is_here = ids.new_empty(ids.shape, dtype=torch.bool)
     return slots, positions, is_here, ids.new_empty(experts + 1, dtype=torch.int32)
 
 
-sort_on_gpu = define_operator("moe_sort_copies", _sort_by_kernels, fake=_fake, tensors=slice(1))
+sort_on_gpu = define_operator("moe_sort_copies", _sort_by_kernels, fake=_fake)
 
 
 @triton.jit

@@ -177,7 +177,7 @@ def _run_routing(topk_ids: Tensor, experts: int, group: str, implementation: str
     return (slots // k).to(torch.int32), positions, offsets
 
 
-def _fake_routing(topk_ids: Tensor, experts: int, group: str, implementation: str) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_routing(topk_ids: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor, Tensor]:
     (t, k), ranks = topk_ids.shape, find_group(group).size()
     return (
         topk_ids.new_empty(ranks * t * k, dtype=torch.int32),
@@ -186,7 +186,7 @@ def _fake_routing(topk_ids: Tensor, experts: int, group: str, implementation: st
     )
 
 
-gather_routing = define_operator("moegather_routing", _run_routing, fake=_fake_routing, tensors=slice(1))
+gather_routing = define_operator("moegather_routing", _run_routing, fake=_fake_routing)
 
 
 def _require_agreement(call: str, group: str, device: torch.device, *, is_ready: bool = True) -> bool:
@@ -320,21 +320,10 @@ def _align(operand: Tensor) -> Tensor:
 
 
 def _fake_gather(
-    x: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    offsets: Tensor,
-    group: str,
-    implementation: str,
-    keeps_gathered: bool,
+    x: Tensor, weight: Tensor, tokens: Tensor, positions: Tensor, keeps_gathered: bool
 ) -> tuple[Tensor, Tensor]:
     kept = positions.shape[0] if keeps_gathered else 0
     return x.new_empty(tokens.shape[0], weight.shape[1]), x.new_empty(kept, x.shape[1])
-
-
-def _count_gather_flops(x: torch.Size, weight: torch.Size, tokens: torch.Size, *_: object, **__: object) -> int:
-    return 2 * tokens[0] * prod(weight[1:])
 
 
 def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -397,21 +386,10 @@ def _run_scatter(
 
 
 def _fake_scatter(
-    rows: Tensor,
-    weight: Tensor,
-    topk_weights: Tensor | None,
-    tokens: Tensor,
-    positions: Tensor,
-    offsets: Tensor,
-    group: str,
-    implementation: str,
+    rows: Tensor, weight: Tensor, topk_weights: Tensor | None, positions: Tensor, group: str
 ) -> tuple[Tensor, Tensor]:
     everyones = rows.new_empty(0) if topk_weights is None else topk_weights.new_empty(positions.shape)
     return rows.new_empty(positions.shape[0] // find_group(group).size(), weight.shape[1]), everyones
-
-
-def _count_scatter_flops(rows: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
-    return 2 * rows[0] * prod(weight[1:])
 
 
 def _save_scatter(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -465,7 +443,7 @@ def _run_products(products: Tensor, group: str, implementation: str) -> Tensor:
     return first
 
 
-def _fake_products(products: Tensor, group: str, implementation: str) -> Tensor:
+def _fake_products(products: Tensor, group: str) -> Tensor:
     return products.new_empty(products.shape[0] // find_group(group).size(), products.shape[1])
 
 
@@ -473,16 +451,14 @@ gather_multiply = define_operator(
     "all_gather_moe",
     _run_gather,
     fake=_fake_gather,
-    count_flops=_count_gather_flops,
+    count_flops=lambda tokens, weight: 2 * tokens[0] * prod(weight[1:]),
     autograd=Autograd(_save_gather, _differentiate_gather),
-    tensors=slice(5),
 )
 multiply_scatter = define_operator(
     "moe_reduce_scatter",
     _run_scatter,
     fake=_fake_scatter,
-    count_flops=_count_scatter_flops,
+    count_flops=lambda rows, weight: 2 * rows[0] * prod(weight[1:]),
     autograd=Autograd(_save_scatter, _differentiate_scatter),
-    tensors=slice(6),
 )
-_scatter_products = define_operator("moe_scatter_products", _run_products, fake=_fake_products, tensors=slice(1))
+_scatter_products = define_operator("moe_scatter_products", _run_products, fake=_fake_products)

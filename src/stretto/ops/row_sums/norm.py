@@ -120,7 +120,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _exact_norm = define_operator(
     "invariant_norm",
     _run_exact_norm,
-    fake=lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
     autograd=Autograd(_save, _differentiate),
 )
 

@@ -229,7 +229,7 @@ class CopyEngineAllGather:
         offsets, size = [], 0
         for _, rows, shape, dtype in layout:
             offsets.append(size)
-            num_bytes = -(-rows // world) * world * _numel(shape[1:]) * dtype.itemsize
+            num_bytes = -(-rows // world) * world * torch.Size(shape[1:]).numel() * dtype.itemsize
             size += -(-num_bytes // 128) * 128
         channel = BlockChannel.allocate(self.group, channels=world * len(layout), data_bytes=size, backend=self.backend)
         for number, ((key, rows, shape, dtype), offset) in enumerate(zip(layout, offsets, strict=True)):
@@ -329,7 +329,3 @@ def _find_stream(device: torch.device) -> int:
 def _batches(keys: Sequence[object]) -> Iterator[Sequence[object]]:
     for start in range(0, len(keys), CAST_AT_ONCE):
         yield keys[start : start + CAST_AT_ONCE]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -115,9 +114,7 @@ class _Pass(AbstractContextManager["_Pass"]):
         self._before, _running.current = _running.current, self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _running.current = self._before
 
     def keep(self, name: str, make: Callable[[], T]) -> T:

@@ -24,7 +24,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import Condition
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -257,9 +256,7 @@ class MessageTransport(ABC):
     def __enter__(self) -> "MessageTransport":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # What a kind of transport does.

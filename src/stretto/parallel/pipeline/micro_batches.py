@@ -90,7 +90,7 @@ class BatchCutter:
             calls = zip(step.calls, step.targets, strict=True)
             step.targets = [self._parts.cut_targets_of(self.model, *each) for each in calls]
             is_shifted = False
-        found = [_count_valid(part, is_shifted=is_shifted) for part in step.targets]
+        found = [((part[..., 1:] if is_shifted else part) != IGNORED_TARGET).sum() for part in step.targets]
         mine = torch.stack(found).to(self.grid.device)
         counts = all_reduce(mine.clone(), self.grid.communicator(LOSS))
         total = counts.sum()
@@ -135,7 +135,3 @@ class BatchCutter:
 
 def _has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
-
-
-def _count_valid(targets: Tensor, *, is_shifted: bool) -> Tensor:
-    return ((targets[..., 1:] if is_shifted else targets) != IGNORED_TARGET).sum()

@@ -46,11 +46,6 @@ class MoeShape:
         return 2 if self.is_gated else 1
 
 
-def local_experts(shape: MoeShape, grid: GridSizes) -> float:
-    """Experts of one rank."""
-    return shape.experts / grid.expert
-
-
 def expert_parts(grid: GridSizes) -> int:
     """Into how many parts x and y cut each expert's weights; expert_z cuts them further."""
     return grid.expert_x * grid.y
@@ -128,7 +123,7 @@ class MoeLayer(BlockLayer):
     def expert_products(self, grid: GridSizes, tokens: float) -> Sequence[tuple[float, float, float, float]]:
         """The grouped products of one forward pass on the busiest rank: experts, rows of each, outputs and inputs."""
         shape = self.shape
-        experts = local_experts(shape, grid)
+        experts = shape.experts / grid.expert
         rows = rows_of_rank(shape, grid, tokens) / experts
         hidden, ffn = self.hidden / grid.y, shape.ffn / grid.expert_x
         return (experts, rows, shape.ups * ffn, hidden), (experts, rows, hidden, ffn)

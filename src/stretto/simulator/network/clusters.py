@@ -138,9 +138,6 @@ class _Layout:
     def gpu(self, node: int, place: int) -> int:
         return node * self.gpus + place
 
-    def node_switch(self, node: int) -> int:
-        return self.nodes * self.gpus + node
-
     def nic(self, node: int, place: int) -> int:
         return self.nodes * (self.gpus + 1) + node * self.rails + place
 
@@ -171,7 +168,7 @@ def _links_in_node(layout: _Layout, node: int, about: _Node) -> list[DirectedLin
         for one, other in combinations(hubs, 2):
             links += both_directions(one, other, about.domain_bandwidth, about.latency)
         return links
-    hub = layout.node_switch(node)
+    hub = layout.nodes * layout.gpus + node
     return [link for gpu in gpus for link in both_directions(gpu, hub, about.bandwidth, about.latency / 2)]
 
 

@@ -47,15 +47,4 @@ __all__ = [
     "unreadable",
 ]
 
-_NEEDING_TORCH = (
-    "allocate_slots",
-    "check_checkpoint",
-    "load_checkpoint",
-    "load_masks",
-    "load_optimizer_state",
-    "load_state",
-    "save_checkpoint",
-    "save_state",
-    "training_state",
-)
-__getattr__, __dir__ = attach(__name__, dict.fromkeys(_NEEDING_TORCH, "stretto.train.checkpoint.state"))
+__getattr__, __dir__ = attach(__name__)

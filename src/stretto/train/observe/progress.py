@@ -4,7 +4,6 @@
 import os
 import sys
 from contextlib import AbstractContextManager, suppress
-from types import TracebackType
 from typing import IO, Literal
 
 from rich.console import Console
@@ -24,9 +23,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     def print_message(self, message: str) -> None:
         """Print a line, above the bar if there is one."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Restore the terminal."""
 
 
@@ -74,9 +71,7 @@ class Bar(ProgressReporter):
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):
             self._progress.stop()
 

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -79,9 +78,7 @@ class StepTracer(AbstractContextManager["StepTracer"]):
         self._reporter.print_message(_describe(self.timeline))
         self._recorder.restart_clock()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None
             profiler.stop()

@@ -250,31 +250,19 @@ def _is_aligned(operand: Tensor) -> bool:
     return (is_by_rows or is_by_columns) and not any(one % grain for one in (*outer, operand.storage_offset()))
 
 
-def _fake(
-    rows: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    tokens: Tensor | None,
-    positions: Tensor | None,
-    implementation: str,
-    room: int,
-) -> Tensor:
+def _fake(rows: Tensor, weight: Tensor, tokens: Tensor | None) -> Tensor:
     return rows.new_empty(rows.shape[0] if tokens is None else tokens.shape[0], weight.shape[1])
 
 
-def _fake_weight_gradient(
-    grad: Tensor, rows: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str, room: int
-) -> Tensor:
+def _fake_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     return rows.new_empty(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
 
 
-def _count_flops(
-    rows: torch.Size, weight: torch.Size, offsets: torch.Size, tokens: torch.Size | None, *_: object, **__: object
-) -> int:
+def _count_flops(rows: torch.Size, weight: torch.Size, tokens: torch.Size | None) -> int:
     return 2 * (rows if tokens is None else tokens)[0] * weight[1] * weight[2]
 
 
-def _count_gradient_flops(grad: torch.Size, rows: torch.Size, *_: object, **__: object) -> int:
+def _count_gradient_flops(grad: torch.Size, rows: torch.Size) -> int:
     return 2 * prod(grad) * rows[1]
 
 
@@ -299,19 +287,13 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _multiply = define_operator(
-    "grouped_matmul",
-    _run,
-    fake=_fake,
-    count_flops=_count_flops,
-    autograd=Autograd(_save, _differentiate),
-    tensors=slice(5),
+    "grouped_matmul", _run, fake=_fake, count_flops=_count_flops, autograd=Autograd(_save, _differentiate)
 )
 _weight_gradient = define_operator(
     "grouped_matmul_weight_gradient",
     _run_weight_gradient,
     fake=_fake_weight_gradient,
     count_flops=_count_gradient_flops,
-    tensors=slice(4),
 )
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/configuration.md from the options: `python -m stretto.train.config.reference docs/configuration.md`."""
+"""Writes docs/configuration.md from the options: `python docs/configuration.py`."""
 
-import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from stretto.train.kinds import KINDS, config_type
 HEAD = """\
 # Configuration
 
-<!-- Written by `python -m stretto.train.config.reference docs/configuration.md` from src/stretto/train/config. -->
+<!-- Written by `python docs/configuration.py` from src/stretto/train/config. -->
 
 You can look up every option of a training run here, with its default. A run is described by a TOML file:
 `stretto train CONFIG.toml`. Any option can be replaced on the command line with
@@ -142,4 +141,4 @@ def _word(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    write_atomically(Path(sys.argv[1]), reference())
+    write_atomically(Path(__file__).with_suffix(".md"), reference())
