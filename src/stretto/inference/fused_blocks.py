@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.huggingface.known_modules import is_of_gated_mlps, is_pre_norm_block
-from stretto.ops import invariant_matmul, matmul_all_reduce_norm
+from stretto.ops import matmul_all_reduce_norm
 from stretto.ops.moe import gated_activation
 from stretto.parallel.layers.linear import CompressingLinear, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
@@ -136,9 +136,7 @@ class JoinedWeights:
 
     def multiply(self, x: Tensor) -> Tensor:
         """All of them, one after another in the last dim."""
-        if self.linears[0].plan.is_invariant:
-            return invariant_matmul(x.contiguous(), self._weight, bias=self._bias)
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self._weight, self._bias)  # of invariant linears: see `InvariantOperators`
 
     def _forward_of(self, number: int) -> Any:
         def forward(x: Tensor) -> Tensor:

@@ -73,11 +73,11 @@ def require_invariant(
         raise ValueError(f"invariant=True takes transformers' causal language models, not {kind}")
     if refusal := refusal_of_decoding(unwrap(model), list(inspect.signature(unwrap(model).forward).parameters)):
         raise ValueError(f"invariant=True: {refusal}")
-    for axis in ("y", "context"):
+    sizes = dict(sizes) | {"pipe": sizes.get("pipe", 1) * options.stages.virtual_stages}
+    for axis in ("pipe", "context", "y"):
         if sizes.get(axis, 1) > 1:
             raise ValueError(
-                f"invariant=True adds up whole rows and whole sequences on a rank, but {axis} is {sizes[axis]}: "
-                f"{axis}=1 would do, with x, z or data for its ranks"
+                f"invariant=True runs on data, x, z and expert, but {axis} is {sizes[axis]}: {axis}=1 would do"
             )
     if (x := sizes.get("x", 1)) not in (1, 2, 4, LEAVES):
         nearest = min((1, 2, 4, LEAVES), key=lambda size: abs(size - x))
