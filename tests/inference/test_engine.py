@@ -13,9 +13,10 @@ from tests.conftest import Ranks
 from tests.parallel import hugging_face
 from torch import Tensor, nn
 
-from stretto.inference import Engine, Request
+from stretto.inference import Engine, Request, cache
 from stretto.inference.runner import StepRunner
 from stretto.memory import PeerError, failures
+from stretto.ops.decoding.rotary_cache import rotate_and_store
 from stretto.ops.moe import dispatch_few
 from stretto.parallel import Grid, parallelize
 from stretto.parallel.experts import module as experts
@@ -356,6 +357,28 @@ def test_few_tokens_go_to_experts_by_the_low_latency_exchange(ranks: MakeRanks) 
     assert [texts for texts, _ in found] == [[continued(plain, prompt, 6)] for prompt in given]
     layers = plain.config.num_hidden_layers
     assert [limits for _, limits in found] == [[16] * layers * 5] * 2
+
+
+def decode_by_kernels() -> tuple[list[list[int]], int]:
+    """Texts by interpreted kernels, of the second engine of a model, and how often rotation and cache were one."""
+    calls: list[object] = []
+
+    def rotate(*given: Any) -> Tensor:
+        calls.append(None)
+        return rotate_and_store(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "rotate_and_store", rotate)
+        first = Engine(parallelize(make("llama"), Grid()), 2, 64)
+        return Engine(first.model, 2, 64).generate(prompts(9, (5, 1)), 3), len(calls)
+
+
+@pytest.mark.long
+def test_one_kernel_rotates_and_stores(interpret: Callable[..., Any]) -> None:
+    plain = make("llama")
+    ((texts, calls),) = interpret(1, decode_by_kernels)
+    assert texts == [continued(plain, prompt, 3) for prompt in prompts(9, (5, 1))]
+    assert calls == 3 * plain.config.num_hidden_layers
 
 
 def batch() -> list[Any]:

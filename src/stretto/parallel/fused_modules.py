@@ -177,30 +177,33 @@ def _rotate(module: nn.Module, tuner: AttentionTuner) -> Callable[..., Any]:
     The module of transformers, whose other attentions may not be of a parallelized model, is not changed.
     """
     own: Any = type(module).forward
-
-    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
-        heads = query, key, cos, sin
-        if more or options or not rotary.suits_kernel(*heads):
-            return own.__globals__[ROTATE](*heads, *more, **options)
-        return rotary.rotate_halves(*heads)
-
-    given: dict[str, Any] = {ROTATE: rotate}
+    given: dict[str, Any] = {ROTATE: _rotate_by(own, rotary.rotate_halves)}
     if "get_interface" in own.__code__.co_names and _FUNCTIONS in own.__globals__:
         given[_FUNCTIONS] = _Interfaces(own.__globals__[_FUNCTIONS], tuner)
     return _with_globals(module, given)
 
 
-def defer_rotation(module: nn.Module, note: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> bool:
-    """Have an attention call `note` with queries, keys, cosines and sines in place of a rotation; False if it has none.
+def defer_rotation(module: nn.Module, note: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    """Have an attention call `note` with queries, keys, cosines and sines in place of a rotation of halves.
 
-    That is, if its class's code rotates halves, and nobody but `fuse_modules` has replaced it.
+    If its class's code does that, and nobody but `fuse_modules` has replaced it.
     """
     kind: Any = type(module)
     own: Any = inspect.unwrap(module.forward)
-    if getattr(own, "__func__", own) is not inspect.unwrap(kind.forward) or not calls_rotation(kind):
-        return False
-    module.forward = _with_globals(module, {ROTATE: note})
-    return True
+    if getattr(own, "__func__", own) is inspect.unwrap(kind.forward) and calls_rotation(kind):
+        module.forward = _with_globals(module, {ROTATE: _rotate_by(kind.forward, note)})
+
+
+def _rotate_by(own: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for calls of the rotation in an attention's own code; those that kernels do not take stay its own."""
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
+        heads = query, key, cos, sin
+        if more or options or not rotary.suits_kernel(*heads):
+            return own.__globals__[ROTATE](*heads, *more, **options)
+        return function(*heads)
+
+    return rotate
 
 
 def _with_globals(module: nn.Module, given: dict[str, Any]) -> Callable[..., Any]:
