@@ -225,6 +225,9 @@ def prune_beside_a_frozen_stage() -> tuple[list[str], list[int], float]:
     stored = StoredOptimizer(model, grid, adamw_update(betas=(0.9, 0.95), eps=1e-8), name="adamw", masks=masks)
     tokens = torch.arange(ROWS * 8).view(ROWS, 8) % 64
     Pipeline(model, grid, micro_batch_size=8).step(tokens, tokens)
+    if grid.coordinate("pipe"):  # the other stage has no gradients
+        with pytest.raises(ValueError, match=r"prune of adamw between a backward pass .* call step\(\), or zero_grad"):
+            stored.prune(masks)
     norm = float(stored.step(1e-3))
     return sorted(masks.masks), [place.size for place in stored.store.layout.places], norm
 

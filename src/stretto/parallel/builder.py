@@ -91,6 +91,7 @@ class Builder:
     ) -> None:
         grid, options = request.grid, request.options
         has_roles, is_stage = isinstance(plan, ShardingPlan), cut is not None
+        self.is_stage = is_stage
         self.model = model
         self.grid = grid
         self.precision = request.precision
@@ -102,7 +103,6 @@ class Builder:
         self.is_fused = fuses(request, is_pretrained=plan.is_pretrained)
         self.attention = AttentionTuner(options.tune_matmuls and self.is_fused, grid.device, grid.communicator(STAGE))
         self.linears = 0
-        self.has_one_rank = grid.size("world") == 1 and not is_stage
         over_z = grid.communicator("z")
         self.order = RankOrder(over_z, "weights and gradients over z")
         levels = TwoLevels.of(grid, options.two_level)
@@ -143,9 +143,7 @@ class Builder:
             if role.role != "loss" and id(original) not in made:
                 made[id(original)] = module = self._build(name, original, role).train(original.training)
                 if isinstance(module, ShardedModule):
-                    dtypes = {parameter.dtype for parameter in original.parameters()}
-                    casts = self.precision.compute is not None and dtypes != {self.precision.compute}
-                    module.is_traceable = self.has_one_rank and not casts
+                    module.is_local = not self.is_stage and module.can_be_local(self.grid)
         built = {name: made[id(originals[name])] for name, role in plan.roles.items() if role.role != "loss"}
         head = next((built[name] for name in plan.named("head")), None)
         if isinstance(head, ParallelHead) and not plan.is_pretrained:

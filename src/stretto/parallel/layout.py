@@ -127,6 +127,7 @@ class TensorOnGrid(DTensor):
     """
 
     __slots__ = ()
+    __hash__ = object.__hash__  # by identity, as Tensor's, which is a function in Python
     parameter_layout: ParameterLayout | None = None
     low_precision_weight: Any = None
     pruned: Any = None
@@ -195,7 +196,7 @@ def local(parameter: Any) -> Tensor:
 
     Raises ValueError for a parameter that has replaced the one that `parallelize` created.
     """
-    if not torch.compiler.is_compiling() and not has_layout(parameter):
+    if not torch.compiler.is_dynamo_compiling() and not has_layout(parameter):
         raise ValueError(
             "a parameter was replaced after stretto.parallelize, and nothing would bring its gradient together: "
             "copy the new values into the parameter that was there (load_state_dict does, without assign=True)"
@@ -294,5 +295,5 @@ Version = tuple[int, int, int]
 
 def version_of(parameter: Tensor) -> Version:
     """The version of a DTensor parameter: a write counts at the parameter or at its shard, depending on its path."""
-    shard = local(parameter)
+    shard = parameter._local_tensor if isinstance(parameter, TensorOnGrid) else local(parameter)
     return shard.data_ptr(), shard._version, parameter._version

@@ -60,7 +60,8 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full", names: Seq
     blocks = check_blocks(model, recompute, names)
     for module in model.modules():
         if isinstance(module, ShardedModule):
-            module.is_traceable = False  # a graph would have no outputs for a mode to keep
+            module.is_local = False  # a graph would have no outputs for a mode to keep
+            module.followed = None
         if isinstance(module, ParallelLinear):
             module.plan.shard.gatherer.stop_keeping()
     if checkpoint_layers(model):

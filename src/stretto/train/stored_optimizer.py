@@ -144,8 +144,14 @@ class StoredOptimizer:
     def prune(self, masks: Masks) -> None:
         """Keep from now on what `masks` leave of the parameters, of their fp32 weights and of their state.
 
-        Between steps. Takes the memory of both states until it returns. Collective.
+        Between steps. Takes the memory of both states until it returns. Collective. Raises ValueError between a
+        backward pass and its step.
         """
+        if self.store.has_gradients:
+            raise ValueError(
+                f"prune of {self.name} between a backward pass and its step would drop the gradients: call step(), or "
+                "zero_grad() to do without them, before prune"
+            )
         before, pruned, scalars = self.store, self._pruned, {}
         history = {name: self.state(name) for name in self.parameters}
         self.store = self._make_store(masks)

@@ -44,6 +44,7 @@ from stretto.collectives.two_level.nodes import Nodes, exchange_hosts, find_node
 from stretto.collectives.two_level.work import Deadline, InlineRunner, SerialRunner, Work
 from stretto.memory import PeerError, find_own_rank, group_timeout, shared_gpus
 from stretto.memory.groups import set_timeout
+from stretto.quantities import require_least
 from stretto.suggestions import name_known
 
 logger = logging.getLogger(__name__)
@@ -131,8 +132,7 @@ class TwoLevelGroup:
     ) -> None:
         if not 0 < timeout < math.inf:
             raise ValueError(f"timeout is {timeout}, but must be a finite number of seconds, greater than 0")
-        if part_bytes < _MIN_PART_BYTES:
-            raise ValueError(f"part_bytes is {part_bytes}, but must be at least {_MIN_PART_BYTES}")
+        require_least(_MIN_PART_BYTES, part_bytes=part_bytes)
         if parts is not None and not 1 <= parts <= _MAX_PARTS:
             near = min(max(parts, 1), _MAX_PARTS)
             raise ValueError(f"parts is {parts}, but must be 1 to {_MAX_PARTS}; {near} would do")
@@ -426,15 +426,30 @@ class TwoLevelGroup:
     def _agree(self, ranks_per_node: int | None, same: tuple[object, ...]) -> Nodes:
         """Exchange hosts and arguments between all ranks; return the nodes. ValueError where arguments differ."""
         what = f"(ranks_per_node, (links, part_bytes, algorithms, parts, intra, inter)) = {(ranks_per_node, same)}"
-        everyone = exchange_hosts(self._group, self._timeout, what)
-        for rank, (other, _) in enumerate(everyone):
+        everyone = [
+            (*given.rsplit(" ", 1), host)
+            for given, host in exchange_hosts(self._group, self._timeout, f"{what} {_count_groups()}")
+        ]
+        self._most_groups = max(int(count) for _, count, _ in everyone)
+        for rank, (other, *_) in enumerate(everyone):
             if other != everyone[0][0]:
                 raise ValueError(
                     f"rank {rank} was given {other}, and rank 0 {everyone[0][0]}: all ranks must be given the same"
                 )
         if ranks_per_node is not None:
             return Nodes.of_consecutive(self.world, ranks_per_node)
-        return find_nodes([host for _, host in everyone])
+        return find_nodes([host for *_, host in everyone])
+
+    def _make_alike(self, members: list[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
+        """Make a sub-group under one name: torch names it by how many groups a rank has, so those with fewer groups
+        have some of this rank alone meanwhile."""
+        here, local = [dist.get_rank()], {"timeout": limit, "use_local_synchronization": True}
+        missing = self._most_groups + len(self._sub_groups) - _count_groups()
+        extra = [dist.new_group(here, backend="gloo", **local) for _ in range(missing)]
+        made: dist.ProcessGroup = dist.new_group(members, backend=backend, **local)
+        for group in extra:
+            dist.destroy_process_group(group)
+        return made
 
     def _make_group(self, ranks: tuple[int, ...], library: str | None) -> dist.ProcessGroup:
         """Make a sub-group of these ranks. Only its members call this: other ranks of the job may not be here."""
@@ -447,9 +462,14 @@ class TwoLevelGroup:
             if group_timeout(made) != self._timeout:
                 set_timeout(made, limit)
         else:
-            made = dist.new_group(members, timeout=limit, backend=key[1], use_local_synchronization=True)
+            made = self._make_alike(members, key[1], limit)
         self._sub_groups.append((key, made))
         return made
+
+
+def _count_groups() -> int:
+    """The groups that this rank has."""
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def _check_contiguous(name: str, tensor: Tensor) -> None:

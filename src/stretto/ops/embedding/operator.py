@@ -89,7 +89,7 @@ def embedding_all_to_all(
     if traces:
         count = operator.index(count)  # ranks agree on each batch size: torch.compile traces each one separately
     by = "" if schedule is None else name_schedule("embedding_all_to_all", schedule, "kernel", world)
-    agreed = group_name, device, name, known.dims, known.dtype, count, known.needs_grad(), indices.dtype
+    agreed = group_name, device, name, known.dims, known.dtype, count, known.needs_grad(), indices.dtype, by
     if traces:
         width, dtype = agree_on_placement(*agreed)
         needs_grad = torch.is_grad_enabled() and (not known.dims or known.needs_grad())
@@ -140,12 +140,13 @@ def agree_on_placement(
     batch: int,
     needs_grad: bool,
     index_dtype: torch.dtype,
+    schedule: str,
 ) -> tuple[int, torch.dtype]:
     """Agree with all ranks on the placement; returns (output's columns, dtype).
 
     torch.compile takes the result for a constant.
     """
-    placement = find_placement(group, device, name, dims, dtype, batch, needs_grad, index_dtype)
+    placement = find_placement(group, device, name, dims, dtype, batch, needs_grad, index_dtype, schedule)
     _find_anchor(device)
     return placement.width, placement.dtype
 

@@ -175,6 +175,7 @@ class _RankTables(NamedTuple):
     batch: int
     needs_grad: bool | None
     index_dtype: str | None
+    schedule: str
 
 
 def find_placement(
@@ -186,17 +187,19 @@ def find_placement(
     batch: int,
     needs_grad: bool,
     index_dtype: torch.dtype | None = None,
+    schedule: str = "",
 ) -> EmbeddingPlacement:
     """Find the placement of this rank's tables. The first call with these arguments is collective: all ranks make it.
 
-    dtype: None if this rank has no tables. needs_grad, index_dtype: compared in the first call alone; the kernels
-    compare the gradients of each call, and each rank reads its own indices only. ValueError if ranks differ.
+    dtype: None if this rank has no tables. needs_grad, index_dtype, schedule: compared in the first call alone; the
+    kernels compare the gradients of each call, and each rank reads its own indices only. ValueError if ranks differ.
     """
 
     def make() -> EmbeddingPlacement:
         if not dims:
-            return _agree(group, device, _RankTables(dims, None, batch, None, None))
-        return _agree(group, device, _RankTables(dims, _name(dtype), batch, needs_grad, _name(index_dtype)))
+            return _agree(group, device, _RankTables(dims, None, batch, None, None, schedule))
+        own = _RankTables(dims, _name(dtype), batch, needs_grad, _name(index_dtype), schedule)
+        return _agree(group, device, own)
 
     return find_known(group, device, ("embedding placement", name, dims, dtype, batch), make)
 
@@ -226,8 +229,8 @@ def _agree(group: str, device: torch.device, own: _RankTables) -> EmbeddingPlace
     owners = [(rank, other) for rank, other in enumerate(every) if other.dims]
     if not owners:
         raise ValueError("embedding_all_to_all: no rank of the group has a table")
-    for what in ("dtype", "batch", "needs_grad", "index_dtype"):
-        among = list(enumerate(every)) if what == "batch" else owners
+    for what in ("dtype", "batch", "needs_grad", "index_dtype", "schedule"):
+        among = list(enumerate(every)) if what in ("batch", "schedule") else owners
         (first, value), *others = ((rank, getattr(other, what)) for rank, other in among)
         for rank, other_value in others:
             if other_value != value:
@@ -236,6 +239,7 @@ def _agree(group: str, device: torch.device, own: _RankTables) -> EmbeddingPlace
                     "batch": "global batch",
                     "needs_grad": "tables' requires_grad",
                     "index_dtype": "dtype of indices",
+                    "schedule": "schedule (none: '')",
                 }
                 raise ValueError(
                     f"embedding_all_to_all: all ranks have one {names[what]}: rank {first}'s is {value}, rank {rank}'s "

@@ -185,6 +185,11 @@ class OptimizerStateStore:
         part = self.gradients[chunk.start : chunk.stop]
         self._step.started[chunk.index] = self.communicator.start_sum(key, part)
 
+    @property
+    def has_gradients(self) -> bool:
+        """True from a backward pass to its step."""
+        return bool(self._step.present)
+
     def drop(self) -> None:
         """Forget the gradients of the running step. Sums that have been started are waited for."""
         for reduction in self._step.started.values():

@@ -4,13 +4,14 @@
 Also the base class of this package's dispatch modes.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import function as of_torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.parallel.comm.collectives import all_reduce
@@ -24,6 +25,46 @@ REFUSED_GRAD = (
 def in_backward() -> bool:
     """True if this thread is inside a backward pass, also in a forward pass that is recomputed for it."""
     return torch._C._current_graph_task_id() != -1
+
+
+Backward = TypeVar("Backward", bound=Callable[..., Any])
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply`, without its dozen calls that only torch.func needs."""
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def once_differentiable(backward: Backward) -> Backward:
+    """torch's, without its contexts where no graph of the gradients is made."""
+    checked = of_torch.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Tensor | None) -> Any:
+        return checked(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+
+    return run  # type: ignore[return-value]
+
+
+def not_compiled(function: Backward) -> Backward:
+    """`torch.compiler.disable` of a function, whose twenty calls are left out where no compiler runs."""
+    disabled = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (disabled if may_be_compiled() else function)(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def may_be_compiled() -> bool:
+    """True if a compiler traces this call, or may trace what it calls."""
+    return torch.compiler.is_dynamo_compiling() or _get_compiler() is not None
+
+
+_get_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 class SelectiveMode(TorchDispatchMode):
@@ -86,7 +127,7 @@ def with_gradient_of_its_own(tensor: Tensor) -> Tensor:
     Autograd adds to a DTensor's gradient in place, though what is in it may be another parameter's, too: a batch of one
     row gives one tensor to both of `x + positions` and `torch.cat((token, x), 1)` for parameters with a dim 0 of 1.
     """
-    own: Tensor = _WithOwnGradient.apply(tensor)
+    own: Tensor = apply(_WithOwnGradient, tensor)
     return own
 
 
@@ -102,7 +143,7 @@ class _WithOwnGradient(torch.autograd.Function):
 
 def scale_gradient(tensor: Tensor, scale: float) -> Tensor:
     """The same tensor, whose gradient is multiplied by `scale`."""
-    return tensor if scale == 1 else _ScaleGradient.apply(tensor, scale)
+    return tensor if scale == 1 else apply(_ScaleGradient, tensor, scale)
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -118,7 +159,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 def sum_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The same, of which each rank of the group will have a part of the gradient."""
-    return _SumGradient.apply(tensor, group)
+    return apply(_SumGradient, tensor, group)
 
 
 class _SumGradient(torch.autograd.Function):

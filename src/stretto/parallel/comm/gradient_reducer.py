@@ -56,6 +56,7 @@ from stretto.parallel.comm.gradient_buckets import (
     GradientSink,
     StartedScatter,
     accumulate,
+    as_gradient,
     local_gradient,
 )
 from stretto.parallel.comm.rank_order import RankOrder
@@ -87,6 +88,7 @@ class GradientReducer:
     one that has raised on another thread, as on GPUs. `ring` reduce-scatters by copy engines, if they are used. `sink`
     takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`). While `deferred` is a list,
     linears leave the products that make their weights' gradients there (`stretto.parallel.pipeline`).
+    `is_in_forward`: the whole model's forward runs, which has looked at all parameters.
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
     parameters alone is none: the reducer does not see it. `averages`: reductions over ranks average, so that a loss of
     the global batch has its gradient multiplied by the number of ranks (docs/decisions/030); else they sum.
@@ -117,6 +119,7 @@ class GradientReducer:
         self.deferred: list[Callable[[], None]] | None = None
         self.is_syncing = True
         self.has_synced = False
+        self.is_in_forward = False
         self.accumulates_unsharded = self.keeps_unsharded = False
         self._unsharded = UnshardedGradients(precision)
         self._users_hooks = UsersHooks(self._enter)
@@ -189,6 +192,10 @@ class GradientReducer:
     def is_summed(self, parameter: nn.Parameter) -> bool:
         """True if ranks along data, or along another axis than z, hold parts of this parameter's gradient."""
         return bool(self._groups[parameter])
+
+    def is_watched(self, parameter: nn.Parameter) -> bool:
+        """True if hooks of this reducer take what autograd accumulates in the parameter."""
+        return parameter in self._hooks
 
     def forward_scale(self, parameter: nn.Parameter) -> float:
         """The factor of the gradient that reaches a parameter through the model's forward pass, before reductions
@@ -279,6 +286,25 @@ class GradientReducer:
             self._settle_one(current, parameter, mine)
             return
         self._add_scatter(current, [(parameter, pending)])
+
+    def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Take a gradient of this rank's shard, in place of autograd's accumulation."""
+        current = self._enter()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            self.defer_hooks(parameter)
+        self._settle_one(current, parameter, gradient)
+
+    def take_final(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """`take` of a parameter whose gradient no rank shares, in a few calls."""
+        if self.sink is not None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            self.take(parameter, gradient)
+            return
+        if torch._C._current_graph_task_id() not in self._passes:
+            self._enter()
+        if parameter.grad is None and gradient.dtype == parameter.dtype:
+            parameter.grad = as_gradient(gradient, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
+        else:
+            accumulate(parameter, gradient)
 
     def reduce_scatter_block(
         self,

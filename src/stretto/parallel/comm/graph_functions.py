@@ -71,17 +71,10 @@ class GraphFunction:
         self.key = torch.empty(0)  # frees the weights' nodes, which this may be all that keeps
         self.edges: tuple[tuple[Any, int], ...] = ()
         self.weights = tuple(weight for weight in weights if weight is not None)
-        self._needs = [weight.requires_grad for weight in self.weights]
-        self._stream = current_stream(self.weights[0].device) if self.weights else None
         with torch.inference_mode(False), torch.enable_grad():
             self.key = _WeightKey.apply(float(self._number), *weights)
         if self.key.grad_fn is not None:
             self.edges = self.key.grad_fn.next_functions
-
-    def is_outdated(self, stream: int | None) -> bool:
-        """True if a weight was frozen or unfrozen since it was taken, or taken on another stream than this."""
-        changed = self._needs != [weight.requires_grad for weight in self.weights]
-        return changed or (bool(self.weights) and self._stream != stream)
 
     def __call__(self, shape: Sequence[int], x: Tensor, *others: Tensor) -> Tensor:
         """Call the function, which returns a tensor of this shape, in the graph that is being traced."""

@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, softplus
 
+from stretto.parallel.comm.autograd import once_differentiable
 from stretto.parallel.comm.collectives import all_to_all
 from stretto.parallel.comm.kept_outputs import keep_output
 

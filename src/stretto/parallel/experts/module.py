@@ -58,6 +58,7 @@ from stretto.parallel.experts.products import (
 )
 from stretto.parallel.experts.replicas import ExpertReplicas
 from stretto.parallel.grid import Grid
+from stretto.parallel.layers.local_tensors import TakeGradient
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
 from stretto.parallel.layers.token_shards import cut_tokens, gather_tokens, own_tokens
 from stretto.parallel.layout import local
@@ -179,16 +180,28 @@ class ParallelExperts(ShardedModule):
         """True if the products have biases."""
         return bool(self._bias_scales)
 
+    def can_be_local(self, grid: Grid) -> bool:
+        weights = {name: self.get_parameter(name) for name in (self._up, self._down)}
+        takes = (self.products[name].shard.takes_own_gradient(weight) for name, weight in weights.items())
+        return grid.size("world") == 1 and all(takes)
+
+    def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:
+        names = (self._up, self._down) if self.is_local else ()
+        return {name: self.products[name].shard.taking(self.get_parameter(name)) for name in names}
+
     def weights_in_graphs(self) -> Sequence[Tensor]:
         return self.get_parameter(self._up), self.get_parameter(self._down)
 
     def forward(
         self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, started: Tensor | None = None
     ) -> Tensor:
-        if not self.is_being_traced():
+        found = self.local_tensors() if self.is_local and torch.compiler.is_compiling() else None
+        if found is None:
             with mark_experts():
                 return self._forward_on_grid(hidden, top_k_index, top_k_weights, started)
-        up, down = (local(self.get_parameter(name)) for name in (self._up, self._down))
+        up, down = found
+        assert up is not None
+        assert down is not None
         x, ids = hidden.to(up.dtype).flatten(0, -2), self._known(top_k_index)
         found = dispatch(x, ids, self.num_experts, max_rows=self.plan.max_rows)
         inner = grouped_matmul(found.rows, self.products[self._up].orient(up), found.offsets)

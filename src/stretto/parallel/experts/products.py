@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from stretto.execution import ExpertReduce
 from stretto.ops.invariant.grouped import multiply_groups
@@ -28,7 +27,7 @@ from stretto.ops.moe.grouped.matmul import take_rows
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import multiply_copies, sum_copies, sum_dtype
 from stretto.ops.moe.places import Places, run_beside
-from stretto.parallel.comm.autograd import is_asked_for
+from stretto.parallel.comm.autograd import is_asked_for, once_differentiable
 from stretto.parallel.comm.collectives import (
     Pending,
     all_reduce,

@@ -25,16 +25,18 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
 from stretto.execution import MIN_COPIED_BYTES
 from stretto.parallel.comm.autograd import (
+    apply,
     at_end_of_backward,
     in_backward,
     is_asked_for,
+    may_be_compiled,
+    once_differentiable,
     scale_gradient,
     with_gradient_of_its_own,
 )
@@ -310,7 +312,7 @@ class BlockShard:
     def _make_whole(self) -> list[Tensor]:
         """Whole tensors of the parameters, through which gradients flow to these."""
         sharded = self.parameters[: self._sharded]
-        wholes = list(_GatherBlock.apply(self, *sharded)) if sharded else []
+        wholes = list(apply(_GatherBlock, self, *sharded)) if sharded else []
         for parameter in self.parameters[self._sharded :]:
             mine = local(parameter)
             if parameter.shape[:1] == (1,):
@@ -464,10 +466,11 @@ class BlockShard:
         """The block's forward, with whole parameters, and floating-point inputs in the compute dtype."""
 
         # A compiler sees the forward alone: it would trace what these call, with one graph for each block and state.
-        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+        disabled = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
 
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            enter, leave = disabled if may_be_compiled() else (self._enter, self._leave)
             running, wholes, args, kwargs = enter(args, kwargs)
             try:
                 found = forward(*args, **kwargs)

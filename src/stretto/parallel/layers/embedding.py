@@ -6,10 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from stretto.parallel.comm.autograd import is_asked_for, scale_gradient
+from stretto.parallel.comm.autograd import is_asked_for, once_differentiable, scale_gradient
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.layers.sharded_module import ShardedModule, note_features

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from stretto.parallel.comm.autograd import is_asked_for
+from stretto.parallel.comm.autograd import is_asked_for, once_differentiable
 from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.sharded_module import note_features

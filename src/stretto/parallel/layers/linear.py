@@ -11,7 +11,7 @@ With sequence sharding, a colwise linear has a sharded input edge and a rowwise 
 all-gather and the reduce-scatter run within the product then (`stretto.ops`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS
-from stretto.parallel.comm.autograd import is_asked_for, scale_gradient, sum_gradient
+from stretto.parallel.comm.autograd import (
+    apply,
+    is_asked_for,
+    not_compiled,
+    once_differentiable,
+    scale_gradient,
+    sum_gradient,
+)
 from stretto.parallel.comm.collectives import (
     Pending,
     all_reduce,
@@ -35,7 +41,9 @@ from stretto.parallel.comm.collectives import (
 )
 from stretto.parallel.comm.graph_functions import GraphCode, GraphFunction
 from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, keep_output
+from stretto.parallel.grid import Grid
 from stretto.parallel.layers.gemm_layout import MatmulTuner
+from stretto.parallel.layers.local_tensors import TakeGradient
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features, refuse_compiler
 from stretto.parallel.layers.token_shards import GatheredInput, TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
@@ -220,10 +228,11 @@ class LinearPlan:
 
         No view, to which autograd would forbid writes.
         """
-        if a.dim() == 2:
-            return self.matmuls.multiply(self.linear_index, role, a, b, dtype=dtype)
-        if not self.matmuls.is_on and dtype is None and a.is_contiguous():
+        is_plain = not self.matmuls.is_on and (dtype is None or dtype == a.dtype)
+        if is_plain and (a.ndim == 2 or a.is_contiguous()):
             return a @ b  # the same product of two matrices
+        if a.ndim == 2:
+            return self.matmuls.multiply(self.linear_index, role, a, b, dtype=dtype)
         product = self.matmuls.multiply(self.linear_index, role, a.flatten(0, -2), b, dtype=dtype)
         whole: Tensor = torch.ops.aten._unsafe_view(product, (*a.shape[:-1], b.shape[1]))
         return whole
@@ -393,17 +402,35 @@ class ParallelLinear(ShardedModule):
         self._features_here = sum(some.stop - some.start for some in plan.used_rows) or rows
 
     def forward(self, x: Tensor) -> Tensor:
+        found = self.local_tensors() if self.is_local and x.ndim > 1 else None
+        if found is not None:
+            weight, bias = found
+            assert weight is not None
+            if torch.is_autocast_enabled(x.device.type):
+                self.check_autocast(x)
+            x = x if x.dtype == weight.dtype else self.plan.shard.precision.cast(x)
+            return F.linear(x, weight.t() if self.plan.is_transposed else weight, bias)
         if not torch.compiler.is_compiling():
             return self.forward_on_grid(x)
         if self.plan.is_invariant:
             refuse_compiler()
         self.check_autocast(x)
-        if not self.is_being_traced():
-            return self.forward_in_graph(x)
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        return F.linear(x.to(weight.dtype), weight.t() if self.plan.is_transposed else weight, bias)
+        return self.forward_in_graph(x)
 
-    @torch.compiler.disable
+    def can_be_local(self, grid: Grid) -> bool:
+        plan = self.plan
+        is_alone = (
+            plan.tokens is None
+            and not (plan.matmuls.is_on or plan.is_invariant)
+            and grid.size("x") == grid.size("y") == 1
+        )
+        return is_alone and plan.shard.takes_own_gradient(self.weight)
+
+    def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:
+        weight = {"weight": self.plan.shard.taking(self.weight)} if self.is_local else {}
+        return weight if self.bias is None and not weight else {**weight, "bias": None}
+
+    @not_compiled
     def forward_on_grid(self, x: Tensor) -> Tensor:
         """The output, by Algorithm 3. A compiler's graph breaks here."""
         if x.dim() == 1:
@@ -454,33 +481,36 @@ class ParallelLinear(ShardedModule):
         rows = x.flatten(0, -2)
         if not self.plan.is_rowwise:
             gathered = tokens.gathered_by(others[0])
-            return tokens.whole(_Linear3D.apply(rows, self.weight, bias, self.plan, gathered, None))
+            return tokens.whole(apply(_Linear3D, rows, self.weight, bias, self.plan, gathered, None))
         tokens.whole(rows)  # refuses tokens of another batch
         tokens.forget_last_gathered()
-        return _Linear3D.apply(rows, self.weight, bias, self.plan, None, None).unsqueeze(0)
+        return apply(_Linear3D, rows, self.weight, bias, self.plan, None, None).unsqueeze(0)
 
     def weights_in_graphs(self) -> Sequence[Tensor]:
         return (self.weight,)
 
     def local_bias(self) -> Tensor:
         """This rank's part of the bias."""
+        found = self.local_tensors()
+        if found is not None and found[-1] is not None:
+            return found[-1]
         assert self.bias is not None
         return scale_gradient(local(self.bias), self._bias_scale)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         tokens = self.plan.tokens
         if tokens is None:
-            return _Linear3D.apply(x, self.weight, bias, self.plan, None, self._save_first(x))
+            return apply(_Linear3D, x, self.weight, bias, self.plan, None, self._save_first(x))
         rows = x.flatten(0, -2).contiguous()
         if self.plan.is_rowwise:
             tokens.whole(rows)  # refuses tokens of another batch
-            return _Linear3D.apply(rows, self.weight, bias, self.plan, None, self._save_first(rows)).unsqueeze(0)
-        return tokens.whole(_Linear3D.apply(rows, self.weight, bias, self.plan, tokens.gathered_input(x), None))
+            return apply(_Linear3D, rows, self.weight, bias, self.plan, None, self._save_first(rows)).unsqueeze(0)
+        return tokens.whole(apply(_Linear3D, rows, self.weight, bias, self.plan, tokens.gathered_input(x), None))
 
     def _save_first(self, x: Tensor) -> Tensor | None:
         """The output of `_SaveFirst` in a pass that is recomputed; None in others, which would gain nothing by it."""
         is_recorded = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        return _SaveFirst.apply(x, self.weight, self.plan) if is_recorded and is_recomputed() else None
+        return apply(_SaveFirst, x, self.weight, self.plan) if is_recorded and is_recomputed() else None
 
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError for features that are split over the wrong axis, and for an autocast to another dtype."""
@@ -531,7 +561,7 @@ class CompressingLinear(ParallelLinear):
         y = super().forward_in_graph(x)
         return y if self.heads_group.size() == 1 else self._sum_in_graphs(y.shape, y)
 
-    @torch.compiler.disable
+    @not_compiled
     def forward_on_grid(self, x: Tensor) -> Tensor:
         y = super().forward_on_grid(x)
         return y if self.heads_group.size() == 1 else sum_gradient(y, self.heads_group)

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from stretto.axes import LOSS
 from stretto.execution import IGNORED_TARGET, LOGITS_ROW_MULTIPLE, LOGITS_SLICE
 from stretto.ops import cross_entropy
-from stretto.parallel.comm.autograd import is_asked_for
+from stretto.parallel.comm.autograd import is_asked_for, once_differentiable
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import check_ids

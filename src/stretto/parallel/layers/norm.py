@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """LayerNorm and RMSNorm over features that y splits: ranks exchange (mean, M2) in fp32 (fp64 for fp64 input)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from stretto.ops.rms_norm import rms_norm
 from stretto.ops.row_sums.norm import invariant_norm
-from stretto.parallel.comm.autograd import scale_gradient
+from stretto.parallel.comm.autograd import apply, once_differentiable, scale_gradient
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.comm.kept_outputs import keep_output
+from stretto.parallel.layers.local_tensors import TakeGradient
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features, refuse_compiler
 from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
@@ -123,6 +124,7 @@ class ParallelNorm(ShardedModule):
         self.weight_offset = weight_offset
         self.precision = precision
         self.group = group
+        self._is_split = group is not None and group.size() > 1
         self.name = name
         self.axis = axis
         self.is_fused = is_fused and not is_centred and weight is not None and bias is None
@@ -130,23 +132,23 @@ class ParallelNorm(ShardedModule):
         self.in_graphs: GraphCode = GraphCode(self._normalize)
 
     def forward(self, x: Tensor) -> Tensor:
-        is_split = self.group is not None and self.group.size() > 1
+        is_split = self._is_split
         if is_split:
             check_features(x, self.axis, self.name)
-        x = self.precision.cast(x)
-        weight = None if self.weight is None else scale_gradient(local(self.weight), self._scales[0])
-        eps = self._eps_of(x)
+        if self.precision.compute is not None:
+            x = self.precision.cast(x)
+        weight, bias = (self.local_tensors() if x.ndim > 1 else None) or self._parts()
+        eps = self.eps if self.eps is not None else self._eps_of(x)
         if self.is_invariant:
             refuse_compiler()
-            bias = None if self.bias is None else scale_gradient(local(self.bias), self._scales[1]).to(x.dtype)
             weight = x.new_ones(x.shape[-1]) if weight is None else weight.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
             kind = "layer" if self.is_centred else "rms"
             return invariant_norm(x, weight, eps=eps, norm=kind, bias=bias, offset=self.weight_offset)
         if self.is_fused and weight is not None and not is_split and not torch.compiler.is_compiling():
             return rms_norm(x, weight, eps, self.weight_offset)
         if weight is not None and self.weight_offset:
             weight = weight + self.weight_offset
-        bias = None if self.bias is None else scale_gradient(local(self.bias), self._scales[1])
         if is_split:
             present = [each for each in (weight, bias) if each is not None]
             y = self.in_graphs(x.shape, x, *present) if torch.compiler.is_compiling() else self._normalize(x, *present)
@@ -156,8 +158,18 @@ class ParallelNorm(ShardedModule):
         bias = None if bias is None else bias.to(x.dtype)
         if self.is_centred:
             return F.layer_norm(x, shape, weight, bias, eps)
-        y = F.rms_norm(x, shape, weight, eps)
+        y = torch.rms_norm(x, shape, weight, eps)
         return y if bias is None else y + bias
+
+    def _parts(self) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = (
+            None if each is None else scale_gradient(local(each), scale)
+            for each, scale in zip((self.weight, self.bias), self._scales, strict=True)
+        )
+        return weight, bias
+
+    def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:
+        return {"weight": None, "bias": None}
 
     def _eps_of(self, x: Tensor) -> float:
         return torch.finfo(x.dtype).eps if self.eps is None else self.eps  # nn.RMSNorm's default
@@ -166,5 +178,5 @@ class ParallelNorm(ShardedModule):
         """Normalize features that the group splits. present: of weight and bias those that this norm has."""
         weight = None if self.weight is None else present[0]
         bias = None if self.bias is None else present[-1]
-        y: Tensor = _SplitNorm.apply(x, weight, bias, self._eps_of(x), self.is_centred, self.group)
+        y: Tensor = apply(_SplitNorm, x, weight, bias, self._eps_of(x), self.is_centred, self.group)
         return y

@@ -8,13 +8,15 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from stretto.parallel.comm.autograd import once_differentiable
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.graph_functions import GraphFunction
 from stretto.parallel.comm.kept_outputs import keep_output
+from stretto.parallel.grid import Grid
+from stretto.parallel.layers.local_tensors import LocalTensors, TakeGradient
 from stretto.parallel.layout import layout_of, shard_like
 from stretto.parallel.low_precision_weights import copy_of
 from stretto.parallel.segment_planner import refuse_default_planners
@@ -42,29 +44,51 @@ class ShardedModule(nn.Module):
     part. Conversions (`.to`, `.double`) keep what Stretto has noted on the parameters. Operations that would lose it
     raise ValueError: `load_state_dict(assign=True)`, `copy.deepcopy` and pickling.
 
-    The attribute `is_traceable`: its grid has one rank, which computes in the parameters' own dtype and recomputes
-    nothing. torch.compile then traces the module as it traces a plain one, and gradients come through autograd.
+    The attribute `is_local`: it computes with this rank's shards as they are, sends nothing and keeps nothing for
+    recomputation. It then runs as a plain module does, with `local_tensors`, and torch.compile traces it so.
     `in_graphs`: what compiled graphs call in its place otherwise.
     """
 
     def __init__(self, gradients: GradientReducer | None = None) -> None:
         super().__init__()
         self.gradients = gradients
-        self.is_traceable = False
+        self.is_local = False
         self.in_graphs: GraphFunction | None = None
+        self.followed: LocalTensors | None = None
 
-    def is_being_traced(self) -> bool:
-        """True if torch.compile is tracing this module, and may trace a plain module's operations."""
-        if not torch.compiler.is_compiling() or not self.is_traceable:
-            return False
-        return self.gradients is None or (self.gradients.sink is None and self.gradients.deferred is None)
+    def local_tensors(self) -> tuple[Tensor | None, ...] | None:
+        """The shards of `gradients_of_shards` as plain tensors, through which gradients flow to the parameters; None
+        before the model's first forward pass."""
+        followed = self.followed
+        if followed is None:
+            return None
+        gradients = self.gradients
+        if torch.compiler.is_dynamo_compiling() or (gradients is not None and gradients.is_in_forward):
+            return followed.tensors  # the model's forward pass has looked
+        if not followed.is_outdated(self._parameters):
+            return followed.tensors
+        self.follow_weights(followed.stream)
+        return self.followed.tensors if self.followed is not None else None
 
     def weights_in_graphs(self) -> Sequence[Tensor]:
         """The weights of which `in_graphs` makes the gradients itself."""
         return ()
 
-    def follow_weights(self) -> None:
-        """Have compiled graphs take the weights as they are now: converted, frozen or unfrozen."""
+    def can_be_local(self, grid: Grid) -> bool:
+        """True if `is_local` may be set, on a grid without stages."""
+        return False
+
+    def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:
+        """The parameters of which it computes with shards, and what takes their gradients; None: as if autograd had
+        accumulated them."""
+        return {}
+
+    def follow_weights(self, stream: int | None) -> None:
+        """Take the parameters as they are now, converted, frozen or unfrozen, for compiled graphs and to compute with
+        shards. stream: the current one, on which autograd will accumulate."""
+        self.followed = LocalTensors(self._parameters, stream)
+        if self.gradients is not None:
+            self.followed.take(self.gradients_of_shards(), self.gradients)
         if self.in_graphs is not None:
             self.in_graphs.follow(*self.weights_in_graphs())
 
@@ -72,12 +96,14 @@ class ShardedModule(nn.Module):
         noted = {
             name: (layout_of(parameter), copy_of(parameter)) for name, parameter in self.named_parameters(recurse=False)
         }
+        self.followed = None  # torch swaps no tensor to which a graph leads
         if self.in_graphs is not None:
-            self.in_graphs.follow()  # torch swaps no tensor to which a graph leads
+            self.in_graphs.follow()
         try:
             super()._apply(fn, recurse)
         finally:
-            self.follow_weights()
+            if self.in_graphs is not None:
+                self.in_graphs.follow(*self.weights_in_graphs())
         for name, (layout, copy) in noted.items():
             parameter = self.get_parameter(name)
             note_layout(parameter, layout)
@@ -206,7 +232,7 @@ _notes: dict[int, _FeaturesNote] = {}
 
 def note_features(y: Tensor, axis: str) -> Tensor:
     """Note over which axis an output's features are split, for `check_features` of the next module."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         note = _FeaturesNote(y, _forget)
         note.axis, note.key = axis, id(y)
         _notes[note.key] = note
@@ -224,7 +250,7 @@ def check_features(x: Tensor, axis: str, name: str) -> None:
     Where x and y are of one size, shapes would not show it. It is known of the tensor that a module has returned, and
     not of what is computed from it.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return
     note = _notes.get(id(x))
     if note is not None and note() is x and note.axis != axis:

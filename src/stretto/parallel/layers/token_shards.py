@@ -14,8 +14,8 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from stretto.parallel.comm.autograd import once_differentiable
 from stretto.parallel.comm.collectives import gather_rows, scatter_rows
 from stretto.parallel.comm.graph_functions import new_number
 from stretto.parallel.comm.kept_outputs import current_run, keep_output

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A weight's shard: gathered over z before use, and its gradient reduce-scattered back to it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -93,6 +94,16 @@ class WeightShard:
             sent = start_scatter_rows(gradient.transpose(0, self.dim), self.local_rows, self.group, factor, levels)
             return replace(sent, result=sent.result.transpose(0, self.dim))
         return self.ring.start(gradient, self.local_rows, parameter.dtype, factor)
+
+    def takes_own_gradient(self, parameter: nn.Parameter) -> bool:
+        """True if this rank has all of the weight, computes with it as it is, and makes its gradient in its dtype."""
+        dtypes = self.precision.compute, self.gradient_dtype(parameter)
+        return self.group.size() == 1 and all(dtype in (None, parameter.dtype) for dtype in dtypes)
+
+    def taking(self, parameter: nn.Parameter) -> Callable[[nn.Parameter, Tensor], None]:
+        """What takes the gradient of a weight that this rank has all of: the reducer itself where nothing is sent."""
+        is_final = not self.is_sent(parameter) and self.gradients.forward_scale(parameter) == 1
+        return self.gradients.take_final if is_final else self.start_reduction
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
         """In which dtype to compute the whole rows' gradient (None: any): the parameter's own if it stays here."""

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many Python calls a layer of an unmodified model takes on one rank, beside the same layer without Stretto."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.parallel import Grid, gather, parallelize
+
+IDS = torch.arange(2 * 16).view(2, 16) * 7 % 61
+
+
+def make_llama(layers: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, num_hidden_layers=layers, use_cache=False, **sizes))
+
+
+def calls_of_a_step(model: nn.Module, backend: str | None) -> int:
+    """Python calls of a forward and a backward pass, the third; what is called once a model among them."""
+    if backend is not None:
+        torch._dynamo.reset()
+        for layer in model.get_submodule("model.layers").children():
+            layer.compile(backend=backend)
+    calls = 0
+
+    def note(_: FrameType, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for step in range(3):
+        sys.setprofile(note if step == 2 else None)
+        try:
+            model(input_ids=IDS, labels=IDS).loss.backward()
+        finally:
+            sys.setprofile(None)
+        model.zero_grad()
+    return calls
+
+
+def calls_of_a_layer(backend: str | None) -> tuple[int, int]:
+    """Without Stretto and with it."""
+    plain, parallel = (
+        calls_of_a_step(make(make_llama(3)), backend) - calls_of_a_step(make(make_llama(1)), backend)
+        for make in (lambda model: model, lambda model: parallelize(model, Grid()))
+    )
+    return plain // 2, parallel // 2
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.long)])
+def test_a_layer_on_one_rank_takes_few_more_calls_than_a_plain_one(ranks, backend):
+    ((plain, parallel),) = ranks(1).run(calls_of_a_layer, backend)
+    assert parallel <= 1.3 * plain
+
+
+class Norms(nn.Module):
+    """A linear with a bias, a norm, and a linear that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.norm, self.down = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.down(torch.tanh(self.up(x)))))
+
+
+ROLES = {"up": "colwise", "norm": "norm", "down": "rowwise"}
+X = torch.linspace(-1, 1, 24).view(3, 8)
+
+
+def what_happens_to_parameters(sizes: dict[str, int]) -> list[str]:
+    """What differs from a plain model, on one rank and where gradients are averaged over equal rows."""
+    model, plain = parallelize(Norms(), Grid(**sizes), roles=dict(ROLES), gradients="mean"), Norms()
+    found, hooked = [], []
+
+    def step(what: str, change: Callable[[nn.Module], object] = lambda module: None, part: str = "") -> None:
+        for each in (model, plain):
+            change(each)
+            (each.get_submodule(part) if part else each)(X).square().mean().backward()
+        for (name, own), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            grads = (None if own.grad is None else gather(own.grad)), other.grad
+            if (grads[0] is None) != (grads[1] is None) or (
+                grads[0] is not None and not torch.allclose(grads[0], grads[1], atol=1e-6)
+            ):
+                found.append(f"{what}: {name}")
+
+    step("first")
+    step("accumulated")
+    step("frozen", lambda module: [p.requires_grad_(False) for p in (module.up.weight, module.norm.bias)])
+    step("a part alone, unfrozen", lambda module: [p.requires_grad_() for p in module.parameters()], part="up")
+    step("written", lambda module: [p.data.mul_(1.5) for p in module.parameters()])
+    step("assigned", lambda module: setattr(module.down.weight, "data", module.down.weight.data * 0.5))
+    step("converted", lambda module: module.double().float())
+    step("one row", lambda module: module.up(X[0]).sum().backward())
+    for name in ("norm.weight", "down.weight"):
+        model.get_parameter(name).register_post_accumulate_grad_hook(lambda p: hooked.append(p.grad is not None))
+    step("hooked")
+    found += [f"{len(hooked)} hooks called"] if hooked != [True, True] else []
+    loss = model(X).square().mean()
+    with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad was called for a parameter"):
+        torch.autograd.grad(loss, model.up.weight)
+    model.zero_grad()
+    model(X).square().mean().backward(inputs=[model.down.weight])
+    found += [
+        f"not asked for: {name}" for name, p in model.named_parameters() if "down" not in name and p.grad is not None
+    ]
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}], ids=str)
+def test_shards_that_are_taken_once_follow_what_becomes_of_parameters(ranks, sizes):
+    count = sizes.get("data", 1)
+    assert ranks(count).run(what_happens_to_parameters, sizes) == [[]] * count
