@@ -128,7 +128,7 @@ def serve() -> dict[str, Any]:
                 "product": torch.allclose(product[0], x[:, :4] + 1) and product[1] is None,
                 "bias apart": torch.allclose(left_out[0], x[:, :4]) and left_out[1] is not None,
                 "quantized": made(object(), part[1], skip_bias_add=False)(part[0]),
-                "calls": sum(call_counts(tensor_parallel.stretto_group).values()) >= 3,
+                "calls": sum(call_counts(tensor_parallel.sum_group).values()) >= 3,
             }
 
 

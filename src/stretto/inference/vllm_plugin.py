@@ -87,17 +87,17 @@ def _make_communicator() -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.stretto_group: dist.ProcessGroup | None = None
+            self.sum_group: dist.ProcessGroup | None = None
             if self.unique_name.split(":")[0] == "tp":
                 register()
                 made = dist.new_group(self.ranks, backend="stretto", use_local_synchronization=True)
                 assert isinstance(made, dist.ProcessGroup)
-                self.stretto_group = made
+                self.sum_group = made
 
         def all_reduce(self, input_: Tensor) -> Tensor:
-            if self.stretto_group is None:
+            if self.sum_group is None:
                 return super().all_reduce(input_)
-            dist.all_reduce(input_, group=self.stretto_group)
+            dist.all_reduce(input_, group=self.sum_group)
             return input_
 
     return CpuCommunicator
@@ -119,7 +119,7 @@ def _make_row_parallel() -> type:
             from stretto.ops import matmul_all_reduce
 
             group = state.get_tp_group()
-            ours = getattr(group.device_communicator, "stretto_group", None) or group.device_group
+            ours = getattr(group.device_communicator, "sum_group", None) or group.device_group
             bias = None if self.skip_bias_add else self.bias
             output = matmul_all_reduce(input_.contiguous(), self.weight, ours, bias=bias)
             return (output, self.bias if self.skip_bias_add else None) if self.return_bias else output

@@ -263,7 +263,7 @@ class Builder:
             else self.parameter(getattr(module, part), getattr(source, part), self._sharding(name, role, part))
             for part in ("weight", "bias")
         )
-        return ParallelNorm(
+        norm = ParallelNorm(
             weight,
             bias,
             eps=kind.eps,
@@ -275,8 +275,9 @@ class Builder:
             name=name,
             axis=axis,
             is_fused=self.is_fused,
-            is_invariant=self.options.invariant,
         )
+        norm.is_invariant = self.options.invariant
+        return norm
 
     def experts(self, name: str, module: nn.Module, kind: ExpertsKind) -> nn.Module:
         """Build what replaces a module of experts."""

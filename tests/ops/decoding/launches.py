@@ -66,11 +66,10 @@ def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, blocks=None
 
 
 def launch_rotation(*, heads=32, kv_heads=8, size=128):
-    half = size // 2
-    tensors = (HALF, HALF.clone(), HALF.clone(), *(HALF.clone() for _ in range(5)), torch.zeros(64, dtype=torch.int64))
     row = (heads + 2 * kv_heads) * size
-    constants = half, 1 << (half - 1).bit_length(), 1024 // (1 << (half - 1).bit_length())
-    return rotary_cache.rotate_and_store_heads, (*tensors, row, row, row, heads, kv_heads, *constants), {"num_warps": 4}
+    tensors = (*(HALF.clone() for _ in range(8)), torch.zeros(64, dtype=torch.int64), row, row, row)
+    tiles = rotary_cache.HeadTiles(*map(fixed, (heads, kv_heads, size // 2, size // 2, 2048 // size)))
+    return rotary_cache.rotate_and_store_heads, (rotary_cache.HeadTensors(*tensors), tiles), {"num_warps": 4}
 
 
 def launch_expert_leaves(n, k, leaves, experts=8, rows=64):

@@ -1,16 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary positions of queries and keys, and the cache's new keys and values, in one kernel."""
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.tiles import INTERPRETED
-from stretto.tiles.launches import launch_cached
+from stretto.ops.gemm import fixed
+from stretto.tiles import INTERPRETED, Launches, kind_of
 
 _TILE = 1024  # elements of each half of heads in a program
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class HeadTensors(NamedTuple):
+    """The tensors of a call as the kernel takes them, and elements from a token's queries, keys, values to the next."""
+
+    queries: Any
+    keys: Any
+    values: Any
+    cos: Any
+    sin: Any
+    out: Any
+    key_cache: Any
+    value_cache: Any
+    places: Any
+    query_stride: Any
+    key_stride: Any
+    value_stride: Any
+
+
+class HeadTiles(NamedTuple):
+    """Sizes that the kernel is compiled for: queries and KV heads of a token, features of half a head and the power of
+    two that holds them, and heads of a program."""
+
+    queries: Any
+    keys: Any
+    half: Any
+    lanes: Any
+    heads: Any
 
 
 def suits_kernel(query: Tensor, key: Tensor, value: Tensor, cos: Tensor) -> bool:
@@ -42,56 +72,62 @@ def rotate_and_store(
     (tokens, heads, size), kv_heads = query.shape, key.shape[1]
     out = query.new_empty(tokens, heads, size)
     lanes = triton.next_power_of_2(size // 2)
-    with torch.cuda.device_of(query):
-        launch_cached(
-            rotate_and_store_heads, tokens * triton.cdiv(heads + 2 * kv_heads, max(1, _TILE // lanes)),
-            query, key, value, cos, sin, out, key_cache, value_cache, places, query.stride(0), key.stride(0),
-            value.stride(0), heads, kv_heads, HALF=size // 2, LANES=lanes, HEADS=max(1, _TILE // lanes),
-        )  # fmt: skip
+    sizes = heads, kv_heads, size // 2, lanes, max(1, _TILE // lanes)
+    operands = query, key, value, cos, sin, out, key_cache, value_cache, places
+    tensors = HeadTensors(*operands, query.stride(0), key.stride(0), value.stride(0))
+    programs = tokens * triton.cdiv(heads + 2 * kv_heads, sizes[-1])
+    launch = _launches.setdefault(query.device, Launches())
+    launch(
+        rotate_and_store_heads,
+        (sizes, *map(kind_of, tensors)),
+        programs,
+        (tensors, HeadTiles(*map(fixed, sizes))),
+        num_warps=4,
+    )
     return out
 
 
+_launches: dict[torch.device, Launches] = {}
+
+
 @triton.jit
-def rotate_and_store_heads(  # type: ignore[no-untyped-def]
-    queries, keys, values, cos, sin, out, key_cache, value_cache, places, query_stride, key_stride, value_stride,
-    of_query, of_key, HALF: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+def rotate_and_store_heads(tensors, tiles):  # type: ignore[no-untyped-def]
     """out, key_cache = rotated queries and keys; value_cache = values; the last two at the token's place.
 
-    A program has HEADS of one token's heads, queries first, then keys and values, and LANES >= HALF features of each
-    half. Bytes: all heads are read and written once. Synchronization: none: programs own their heads, and tokens have
-    places of their own.
+    A program has some heads of one token, queries first, then keys and values, and all features of each half. Bytes:
+    all heads are read and written once. Synchronization: none: programs own their heads, and tokens have places of
+    their own.
     """
-    dtype: tl.constexpr = out.dtype.element_ty
-    heads = of_query + 2 * of_key
-    parts = tl.cdiv(heads, HEADS)
+    dtype: tl.constexpr = tensors.out.dtype.element_ty
+    heads = tiles.queries + 2 * tiles.keys
+    parts = tl.cdiv(heads, tiles.heads)
     token = (tl.program_id(0) // parts).to(tl.int64)
-    head = tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS)[:, None]
-    lane = tl.arange(0, LANES)[None, :]
-    there = lane < HALF
-    is_query = (head < of_query) & there
-    is_key = (head >= of_query) & (head < of_query + of_key) & there
-    is_value = (head >= of_query + of_key) & (head < heads) & there
-    query = queries + token * query_stride + head * 2 * HALF + lane
-    key = keys + token * key_stride + (head - of_query) * 2 * HALF + lane
-    value = values + token * value_stride + (head - of_query - of_key) * 2 * HALF + lane
-    angle = token * 2 * HALF + lane
-    c, s = tl.load(cos + angle, mask=there, other=0.0), tl.load(sin + angle, mask=there, other=0.0)
-    other_c = tl.load(cos + angle + HALF, mask=there, other=0.0)
-    other_s = tl.load(sin + angle + HALF, mask=there, other=0.0)
+    head = tl.program_id(0) % parts * tiles.heads + tl.arange(0, tiles.heads)[:, None]
+    lane = tl.arange(0, tiles.lanes)[None, :]
+    there = lane < tiles.half
+    is_query = (head < tiles.queries) & there
+    is_key = (head >= tiles.queries) & (head < tiles.queries + tiles.keys) & there
+    is_value = (head >= tiles.queries + tiles.keys) & (head < heads) & there
+    query = tensors.queries + token * tensors.query_stride + head * 2 * tiles.half + lane
+    key = tensors.keys + token * tensors.key_stride + (head - tiles.queries) * 2 * tiles.half + lane
+    value = tensors.values + token * tensors.value_stride + (head - tiles.queries - tiles.keys) * 2 * tiles.half + lane
+    angle = token * 2 * tiles.half + lane
+    c, s = tl.load(tensors.cos + angle, mask=there, other=0.0), tl.load(tensors.sin + angle, mask=there, other=0.0)
+    other_c = tl.load(tensors.cos + angle + tiles.half, mask=there, other=0.0)
+    other_s = tl.load(tensors.sin + angle + tiles.half, mask=there, other=0.0)
     first = tl.load(query, mask=is_query, other=0.0).to(tl.float32)
     first += tl.load(key, mask=is_key, other=0.0).to(tl.float32)
-    second = tl.load(query + HALF, mask=is_query, other=0.0).to(tl.float32)
-    second += tl.load(key + HALF, mask=is_key, other=0.0).to(tl.float32)
+    second = tl.load(query + tiles.half, mask=is_query, other=0.0).to(tl.float32)
+    second += tl.load(key + tiles.half, mask=is_key, other=0.0).to(tl.float32)
     turned = (first * c.to(tl.float32) - second * s.to(tl.float32)).to(dtype)
     other = (second * other_c.to(tl.float32) + first * other_s.to(tl.float32)).to(dtype)
-    at = out + (token * of_query + head) * 2 * HALF + lane
+    at = tensors.out + (token * tiles.queries + head) * 2 * tiles.half + lane
     tl.store(at, turned, mask=is_query)
-    tl.store(at + HALF, other, mask=is_query)
-    row = tl.load(places + token) * of_key
-    at = key_cache + (row + head - of_query) * 2 * HALF + lane
+    tl.store(at + tiles.half, other, mask=is_query)
+    row = tl.load(tensors.places + token) * tiles.keys
+    at = tensors.key_cache + (row + head - tiles.queries) * 2 * tiles.half + lane
     tl.store(at, turned, mask=is_key)
-    tl.store(at + HALF, other, mask=is_key)
-    at = value_cache + (row + head - of_query - of_key) * 2 * HALF + lane
+    tl.store(at + tiles.half, other, mask=is_key)
+    at = tensors.value_cache + (row + head - tiles.queries - tiles.keys) * 2 * tiles.half + lane
     tl.store(at, tl.load(value, mask=is_value, other=0.0), mask=is_value)
-    tl.store(at + HALF, tl.load(value + HALF, mask=is_value, other=0.0), mask=is_value)
+    tl.store(at + tiles.half, tl.load(value + tiles.half, mask=is_value, other=0.0), mask=is_value)

@@ -95,8 +95,8 @@ class ParallelNorm(ShardedModule):
     `weight` and `bias` [hidden] are split over y too. `axis` x: the features are those that a colwise linear makes,
     [..., features / X], and `group` is that of x. Without a group the features are all here. `weight_offset` is
     added to the weight (1 in Gemma's norms). Statistics are taken in fp32, or fp64 for fp64 input. is_fused: an RMSNorm
-    whose features are all here is one kernel (`ops.rms_norm`), except where torch.compile traces it. is_invariant: a
-    row's bits depend on no other row (`ops.invariant_norm`).
+    whose features are all here is one kernel (`ops.rms_norm`), except where torch.compile traces it. The
+    attribute is_invariant: a row's bits depend on no other row (`ops.invariant_norm`).
     """
 
     def __init__(
@@ -113,7 +113,6 @@ class ParallelNorm(ShardedModule):
         name: str,
         axis: str = "y",
         is_fused: bool = False,
-        is_invariant: bool = False,
     ) -> None:
         super().__init__(gradients)
         self._scales = [1.0 if each is None else gradients.forward_scale(each) for each in (weight, bias)]
@@ -128,7 +127,7 @@ class ParallelNorm(ShardedModule):
         self.name = name
         self.axis = axis
         self.is_fused = is_fused and not is_centred and weight is not None and bias is None
-        self.is_invariant = is_invariant
+        self.is_invariant = False
         self.in_graphs: GraphCode = GraphCode(self._normalize)
 
     def forward(self, x: Tensor) -> Tensor:
