@@ -18,9 +18,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class HeadTensors(NamedTuple):
     """The tensors of a call as the kernel takes them, and elements from a token's queries, keys, values to the next."""
 
-    queries: Any
-    keys: Any
-    values: Any
+    query: Any
+    key: Any
+    value: Any
     cos: Any
     sin: Any
     out: Any
@@ -108,9 +108,9 @@ def rotate_and_store_heads(tensors, tiles):  # type: ignore[no-untyped-def]
     is_query = (head < tiles.queries) & there
     is_key = (head >= tiles.queries) & (head < tiles.queries + tiles.keys) & there
     is_value = (head >= tiles.queries + tiles.keys) & (head < heads) & there
-    query = tensors.queries + token * tensors.query_stride + head * 2 * tiles.half + lane
-    key = tensors.keys + token * tensors.key_stride + (head - tiles.queries) * 2 * tiles.half + lane
-    value = tensors.values + token * tensors.value_stride + (head - tiles.queries - tiles.keys) * 2 * tiles.half + lane
+    query = tensors.query + token * tensors.query_stride + head * 2 * tiles.half + lane
+    key = tensors.key + token * tensors.key_stride + (head - tiles.queries) * 2 * tiles.half + lane
+    value = tensors.value + token * tensors.value_stride + (head - tiles.queries - tiles.keys) * 2 * tiles.half + lane
     angle = token * 2 * tiles.half + lane
     c, s = tl.load(tensors.cos + angle, mask=there, other=0.0), tl.load(tensors.sin + angle, mask=there, other=0.0)
     other_c = tl.load(tensors.cos + angle + tiles.half, mask=there, other=0.0)
