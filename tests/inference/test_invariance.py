@@ -131,10 +131,8 @@ def test_bits_of_two_hundred_requests_in_twenty_mixes(ranks: MakeRanks) -> None:
 TINY: Requests = (prompts(13, (2, 9)), 2)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("llama", marks=pytest.mark.long), pytest.param("qwen3_moe", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_bits_of_interpreted_kernels(interpret: Callable[..., Any], kind: str) -> None:
     case: Case = (kind, {"data": 2}, torch.float32)
     others, trainers = [(kind, {"x": 2}, torch.float32)], [(kind, {"z": 2}, torch.float32)]
