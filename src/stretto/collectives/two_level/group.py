@@ -43,7 +43,7 @@ from stretto.collectives.two_level.intra_node import (
 from stretto.collectives.two_level.nodes import Nodes, exchange_hosts, find_nodes
 from stretto.collectives.two_level.work import Deadline, InlineRunner, SerialRunner, Work
 from stretto.memory import PeerError, find_own_rank, group_timeout, shared_gpus
-from stretto.memory.groups import set_timeout
+from stretto.memory.groups import count_groups, make_local_group, set_timeout
 from stretto.quantities import require_least
 from stretto.suggestions import name_known
 
@@ -428,7 +428,7 @@ class TwoLevelGroup:
         what = f"(ranks_per_node, (links, part_bytes, algorithms, parts, intra, inter)) = {(ranks_per_node, same)}"
         everyone = [
             (*given.rsplit(" ", 1), host)
-            for given, host in exchange_hosts(self._group, self._timeout, f"{what} {_count_groups()}")
+            for given, host in exchange_hosts(self._group, self._timeout, f"{what} {count_groups()}")
         ]
         self._most_groups = max(int(count) for _, count, _ in everyone)
         for rank, (other, *_) in enumerate(everyone):
@@ -439,17 +439,6 @@ class TwoLevelGroup:
         if ranks_per_node is not None:
             return Nodes.of_consecutive(self.world, ranks_per_node)
         return find_nodes([host for *_, host in everyone])
-
-    def _make_alike(self, members: list[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
-        """Make a sub-group under one name: torch names it by how many groups a rank has, so those with fewer groups
-        have some of this rank alone meanwhile."""
-        here, local = [dist.get_rank()], {"timeout": limit, "use_local_synchronization": True}
-        missing = self._most_groups + len(self._sub_groups) - _count_groups()
-        extra = [dist.new_group(here, backend="gloo", **local) for _ in range(missing)]
-        made: dist.ProcessGroup = dist.new_group(members, backend=backend, **local)
-        for group in extra:
-            dist.destroy_process_group(group)
-        return made
 
     def _make_group(self, ranks: tuple[int, ...], library: str | None) -> dist.ProcessGroup:
         """Make a sub-group of these ranks. Only its members call this: other ranks of the job may not be here."""
@@ -462,14 +451,9 @@ class TwoLevelGroup:
             if group_timeout(made) != self._timeout:
                 set_timeout(made, limit)
         else:
-            made = self._make_alike(members, key[1], limit)
+            made = make_local_group(members, key[1], limit, self._most_groups + len(self._sub_groups))
         self._sub_groups.append((key, made))
         return made
-
-
-def _count_groups() -> int:
-    """The groups that this rank has."""
-    return len(dist.distributed_c10d._world.pg_names)
 
 
 def _check_contiguous(name: str, tensor: Tensor) -> None:
