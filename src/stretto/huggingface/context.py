@@ -217,6 +217,13 @@ def find_documents(model: nn.Module, given: Mapping[str, Any], rows: int, length
     return Documents(torch.cat((found, found.new_tensor([rows * length]))).int(), numbered)
 
 
+def ignores_documents(model: nn.Module) -> str | None:
+    """Why a model in training would mix documents that its positions alone tell apart; None if it does not."""
+    if linear_attentions_of(model):
+        return "its linear attention passes states from one to the next"
+    return None if not is_causal(model) else _ignores_positions(model, {"use_cache": False})
+
+
 def _ignores_positions(model: nn.Module, given: Mapping[str, Any]) -> str | None:
     """Why plain transformers does not look for documents in the positions of such a call; None if it does."""
     inner = unwrap(model)
