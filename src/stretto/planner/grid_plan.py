@@ -12,6 +12,7 @@ from stretto.axes import INNER_TO_OUTER, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import ReshardPolicy, StateLocation
 from stretto.planner.activations import kept_activations
+from stretto.planner.attention_ways import ChosenWay, choose_way
 from stretto.planner.capacity import peak, reserved
 from stretto.planner.communication import Rates, has_nvlink_over, has_nvlink_over_z, nic_bytes
 from stretto.planner.compute import Device
@@ -24,7 +25,7 @@ from stretto.planner.memory import local_parameters, memory, step_memory
 from stretto.planner.optimizer_state import LOCATIONS, Formula, PinnedMemory, host_memory, host_traffic
 from stretto.planner.pipeline.memory import RankMemory
 from stretto.planner.search_space import StepChoice
-from stretto.planner.workload import StepConfig, StepWorkload
+from stretto.planner.workload import AttentionWay, StepConfig, StepWorkload
 from stretto.schedules import ServeFirst
 
 
@@ -95,6 +96,7 @@ class GridPlan:
     host_time: float | None = None
     is_host_bound: bool = False
     nic_bytes: Mapping[str, float] = field(default_factory=dict)
+    attention_way: AttentionWay | None = None
 
     @property
     def peak_memory(self) -> float:
@@ -118,7 +120,8 @@ class GridPlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A grid with its options, and what that is predicted to take. worst: of a pipeline, the rank that needs most."""
+    """A grid with its options, and what that is predicted to take. worst: of a pipeline, the rank that needs most.
+    attention: the way of attention over context."""
 
     config: StepConfig
     cost: Cost
@@ -128,6 +131,7 @@ class Candidate:
     impossible: str | None
     copies: int
     worst: RankMemory | None = None
+    attention: ChosenWay | None = None
 
     @property
     def rank(self) -> tuple[Any, ...]:
@@ -193,7 +197,10 @@ def judge(
         size = local  # the paper's model of memory has no activations
     elif size is None and impossible is None:
         size = largest_micro_batch(workload, config, limit, needed)
-    config = replace(config, micro_batch=size or 1)
+    config, attention = replace(config, micro_batch=size or 1), None
+    if device is not None and impossible is None:  # what is held is of the default; the way itself is judged again
+        config, attention = choose_way(workload, config, device, rates)
+        needed = cache(partial(_memory_at, workload, config, **_find_nvlink(cluster, config.grid)))
     choice = StepChoice(config.options, config.state)
     if any(other.settles(choice, config.micro_batch) for other in others):
         return None
@@ -209,7 +216,8 @@ def judge(
         paper_cost(workload, config, cluster, rates) if device is None else full_cost(workload, config, device, rates)
     )
     check_finite(cost, cluster)
-    return Candidate(config, cost, components, host, fits, impossible, workload.model.copies(config.grid))
+    copies = workload.model.copies(config.grid)
+    return Candidate(config, cost, components, host, fits, impossible, copies, attention=attention)
 
 
 def _memory_at(workload: StepWorkload, config: StepConfig, micro_batch: int, **nvlink: bool) -> Mapping[str, float]:
@@ -303,11 +311,13 @@ def to_plan(
         fits=candidate.fits,
         is_possible=candidate.impossible is None,
         why=candidate.impossible
-        or explain(model, config, cost, candidate.memory, best.config, best.cost, limit, cluster, host),
+        or explain(model, config, cost, candidate.memory, best.config, best.cost, limit, cluster, host)
+        + (f"; {candidate.attention.explain()}" if candidate.attention is not None else ""),
         notes=notes,
         host_time=None if cost.launches is None else rounded(cost.launches),
         is_host_bound=cost.is_host_bound,
         nic_bytes=nic_bytes(workload, config, cluster),
+        attention_way=config.attention_way,
         **_describe_pipeline(candidate),
     )
 
