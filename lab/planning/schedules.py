@@ -17,7 +17,8 @@ from typing import Annotated, Any, get_args
 
 from lab.harness import Bench, column
 from lab.pictures import describe_origin, select
-from stretto.bench.settings import Option, require_least
+from stretto.bench.settings import Option
+from stretto.quantities import require_least
 from stretto.schedules import (
     PipelineTimeline,
     ServeFirst,

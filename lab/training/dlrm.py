@@ -25,7 +25,6 @@ from stretto.bench.training.runs import Stepped, TrainingRun, measure
 from stretto.parallel import Grid
 from stretto.recommendation import DLRM, DLRMConfig, ShardedTables, distribute_tables
 from stretto.recommendation.data import SyntheticClicks
-from stretto.recommendation.table_optimizer import TableOptimizer
 from stretto.train.data import rank_rows
 
 Implementation = Literal["library", "kernel"]
@@ -122,8 +121,7 @@ class _Step:
         fused = grid.device.type == "cuda"
         parameters = nn.ModuleList([model.bottom, model.top]).parameters()
         self._optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=fused)
-        self._table_optimizer = TableOptimizer(model.tables, "rowwise-adagrad", eps=1e-8, device=grid.device)
-        self._table_optimizer.set_lr(0.02)
+        model.tables.fuse_update("rowwise-adagrad", lr=0.02)
 
     def __call__(self) -> Stepped:
         batch, samples = next(self._batches), self._setting.batch
@@ -131,7 +129,6 @@ class _Step:
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._table_optimizer.step()
         # This rank's part of the loss; the mean over ranks is reported.
         return Stepped(loss.detach() * dist.get_world_size(), torch.zeros(()))
 

@@ -37,6 +37,8 @@ from functools import cached_property
 from math import gcd, log, prod
 from typing import Any, Literal, get_args
 
+from stretto.quantities import require_whole
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -319,8 +321,7 @@ def check_sizes(sizes: Mapping[str, Any]) -> GridSizes:
     numbers = {axis: size for axis, size in sizes.items() if axis != "expert_tensor"}
     _require_axes([axis for axis in numbers if axis != EXPERT])
     for axis, size in numbers.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"grid.{axis} is {size!r}, but must be a whole number, at least 1")
+        require_whole(f"grid.{axis}", size)
     if sizes.get("expert_tensor", "cut") not in get_args(ExpertTensor):
         raise ValueError(f"grid.expert_tensor is {sizes['expert_tensor']!r}, but must be 'cut' or 'fold'")
     checked = GridSizes(**sizes)

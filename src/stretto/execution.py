@@ -14,6 +14,8 @@ from numbers import Real
 from textwrap import fill
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
+from stretto.quantities import require_least
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -111,9 +113,7 @@ class StateOptions:
                 f"a bucket has {self.bucket_size} numbers, but must have a positive multiple of {BUCKET_ALIGNMENT}; "
                 f"{near} would do"
             )
-        for name in ("buffer_sets", "coarsening"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        require_least(1, buffer_sets=self.buffer_sets, coarsening=self.coarsening)
 
     @property
     def is_separate(self) -> bool:
@@ -162,8 +162,7 @@ class StageOptions:
     def __post_init__(self) -> None:
         if self.placement not in get_args(StagePlacement):
             raise ValueError(f"placement is {self.placement!r}, but must be 'loops' or 'v'")
-        if self.virtual_stages < 1:
-            raise ValueError(f"virtual_stages is {self.virtual_stages}, but must be at least 1")
+        require_least(1, virtual_stages=self.virtual_stages)
         if self.placement == "v" and self.virtual_stages != 2:
             raise ValueError(f"placement 'v' takes two stages a rank, and virtual_stages is {self.virtual_stages}")
 

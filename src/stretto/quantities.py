@@ -85,7 +85,20 @@ def _finite(text: str, value: float) -> float:
     return value
 
 
+def require_whole(where: str, value: Any, least: int = 1, most: int | None = None, *, rest: str = "") -> None:
+    """Raise ValueError unless a value is a whole number of these bounds. rest: what else would do, for the message."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        bounds = f", at least {least}" if most is None else f" from {least} to {most}"
+        raise ValueError(f"{where} is {value!r}, but must be a whole number{bounds}{rest}")
+
+
 def check_count(where: str, value: Any) -> None:
     """Raise ValueError unless a value is a whole number from 1 to MAX_COUNT."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
-        raise ValueError(f"{where} is {value!r}, but must be a whole number from 1 to {MAX_COUNT}")
+    require_whole(where, value, 1, MAX_COUNT)
+
+
+def require_least(least: int, prefix: str = "", /, **numbers: float | None) -> None:
+    """Raise ValueError for a number that is smaller, with its name and what comes before it."""
+    for name, number in numbers.items():
+        if number is not None and number < least:
+            raise ValueError(f"{prefix}{name} is {number}, but must be at least {least}")

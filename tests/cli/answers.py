@@ -75,6 +75,8 @@ ANSWERS = (
     Answer("demo --otu here", REFUSED, "did you mean --out?"),
     Answer("plan", REFUSED, "--model, --batch, --seq-len, --cluster are missing"),
     Answer("plan missing.toml --cluster perlmutter", REFUSED, "missing.toml"),
+    Answer("plan dlrm.toml --gpus 4 --explain", DONE, "slowest rank"),
+    Answer("plan dlrm.toml --gpus 3", REFUSED, "divide train.batch, 8"),
     Answer("plan --model gpt3 --cluster perlmutter --batch 8 --seq-len 128", REFUSED, "named 'gpt3'. Known: gpt2"),
     Answer("plan --model qwen-3-8b --cluster perlmutter --batch 8 --seq-len 128", REFUSED, "did you mean 'qwen3-8b'?"),
     Answer("plan --inference --model llama-3-8b --batch 1", REFUSED, "--cluster, --prompt, --context are missing"),

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from stretto.bench.settings import Option, require_least
+from stretto.bench.settings import Option
+from stretto.quantities import require_least
 
 if TYPE_CHECKING:
     from stretto.models import GPTConfig

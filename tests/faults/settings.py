@@ -5,7 +5,8 @@ import os
 from dataclasses import dataclass
 from typing import Annotated
 
-from stretto.bench.settings import Option, require_known, require_least
+from stretto.bench.settings import Option, require_known
+from stretto.quantities import require_least
 
 KINDS = {
     "kill": "SIGKILL",

@@ -172,7 +172,7 @@ def replay(folder: Path) -> None:
 
     def step() -> torch.Tensor:
         out = ops.embedding_all_to_all(indices, offsets, tables)
-        ops.embedding_all_to_all_update(grad, indices, offsets, tables, optimizer="sgd", settings=settings)
+        ops.embedding_all_to_all_update(grad, indices, offsets, tables, update=ops.TableUpdate("sgd", settings))
         return out
 
     step()

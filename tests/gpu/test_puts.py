@@ -12,8 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stretto import ops
 from stretto.memory import PeerError
+from stretto.ops.operator import close_workspaces, list_put_channels
 from stretto.tiles.put_channel import PutChannel
+from tests.collectives.joint.random_algorithms import random_schedule
+from tests.gpu.test_joint import SHAPES, multiply_plainly
 
 Run = Callable[..., list[Any]]
 SEED = random.randrange(2**31)
@@ -101,3 +105,53 @@ def test_a_wait_for_a_slice_that_never_comes_names_rank_node_nic_and_operator(ru
     for message in others:
         assert "all_gather_by_puts: waited in vain for a slice with signal" in message
         assert f"rank 0 of {world} (node 0, NIC lo)" in message
+
+
+def multiply_between_nodes(operator: str, nodes: str, seed: int) -> list[tuple[Any, ...]]:
+    """Products past late ranks, poison and broken connections, then a CUDA graph's replays; those that were wrong."""
+    rng, rank, wrong = random.Random(seed), dist.get_rank(), []
+    with mock.patch.dict(os.environ, {"STRETTO_NODES": nodes}):
+        group = dist.new_group()
+    run = getattr(ops, operator)
+    for shape in SHAPES:
+        x, weight, wanted = multiply_plainly(operator, shape)
+        schedules = [None, random_schedule(random.Random(seed), operator, dist.get_world_size(), 2)]
+        for turn in range(10):
+            with mock.patch.dict(os.environ, {"STRETTO_NODES": nodes}):
+                out = run(x, weight, group, implementation="kernel", schedule=schedules[turn % 2])
+            if not torch.equal(out, wanted):
+                wrong.append((shape, turn))
+            torch.cuda.synchronize()
+            dist.barrier()
+            (puts,) = list_put_channels(group.group_name)
+            if turn == 4:
+                puts.slot_memory().fill_(0xFF)
+                dist.barrier()
+            if turn == 6 and rank < dist.get_world_size() // 2:
+                puts.break_connection(dist.get_world_size() - 1 - rank)
+            if rng.randrange(dist.get_world_size()) == rank:
+                torch.cuda._sleep(rng.choice((0, 100_000, 1_000_000)))
+    x, weight, wanted = multiply_plainly(operator, SHAPES[0])
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.cuda.graph(graph):
+        replayed = run(x, weight, group, implementation="kernel")
+    for replay in range(5):
+        replayed.fill_(7)
+        graph.replay()
+        if not torch.equal(replayed, wanted):
+            wrong.append(("replay", replay))
+    torch.cuda.synchronize()
+    dist.barrier()
+    del graph, replayed
+    close_workspaces(group.group_name)
+    return wrong
+
+
+@pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.ranks(2, 4, among=(2, 4, 8), own=(2, 4))
+def test_products_between_nodes_are_exact(run_ranks: Run, world: int, operator: str):
+    print(f"seed {SEED}")
+    found = run_ranks(world, multiply_between_nodes, operator, f"2x{world // 2}", SEED, timeout=300.0)
+    assert found == [[]] * world

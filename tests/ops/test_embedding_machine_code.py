@@ -62,7 +62,14 @@ def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, sc
     )
     settings = None if action == "store" else FLOATS
     failed = None if action == "store" else WORDS
-    target = backward_kernel.Target(LONGS, WORDS, settings, failed, WORDS, *constants(action, by_number, 256, 4))
+    by_table, clock = (
+        action in ("full-adagrad", "adam"),
+        LONGS if dtype != torch.float32 and settings is not None else None,
+    )
+    target = backward_kernel.Target(
+        LONGS, WORDS, settings, FLOATS if action == "adam" else None, clock, failed, WORDS,
+        *constants(action, by_number, by_table, 256, 4),
+    )  # fmt: skip
     mapping = tiles.shard_tiles(256, 4, 1, channels=2)
     partials = torch.zeros(64)
     return {
@@ -105,7 +112,13 @@ def test_all_orders_weights_and_means_compile(order):
 
 @pytest.mark.parametrize(
     ("action", "by_number", "dtype"),
-    [("store", False, torch.float32), ("store", True, torch.bfloat16), ("sgd", False, torch.float16)],
+    [
+        ("store", False, torch.float32),
+        ("store", True, torch.bfloat16),
+        ("sgd", False, torch.float16),
+        ("full-adagrad", False, torch.float32),
+        ("adam", False, torch.bfloat16),
+    ],
 )
 def test_every_target_of_gradients_compiles(action, by_number, dtype):
     launches = backward_launches(action, by_number, dtype, scaled=False)
@@ -157,7 +170,9 @@ def test_rows_that_updates_change_are_stored_no_wider_than_they_are_aligned():
     for address in (1 << 12, (1 << 12) + 4):
         multiple = common_multiple((256, address // 4), 4)
         segments, _, *rest = backward_launches("sgd", scaled=False)["reduce_chunks"]
-        target = backward_kernel.Target(LONGS, WORDS, FLOATS, WORDS, WORDS, *constants("sgd", False, 256, multiple))
+        target = backward_kernel.Target(
+            LONGS, WORDS, FLOATS, None, None, WORDS, WORDS, *constants("sgd", False, False, 256, multiple)
+        )
         launch = (segments, target, *rest)
         lines = compile_to_ptx(backward_kernel.reduce_chunks, launch, "sm_90", num_warps=1, num_stages=1)
         wide.append(sum(bool(re.search(r"st\.global\.v4\.b32", line)) for line in lines))

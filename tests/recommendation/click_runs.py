@@ -60,7 +60,7 @@ def train_with_kernels(config: DLRMTrainConfig) -> int:
     update, calls = ops.embedding_all_to_all_update, []
 
     def counted(*arguments: Any, **options: Any) -> None:
-        calls.append(options["optimizer"])
+        calls.append(options["update"].optimizer)
         update(*arguments, **options)
 
     with mock.patch.object(updating, "embedding_all_to_all_update", counted):

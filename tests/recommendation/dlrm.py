@@ -19,7 +19,7 @@ from stretto.recommendation.tables import ReplicatedGradients
 CONFIG = DLRMConfig(
     rows=(50, 7, 1, 20, 3, 11), dim=8, bottom=(12, 8), top=(10, 1), pooling=(3, 1, 2, 20, 1, 4), dense=5
 )
-BATCH = 8
+BATCH = 24
 
 
 def make_batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from stretto.models import GPTConfig
 from stretto.optim import RowWiseAdagrad
-from stretto.recommendation import DLRM
+from stretto.recommendation import DLRM, plan_tables
 from stretto.recommendation.data import ClickBatch
-from stretto.recommendation.training.config import DLRMTrainConfig
+from stretto.recommendation.training.config import DLRMTrainConfig, sizes_of, table_options
 from stretto.recommendation.training.evaluation import roc_auc
 from stretto.recommendation.training.preflight import open_clicks
 from stretto.recommendation.training.task import DLRMTask
@@ -183,6 +183,32 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_that_continues(ranks: 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("table_optimizer", ["rowwise-adagrad", "adam"])
+def test_a_run_with_planned_tables_has_the_losses_of_one_rank_and_resumes_on_others(
+    ranks: MakeRanks, tmp_path: Path, table_optimizer: str
+) -> None:
+    options = [
+        "train.checkpoint_every=3", f"train.table_optimizer={table_optimizer}", "model.rows=[30, 3, 1, 12, 4000]",
+        "model.pooling=[2, 1, 1, 5, 60]", "train.table_eps=1e-4",
+    ]  # fmt: skip
+    if table_optimizer == "rowwise-adagrad":
+        options.append("train.table_clip=0.5")
+    alone = run(ranks, tmp_path / "alone", *options)
+    config = click_runs.configure(tmp_path / "cut", *options, "ranks=4")
+    plan = plan_tables(sizes_of(config.model.to_dlrm()), 4, **table_options(config.train))
+    assert {"row", "column"} & {*plan.placement.kinds}
+    cut = run(ranks, tmp_path / "cut", *options, "ranks=4", "train.sharding=auto")
+    assert [line["loss"] for line in cut] == pytest.approx([line["loss"] for line in alone], abs=1e-9)
+    middle = checkpoint_path(tmp_path / "cut", 3)
+    resumed = run(ranks, tmp_path / "resumed", *options, "ranks=2", f"train.resume={middle}")
+    assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in alone[3:]], abs=1e-9)
+    ours, theirs = (state_of(checkpoint_path(tmp_path / name, 6)) for name in ("cut", "alone"))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-9, msg=name)
+
+
+@pytest.mark.long
 def test_more_ranks_than_tables_train_as_well(ranks: MakeRanks, tmp_path: Path) -> None:
     alone = run(ranks, tmp_path / "alone", "train.steps=3")
     many = run(ranks, tmp_path / "many", "train.steps=3", "ranks=8")
@@ -232,7 +258,10 @@ def test_a_model_and_its_optimizers_are_checked_before_a_checkpoint_is_read(rank
         ("grid.x=2", "grid is an unknown section"),
         ("data.format=criteo", "data.path is missing: name Criteo's files"),
         ("data.path=logs.txt", "data.path is 'logs.txt', but synthetic samples are not read from files"),
-        ("train.table_optimizer=adam", "train.table_optimizer is 'adam', but must be one of rowwise-adagrad, sgd"),
+        (
+            "train.table_optimizer=adan",
+            "train.table_optimizer is 'adan', but must be one of rowwise-adagrad, sgd, full",
+        ),
         ("train.table_lr=0", "train.table_lr is 0, but must be above 0"),
         ("train.min_lr=1", "train.min_lr is 1.0, but must be at most train.lr"),
     ],

@@ -50,6 +50,9 @@ def stress(
         bool,
         typer.Option("--late-warps", help="Insert random sleeps into the kernels, so that warps drift apart; on GPUs."),
     ] = False,
+    nodes: Annotated[
+        str, typer.Option(help="Declare the ranks to be several nodes, as 2x2 or 3,1: what puts between them.")
+    ] = "",
     limit: Annotated[
         float | None, typer.Option(hidden=True, help="Seconds that a batch may take before its ranks count as hung.")
     ] = None,
@@ -70,7 +73,9 @@ def stress(
         if late_warps and not count_gpus():
             raise ValueError("warps are late on a GPU only, and torch finds none here")
         prepare = LATE_WARPS if late_warps else ""
-        setting = StressSetting(ranks, minutes, only, seed, results, resume, CATALOGUES, limit, None, stops, prepare)
+        setting = StressSetting(
+            ranks, minutes, only, seed, results, resume, CATALOGUES, limit, None, stops, prepare, nodes
+        )
 
         from stretto.stress.run import stress as run
 
@@ -93,7 +98,7 @@ def stress(
             }
         )
     else:
-        _print_report(report, " --late-warps" if late_warps else "")
+        _print_report(report, " --late-warps" * late_warps + f" --nodes {nodes}" * bool(nodes))
     if not report.is_clean:
         raise typer.Exit(FOUND)
 

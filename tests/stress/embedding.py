@@ -234,9 +234,9 @@ class EmbeddingCase(StressCase):
         states = [state.zero_() for state in self._states] if look_up.action == "adagrad" else []
         with self._choosing_backward():
             ops.embedding_all_to_all_update(
-                self._grads[entry], indices, offsets, tables, self._team.group, optimizer=look_up.action,
-                settings=self._settings, states=states, weights=weights, mode=look_up.mode, batch=self._batch,
-                name=self._name,
+                self._grads[entry], indices, offsets, tables, self._team.group,
+                update=ops.TableUpdate(look_up.action, self._settings, states), weights=weights, mode=look_up.mode,
+                batch=self._batch, name=self._name,
             )  # fmt: skip
         for number, table in enumerate(tables):
             if look_up.action == "sgd":

@@ -400,7 +400,7 @@ def require_empty(packets: Tensor) -> None:
 
 
 class PutCase(StressCase):
-    """A kernel gathers shards by puts alone; with STRETTO_NODES, 2x2 for example, between nodes, over sockets."""
+    """A kernel gathers shards by puts alone; with --nodes, 2x2 for example, between nodes, over sockets."""
 
     def __init__(self, team: Team) -> None:
         self.team = team
@@ -471,6 +471,6 @@ def list_configurations() -> list[Configuration]:
         "counted": ("threads count tiles for a stream", (BEGIN,), CountedCase),
     }
     return [
-        Configuration(f"tiles/{name}", FAMILY, launched, covers, make)
+        Configuration(f"tiles/{name}", FAMILY, launched, covers, make, crosses_nodes=name == "puts")
         for name, (covers, launched, make) in made.items()
     ]

@@ -255,7 +255,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     ),
     "ops.joint.kernel.joint_gemm": lambda: Launch(
         joint.joint_gemm,
-        joint.joint_arguments(operators.NARROW, is_gather=False),
+        joint.joint_arguments(operators.NARROW, is_gather=False, puts=joint.make_puts()),
         {"num_warps": operators.NARROW.num_warps, "num_stages": operators.NARROW.num_stages},
     ),
     "ops.joint.kernel.add_rows": lambda: Launch(add_rows, joint.sum_arguments(operators.NARROW), {"num_warps": 4}),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.bench.harness import time_steps
-from stretto.bench.settings import require_least
+from stretto.quantities import require_least
 
 
 @dataclass(frozen=True)

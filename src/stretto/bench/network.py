@@ -24,6 +24,8 @@ from stretto.bench.settings import NetworkSetting
 from stretto.memory import HostMemory, allocate
 from stretto.memory.network.descriptors import Fifo
 from stretto.memory.network.endpoint import PROXY_VARIABLE
+from stretto.memory.network.native import NativeProxy
+from stretto.memory.network.proxy import Proxy
 from stretto.memory.plain_data import all_gather_data
 
 COLUMNS = (
@@ -77,6 +79,9 @@ def _measure_all(setting: NetworkSetting) -> list[dict[str, Any]]:
         runs[name] = slots[name].bounce
     found = _time(runs)
     rows.append(_row("latency, us", {name: seconds / _ROUND_TRIPS / 2 * 1e6 for name, seconds in found.items()}, "8 B"))
+    print_row(rows[-1])
+    calls = {name: one.count_calls() for name, one in slots.items() if isinstance(one.proxy, NativeProxy)}
+    rows.append(_row("system calls a put", calls, "8 B"))
     print_row(rows[-1])
     rows.append(_row("idle proxy, % of a core", idle, None))
     print_row(rows[-1])
@@ -159,6 +164,19 @@ class _Slots:
         memory.wait(peer, 1, sent, _TIMEOUT)
         return time.perf_counter() - started
 
+    @property
+    def proxy(self) -> Proxy | NativeProxy:
+        """This rank's proxy."""
+        assert self.memory.endpoint is not None
+        return self.memory.endpoint.proxy
+
+    def count_calls(self) -> float:
+        """The system calls of this rank's proxy, and of waking it, for each put of `bounce`, which goes to and fro."""
+        assert isinstance(self.proxy, NativeProxy)
+        before = sum(self.proxy.count_calls())
+        self.bounce()
+        return (sum(self.proxy.count_calls()) - before) / _ROUND_TRIPS
+
     def bounce(self) -> float:
         """Seconds of so many round trips of puts with a signal, which takes no slot."""
         memory, peer = self.memory, self.peer
@@ -169,7 +187,7 @@ class _Slots:
             else:
                 self.bounced += 1
                 while not memory.has_reached(peer, 2, self.bounced):
-                    time.sleep(0)
+                    os.sched_yield()  # sleep(0) does not leave the core to the proxy
         return time.perf_counter() - started
 
 

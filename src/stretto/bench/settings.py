@@ -21,7 +21,7 @@ from typing import Annotated
 
 from stretto.execution import check_sparsity
 from stretto.huggingface.public_models import PUBLIC_MODELS
-from stretto.quantities import MAX_COUNT, MAX_LAYERS, MAX_LENGTH, MAX_LOCAL_RANKS, MAX_REPEATS, MAX_VOCAB
+from stretto.quantities import MAX_COUNT, MAX_LAYERS, MAX_LENGTH, MAX_LOCAL_RANKS, MAX_REPEATS, MAX_VOCAB, require_least
 from stretto.suggestions import name_known
 
 
@@ -82,13 +82,6 @@ def require_known(what: str, given: Iterable[str], known: Iterable[str]) -> None
     for name in given:
         if name not in known:
             raise ValueError(f"there is no {what} {name!r}{name_known(name, known)}")
-
-
-def require_least(least: int, **numbers: float) -> None:
-    """ValueError for a number that is smaller, with its name."""
-    for name, number in numbers.items():
-        if number < least:
-            raise ValueError(f"{name} is {number}, but must be at least {least}")
 
 
 def require_most(most: int, **numbers: float) -> None:

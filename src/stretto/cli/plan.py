@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from stretto.cli.console import Json, refusing_bad_input
-from stretto.cli.plan_tables import print_formulas, print_inference, print_modes, print_table
+from stretto.cli.plan_tables import plan_dlrm, print_formulas, print_inference, print_modes, print_table
 from stretto.execution import StateLocation, StateOptions, TwoLevel, check_sparsity, option_help
 from stretto.suggestions import are_missing
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
     from stretto.planner import GridPlan
+    from stretto.recommendation.training.config import DLRMTrainConfig
 
 
 ConfigFile = Annotated[
@@ -98,7 +99,11 @@ def plan(
     ] = False,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Memory formulas and bytes sent, of the best grid.", rich_help_panel=OUTPUT),
+        typer.Option(
+            "--explain",
+            help="Memory formulas and bytes sent, of the best grid; of a DLRM, why tables are cut.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
     reshard: Annotated[
         str | None,
@@ -202,6 +207,7 @@ def plan(
 
     - stretto plan --model gpt-20b --cluster perlmutter --gpus 32 --batch 1024 --seq-len 2048
     - stretto plan demo.toml --cluster dgx-h200 --gpus 4
+    - stretto plan dlrm.toml --cluster dgx-h200 --gpus 8 --explain (a DLRM: its tables' placement)
     - stretto plan --model gpt-80b --cluster alps --gpus 512 --batch 2048 --seq-len 2048 --pipe auto
     - stretto plan --inference --model llama-3-8b --cluster dgx-h200 --prompt 2048 --context 1024 --batch 64 --tpot 20ms
     """
@@ -215,6 +221,13 @@ def plan(
         return
     with refusing_bad_input(as_json=as_json):
         _refuse_others("a training plan; --inference takes them", {"--prompt": prompt, "--tpot": tpot})
+        dlrm = None if config is None else _find_dlrm(config)
+        if dlrm is not None:
+            of_grids = {"--model": model, "--batch": batch, "--seq-len": seq_len, "--dtype": dtype, "--pipe": pipe}
+            of_grids |= {"--optimizer": optimizer, "--recompute": recompute, "--memory": memory, "--context": context}
+            _refuse_others("a DLRM's plan, which takes --cluster, --gpus, --explain and --json", of_grids)
+            plan_dlrm(dlrm, cluster, gpus, explain=explain, as_json=as_json)
+            return
         given: dict[str, Any] = {
             "gpus": gpus,
             "batch": batch,
@@ -278,6 +291,15 @@ def plan(
         print_table(plans, machine, cost, top, has_memory=is_auto or plans[0].optimizer_state != "fp32")
     if explain and not as_json:
         print_formulas(plans[0])
+
+
+def _find_dlrm(path: Path) -> "DLRMTrainConfig | None":
+    """The configuration if it is a DLRM's."""
+    from stretto.recommendation.training.config import DLRMTrainConfig
+    from stretto.train.config import load_config
+
+    config = load_config(path)
+    return config if isinstance(config, DLRMTrainConfig) else None
 
 
 def _refuse_others(what: str, given: dict[str, Any]) -> None:

@@ -17,10 +17,10 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from stretto.atomic_files import require_writable_folder
-from stretto.bench.settings import Needs, Ranks, parse_number, require_least, require_most, split_words
+from stretto.bench.settings import Needs, Ranks, parse_number, require_most, split_words
 from stretto.cli.commands import App, LazyCommand, make_command
 from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input, stdout_on_stderr
-from stretto.quantities import MAX_LOCAL_RANKS
+from stretto.quantities import MAX_LOCAL_RANKS, require_least
 
 
 class BenchApp:
@@ -86,8 +86,7 @@ class BenchApp:
 
     def count_ranks(self, ranks: int | None) -> int:
         """The number of ranks to start: as given, else the machine's GPUs. Raises ValueError if there are none."""
-        if ranks is not None and ranks < 1:
-            raise ValueError(f"--ranks is {ranks}, but must be at least 1")
+        require_least(1, **{"--ranks": ranks})
         require_most(MAX_LOCAL_RANKS, **{"--ranks": ranks or 1})
         from stretto.cluster.detection import count_gpus
 

@@ -16,7 +16,7 @@ from stretto.huggingface.refusals import (
     refusal_of_sharded_sequence,
     refusal_of_style,
 )
-from stretto.quantities import check_count
+from stretto.quantities import check_count, require_whole
 
 # Entries of a config.json that a resumed run may change, with any whose name has "drop" in it.
 FREE_CONFIG_ENTRIES = (
@@ -285,8 +285,7 @@ def _has_experts(name: str, entries: ExpertEntries, config: Mapping[str, Any], b
     match entries.dense:
         case "first_k_dense_replace":
             first = config.get("first_k_dense_replace") or 0
-            if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-                raise ValueError(f"{name}: first_k_dense_replace is {first!r}, but must be a whole number, at least 0")
+            require_whole(f"{name}: first_k_dense_replace", first, 0)
             return block >= first
         case "mlp_only_layers":
             dense = config.get("mlp_only_layers") or []

@@ -7,7 +7,7 @@ import functools
 import inspect
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,13 +22,13 @@ from stretto.ops.attention.plan import Layout
 NAME = "stretto_context"
 """The `attn_implementation` of models whose sequences are cut."""
 
-_LAYERS = ("full_attention", "sliding_attention", "attention", "moe", "mlp")
+LAYERS = ("full_attention", "sliding_attention", "attention", "moe", "mlp")
 """The kinds of layers, in `config.layer_types`, that attend by transformers' interface, or see each token alone."""
 
 _LINEAR_LAYERS = ("linear_attention", "mamba", "hybrid", "conv")
 """The kinds of layers that may carry a state along the sequence."""
 
-DEPENDS_ON_LENGTH = ("dynamic", "longrope")
+_DEPENDS_ON_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the longest position, which differs between ranks."""
 
 
@@ -74,16 +74,10 @@ def is_causal(model: nn.Module) -> bool:
 
 def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
     """Say why the sequences of a transformers model cannot be cut; None if they can. parameters: of its forward."""
-    config, kind = model.config, type(unwrap(model)).__name__
-    attentions = attentions_of(model)
-    linear = linear_attentions_of(model)
-    layers = Counter(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+    kind, attentions, linear = type(unwrap(model)).__name__, attentions_of(model), linear_attentions_of(model)
+    layers = count_layers(model)
     known = _LINEAR_LAYERS if linear and sum(layers[each] for each in _LINEAR_LAYERS) <= len(linear) else ()
-    others = sorted(layers.keys() - {*_LAYERS, *known})
-    states = {id(part) for layer in linear for part in layer.modules()}
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    ropes = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
-    attends = {getattr(module, "is_causal", True) for module in attentions}
+    others = sorted(layers.keys() - {*LAYERS, *known})
     if adapters := sorted(map(str, _adapters_of_whole_sequences(model))):
         return (
             f"{kind} has adapters of PEFT ({', '.join(adapters)}) that add tokens or look at whole sequences, of which "
@@ -94,30 +88,47 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
             f"{kind} has layers of the kind {', '.join(others)}, and context cuts sequences of attention and linear "
             "attention (a gated or Kimi's delta rule, Mamba-2) in the form that transformers 5.23 gives it"
         )
-    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
-        return f"{kind} has several inputs (an encoder's, or pictures), of which context cuts none yet"
-    if not attentions + linear or (attentions and not model._can_set_attn_implementation()):
-        return f"the attention of {kind} does not go through transformers' attention interface"
-    if any(isinstance(module, nn.Conv1d | nn.Conv2d) and id(module) not in states for module in model.modules()):
-        return f"{kind} has convolutions over its sequences"
-    if len(attends) > 1:
+    if (why := refusal_of_attention(model, parameters)) is not None:
+        return why
+    if len({getattr(module, "is_causal", True) for module in attentions}) > 1:
         return f"{kind} has both causal and other attention"
-    if any(getattr(module, "attn_logit_softcapping", None) is not None for module in attentions):
-        return (
-            f"{kind} caps its attention's logits, which fused attention does not; attn_logit_softcapping=None would do"
-        )
-    if found := ropes & set(DEPENDS_ON_LENGTH):
-        return f"{kind}'s rotary embedding, {', '.join(sorted(found))}, depends on the length of what a rank sees"
-    if getattr(config, "sliding_window", None) and not all(passes_window(type(module)) for module in attentions):
-        return f"the attention of {kind} has a sliding window by its mask alone; sliding_window=None would do"
     if any(_drops(module) for module in attentions):
         return f"{kind} has dropout of attention's weights (attention_dropout, attn_pdrop); 0 would do"
-    if attentions and "position_ids" not in parameters:
-        return f"the forward of {kind} takes no position_ids"
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return f"the forward of {kind} hands attention no further arguments (**kwargs)"
     if "For" in kind and not (calls_loss_function(model) or computes_masked_loss(model)):
         return f"{kind} returns no output for each token, or computes its loss in its own code"
+    return None
+
+
+def count_layers(model: Any) -> Counter[str]:
+    """The kinds of a model's layers, by its configuration."""
+    config = model.config
+    return Counter(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+
+
+def refusal_of_attention(model: Any, parameters: Collection[str]) -> str | None:
+    """Say why a transformers model's attention cannot be replaced by its interface, where ranks or steps see parts of
+    sequences; None if it can. parameters: the names of its forward's."""
+    config, kind, attentions = model.config, type(unwrap(model)).__name__, attentions_of(model)
+    linear = linear_attentions_of(model)
+    states = {id(part) for layer in linear for part in layer.modules()}
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    ropes = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
+    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
+        return f"{kind} has several inputs (an encoder's, or pictures), of which only one is taken yet"
+    if not attentions + linear or (attentions and not model._can_set_attn_implementation()):
+        return f"the attention of {kind} does not go through transformers' attention interface"
+    if any(isinstance(module, nn.Conv1d | nn.Conv2d) and id(module) not in states for module in model.modules()):
+        return f"{kind} has convolutions over its sequences"
+    if any(getattr(module, "attn_logit_softcapping", None) is not None for module in attentions):
+        return f"{kind} caps its attention's logits; attn_logit_softcapping=None would do"
+    if found := ropes & set(_DEPENDS_ON_LENGTH):
+        return f"{kind}'s rotary embedding, {', '.join(sorted(found))}, depends on the length of what it sees at once"
+    if getattr(config, "sliding_window", None) and not all(passes_window(type(module)) for module in attentions):
+        return f"the attention of {kind} has a sliding window by its mask alone; sliding_window=None would do"
+    if attentions and "position_ids" not in parameters:
+        return f"the forward of {kind} takes no position_ids"
     return None
 
 

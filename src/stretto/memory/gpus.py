@@ -28,21 +28,25 @@ class _Gpu(NamedTuple):
     may_be_shared: bool
 
 
-def find_obstacle(group: dist.ProcessGroup, device: torch.device, *, needs_atomics: bool = True) -> str | None:
+def find_obstacle(
+    group: dist.ProcessGroup, device: torch.device, *, needs_atomics: bool = True, puts_between_nodes: bool = False
+) -> str | None:
     """Why kernels of these GPUs cannot work together; None where they can. Collective, with one result on all ranks.
 
     device: this rank's GPU. needs_atomics: whether the kernels signal by atomic operations on other GPUs' memory. GPUs
-    that PCIe connects have no native ones, so that an addition may be lost. A process that sees only its own GPU cannot
+    that PCIe connects have no native ones, so that an addition may be lost. puts_between_nodes: whether each rank's
+    kernels need only reach those of its own node. A process that sees only its own GPU cannot
     ask which others it reaches; symmetric memory then finds out when it maps them.
     """
     properties = torch.cuda.get_device_properties(device)
     kind = f"{properties.name} with {properties.multi_processor_count} multiprocessors"
     here = _Gpu(name_node(dist.get_rank(), dist.get_world_size()), str(properties.uuid), kind, shared_gpus.is_enabled())
     everyone = all_gather_data(here, group, _Gpu)
-    nodes, gpus, kinds, switches = (set(each) for each in zip(*everyone, strict=True))
-    if len(nodes) > 1:
+    nodes, identities, kinds, switches = (set(each) for each in zip(*everyone, strict=True))
+    gpus = {gpu.identity for gpu in everyone if gpu.node == here.node}
+    if len(nodes) > 1 and not puts_between_nodes:
         return f"its ranks are on {len(nodes)} nodes"
-    if len(gpus) < len(everyone) and switches != {True}:
+    if len(identities) < len(everyone) and switches != {True}:
         return "several of its ranks share a GPU"
     if len(kinds) > 1:  # kernels divide work by the number of multiprocessors
         return f"its GPUs are of {len(kinds)} kinds: {', '.join(sorted(kinds))}"

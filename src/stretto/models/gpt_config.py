@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from stretto.huggingface.public_models import PUBLIC_MODELS
+from stretto.quantities import require_least
 from stretto.suggestions import did_you_mean
 
 
@@ -59,11 +60,8 @@ class GPTConfig:
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} is {getattr(self, name)}, but must be at least 1")
-        if self.ffn is not None and self.ffn < 1:
-            raise ValueError(f"model.ffn is {self.ffn}, but must be at least 1")
+        for name in ("layers", "hidden", "heads", "vocab", "max_seq_len", "ffn"):
+            require_least(1, "model.", **{name: getattr(self, name)})
         if self.hidden % self.heads:
             nearest = max(1, round(self.hidden / self.heads)) * self.heads
             raise ValueError(
@@ -100,14 +98,12 @@ class GPTConfig:
                 )
             return
         for name in ("num_experts", "experts_per_token", "expert_ffn", "shared_ffn", "expert_groups"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"model.{name} is {getattr(self, name)}, but must be at least 1")
+            require_least(1, "model.", **{name: getattr(self, name)})
         for name, choices in (("router_scores", SCORES), ("balance", BALANCES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"model.{name} is {getattr(self, name)!r}, but must be one of {', '.join(choices)}")
         for name in ("balance_loss", "bias_rate", "z_loss"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"model.{name} is {getattr(self, name)}, but must be at least 0")
+            require_least(0, "model.", **{name: getattr(self, name)})
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"model.experts_per_token is {self.experts_per_token}, but model.num_experts is only "

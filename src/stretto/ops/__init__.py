@@ -28,12 +28,14 @@ from stretto.ops.decoding import (
 )
 from stretto.ops.embedding import (
     EmbeddingAllToAll,
+    TableBlock,
     TableUpdate,
     check_indices,
     embedding_all_to_all,
     embedding_all_to_all_put,
     embedding_all_to_all_update,
     embedding_all_to_all_updating,
+    table_settings,
     tune_embedding,
 )
 from stretto.ops.gemm import Blocks
@@ -56,6 +58,7 @@ __all__ = [
     "Blocks",
     "EmbeddingAllToAll",
     "KernelConfig",
+    "TableBlock",
     "TableUpdate",
     "Workspace",
     "all_gather_attention",
@@ -85,6 +88,7 @@ __all__ = [
     "scaled_matmul_all_reduce",
     "scaled_matmul_all_reduce_norm",
     "scaled_matmul_reduce_scatter",
+    "table_settings",
     "tune",
     "tune_attention",
     "tune_embedding",

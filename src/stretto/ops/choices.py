@@ -39,7 +39,7 @@ from stretto.ops.config import (
     find_refusal,
 )
 from stretto.ops.gemm import takes_tma
-from stretto.ops.joint.registry import CANDIDATES, find_schedule, is_runnable, list_rings
+from stretto.ops.joint.registry import CANDIDATES, find_schedule, is_runnable, list_rings, name_between_nodes
 from stretto.ops.operator import FP8, find_group, require_agreement, require_no_capture
 from stretto.ops.prediction import (
     Speeds,
@@ -66,8 +66,9 @@ _WAY = "way of "
 class _GroupChoices:
     """Agreed timings, cached configurations and call counts of a group.
 
-    obstacle: why no kernel can run, or "". copies_obstacle: why not even those whose copy engines move rows by a
-    schedule, which need no atomic operations between GPUs. order: the ranks, those of one NUMA domain together. times:
+    obstacle: why no kernel can run, or "". schedule_obstacle: why not even those that move rows by a schedule, which
+    copy engines do without atomic operations between GPUs, and puts between nodes. order: the ranks, those of one NUMA
+    domain together. nodes: the number of each rank's node; empty if there is one. times:
     seconds by problem and encoded configuration. choices: a configuration and the reason for it. recalled:
     configurations of calls that were checked before. speeds: of the slowest GPU. confirmed: times that were measured in
     calls. ways: of calls without a configuration, by their names.
@@ -75,8 +76,9 @@ class _GroupChoices:
 
     group: "weakref.ref[dist.ProcessGroup]"
     obstacle: str = ""
-    copies_obstacle: str = ""
+    schedule_obstacle: str = ""
     order: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
     times: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     choices: dict[tuple[GemmProblem, Machine, str], tuple[KernelConfig, str]] = field(default_factory=dict)
     recalled: dict[tuple[object, ...], KernelConfig] = field(default_factory=dict)
@@ -88,11 +90,13 @@ class _GroupChoices:
     @property
     def signals_by_copies(self) -> bool:
         """True if only copy engines can signal between the group's GPUs."""
-        return bool(self.obstacle) and not self.copies_obstacle
+        return bool(self.obstacle) and not self.schedule_obstacle and not self.nodes
 
     def can_run(self, config: KernelConfig) -> bool:
         """True if nothing about the group's GPUs is in a kernel's way."""
-        return not self.obstacle or (self.signals_by_copies and config.schedule != "" and config.transfer == "copies")
+        transfer = "programs" if self.nodes else "copies"
+        by_schedule = not self.schedule_obstacle and config.schedule != "" and config.transfer == transfer
+        return not self.obstacle or by_schedule
 
 
 _groups: dict[str, _GroupChoices] = {}
@@ -267,8 +271,10 @@ def _choose(
             _require_schedule(problem, config.schedule)
             if known.signals_by_copies:
                 config = config._replace(transfer="copies")
+            elif known.nodes:
+                config = config._replace(transfer="programs")
         if config.implementation == "kernel":
-            _require_kernel(known, problem, by_copies=config.schedule != "" and config.transfer == "copies")
+            _require_kernel(known, problem, by_schedule=config.schedule != "")
         if (
             problem.returns_gathered and not config.schedule
         ):  # the host does not know the slot that programs gather into
@@ -282,13 +288,17 @@ def _choose(
         return restored, "the checkpoint says so"
     measured = _find_fastest(known, problem, needs_kernel=implementation == "kernel")
     if implementation == "kernel":
-        by_copies = known.signals_by_copies and problem.operator in CANDIDATES and problem.dtype != FP8
-        _require_kernel(known, problem, by_copies=by_copies)
+        by_schedule = bool(known.obstacle) and problem.operator in CANDIDATES and problem.dtype != FP8
+        _require_kernel(known, problem, by_schedule=by_schedule)
         if measured is not None:
             return measured
-        if by_copies:
-            (ring, *_) = list_rings(problem.operator, known.order)
+        if by_schedule:
             blocks = default_blocks(problem, machine)
+            if known.nodes:
+                schedule = name_between_nodes(problem.operator, known.nodes)
+                by_puts = KernelConfig(blocks=blocks, transfer="programs", schedule=schedule)
+                return by_puts, "a kernel was asked for, and it puts to other nodes"
+            (ring, *_) = list_rings(problem.operator, known.order)
             return KernelConfig(blocks=blocks, schedule=ring), "a kernel was asked for, and copy engines make its moves"
         if not machine.processors:
             return default_config(problem, machine)[0], "a kernel was asked for"
@@ -305,11 +315,11 @@ def _require_schedule(problem: GemmProblem, schedule: str) -> None:
     find_schedule(problem.operator, schedule, problem.world)
 
 
-def _require_kernel(known: _GroupChoices, problem: GemmProblem, *, by_copies: bool = False) -> None:
-    """ValueError where no kernel can run. by_copies: it needs no atomic operations between GPUs."""
-    obstacle = known.copies_obstacle if by_copies else known.obstacle
+def _require_kernel(known: _GroupChoices, problem: GemmProblem, *, by_schedule: bool = False) -> None:
+    """ValueError where no kernel can run. by_schedule: it moves rows by a schedule."""
+    obstacle = known.schedule_obstacle if by_schedule else known.obstacle
     if obstacle:
-        schedule = ", as can a schedule" if known.signals_by_copies and problem.operator in CANDIDATES else ""
+        schedule = ", as can a schedule" if not known.schedule_obstacle and problem.operator in CANDIDATES else ""
         raise ValueError(f'{problem.operator}: no kernel can run: {obstacle}; implementation="library" can{schedule}')
 
 
@@ -364,7 +374,13 @@ def find_ring_order(name: str, device: torch.device) -> tuple[int, ...]:
 
 def find_copies_obstacle(name: str, device: torch.device) -> str:
     """Why copy engines cannot move rows of the group's ranks by a schedule; "" if they can. Collective at first."""
-    return _find(name, device).copies_obstacle
+    known = _find(name, device)
+    return known.obstacle if known.nodes else known.schedule_obstacle
+
+
+def find_nodes(name: str, device: torch.device) -> tuple[int, ...]:
+    """The number of each rank's node, between which kernels put; empty if there is one. Collective at first."""
+    return _find(name, device).nodes
 
 
 def find_group_obstacle(name: str, device: torch.device) -> str:
@@ -396,26 +412,29 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
     is_forced, domain = os.environ.get(COPIES_VARIABLE) == "1", find_numa_domain(device)
     sent = name_node(dist.get_rank(), dist.get_world_size()), times, speeds, is_forced, domain
     everyone = all_gather_data(sent, group, tuple[str, dict[str, dict[str, float]], Speeds | None, bool, int])
-    nodes, found = {node for node, *_ in everyone}, [one for _, _, one, *_ in everyone if one is not None]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(node for node, *_ in everyone))}
+    nodes = tuple(numbers[node] for node, *_ in everyone) if len(numbers) > 1 else ()
+    found = [one for _, _, one, *_ in everyone if one is not None]
     order = sorted(range(len(everyone)), key=lambda rank: (everyone[rank][-1], rank))
     obstacle = ""
-    if len(nodes) > 1:
-        obstacle = f"its ranks are on {len(nodes)} nodes, and kernels reach the memory of one"
-    elif device.type == "cpu" and not INTERPRETED.value:
+    if device.type == "cpu" and not INTERPRETED.value:
         obstacle = "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
     elif device.type == "cuda":
-        obstacle = find_obstacle(group, device) or ""
-    copies_obstacle = obstacle
-    if obstacle and device.type == "cuda" and len(nodes) == 1:
-        copies_obstacle = find_obstacle(group, device, needs_atomics=False) or ""
+        obstacle = find_obstacle(group, device, puts_between_nodes=True) or ""
+    schedule_obstacle = obstacle
+    if nodes:
+        obstacle = f"its ranks are on {len(numbers)} nodes, and kernels reach the memory of one"
+    elif obstacle and device.type == "cuda":
+        schedule_obstacle = find_obstacle(group, device, needs_atomics=False) or ""
     if not obstacle and any(forced for *_, forced, _ in everyone):
         obstacle = f"{COPIES_VARIABLE}=1 says that its GPUs have no atomic operations on each other's memory"
     slowest = Speeds(*map(min, zip(*found, strict=True))) if len(found) == len(everyone) else None
     restored = _restored.get(_name_ranks(group))
     confirmed = dict(restored.confirmed) if restored else {}
     known = _GroupChoices(
-        weakref.ref(group), obstacle, copies_obstacle, tuple(order), everyone[0][1], speeds=slowest, confirmed=confirmed
-    )
+        weakref.ref(group), obstacle, schedule_obstacle, tuple(order), nodes, everyone[0][1], speeds=slowest,
+        confirmed=confirmed,
+    )  # fmt: skip
     if known.signals_by_copies:  # a stored time may be of one
         for operator in CANDIDATES:
             list_rings(operator, known.order)

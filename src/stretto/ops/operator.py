@@ -26,7 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 from stretto.execution import MIN_WORKSPACE_BYTES, TWO_SLOTS_BYTES
 from stretto.memory import failures, find_own_rank, group_timeout, is_debugging, store_all_gather
 from stretto.memory.copy_engine import find_current
-from stretto.tiles import BlockChannel
+from stretto.tiles import BlockChannel, PutChannel
 
 FP8 = torch.float8_e4m3fn
 """The dtype of 8 bits that products take: 4 of exponent, 3 of mantissa, up to 448."""
@@ -565,6 +565,8 @@ def list_channels(name: str) -> list[tuple[str, BlockChannel]]:
     for (_, key), channel in kept:
         if channel is not None and all(channel is not other for _, other in found):  # some keep one together
             found.append((str(key[0]), channel))
+    for inner in list_node_groups(name):
+        found += list_channels(inner)
     return found
 
 
@@ -577,12 +579,27 @@ def close_workspaces(name: str) -> None:
     """Free the group's workspaces, abandoned ones too. No rank's kernels or copies may use them any more."""
     channels = [channel for _, channel in list_channels(name)]
     cache = _find_cache(name)
-    cache.workspaces.clear()
-    cache.abandoned.clear()
-    for key in [key for key, value in cache.kept.items() if _find_channel(value) is not None]:
-        del cache.kept[key]
+    put_channels = list_put_channels(name)
+    for inner in (cache, *map(_find_cache, list_node_groups(name))):
+        inner.workspaces.clear()
+        inner.abandoned.clear()
+        for key, value in list(inner.kept.items()):
+            if _find_channel(value) is not None or isinstance(value, PutChannel):
+                del inner.kept[key]
     for channel in channels:
         channel.close()
+    for puts in put_channels:
+        puts.close()
+
+
+def list_node_groups(name: str) -> list[str]:
+    """The names of the groups of this rank's node that the group keeps, for calls between nodes: one, or none."""
+    return [value.group_name for value in _find_cache(name).kept.values() if isinstance(value, dist.ProcessGroup)]
+
+
+def list_put_channels(name: str) -> list[PutChannel]:
+    """The slots through which the group's kernels put to other nodes."""
+    return [value for value in _find_cache(name).kept.values() if isinstance(value, PutChannel)]
 
 
 def _find_channel(value: Any) -> BlockChannel | None:

@@ -19,6 +19,7 @@ from stretto.ops.choices import (
     clear_choices,
     describe_problem,
     find_machine,
+    find_nodes,
     find_ring_order,
     group_speeds,
     signals_by_copies,
@@ -41,7 +42,7 @@ from stretto.ops.config import (
     fit_blocks,
 )
 from stretto.ops.gemm import Blocks
-from stretto.ops.joint.registry import CANDIDATES, list_candidates, list_rings
+from stretto.ops.joint.registry import CANDIDATES, list_candidates, list_rings, name_between_nodes
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.moe.tensor_parallel import describe_product, gather_multiply, gather_routing, multiply_scatter
@@ -248,6 +249,9 @@ def _search(
     if signals_by_copies(name, device) and problem.operator in CANDIDATES and problem.dtype != FP8:
         configs = vary_copies(problem, machine, find_ring_order(name, device))
         return _measure((LIBRARY, *configs), operands, group)
+    if nodes := find_nodes(name, device):
+        takes_schedule = problem.operator in CANDIDATES and problem.dtype != FP8
+        return _measure((LIBRARY, *(vary_puts(problem, machine, nodes) if takes_schedule else ())), operands, group)
     measured = _measure((LIBRARY, *vary_blocks(problem, machine)), operands, group)
     kernels = {config: seconds for config, seconds in measured.items() if config != LIBRARY}
     if not kernels:
@@ -320,6 +324,14 @@ def vary_copies(problem: GemmProblem, machine: Machine, order: tuple[int, ...]) 
     for schedule in list_rings(problem.operator, order):
         for direction in DIRECTIONS if is_gather(problem.operator) else DIRECTIONS[:1]:
             yield config._replace(schedule=schedule, direction=direction)
+
+
+def vary_puts(problem: GemmProblem, machine: Machine, nodes: tuple[int, ...]) -> Iterator[KernelConfig]:
+    """Configurations for ranks of several nodes, which put to each other: in two levels, and by other schedules."""
+    config = KernelConfig(blocks=default_blocks(problem, machine), transfer="programs")
+    first = name_between_nodes(problem.operator, nodes)
+    for schedule in dict.fromkeys((first, *list_candidates(problem.operator, len(nodes)))):
+        yield config._replace(schedule=schedule)
 
 
 def vary_order(problem: GemmProblem, config: KernelConfig) -> Iterator[KernelConfig]:

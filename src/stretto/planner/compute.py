@@ -20,6 +20,7 @@ from stretto.planner.memory import gathered_by_copy_engines, local_parameters
 from stretto.planner.optimizer_state import number_bytes, optimizer_seconds
 from stretto.planner.step import GroupCollective
 from stretto.planner.workload import ELEMENT_BYTES, StepConfig, StepWorkload
+from stretto.quantities import require_least
 
 # What real kernels reach, where the cluster does not say what was measured on it.
 MATMUL_EFFICIENCY = 0.75  # of the datasheet's peak, for large products
@@ -330,8 +331,7 @@ def matmul_shapes(models: Sequence[str], batches: Sequence[int], seq_len: int, g
     for name in models:
         model = read_architecture(name, seq_len)
         for batch in batches:
-            if batch < 1:
-                raise ValueError(f"--batch is {batch}, but must be at least 1")
+            require_least(1, **{"--batch": batch})
             shapes.update(_shapes(model, batch, seq_len, gpus))
     return sorted(shapes)
 

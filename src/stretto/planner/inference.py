@@ -22,6 +22,7 @@ from stretto.planner.experts.layers import MoeLayer
 from stretto.planner.grids import divisors, list_expert_grids, why_impossible
 from stretto.planner.memory import local_parameters
 from stretto.planner.workload import ELEMENT_BYTES
+from stretto.quantities import require_least
 
 CHUNK = 2048  # tokens of a step of the engine, by default
 # Of a decoding step that is one CUDA graph: a kernel of few rows, from the one before to the next; and how many of a
@@ -107,10 +108,7 @@ def plan_inference(
     most tokens a second and GPU. gpus: None compares all numbers of a node's that divide it. Raises ValueError for
     lengths that are not positive, for a model that an engine does not run, and where no grid is possible.
     """
-    for name, values in (("prompt", prompts), ("context", contexts), ("batch", [batch]), ("gpus", [gpus or 1])):
-        for value in values:
-            if value < 1:
-                raise ValueError(f"{name} is {value}, but must be at least 1")
+    require_least(1, prompt=min(prompts, default=1), context=min(contexts, default=1), batch=batch, gpus=gpus or 1)
     if token_seconds is not None and token_seconds <= 0:
         raise ValueError(f"tpot is {token_seconds} s, but must be more than 0; 20ms would do")
     lengths = Lengths(tuple(prompts), tuple(contexts))

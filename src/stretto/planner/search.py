@@ -20,7 +20,7 @@ from stretto.planner.grid_plan import Candidate, GridPlan, judge, to_plan
 from stretto.planner.grids import divisors, every_grid, why_impossible
 from stretto.planner.optimizer_state import check_state
 from stretto.planner.pipeline.search import PipelineSearch, judge_pipeline, replay_first
-from stretto.planner.pipeline.space import PipelineSpace, check_schedule_options, make_pipeline_space
+from stretto.planner.pipeline.space import PipelineSpace, make_pipeline_space
 from stretto.planner.search_space import (
     PIPELINE_KEYWORDS,
     CostModel,
@@ -31,7 +31,7 @@ from stretto.planner.search_space import (
     set_imbalance,
 )
 from stretto.planner.workload import MESSAGE_DRIVEN, Dtype, OptimizerName, ScheduleChoice, StepConfig, StepWorkload
-from stretto.schedules import ServeFirst
+from stretto.quantities import require_whole
 from stretto.schedules.generators import V_SHAPED
 
 MAX_GPUS = 1 << 20
@@ -199,7 +199,7 @@ def predict(
     if impossible := why_impossible(workload.model, sizes, batch):
         raise ValueError(f"the grid {sizes} cannot run {workload.model.name}: {impossible}")
     size = _check_micro_batch(micro_batch or batch // sizes.batch_parts, batch)
-    schedule = _choose_schedule(sizes.pipe, options, **of_schedule)
+    schedule = _choose_schedule(sizes.pipe, options, PipelineSpace(**of_schedule))
     config = StepConfig(sizes, size, options, state, clips, schedule)
     device = Device(cluster, dtype) if cost == "full" else None
     limit = max_allocated(cluster.require("gpu.memory"))
@@ -222,28 +222,20 @@ def _judge(
     return only
 
 
-def _choose_schedule(
-    pipe: int,
-    options: ExecutionOptions,
-    schedule: str | None,
-    virtual_stages: int | None,
-    extra_warm_up: int | None,
-    limit: int | None,
-    serve_first: ServeFirst | None,
-) -> ScheduleChoice | None:
+def _choose_schedule(pipe: int, options: ExecutionOptions, asked: PipelineSpace) -> ScheduleChoice | None:
     """The schedule of a grid's pipeline, 1f1b by default; None without several stages. ValueError for bad options."""
-    given = {"schedule": schedule, "virtual_stages": virtual_stages, "limit": limit}
     if pipe == 1:
-        if named := next((name for name, value in given.items() if value is not None), None):
-            raise ValueError(f"{named} is {given[named]!r}, but the grid has one pipeline stage; pipe=2 has two")
+        for name in ("schedule", "virtual_stages", "limit"):
+            if (value := getattr(asked, name)) is not None:
+                raise ValueError(f"{name} is {value!r}, but the grid has one pipeline stage; pipe=2 has two")
         return None
-    virtual = virtual_stages or (options.stages.virtual_stages if options.stages.virtual_stages > 1 else None)
-    name = schedule or ("1f1b" if virtual in (None, 1) else "interleaved")
-    check_schedule_options(name, virtual, extra_warm_up, limit, serve_first)
+    virtual = asked.virtual_stages or (options.stages.virtual_stages if options.stages.virtual_stages > 1 else None)
+    name = asked.schedule or ("1f1b" if virtual in (None, 1) else "interleaved")
+    replace(asked, schedule=name, virtual_stages=virtual).check()
     if name == MESSAGE_DRIVEN:
-        return ScheduleChoice(name, virtual or 1, 0, limit or pipe, serve_first or "backward")
+        return ScheduleChoice(name, virtual or 1, 0, asked.limit or pipe, asked.serve_first or "backward")
     fewest = 2 if name in (*V_SHAPED, "interleaved") else 1
-    return ScheduleChoice(name, virtual or fewest, extra_warm_up or 0)
+    return ScheduleChoice(name, virtual or fewest, asked.extra_warm_up or 0)
 
 
 def _change(
@@ -335,8 +327,7 @@ def _check_gpus(cluster: Cluster, gpus: int | None) -> int:
         if cluster.gpus is None:
             raise ValueError(f"cluster {cluster.name!r} does not say how many nodes it has: say how many gpus to use")
         return cluster.gpus
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= MAX_GPUS:
-        raise ValueError(f"gpus is {gpus!r}, but must be a whole number from 1 to {MAX_GPUS}")
+    require_whole("gpus", gpus, 1, MAX_GPUS)
     if cluster.gpus is not None and gpus > cluster.gpus:
         raise ValueError(f"{gpus} GPUs are more than cluster {cluster.name!r} has: {cluster.gpus}")
     return gpus

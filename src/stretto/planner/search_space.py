@@ -21,6 +21,7 @@ from stretto.planner.architecture import Architecture
 from stretto.planner.grids import divisors, list_expert_grids
 from stretto.planner.optimizer_state import LOCATIONS, check_state, host_link
 from stretto.planner.workload import StepWorkload
+from stretto.quantities import require_whole
 from stretto.schedules import ServeFirst
 
 CostModel = Literal["paper", "full"]
@@ -248,8 +249,7 @@ def _check_experts(model: Architecture, expert: int | None, expert_tensor: str |
         raise ValueError(f"expert_tensor is {expert_tensor!r}, but must be one of {', '.join(get_args(ExpertTensor))}")
     if expert is None:
         return
-    if isinstance(expert, bool) or not isinstance(expert, int) or expert < 1:
-        raise ValueError(f"expert is {expert!r}, but must be a whole number, at least 1")
+    require_whole("expert", expert)
     if model.moe is None and expert > 1:
         raise ValueError(f"expert is {expert}, but {model.name} has no experts that ranks divide; expert=1 would do")
     if model.moe is not None and model.moe.experts % expert:

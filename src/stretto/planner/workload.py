@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from stretto.axes import GridSizes
 from stretto.execution import ExecutionOptions, StateOptions
 from stretto.planner.architecture import Architecture
+from stretto.quantities import require_whole
 from stretto.schedules import ServeFirst
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
@@ -69,9 +70,7 @@ class StepWorkload(NumberTypes):
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq_len"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 31:
-                raise ValueError(f"{name} is {value!r}, but must be a whole number from 1 to {1 << 31}")
+            require_whole(name, getattr(self, name), 1, 1 << 31)
         super().__post_init__()
 
     @property

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recommendation models: DLRM, whose embedding tables are distributed over ranks.
 
-`DLRM` and `DLRMConfig` are the model in plain PyTorch. `distribute_tables` places whole tables on ranks by
-`place_tables`, and replicates the MLPs. data: click logs. training: what `stretto train` runs for
-`model.kind = "dlrm"`. simulation: a step on any network, without a GPU.
+`DLRM` and `DLRMConfig` are the model in plain PyTorch. `distribute_tables` places tables on ranks, whole by
+`place_tables`, or also cut and replicated by `plan_tables`, and replicates the MLPs. data: click logs. training: what
+`stretto train` runs for `model.kind = "dlrm"`. simulation: a step on any network, without a GPU.
 
 Names are imported on first use: configurations and `simulation` also work on a machine without torch.
 """
@@ -16,8 +16,22 @@ if TYPE_CHECKING:
     from stretto.recommendation.model import DLRM
     from stretto.recommendation.model_config import DLRMConfig
     from stretto.recommendation.placement import TablePlacement, TableSize, place_tables
+    from stretto.recommendation.table_planner import TablePlan, TableRates, plan_tables
+    from stretto.recommendation.table_state import distributed_state
     from stretto.recommendation.tables import ShardedTables, distribute_tables
 
-__all__ = ["DLRM", "DLRMConfig", "ShardedTables", "TablePlacement", "TableSize", "distribute_tables", "place_tables"]
+__all__ = [
+    "DLRM",
+    "DLRMConfig",
+    "ShardedTables",
+    "TablePlacement",
+    "TablePlan",
+    "TableRates",
+    "TableSize",
+    "distribute_tables",
+    "distributed_state",
+    "place_tables",
+    "plan_tables",
+]
 
 __getattr__, __dir__ = attach(__name__)

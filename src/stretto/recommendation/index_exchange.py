@@ -2,7 +2,7 @@
 """Exchanges look-up indices: the first all-to-all of a distributed DLRM, from a rank's samples to tables' owners."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 from stretto.parallel.comm.collectives import all_to_all
 from stretto.recommendation.placement import TablePlacement
 from stretto.recommendation.pooled_exchange import TableLookups
+from stretto.recommendation.sharded_lookup import cut_bags, select_tables
 
 _REFUSED = -1  # sent in place of the number of samples by a rank that refuses its batch
 
@@ -23,19 +24,19 @@ def exchange_indices(
     *,
     host_group: dist.ProcessGroup | None = None,
 ) -> TableLookups:
-    """Exchange bags of this rank's samples for all tables for those of all samples for this rank's tables. Collective.
+    """Exchange bags of this rank's samples for all tables for those of all samples for this rank's shards. Collective.
 
     indices [total] and offsets [tables x local batch + 1] are feature-major; offsets may be on the CPU, which saves
     waiting for a GPU. The local batch is as large on all ranks. Sends how large it is and how many indices there are
-    for each table (over `host_group`, if the indices are on a GPU, so that the host knows without waiting for it), then
+    for each shard (over `host_group`, if the indices are on a GPU, so that the host knows without waiting for it), then
     the bags' lengths, then the indices.
 
     Raises ValueError on all ranks: for offsets that are not such (of another count, falling, or not those of
     `indices`), for an index on a CPU that is outside of its table (on a GPU the look-up refuses it), with table, sample
     and rank; and where the ranks' batches differ in size.
     """
-    world, mine = group.size(), placement.owned[group.rank()]
-    if world == 1:
+    world, mine = group.size(), placement.shards[group.rank()]
+    if world == 1 and placement.is_whole:
         batch, ends = _check(indices, offsets, placement, rank=0)
         offsets = offsets.to(indices.device, non_blocking=True)
         return TableLookups(indices, offsets.to(indices.dtype), tuple(ends), batch)
@@ -45,10 +46,11 @@ def exchange_indices(
         lengths = offsets.diff().to(indices.device, indices.dtype, non_blocking=True).view(-1, batch)
     except ValueError as error:  # the others are notified in the exchange in which they wait for this rank
         refused, batch, ends = error, _REFUSED, [0] * (1 + len(placement.tables))
-    sizes = [stop - start for start, stop in pairwise(ends)]
+        lengths = indices.new_zeros(len(placement.tables), 0)
+    bags = cut_bags(indices, lengths, ends, placement)
 
-    owned = [len(of_rank) for of_rank in placement.owned]
-    there = torch.tensor([number for tables in placement.owned for number in (batch, *(sizes[one] for one in tables))])
+    owned = [len(of_rank) for of_rank in placement.shards]
+    there = torch.tensor([number for of_rank in bags for number in (batch, *(shard.total for shard in of_rank))])
     here = there.new_empty(world * (1 + len(mine)))
     all_to_all(here, there, [1 + len(mine)] * world, [1 + count for count in owned], host_group or group)
     batches, *by_table = here.view(world, 1 + len(mine)).T.tolist()
@@ -63,16 +65,19 @@ def exchange_indices(
         )
     counts = [[of_table[rank] for of_table in by_table] for rank in range(world)]
 
-    leaving = torch.cat([lengths[table] for table in placement.order])
+    leaving = torch.cat([lengths.new_empty(0), *(shard.lengths for of_rank in bags for shard in of_rank)])
     arrived = leaving.new_empty(world * len(mine) * batch)
     all_to_all(arrived, leaving, [len(mine) * batch] * world, [count * batch for count in owned], group)
     by_source = arrived.view(world, len(mine), batch)
 
-    leaving = torch.cat([indices[ends[table] : ends[table + 1]] for table in placement.order])
+    leaving = torch.cat([indices[:0], *(shard.indices for of_rank in bags for shard in of_rank)])
     arrived = leaving.new_empty(sum(map(sum, counts)))
-    sent = [sum(sizes[table] for table in of_rank) for of_rank in placement.owned]
+    sent = [sum(shard.total for shard in of_rank) for of_rank in bags]
     all_to_all(arrived, leaving, [sum(of_source) for of_source in counts], sent, group)
-    return _feature_major(arrived, by_source, counts)
+    found = _feature_major(arrived, by_source, counts)
+    if not placement.replicated:
+        return found
+    return replace(found, replicated=select_tables(indices, lengths, ends, placement.replicated))
 
 
 def check_offsets(indices: Tensor, offsets: Tensor, tables: int, *, least: int = 1) -> int:

@@ -4,6 +4,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from stretto.quantities import require_least
 from stretto.suggestions import did_you_mean
 
 
@@ -29,12 +30,8 @@ class DLRMConfig:
             object.__setattr__(self, name, values)
             if not values:
                 raise ValueError(f"model.{name} is empty, but must have at least one number")
-            for place, value in enumerate(values):
-                if value < 1:
-                    raise ValueError(f"model.{name}[{place}] is {value}, but must be at least 1")
-        for name in ("dim", "dense"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} is {getattr(self, name)}, but must be at least 1")
+            require_least(1, "model.", **{f"{name}[{place}]": value for place, value in enumerate(values)})
+        require_least(1, "model.", dim=self.dim, dense=self.dense)
         if len(self.pooling) == 1:
             object.__setattr__(self, "pooling", self.pooling * len(self.rows))
         if len(self.pooling) != len(self.rows):
@@ -59,8 +56,7 @@ class DLRMConfig:
 
     def capped(self, max_rows: int) -> "DLRMConfig":
         """Limit every table to `max_rows` rows, for machines that cannot hold the whole tables."""
-        if max_rows < 1:
-            raise ValueError(f"model.max_rows is {max_rows}, but must be at least 1")
+        require_least(1, "model.", max_rows=max_rows)
         return replace(self, rows=tuple(min(rows, max_rows) for rows in self.rows))
 
     @classmethod

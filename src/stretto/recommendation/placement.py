@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places embedding tables on ranks, balanced by memory and by work; deterministic, so the same on every rank."""
+"""Places embedding tables on ranks, whole or cut; deterministic, so the same on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
 
 from stretto.quantities import show_bytes
+from stretto.suggestions import name_known
+
+ShardingKind = Literal["table", "column", "row", "table-row", "replicated"]
+"""How a table lies on ranks: whole on one; cut by columns or by rows; by rows on ranks of one node; whole on all."""
+
+QUANTUM = 4  # columns of a shard are a multiple of it where the table's are enough: the fused operator takes no others
 
 
 @dataclass(frozen=True)
@@ -27,37 +35,156 @@ class TableSize:
 
 
 @dataclass(frozen=True)
+class TableShard:
+    """A box of a table: `rows` rows from `row` on, and `columns` columns from `column` on. part: its number."""
+
+    table: int
+    part: int
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+
+@dataclass(frozen=True)
 class TablePlacement:
-    """Tables on ranks: `owned[rank]` are the ascending indices of the rank's tables. A rank may own none."""
+    """Tables on ranks: `owned[rank]` are the ascending numbers of the tables that a rank has, whole or a part of them.
+
+    kinds: of each table; () where all are "table". A table that is cut has equal parts (up to a row, or `QUANTUM`
+    columns), in order of its ranks. Replicated tables are in no rank's `owned`. A rank may own none.
+    """
 
     tables: tuple[TableSize, ...]
     owned: tuple[tuple[int, ...], ...]
+    kinds: tuple[ShardingKind, ...] = ()
+
+    def kind(self, table: int) -> ShardingKind:
+        """How a table lies on its ranks."""
+        return self.kinds[table] if self.kinds else "table"
+
+    @property
+    def is_whole(self) -> bool:
+        """True if each table is whole on one rank."""
+        return set(self.kinds) <= {"table"}
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All tables in order of rank, then number: the order of pooled vectors after their exchange."""
-        return tuple(table for of_rank in self.owned for table in of_rank)
+        """The order of tables in the vectors that `ShardedTables` returns.
+
+        If all are whole on one rank, the exchange's, by rank, then number. Else by number alone: vectors are moved
+        anyway where parts are added up.
+        """
+        if self.is_whole:
+            return tuple(table for of_rank in self.owned for table in of_rank)
+        return tuple(range(len(self.tables)))
+
+    @cached_property
+    def replicated(self) -> tuple[int, ...]:
+        """The tables that every rank has."""
+        return tuple(table for table, kind in enumerate(self.kinds) if kind == "replicated")
+
+    def owners(self, table: int) -> tuple[int, ...]:
+        """The ranks that have a part of a table, in order of its parts."""
+        return tuple(rank for rank, of_rank in enumerate(self.owned) if table in of_rank)
 
     def owner(self, table: int) -> int:
-        """The rank that owns a table."""
-        return next(rank for rank, of_rank in enumerate(self.owned) if table in of_rank)
+        """The rank that owns a table, or its first part."""
+        return self.owners(table)[0]
+
+    @cached_property
+    def shards(self) -> tuple[tuple[TableShard, ...], ...]:
+        """The parts of tables that each rank has, those of replicated ones left out, in order of table."""
+        owners = {table: self.owners(table) for of_rank in self.owned for table in of_rank}
+        return tuple(
+            tuple(self._cut(table, owners[table].index(rank), len(owners[table])) for table in of_rank)
+            for rank, of_rank in enumerate(self.owned)
+        )
+
+    def whole(self, table: int) -> TableShard:
+        """All of a table, as one part."""
+        return TableShard(table, 0, 0, self.tables[table].rows, 0, self.tables[table].dim)
+
+    def _cut(self, table: int, part: int, parts: int) -> TableShard:
+        size = self.tables[table]
+        if self.kind(table) == "column":
+            quantum = QUANTUM if size.dim % QUANTUM == 0 and size.dim >= QUANTUM * parts else 1
+            start, stop = (size.dim // quantum * end // parts * quantum for end in (part, part + 1))
+            return TableShard(table, part, 0, size.rows, start, stop - start)
+        start, stop = (size.rows * end // parts for end in (part, part + 1))
+        return TableShard(table, part, start, stop - start, 0, size.dim)
+
+    def check(self, shapes: Sequence[tuple[int, int]], ranks: int, nodes: Sequence[Hashable] | None = None) -> None:
+        """ValueError unless it places tables of these shapes on so many ranks. nodes: each rank's, if known."""
+        found = sorted({table for of_rank in self.owned for table in of_rank} | set(self.replicated))
+        if len(self.owned) != ranks or found != list(range(len(shapes))):
+            raise ValueError(
+                f"the placement puts tables {found} on {len(self.owned)} ranks, but there are {len(shapes)} tables and "
+                f"{ranks} ranks"
+            )
+        if self.kinds and len(self.kinds) != len(shapes):
+            raise ValueError(f"the placement has {len(self.kinds)} kinds for {len(shapes)} tables: give one for each")
+        if (planned := [(size.rows, size.dim) for size in self.tables]) != list(shapes):
+            raise ValueError(f"the placement is for tables of shapes {planned}, but they have {list(shapes)}")
+        for table, size in enumerate(self.tables):
+            kind, owners = self.kind(table), self.owners(table)
+            parts = size.dim if kind == "column" else size.rows
+            if kind not in get_args(ShardingKind):
+                raise ValueError(
+                    f"there is no sharding {kind!r} of table {table}{name_known(kind, get_args(ShardingKind))}"
+                )
+            if sum(of_rank.count(table) for of_rank in self.owned) != len(owners):
+                raise ValueError(f"table {table} is placed on a rank twice: name it once")
+            if kind == "table" and len(owners) != 1:
+                raise ValueError(
+                    f"table {table} is whole, but placed on ranks {list(owners)}: one of them, or kind 'row', would do"
+                )
+            if kind == "replicated" and owners:
+                raise ValueError(f"table {table} is replicated, so it is in no rank's owned: leave it out there")
+            if len(owners) > parts:
+                raise ValueError(
+                    f"table {table} has {parts} {'columns' if kind == 'column' else 'rows'}, which are cut for "
+                    f"{len(owners)} ranks: {parts} ranks would do, or kind 'replicated'"
+                )
+            if kind == "table-row" and nodes is not None and len({nodes[rank] for rank in owners}) > 1:
+                raise ValueError(
+                    f"table {table} is cut inside a node ('table-row'), but its ranks {list(owners)} are on several: "
+                    "ranks of one node would do, or kind 'row'"
+                )
 
     def memory_shares(self) -> tuple[float, ...]:
-        """The part of all numbers that each rank keeps."""
-        return _shares(self.owned, [table.numbers for table in self.tables])
+        """The part of all numbers that each rank keeps; replicas count."""
+        copies = sum(self.tables[table].numbers for table in self.replicated)
+        held = [copies + sum(shard.rows * shard.columns for shard in of_rank) for of_rank in self.shards]
+        return tuple(numbers / sum(held) for numbers in held)
 
     def work_shares(self) -> tuple[float, ...]:
         """The part of all look-ups that each rank does, by the numbers that they move."""
-        return _shares(self.owned, [table.work for table in self.tables])
+        shared = sum(self.tables[table].work for table in self.replicated) / len(self.owned)
+        work = [shared + sum(map(self._work_of, of_rank)) for of_rank in self.shards]
+        return tuple(numbers / sum(work) for numbers in work)
+
+    def _work_of(self, shard: TableShard) -> float:
+        """The numbers that a sample reads and writes of a shard: of its part of the bag, and a pooled vector."""
+        size = self.tables[shard.table]
+        return (size.pooling * shard.rows / size.rows + 1) * shard.columns
 
     def explain(self, itemsize: int = 4) -> str:
-        """A line a rank: its tables, their bytes, and its part of the look-ups."""
+        """A line a rank: its tables (`3/0 of 4 by row` is a part of table 3), their bytes, its part of the look-ups."""
         lines = []
-        for rank, (of_rank, work) in enumerate(zip(self.owned, self.work_shares(), strict=True)):
-            size = sum(self.tables[table].numbers for table in of_rank) * itemsize
-            names = ", ".join(map(str, of_rank)) or "none"
+        for rank, (of_rank, work) in enumerate(zip(self.shards, self.work_shares(), strict=True)):
+            size = sum(shard.rows * shard.columns for shard in of_rank) * itemsize
+            size += sum(self.tables[table].numbers for table in self.replicated) * itemsize
+            names = ", ".join(map(self._name, of_rank)) or "none"
             lines.append(f"rank {rank}: {show_bytes(size)}, {work:.1%} of the look-ups; tables {names}")
+        if self.replicated:
+            lines.append(f"every rank: tables {', '.join(map(str, self.replicated))}")
         return "\n".join(lines)
+
+    def _name(self, shard: TableShard) -> str:
+        kind = self.kind(shard.table)
+        if kind == "table":
+            return str(shard.table)
+        return f"{shard.table}/{shard.part} of {len(self.owners(shard.table))} by {kind}"
 
 
 def place_tables(tables: Sequence[TableSize], ranks: int) -> TablePlacement:
@@ -68,11 +195,7 @@ def place_tables(tables: Sequence[TableSize], ranks: int) -> TablePlacement:
     then to the lower rank. A table larger than 1/ranks of the total cannot be balanced, because tables are not split.
     ValueError without tables or ranks.
     """
-    if not tables or ranks < 1:
-        raise ValueError(f"{len(tables)} tables on {ranks} ranks: there must be at least one of each")
-    for number, size in enumerate(tables):
-        if size.rows < 1 or size.dim < 1 or size.pooling < 0:
-            raise ValueError(f"table {number} is {size}, but has at least 1 row of at least 1 number")
+    check_sizes(tables, ranks)
     all_numbers = sum(size.numbers for size in tables)
     all_work = sum(size.work for size in tables)
     parts = [(size.numbers / all_numbers, size.work / all_work) for size in tables]
@@ -90,5 +213,10 @@ def place_tables(tables: Sequence[TableSize], ranks: int) -> TablePlacement:
     return TablePlacement(tuple(tables), tuple(tuple(sorted(of_rank)) for of_rank in owned))
 
 
-def _shares(owned: Sequence[Sequence[int]], sizes: Sequence[float]) -> tuple[float, ...]:
-    return tuple(sum(sizes[table] for table in of_rank) / sum(sizes) for of_rank in owned)
+def check_sizes(tables: Sequence[TableSize], ranks: int) -> None:
+    """ValueError without tables or ranks, and for a table without rows or columns."""
+    if not tables or ranks < 1:
+        raise ValueError(f"{len(tables)} tables on {ranks} ranks: there must be at least one of each")
+    for number, size in enumerate(tables):
+        if size.rows < 1 or size.dim < 1 or size.pooling < 0:
+            raise ValueError(f"table {number} is {size}, but has at least 1 row of at least 1 number")

@@ -28,26 +28,37 @@ class TableLookups:
 
     indices: [total], rows of the rank's first table for all samples, then of its second. offsets: [tables x global
     batch + 1], where each bag begins. ends: offsets[::global batch] on the host, where each table's begin. batch: the
-    global batch.
+    global batch. replicated: this rank's samples' look-ups in the tables that every rank has, if there are any.
     """
 
     indices: Tensor
     offsets: Tensor
     ends: tuple[int, ...]
     batch: int
+    replicated: "TableLookups | None" = None
+
+    def pool(self, number: int, table: Tensor, *, sparse: bool = False) -> Tensor:
+        """Add up the bags' rows of the `number`th table by PyTorch's function: [batch, dim]."""
+        start, stop = self.ends[number : number + 2]
+        bags = self.offsets[number * self.batch : (number + 1) * self.batch + 1] - start
+        return F.embedding_bag(
+            self.indices[start:stop], table, bags, mode="sum", sparse=sparse, include_last_offset=True
+        )
 
 
 @dataclass(frozen=True)
 class FusedUpdate:
-    """Update of the looked-up rows by the operator's backward pass, in place of gradients.
+    """Update of the looked-up rows by the operator's backward pass, in place of gradients; made by `TableOptimizer`.
 
-    settings: fp32 [2] on the device, learning rate and epsilon. states: for "adagrad", the row-wise one, fp32 [rows] of
-    each of this rank's tables.
+    The arguments of `embedding_all_to_all_update` of these names.
     """
 
-    optimizer: Literal["sgd", "adagrad"]
+    optimizer: str
     settings: Tensor
     states: tuple[Tensor, ...] = ()
+    clock: Tensor | None = None
+    blocks: tuple[Any, ...] = ()
+    is_stochastic: bool = False
 
 
 def pool_and_exchange(
@@ -72,7 +83,7 @@ def pool_and_exchange(
     if operators is not None:
         if update is None or not torch.is_grad_enabled():
             return _look_up(operators, lookups, tables, group, name)
-        how = operators.TableUpdate(update.optimizer, update.settings, update.states)
+        how = operators.TableUpdate(**vars(update))
         with collective("embedding_all_to_all", group):
             return operators.embedding_all_to_all_updating(
                 lookups.indices, lookups.offsets, list(tables), group, how, batch=lookups.batch, name=name
@@ -141,13 +152,7 @@ def _pool(lookups: TableLookups, tables: Sequence[Tensor], dtype: torch.dtype) -
         return torch.zeros(
             lookups.batch, 0, dtype=dtype, device=lookups.indices.device, requires_grad=torch.is_grad_enabled()
         )
-    pooled = []
-    for number, table in enumerate(tables):
-        start, stop = lookups.ends[number : number + 2]
-        bags = lookups.offsets[number * lookups.batch : (number + 1) * lookups.batch + 1] - start
-        pooled.append(
-            F.embedding_bag(lookups.indices[start:stop], table, bags, mode="sum", sparse=True, include_last_offset=True)
-        )
+    pooled = [lookups.pool(number, table, sparse=True) for number, table in enumerate(tables)]
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
 

@@ -1,52 +1,193 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-wise Adagrad or SGD of embedding tables, by the fused operator's backward pass or after it."""
+"""Optimizers of embedding tables that change looked-up rows while the backward pass runs (`ShardedTables.fuse_update`).
 
-from typing import Literal
+With the fused operator its kernel makes the step; with PyTorch's functions, and for replicated tables, `update_rows`
+does, once a table's gradient is there. Both give the same up to rounding, on every placement.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, get_args
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from stretto.optim import RowWiseAdagrad
+from stretto.memory import failures
+from stretto.optim.row_update import STATE_NAMES, RowOptimizer, draw_bits, round_at_random, update_rows
+from stretto.parallel.comm.autograd import at_end_of_backward
+from stretto.recommendation.placement import TablePlacement, TableShard
 from stretto.recommendation.pooled_exchange import FusedUpdate
-from stretto.recommendation.tables import ShardedTables
+from stretto.recommendation.sharded_lookup import RowGradients
+from stretto.suggestions import name_known
 
-TableOptimizerKind = Literal["rowwise-adagrad", "sgd"]
+if TYPE_CHECKING:
+    from stretto.recommendation.tables import ShardedTables
+
+_OF_KERNEL = {"rowwise-adagrad": "adagrad"}  # names of the operator that differ
 
 
 class TableOptimizer:
-    """Updates this rank's embedding tables: in the fused operator's backward pass, or in `step` after it.
+    """Updates this rank's embedding tables in the backward pass; made by `ShardedTables.fuse_update`.
 
-    Call `set_lr` before the backward pass, and `step` after it. Every rank has one, also a rank without tables. states:
-    row-wise Adagrad's sums, [rows] of each table in order of table number; empty for SGD.
+    Every rank has one, also a rank without tables. Settings are on the device: `set_lr` also works for a captured CUDA
+    graph. A step is a backward pass, and counts for all rows: Adam's bias corrections are those of torch.optim.Adam
+    after as many steps, but means of a row that was not looked up stay as they are, as in FBGEMM and SparseAdam.
     """
 
-    def __init__(self, tables: ShardedTables, kind: TableOptimizerKind, *, eps: float, device: torch.device) -> None:
-        self._weights = [table.get_parameter("weight") for table in tables.values()]
-        self._inner: torch.optim.Optimizer | None = None
-        self._settings: Tensor | None = None
-        self.states: list[Tensor] = []
-        if tables.is_fused:
-            self._settings = torch.tensor([0.0, eps], dtype=torch.float32, device=device)
-            if kind == "rowwise-adagrad":
-                self.states = [torch.zeros(len(w), dtype=torch.float32, device=device) for w in self._weights]
-            name: Literal["sgd", "adagrad"] = "sgd" if kind == "sgd" else "adagrad"
-            tables.fuse_update(FusedUpdate(name, self._settings, tuple(self.states)))
-        elif self._weights and kind == "rowwise-adagrad":
-            adagrad = self._inner = RowWiseAdagrad(self._weights, eps=eps)
-            self.states = [adagrad.sums(weight) for weight in self._weights]
-        elif self._weights:
-            self._inner = torch.optim.SGD(self._weights)
+    def __init__(
+        self,
+        tables: "ShardedTables",
+        kind: RowOptimizer = "rowwise-adagrad",
+        *,
+        lr: float = 0.01,
+        eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        max_norm: float = math.inf,
+        lr_factors: Mapping[int, float] | None = None,
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+    ) -> None:
+        factors = dict(lr_factors or {})
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "max_norm": max_norm}
+        _check(tables.placement, kind, numbers, betas, factors)
+        self.kind, self.placement = kind, tables.placement
+        self._is_cut = any(tables.dims)  # some rank has tables that the operator looks up
+        self.shards: tuple[TableShard, ...] = tables.shards
+        self.weights = tables.weights
+        self._shared = len(self.weights) - len(tables.placement.replicated)  # the first replicated table
+        device, dtype = tables.device, tables.dtype
+        self.is_stochastic = stochastic_rounding and dtype.itemsize == 2
+        wide = torch.promote_types(dtype, torch.float32)
+        rest = [eps, weight_decay, max_norm, 1 - betas[0], 1 - betas[1]]
+        # At least one row, so that a rank without tables has settings, too.
+        self._settings = torch.tensor([[lr, *rest]] * max(len(self.weights), 1), dtype=wide, device=device)
+        of_tables = [factors.get(shard.table, 1.0) for shard in self.shards] or [1.0]
+        self._factors = torch.tensor(of_tables, dtype=wide, device=device)
+        self.clock = torch.tensor([0, seed], dtype=torch.int64, device=device)  # steps, seed
+        self.states = [
+            {
+                key: weight.new_zeros(weight.shape[:1] if kind == "rowwise-adagrad" else weight.shape, dtype=wide)
+                for key in STATE_NAMES[kind]
+            }
+            for weight in self.weights
+        ]
+        self.set_lr(lr)
+        self._now = self.clock.clone()  # as it was when the backward pass began
+        self.update_of_operator = None if tables.operators is None else self._describe()
+        if tables.operators is not None:
+            tables.requires_grad_(False)
+            return
+        for weight in self.weights[self._shared :]:
+            weight.requires_grad_(False)
+        # Python's garbage collector does not see the references of such a hook: a cycle would never be freed.
+        this = ref(self)
+        for place, weight in enumerate(self.weights[: self._shared]):
+            weight.register_post_accumulate_grad_hook(lambda _, place=place: _alive(this)._take_gradient(place))
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next updates."""
-        if self._settings is not None:
-            self._settings[0].fill_(lr)
-        if self._inner is not None:
-            for group in self._inner.param_groups:
-                group["lr"] = lr
+        """Set the learning rate of the next updates; a table's is this times its factor."""
+        self._settings[:, 0] = self._factors * lr
 
-    def step(self) -> None:
-        """Update the tables and drop their gradients, unless the backward pass has updated them."""
-        if self._inner is not None:
-            self._inner.step()
-            self._inner.zero_grad()
+    def set_steps(self, steps: int) -> None:
+        """Set how many steps were made: the number that Adam and stochastic rounding continue from."""
+        self.clock[0] = steps
+
+    def _describe(self) -> FusedUpdate:
+        """The operator's update. Where all tables share two settings, the kernel reads these alone."""
+        own = slice(None, self._shared)
+        is_plain = bool((self._settings[0, 2] == 0) & (self._settings[0, 3] == math.inf) & (self._factors == 1).all())
+        settings = self._settings[0, :2] if is_plain and self.kind != "adam" else self._settings[own]
+        return FusedUpdate(
+            _OF_KERNEL.get(self.kind, self.kind),
+            settings,
+            tuple(state for states in self.states[own] for state in states.values()),
+            self.clock if self.kind == "adam" or self.is_stochastic else None,
+            tuple((shard.table, shard.row, shard.column) for shard in self.shards[own]),
+            self.is_stochastic,
+        )
+
+    def begin(self) -> None:
+        """Count a step at the end of the backward pass, which has begun; an operator with the clock does it itself."""
+        self._now.copy_(self.clock)
+        if self.update_of_operator is None or self.update_of_operator.clock is None or not self._is_cut:
+            at_end_of_backward(self._advance)
+
+    def _advance(self) -> None:
+        self.clock[:1] += 1
+
+    @torch.no_grad()
+    def _take_gradient(self, place: int) -> None:
+        """Update a table by its sparse gradient, and drop that."""
+        weight = self.weights[place]
+        gradient, weight.grad = weight.grad, None
+        assert gradient is not None
+        gradient = gradient.to(self._settings.dtype).coalesce()  # adds up the gradients of a row in their order
+        rows, values = gradient.indices()[0], gradient.values()
+        held = [tensor.index_select(0, rows) for tensor in (weight, *self.states[place].values())]
+        changed = self._step(place, rows, values, held)
+        for tensor, before, after in zip((weight, *self.states[place].values()), held, changed, strict=True):
+            tensor.index_copy_(0, rows, _unless_failed(after, before))
+
+    @torch.no_grad()
+    def update_replicated(self, gradients: Sequence[RowGradients]) -> None:
+        """Update the replicated tables by the sums of all ranks' gradients; rows that were not looked up stay."""
+        for place, (values, is_touched) in enumerate(gradients, self._shared):
+            held = [self.weights[place].detach(), *self.states[place].values()]
+            rows = torch.arange(len(values), device=values.device)
+            for tensor, after in zip(held, self._step(place, rows, values.to(self._settings.dtype), held), strict=True):
+                is_changed = is_touched.unsqueeze(1) if tensor.dim() == 2 else is_touched
+                tensor.copy_(torch.where(is_changed, _unless_failed(after, tensor), tensor))
+
+    def _step(self, place: int, rows: Tensor, values: Tensor, held: Sequence[Tensor]) -> list[Tensor]:
+        """Return rows of a table and of its states after a step."""
+        table, *states = held
+        updated, states = update_rows(
+            self.kind, table.to(values.dtype), values, states, self._settings[place], self._now[0]
+        )
+        if self.is_stochastic:
+            shard = self.shards[place]
+            bits = draw_bits(self._now, shard.table, rows + shard.row, shard.column, shard.columns)
+            return [round_at_random(updated, bits, table.dtype), *states]
+        return [updated.to(table.dtype), *states]
+
+
+def _check(
+    placement: TablePlacement,
+    kind: str,
+    numbers: Mapping[str, float],
+    betas: tuple[float, float],
+    factors: Mapping[int, float],
+) -> None:
+    """ValueError for settings that no optimizer has, or that tables of this placement cannot have."""
+    if kind not in get_args(RowOptimizer):
+        raise ValueError(f"there is no table optimizer {kind!r}{name_known(kind, get_args(RowOptimizer))}")
+    for name, value in (*numbers.items(), *((f"lr_factors[{table}]", factor) for table, factor in factors.items())):
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}, but must be at least 0")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas are {betas}, but must be at least 0 and below 1; (0.9, 0.999) would do")
+    count = len(placement.tables)
+    if unknown := sorted(set(factors) - set(range(count))):
+        raise ValueError(f"lr_factors has table {unknown[0]}, but there are tables 0 to {count - 1}")
+    of_rows = "rowwise-adagrad" if kind == "rowwise-adagrad" else "clipping by a row's norm (max_norm)"
+    by_columns = [table for table in range(count) if placement.kind(table) == "column"]
+    if by_columns and (kind == "rowwise-adagrad" or numbers["max_norm"] < math.inf):
+        raise ValueError(
+            f"{of_rows} takes whole rows, but table {by_columns[0]} is cut by columns: kind 'row' or 'table-row' would "
+            "do, or full-adagrad without max_norm"
+        )
+
+
+def _unless_failed(after: Tensor, before: Tensor) -> Tensor:
+    """Return the new values, or those of before once a wait for another rank has failed (`optim.guard`)."""
+    failed = failures.find_flag(after.device)
+    return after if failed is None else torch.where(failed[0] == 0, after, before)
+
+
+def _alive(this: "ref[TableOptimizer]") -> TableOptimizer:
+    alive = this()
+    if alive is None:
+        raise RuntimeError("these tables' optimizer is gone: keep the model that fuse_update was called for")
+    return alive

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributes a model with embedding tables: each table is whole on one rank, everything else on every rank."""
+"""Distributes a model with embedding tables: each is whole on a rank, cut, or replicated; the rest is on every rank."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,31 +11,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.collectives.two_level import exchange_hosts, name_nodes
 from stretto.memory import group_timeout
 from stretto.memory.shared_groups import SharedGroups
+from stretto.optim.row_update import RowOptimizer
 from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, start_all_reduce
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import MetaInitializer
 from stretto.recommendation.index_exchange import exchange_indices
-from stretto.recommendation.placement import TablePlacement, TableSize, place_tables
+from stretto.recommendation.placement import TablePlacement, TableShard, TableSize, place_tables
 from stretto.recommendation.pooled_exchange import (
-    FusedUpdate,
     Implementation,
     TableLookups,
     choose_operators,
     pool_and_exchange,
 )
+from stretto.recommendation.sharded_lookup import CombineShards, ShardColumns, look_up_replicated
+from stretto.recommendation.table_optimizer import TableOptimizer
 
 
 class ShardedTables(nn.ModuleDict):
-    """This rank's tables of a model, under their numbers, so that parameters keep their names.
+    """This rank's tables of a model, or its parts of them, under their numbers, so that parameters keep their names.
 
     `tables(indices, offsets)` takes the bags of this rank's samples for all tables, feature-major, and returns
     [local batch, sum of all tables' dims], in the order of `placement.order`. Collective, forward and backward;
     ValueError on all ranks where one refuses its batch, or local batches differ in size.
-    `exchange` is its first half, `pool` its second. Where `is_fused`, the operator of stretto.ops runs, and
-    `fuse_update` has its backward pass update the tables.
+    `exchange` is its first half, `pool` its second. `fuse_update` has the backward pass update the tables, of which
+    the operator of stretto.ops does those that are not replicated where it runs (`operators`).
     """
 
     def __init__(
@@ -48,13 +51,17 @@ class ShardedTables(nn.ModuleDict):
         dtype: torch.dtype,
     ) -> None:
         super().__init__({str(number): table for number, table in tables.items()})
-        self.placement, self.group, self.dtype = placement, group, dtype
-        self._operators = choose_operators(implementation, dtype, device, [table.dim for table in placement.tables])
-        self.fused_update: FusedUpdate | None = None
+        self.placement, self.group, self.dtype, self.device = placement, group, dtype, device
+        # This rank's parts, then the replicated tables, which are parts of a whole table each.
+        self.shards = (*placement.shards[group.rank()], *map(placement.whole, placement.replicated))
+        widths = [shard.columns for of_rank in placement.shards for shard in of_rank]
+        self.operators = choose_operators(implementation, dtype, device, widths)
+        self.optimizer: TableOptimizer | None = None
         self.replicated_gradients: ReplicatedGradients | None = None  # of the model's other parameters
         # What is the same on all ranks, and another for other tables.
         self.name = hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
-        self.dims = tuple(sum(placement.tables[table].dim for table in of_rank) for of_rank in placement.owned)
+        self.dims = tuple(sum(shard.columns for shard in of_rank) for of_rank in placement.shards)
+        self._columns = None if placement.is_whole else ShardColumns.of(placement, device)
         needs_host = device.type == "cuda" and group.size() > 1
         self._host_group: dist.ProcessGroup | None = None
         if needs_host:
@@ -66,34 +73,60 @@ class ShardedTables(nn.ModuleDict):
         return self.pool(self.exchange(indices, offsets))
 
     def exchange(self, indices: Tensor, offsets: Tensor) -> TableLookups:
-        """All samples' bags for this rank's tables, from this rank's samples' for all tables."""
+        """All samples' bags for this rank's shards, from this rank's samples' for all tables."""
         return exchange_indices(indices, offsets, self.placement, self.group, host_group=self._host_group)
 
     def pool(self, lookups: TableLookups) -> Tensor:
         """This rank's samples' vectors from all tables."""
-        weights = [table.get_parameter("weight") for table in self.values()]
-        return pool_and_exchange(
-            lookups,
-            weights,
-            self.dims,
-            self.group,
-            dtype=self.dtype,
-            operators=self._operators,
-            name=self.name,
-            update=self.fused_update,
-        )
+        weights, optimizer = self.weights, self.optimizer
+        shared = len(weights) - len(self.placement.replicated)
+        parts = []
+        if sum(self.dims):
+            exchanged = pool_and_exchange(
+                lookups,
+                weights[:shared],
+                self.dims,
+                self.group,
+                dtype=self.dtype,
+                operators=self.operators,
+                name=self.name,
+                update=None if optimizer is None else optimizer.update_of_operator,
+            )
+            parts.append(exchanged)
+        if lookups.replicated is not None:
+            update = None if optimizer is None else optimizer.update_replicated
+            parts.append(look_up_replicated(lookups.replicated, weights[shared:], self.group, update))
+        pooled = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        if self._columns is not None:
+            pooled = CombineShards.apply(pooled, self._columns)
+        if optimizer is not None and pooled.requires_grad:
+            pooled.register_hook(lambda _: optimizer.begin())
+        return pooled
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters of `shards`."""
+        return [self[str(shard.table)].get_parameter("weight") for shard in self.shards]
 
     @property
     def is_fused(self) -> bool:
         """True if the operator of stretto.ops runs."""
-        return self._operators is not None
+        return self.operators is not None
 
-    def fuse_update(self, update: FusedUpdate) -> None:
-        """From now on backward passes change the tables, which get no gradients. ValueError unless `is_fused`."""
-        if not self.is_fused:
-            raise ValueError("only the fused operator updates tables: implementation must be 'kernel'")
-        self.fused_update = update
-        self.requires_grad_(False)
+    def fuse_update(self, kind: RowOptimizer = "rowwise-adagrad", **options: Any) -> TableOptimizer:
+        """From now on backward passes update the tables, which keep no gradients. Call it once, on all ranks.
+
+        kind: "sgd", "rowwise-adagrad", "full-adagrad" or "adam". options: `lr`; `eps`; `betas` (adam's);
+        `weight_decay`, added to the gradients of looked-up rows, as torch.optim does; `max_norm`, of the gradient of a
+        row; `lr_factors` by table number; of fp16 and bf16 tables `stochastic_rounding` (default) and its `seed`: the
+        bits are the same on every placement. A rank may have no tables. Returns the optimizer: `set_lr(lr)` before a
+        backward pass changes the learning rate. ValueError for others, for row-wise Adagrad or `max_norm` of tables
+        that are cut by columns, and at a second call.
+        """
+        if self.optimizer is not None:
+            raise ValueError(f"the tables have an optimizer already, {self.optimizer.kind}: fuse_update is called once")
+        self.optimizer = TableOptimizer(self, kind, **options)
+        return self.optimizer
 
 
 def distribute_tables(
@@ -111,7 +144,9 @@ def distribute_tables(
     and a method `reorder(order)`, which sets the order of the tables' vectors. Each module is
     initialized from `seed` and its name, with the same weights on every grid; a rank allocates only its own tables.
     grid: a grid with only the axis `data`. placement: by default `place_tables` for `pooling`, the mean number of rows
-    in a bag of each table.
+    in a bag of each table, which keeps tables whole; `plan_tables` cuts and replicates them for balance. Tables that
+    are cut or replicated are looked up in the same call, with the results of one rank up to rounding; each is whole on
+    its ranks for a moment while it is initialized.
 
     Each rank then calls the model with its own samples, equally many on every rank, and divides their summed loss by
     the global batch size. When `backward()` returns, gradients are fully reduced: each table's sparse gradient is on
@@ -132,22 +167,27 @@ def distribute_tables(
         for table, rate in zip(tables, pooling or [1.0] * len(tables), strict=True)
     )
     placement = placement or place_tables(sizes, ranks)
-    if len(placement.owned) != ranks or sorted(placement.order) != list(range(len(tables))):
-        raise ValueError(
-            f"the placement puts tables {sorted(placement.order)} on {len(placement.owned)} ranks, but there are "
-            f"{len(tables)} tables and {ranks} ranks"
-        )
+    group = grid.group("data")
+    nodes = None
+    if "table-row" in placement.kinds:
+        nodes = name_nodes([host for _, host in exchange_hosts(group, group_timeout(group))])
+    placement.check([(size.rows, size.dim) for size in sizes], ranks, nodes)
     dtype = tables[0].weight.dtype
-    choose_operators(implementation, dtype, grid.device, [size.dim for size in sizes])  # before anything is allocated
+    # Before anything is allocated.
+    widths = [shard.columns for of_rank in placement.shards for shard in of_rank]
+    choose_operators(implementation, dtype, grid.device, widths)
 
     initializer = MetaInitializer(model, grid.device, seed)
-    mine = placement.owned[grid.coordinate("data")]
+    mine = {shard.table: shard for shard in placement.shards[grid.coordinate("data")]}
+    mine |= {table: placement.whole(table) for table in placement.replicated}
     for name, module in model.named_modules():
         owner, _, number = name.partition(".")
         if owner != "tables" or (number and int(number) in mine):
             _materialize(module, initializer.real(name, module))
+    for table, shard in mine.items():
+        _keep_shard(tables[table], shard)
     sharded = ShardedTables(
-        {table: tables[table] for table in mine}, placement, grid.group("data"), implementation, grid.device, dtype
+        {table: tables[table] for table in mine}, placement, group, implementation, grid.device, dtype
     )
     grid.gradients.add("sum")
     model.tables = sharded
@@ -180,6 +220,14 @@ def _materialize(module: nn.Module, real: Any) -> None:
         module._parameters[name] = getattr(real, name)
     for name in module._buffers:
         module._buffers[name] = getattr(real, name)
+
+
+def _keep_shard(table: nn.EmbeddingBag, shard: TableShard) -> None:
+    """Cut a table down to a box of it, in memory of its own."""
+    whole, table.num_embeddings, table.embedding_dim = table.weight, shard.rows, shard.columns
+    if whole.shape != (shard.rows, shard.columns):
+        box = whole.detach()[shard.row : shard.row + shard.rows, shard.column : shard.column + shard.columns]
+        table.weight = nn.Parameter(box.clone(memory_format=torch.contiguous_format), whole.requires_grad)
 
 
 class ReplicatedGradients:

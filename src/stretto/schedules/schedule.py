@@ -16,6 +16,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
+from stretto.quantities import require_least
+
 
 class ScheduleError(ValueError):
     """A pipeline schedule that cannot be built or read, or that breaks a rule."""
@@ -116,8 +118,7 @@ def add_unshard_actions(schedule: PipelineSchedule, ahead: int = 1) -> PipelineS
 
     Raises ScheduleError for a schedule that has such actions, and ValueError for a negative `ahead`.
     """
-    if ahead < 0:
-        raise ValueError(f"ahead is {ahead}, but must be at least 0")
+    require_least(0, ahead=ahead)
     if any(not action.operation.is_computation for actions in schedule.ranks for action in actions):
         raise ScheduleError(f"{schedule.name} has UNSHARD or RESHARD actions already")
     ranks = tuple(_gather_once(actions, ahead) for actions in schedule.ranks)

@@ -64,8 +64,9 @@ class Configuration:
     family: the part of the library. kernels: those that it launches, as `kernels.list_kernels` names them. covers: a
     description for `--list`. make: makes the case of a rank; collective. takes_graphs: CUDA graphs can capture its
     calls. takes_groups: several groups may call it at once. takes_halves: these may be the two halves of the ranks,
-    for which its kernels are compiled anew. suits: whether it supports a number of ranks. on_cpu: CPU ranks can run it.
-    symmetric_memory: torch's backend of symmetric memory, which a whole process shares.
+    for which its kernels are compiled anew. crosses_nodes: ranks of several nodes can run it. suits: whether it
+    supports a number of ranks. on_cpu: CPU ranks can run it. symmetric_memory: torch's backend of symmetric memory,
+    which a whole process shares.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Configuration:
     takes_graphs: bool = True
     takes_groups: bool = True
     takes_halves: bool = False
+    crosses_nodes: bool = False
     suits: Callable[[int], bool] = lambda ranks: True
     on_cpu: bool = True
     symmetric_memory: str = "CUDA"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto import ops
-from stretto.ops.operator import FP8, OperatorWorkspace, _caches
+from stretto.ops.operator import FP8, OperatorWorkspace, _caches, list_node_groups, list_put_channels
 from stretto.stress.catalogue import Check, Configuration, StressCase
 from stretto.stress.team import Team, is_exact
 
@@ -254,19 +254,24 @@ def poison_workspaces(team: Team) -> None:
             memory.fill_(0xFF)
         elif memory.any():
             raise AssertionError("packets were left in the memory of a workspace, which is empty between calls")
+    for puts in list_put_channels(team.group.group_name):
+        puts.slot_memory().fill_(0xFF)
 
 
 def check_workspaces(team: Team) -> None:
     """Raise PeerError if a wait in the operators' workspaces of a group timed out."""
     for _, found in _list_workspaces(team):
         found.channel.check()
+    for puts in list_put_channels(team.group.group_name):
+        puts.check()
 
 
 def _list_workspaces(team: Team) -> Iterator[tuple[str, OperatorWorkspace]]:
-    cache = _caches.get(team.group.group_name)
-    if cache is not None:
-        for (purpose, *_), found in cache.workspaces.items():
-            yield purpose, found
+    name = team.group.group_name
+    for group in (name, *list_node_groups(name)) if name in _caches else ():
+        if group in _caches:
+            for (purpose, *_), found in _caches[group].workspaces.items():
+                yield purpose, found
 
 
 TILES = ops.Blocks(64, 64, 64, 2, 4, 3, _PROGRAMS)
@@ -515,7 +520,15 @@ def _configure(name: str, covers: str, call: OperatorVariant) -> Configuration:
         partial(OperatorCase, call),
         takes_graphs=name != "all-reduce/tiles",  # its all-gather may run on the host (gloo)
         takes_halves=name in _IN_HALVES,
+        crosses_nodes=call.dtype != FP8 and _crosses_nodes(call),
     )
+
+
+def _crosses_nodes(call: OperatorVariant) -> bool:
+    """True for a call by a schedule, and for a default one, which between nodes has one."""
+    if call.plan is None:
+        return True
+    return call.schedule is not None and call.plan.direction == "push"
 
 
 def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:

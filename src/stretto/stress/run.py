@@ -93,14 +93,17 @@ def stress(setting: StressSetting, report: Callable[[str], None] = print) -> Str
     chosen = {
         name: one
         for name, one in select(known, setting.only).items()
-        if one.suits(setting.ranks) and (gpus or one.on_cpu)
+        if one.suits(setting.ranks) and (gpus or one.on_cpu) and (one.crosses_nodes or not setting.nodes)
     }
     if not chosen:
-        raise ValueError(f"none of the configurations that match {setting.only!r} is for {setting.ranks} ranks here")
+        between = f" of the nodes {setting.nodes}" if setting.nodes else ""
+        raise ValueError(
+            f"none of the configurations that match {setting.only!r} is for {setting.ranks} ranks{between} here"
+        )
     seed = random.SystemRandom().randrange(2**31) if setting.seed is None else setting.seed
     ledger = Ledger(setting.resume)
     ledger.begin(setting.ranks, seed)
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_NODES": setting.nodes}
     report(f"{len(chosen)} configurations, {setting.ranks} ranks, seed {seed}")
     with ExitStack() as stack:
         if not gpus:

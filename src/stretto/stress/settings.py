@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.atomic_files import require_writable
-from stretto.bench.settings import require_least
+from stretto.cluster.local_ranks import name_node
+from stretto.quantities import require_least
 from stretto.stress.catalogue import CATALOGUES
 from stretto.stress.ledger import Ledger
 
@@ -21,7 +22,8 @@ class StressSetting:
     minutes: no batch begins later. only: patterns of configurations' names. seed: None for a new one. results: the run
     ends when each configuration has this many. resume: a file whose results the run continues. limit: seconds that a
     batch may take (None: the defaults). calls: of a batch (None: by the number of ranks). stops_at_first: end at the
-    first finding. prepare: a module whose `install` ranks call before all else, such as tests.stress.late_warps.
+    first finding. prepare: a module whose `install` ranks call before all else, such as tests.stress.late_warps. nodes:
+    the nodes that the ranks are declared to be on, as STRETTO_NODES says it, which then run what puts between them.
     """
 
     ranks: int
@@ -35,11 +37,14 @@ class StressSetting:
     calls: int | None = None
     stops_at_first: bool = False
     prepare: str = ""
+    nodes: str = ""
 
     def __post_init__(self) -> None:
         require_least(2, ranks=self.ranks)
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks is {self.ranks}, but must be at most {MAX_RANKS}")
+        if self.nodes:
+            name_node(0, self.ranks, {"STRETTO_NODES": self.nodes})
         if not 0 < self.minutes < math.inf:
             raise ValueError(f"minutes is {self.minutes}, but must be more than 0")
         if self.results is not None:

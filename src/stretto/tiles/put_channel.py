@@ -2,7 +2,7 @@
 """`PutChannel`, on the host: the pinned slots, FIFO and signals through which kernels put slices to other ranks."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -10,14 +10,14 @@ import torch.distributed as dist
 import triton.language as tl
 from torch import Tensor
 
-from stretto.memory import MAX_BYTES, MAX_SIGNALS, HostMemory, failures, find_own_rank, group_timeout
+from stretto.memory import MAX_BYTES, MAX_SIGNALS, HostMemory, PeerError, failures, find_own_rank, group_timeout
 from stretto.memory.network.descriptors import CAPACITY, WORDS, Fifo
 from stretto.memory.network.endpoint import Endpoint
 from stretto.memory.network.frames import MAX_PUT_BYTES
 from stretto.memory.pinned import pin_shared
 from stretto.tiles.call_state import WaitLimit, make_state
 from stretto.tiles.intrinsics import INTERPRETED, register_record
-from stretto.tiles.launches import launch_kernel
+from stretto.tiles.launches import kind_of, launch_kernel
 from stretto.tiles.puts import Puts, gather_slices
 from stretto.tiles.waits import OF_CREDIT, OF_FIFO, OF_SLICE
 
@@ -49,6 +49,7 @@ class PutChannel:
         state = make_state(0, device)
         self.limit = WaitLimit(state, timeout)
         self._operators: list[str] = []
+        self._described: dict[str, Puts] = {}  # by operator
         describe = partial(_describe_failure, self._endpoint, self._operators)
         self._record = failures.register(self, describe, device)
         register_record(self._record.words.data_ptr(), self)
@@ -132,14 +133,24 @@ class PutChannel:
 
         operator: a name for the failure record. PeerError if a wait has failed before, or a peer is lost.
         """
-        self.check()
+        try:
+            self.check()
+        except PeerError as error:
+            raise PeerError(f"{operator}: {error}") from error
         if not self._memory.is_open:
             raise ValueError("the channel is closed")
-        if operator not in self._operators:
+        if operator not in self._described:
             self._operators.append(operator)
+            self._described[operator] = Puts(*self._arguments, len(self._operators) - 1, *self._tensors)
         self.limit.begin_call()
         self._endpoint.proxy.wake()
-        return Puts(*self._arguments, self._operators.index(operator), *self._tensors)
+        return self._described[operator]
+
+    @property
+    def kind(self) -> Hashable:
+        """Everything about `begin`'s result that a kernel is compiled for, for the key of a launch."""
+        numbers = map(kind_of, (self.rank, self._memory.region))
+        return self.world_size, self.slots, self.slot_bytes, self.slices, *numbers
 
     def check(self) -> None:
         """Raise PeerError if a wait of this process has failed, or a peer can be put to no more."""

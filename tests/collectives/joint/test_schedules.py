@@ -18,6 +18,7 @@ from stretto.collectives.joint.schedule import (
     Move,
     Rows,
     Source,
+    cross_nodes,
     join,
     keep_needed,
     pull,
@@ -39,7 +40,11 @@ def random_joint(rng, operator):
     joint = join(operator, schedule, rows, rng.choice([4, 16]))
     if operator == "all_gather_attention":  # of a mask that lets each rank see some chunks of others
         joint = keep_needed(joint, [set(rng.sample(range(joint.channels), joint.channels // 2)) for _ in range(ranks)])
-    return pull(joint) if joint.is_gather and rng.random() < 0.5 else joint
+    if joint.is_gather and rng.random() < 0.5:
+        return pull(joint)
+    if operator != "all_gather_attention" and rng.random() < 0.5:
+        return cross_nodes(joint, [rng.randrange(3) for _ in range(ranks)])
+    return joint
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -192,6 +197,20 @@ def wait_for_what_comes_later(rng, joint, rank, number):
     return change_plan(joint, rank, moves=(last, *moves[: waiting[-1]], *moves[waiting[-1] + 1 :]))
 
 
+def receive_in_another_order(rng, joint, rank, number):
+    """Two receives from one sender change places, or one is lost."""
+    receives = list(joint.ranks[rank].receives)
+    if not receives:
+        return None
+    at = rng.randrange(len(receives))
+    same = [other for other in range(at) if receives[other].sender == receives[at].sender]
+    if same:
+        receives[at], receives[same[0]] = receives[same[0]], receives[at]
+    else:
+        del receives[at]
+    return change_plan(joint, rank, receives=tuple(receives))
+
+
 BREAKS = [
     drop_a_wait,
     wait_for_another,
@@ -204,6 +223,7 @@ BREAKS = [
     map_a_tile_a_row_off,
     signal_another_chunk,
     wait_for_what_comes_later,
+    receive_in_another_order,
 ]
 
 
@@ -254,6 +274,19 @@ def read_other_elements(joint):
     parts = [(Rows(LANDED, kept.start + at, kept.start + at + 2), Rows(OUTPUT, at, at + 2)) for at in (0, 2)]
     store = [Move((Source(part),), (Destination(0, to),)) for part, to in parts]
     return change_plan(joint, 0, moves=(*moves, add._replace(destinations=(Destination(0, kept),)), *store))
+
+
+def test_receives_in_an_order_in_which_puts_wait_for_each_other_are_refused():
+    """All ranks' first puts are to their neighbours, which would first receive what these put later."""
+    schedule = find("recursive-doubling-all-gather").compile(ranks=4)
+    joint = cross_nodes(join("all_gather_matmul", schedule, 8, 4), range(4))
+    assert verify_joint(joint) == []
+    for rank, plan in enumerate(joint.ranks):
+        receives = tuple(sorted(plan.receives, key=lambda one, rank=rank: -(one.sender ^ rank)))
+        joint = change_plan(joint, rank, receives=receives)
+    assert "rank 0, move 1 puts for ever" in verify_joint(joint)[0]
+    with pytest.raises(ValueError, match="is pulled, and between nodes rows are put"):
+        cross_nodes(pull(join("all_gather_matmul", schedule, 8, 4)), range(4))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 import contextlib
 import random
 import socket
+import struct
 import threading
 
 from stretto.memory.network.frames import HEADER_BYTES, FrameKind
@@ -16,6 +17,7 @@ class Relay:
 
     cut_every: on average a connection is cut after so many frames, in the middle of one; 0: never. window: frames of
     puts that it holds back, to pass them on in another order. is_down: it accepts nothing and cuts what there is.
+    cuts_next: the next frame is cut in its middle.
     """
 
     def __init__(self, target, seed, *, window=1, cut_every=0):
@@ -25,7 +27,7 @@ class Relay:
         self.address = self._listener.getsockname()
         self._open = set()
         self._lock = threading.Lock()
-        self.is_down = False
+        self.is_down = self.cuts_next = False
         self.cuts = self.reordered = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -36,7 +38,11 @@ class Relay:
                 if self.is_down:
                     near.close()
                     continue
-                far = socket.create_connection(self._target)
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:  # it has died
+                    near.close()
+                    continue
                 with self._lock:
                     self._open |= {near, far}
                 for ends in ((near, far), (far, near)):
@@ -46,6 +52,17 @@ class Relay:
         """Cut all connections, and accept none until `bring_up`."""
         self.is_down = True
         self._cut(*self._open)
+
+    def reset(self):
+        """Have both ends of all connections hear of a reset, in place of an end."""
+        for end in list(self._open):
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with self._lock:
+            ends, self._open = self._open, set()
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.close()
 
     def bring_up(self):
         self.is_down = False
@@ -73,7 +90,8 @@ class Relay:
                     break
                 header = first + self._read(source, HEADER_BYTES - 1)
                 frame = header + self._read(source, int.from_bytes(header[SIZE_AT : SIZE_AT + 4], "little"))
-                if self._cut_every and self._rng.randrange(self._cut_every) == 0:
+                if self.cuts_next or (self._cut_every and self._rng.randrange(self._cut_every) == 0):
+                    self.cuts_next = False
                     target.sendall(frame[: self._rng.randrange(len(frame))])
                     self.cuts += 1
                     break

@@ -360,9 +360,15 @@ def test_the_native_proxy_works_while_python_holds_the_interpreter():
             prepared.post(Put(1, 0, 0, 0, 0, 1000, 0), LIMIT)
         counters = memoryview(pair.regions[1][:PAD].numpy()).cast("I")
         target, source = ctypes.c_void_p(fifo.words.data_ptr()), ctypes.c_void_p(prepared.words.data_ptr())
+        before = [proxy.count_calls() for proxy in pair.proxies]
         holding.memmove(target, source, ctypes.c_size_t(60 * 32))
         holding.usleep(1_000_000)
         assert counters[0] == 61
+        after = [proxy.count_calls() for proxy in pair.proxies]
+        # A call sends, or receives, several small puts, and acknowledges many.
+        assert after[0].sends - before[0].sends < 20
+        assert after[1].receives - before[1].receives < 30
+        assert after[1].sends - before[1].sends < 5
         pair.proxies[0].remove_fifo(fifo)
 
 

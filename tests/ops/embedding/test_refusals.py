@@ -231,8 +231,8 @@ def ask_wrongly():
     settings = torch.zeros(2)
     for arguments, options, words in (
         ((grad[:1],), {"optimizer": "sgd", "settings": settings}, r"gradient is torch.float32 \[2, 16\] on cpu"),
-        ((grad,), {"optimizer": "adam", "settings": settings}, "optimizer is one of sgd, adagrad, not 'adam'"),
-        ((grad,), {"optimizer": "sgd", "settings": settings[:1]}, r"settings are fp32 \[2\]"),
+        ((grad,), {"optimizer": "adan", "settings": settings}, "one of sgd, adagrad, full-adagrad, adam, not 'adan'"),
+        ((grad,), {"optimizer": "sgd", "settings": settings[:1]}, r"settings of sgd are fp32 \[2\] or \[1, 6\]"),
         ((grad,), {"optimizer": "sgd", "settings": torch.zeros(4)[::2]}, r"contiguous, .* with strides \(2,\) on cpu"),
         ((grad,), {"optimizer": "sgd", "settings": settings.to("meta")}, "contiguous, on cpu: .* on meta"),
         (
@@ -242,16 +242,19 @@ def ask_wrongly():
         ),
         ((grad,), {"optimizer": "adagrad", "settings": settings}, "adagrad of 1 tables has 1 states, not 0"),
     ):
+        update = ops.TableUpdate(**options)
         with pytest.raises(ValueError, match=words):
-            ops.embedding_all_to_all_update(*arguments, indices, offsets, [table], **options)
+            ops.embedding_all_to_all_update(*arguments, indices, offsets, [table], update=update)
     with pytest.raises(ValueError, match="optimizer is None or one of sgd, adagrad"):
-        ops.EmbeddingAllToAll([(2, 4)], optimizer="adam")
+        ops.EmbeddingAllToAll([(2, 4)], optimizer="adan")
+    with pytest.raises(ValueError, match="seed is 1, but only a fused optimizer rounds, fp16 and bf16 tables"):
+        ops.EmbeddingAllToAll([(2, 4)], optimizer="sgd", seed=1)
     for shape, options, words in (
         ((0, 4), {}, "table 0 has no rows"),
         ((2, 6), {}, "multiple of 4 up to 2048, and table 0 has 6: 8 will do"),
         ((2, 4), {"dtype": torch.float64}, "takes tables of .*, and table 0 is torch.float64"),
         ((2, 4), {"mode": "max"}, "mode is one of sum, mean, not 'max'"),
-        ((2, 4), {"optimizer": "sgd", "learning_rate": -0.1}, "learning_rate is -0.1 and epsilon 1e-08, but both must"),
+        ((2, 4), {"optimizer": "sgd", "learning_rate": -0.1}, "learning_rate is -0.1, but must be at least 0"),
         ((2, 4), {"optimizer": "sgd", "learning_rate": float("nan")}, "learning_rate is nan"),
     ):
         with pytest.raises(ValueError, match=words):

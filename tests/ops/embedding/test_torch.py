@@ -24,9 +24,9 @@ def check_registration():
     grad = torch.randn(1, 24)
     arguments = (grad, indices, offsets, None, "sum", 2, [2, 3], [4, 8], "", name)
     torch.library.opcheck(operators.embedding_all_to_all_gradients.default, arguments)
-    states = [torch.zeros(2), torch.zeros(3)]
-    settings = torch.tensor([0.1, 1e-8])
-    arguments = (grad, indices, offsets, tables, states, settings, None, "adagrad", "sum", 2, "", name)
+    states = [torch.zeros(table.shape) for table in tables for _ in range(2)]
+    update = ops.table_settings(2), torch.tensor([3, 1]), None, "adam", [5, 0, 0, 6, 0, 0], False
+    arguments = (grad, indices, offsets, tables, states, *update, "sum", 2, "", name)
     torch.library.opcheck(operators.embedding_all_to_all_update.default, arguments)
 
 
@@ -151,7 +151,7 @@ def watch_operators():
             out = ops.embedding_all_to_all(indices, offsets, [table])
             out.backward(grad)
             version = table._version
-            ops.embedding_all_to_all_update(grad, indices, offsets, [table], optimizer="sgd", settings=settings)
+            ops.embedding_all_to_all_update(grad, indices, offsets, [table], update=ops.TableUpdate("sgd", settings))
         outcomes.append((out.tolist(), table.grad.tolist(), table.tolist(), table._version - version))
     seen = [name for name in watch.seen if name.startswith("stretto")]
 

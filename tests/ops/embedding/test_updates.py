@@ -131,17 +131,17 @@ def update_a_table_of_two_features():
         tables = [table, table]
         grad = torch.ones_like(ops.embedding_all_to_all(indices, offsets, tables))
         ops.embedding_all_to_all_update(
-            grad, indices, offsets, tables, optimizer=optimizer, settings=settings, states=states
+            grad, indices, offsets, tables, update=ops.TableUpdate(optimizer, settings, states)
         )
         assert (table == table[:, :1]).all()
         found.append(table[:, 0].tolist())
     with pytest.raises(ValueError, match="tables 0 and 1 are one table, so they have one state"):
         ops.embedding_all_to_all_update(
-            grad, indices, offsets, tables, optimizer="adagrad", settings=settings, states=[state, torch.zeros(4)]
+            grad, indices, offsets, tables, update=ops.TableUpdate("adagrad", settings, [state, torch.zeros(4)])
         )
     with pytest.raises(ValueError, match="tables 0 and 1 share memory partially"):
         ops.embedding_all_to_all_update(
-            grad, indices, offsets, [table[:3], table[1:]], optimizer="sgd", settings=settings
+            grad, indices, offsets, [table[:3], table[1:]], update=ops.TableUpdate("sgd", settings)
         )
     return *found, state.tolist()
 

@@ -11,27 +11,29 @@ from tests.tiles.machine_code import ACQUIRE, RELEASE, WORLD, compile_to_ptx, fi
 
 from stretto import tiles
 from stretto.ops.gemm import describe_gemm
-from stretto.ops.joint.kernel import MoveTables, joint_gemm
+from stretto.ops.joint.kernel import MovedRows, MoveTables, joint_gemm
+from stretto.tiles.puts import Puts
 
 M, N, K = 4096, 2048, 1024
 
 
-def joint_arguments(blocks, is_gather, dtype=torch.bfloat16, k=K):
+def joint_arguments(blocks, is_gather, dtype=torch.bfloat16, k=K, puts=None):
     table = torch.empty(64, dtype=torch.int32)
     mapping = tiles.look_up_tiles(*[table] * 5)
     width = k if is_gather else N
     landed, x = torch.empty(M, width, dtype=dtype), torch.empty(M // WORLD if is_gather else M, k, dtype=dtype)
     inputs = x if is_gather else torch.empty(M, N, dtype=dtype)
     gemm, a, b, _ = describe_gemm(landed if is_gather else x, torch.empty(N, k, dtype=dtype), None, blocks)
-    tables = MoveTables(*[table] * 4, 12, 32, 16, width, 0, M, tl.constexpr(is_gather))
+    tables = MoveTables(*[table] * 4, 12, 6, 32, 16, width, 0, M, tl.constexpr(is_gather))
     out = torch.empty(M if is_gather else M // WORLD, N, dtype=dtype)
     channel = make_channel("p2p")
-    return channel, mapping, mapping, mapping, tables, gemm, a, b, inputs, landed, torch.empty(N, dtype=dtype), out
+    moved, bias = MovedRows(inputs, landed, out), torch.empty(N, dtype=dtype)
+    return channel, puts, mapping, mapping, mapping, tables, gemm, a, b, moved, bias
 
 
 def sum_arguments(blocks):
     """The arguments of `add_rows`."""
-    _, _, sources, destinations, tables, _, _, _, inputs, landed, _, out = joint_arguments(blocks, is_gather=False)
+    _, _, _, sources, destinations, tables, _, _, _, (inputs, landed, out), _ = joint_arguments(blocks, is_gather=False)
     return sources, destinations, tables, inputs, landed, torch.empty_like(inputs), out, 3, 1
 
 
@@ -50,4 +52,28 @@ def test_tiles_load_by_tma_after_their_wait_and_spill_nothing(is_gather, blocks,
         before = [line for line in lines[:release] if re.search(r"st\.global|bar\.sync", line)]
         assert before[-1].startswith("bar.sync"), before[-3:]
     find(lines, r"st\.global\.v4\.b32")
+    assert find_spills(lines, tmp_path) == 0
+
+
+def make_puts():
+    """The puts of a group of WORLD ranks, with four slots for each of 16 movers."""
+    words, numbers = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
+    constants = [tl.constexpr(number) for number in (WORLD, 64, 32768, 64, 1024)]
+    octets = torch.zeros(64, dtype=torch.uint8)
+    return Puts(0, *constants, 3, 0, words, octets, numbers, numbers, numbers, *[words] * 5)
+
+
+def test_puts_follow_their_stores_and_received_rows_precede_their_signal(tmp_path):
+    options = {"num_warps": NARROW.num_warps, "num_stages": NARROW.num_stages}
+    lines = compile_to_ptx(joint_gemm, joint_arguments(NARROW, is_gather=True, puts=make_puts()), **options)
+    posts = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.exch\.b64", line)]
+    assert len(posts) == 2  # a slice and a credit
+    for post in posts:
+        *_, barrier, first, second, third = [line for line in lines[:post] if re.search(r"st\.global|bar\.sync", line)]
+        assert barrier.startswith("bar.sync")
+        assert all("st.global.b64" in line for line in (first, second, third))
+    releases = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.add", line)]
+    for release in releases:
+        before = [line for line in lines[:release] if re.search(r"st\.global|bar\.sync", line)]
+        assert before[-1].startswith("bar.sync"), before[-3:]
     assert find_spills(lines, tmp_path) == 0

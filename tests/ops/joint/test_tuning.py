@@ -10,7 +10,7 @@ from stretto import ops
 from stretto.ops import choices
 from stretto.ops.config import GemmProblem, Machine
 from stretto.ops.joint import registry
-from stretto.ops.tuning import vary_transfers
+from stretto.ops.tuning import vary_puts, vary_transfers
 from stretto.tuning import TuningStore, machine_key
 
 
@@ -23,6 +23,16 @@ def test_a_tuner_measures_schedules_with_several_numbers_of_movers(operator):
     assert {one.movers for one in measured} == {16, 32}
     for other in (problem._replace(world=1), problem._replace(m=16), problem._replace(dtype=torch.float8_e4m3fn)):
         assert not [one for one in vary_transfers(other, Machine(132, True, True), config) if one.schedule]
+
+
+@pytest.mark.parametrize("operator", list(registry.CANDIDATES))
+def test_between_nodes_a_tuner_measures_two_levels_first_and_only_schedules_whose_programs_put(operator):
+    problem, machine = GemmProblem(operator, 4096, 4096, 4096, torch.bfloat16, False, 4), Machine(132, True, True)
+    for nodes, algorithm in (((0, 0, 1, 1), "hierarchical"), ((0, 0, 0, 1), ""), ((0, 1, 0, 1), "")):
+        configs = list(vary_puts(problem, machine, nodes))
+        assert {one.transfer for one in configs} == {"programs"}
+        assert all(one.schedule and one.blocks for one in configs)
+        assert ("hierarchical" in configs[0].schedule) == bool(algorithm)
 
 
 def call_by_a_stored_choice(folder):

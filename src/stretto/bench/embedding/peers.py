@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stretto.ops.embedding.backward import (
     LookupInput,
+    TableUpdate,
     choose_backward_config,
     reduce_rows,
     sort_lookups,
@@ -119,7 +120,7 @@ class Batched:
         """All-to-all of the gradient, then a fused SGD step."""
         batch = self._batch
         addresses = [table.data_ptr() for table in batch.tables]
-        reduce_rows(self._stage(grad), batch.dims, addresses, [0] * len(addresses), "sgd", settings, is_kept=True)
+        reduce_rows(self._stage(grad), batch.dims, addresses, [0] * len(addresses), TableUpdate("sgd", settings))
 
     def _stage(self, grad: Tensor) -> Any:
         batch = self._batch

@@ -136,8 +136,7 @@ def _update(batch: LookupBatch, case: LookupShape, grad: Tensor, settings: Tenso
         batch.indices,
         batch.offsets,
         batch.tables,
-        optimizer="sgd",
-        settings=settings,
+        update=ops.TableUpdate("sgd", settings),
         batch=batch.placement.batch,
         name=str(case),
     )

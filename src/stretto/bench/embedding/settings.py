@@ -4,9 +4,9 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from stretto.bench.settings import Option, Rounds, Tuning, require_known, require_least
+from stretto.bench.settings import Option, Rounds, Tuning, require_known
 from stretto.cluster.host_memory import check_room
-from stretto.quantities import MAX_COUNT, MAX_REPEATS
+from stretto.quantities import MAX_COUNT, MAX_REPEATS, require_least
 
 MLPERF = "mlperf"
 PEERS = ("bags", "batched", "chunked")

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from stretto.bench.settings import Modes, Option, Rounds, Tuning, require_known, require_least
-from stretto.quantities import MAX_COUNT, MAX_LENGTH
+from stretto.bench.settings import Modes, Option, Rounds, Tuning, require_known
+from stretto.quantities import MAX_COUNT, MAX_LENGTH, require_least
 
 OPERATORS = {
     "gather": "all_gather_matmul",

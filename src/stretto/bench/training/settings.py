@@ -16,9 +16,9 @@ from stretto.bench.settings import (
     Vocab,
     WarmUp,
     require_known,
-    require_least,
 )
 from stretto.models import GPTConfig
+from stretto.quantities import require_least
 
 PADDED_VOCAB = 50304  # GPT-2's 50,257 to a multiple of 64: an odd matrix product slows everything down
 

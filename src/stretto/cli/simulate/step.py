@@ -13,6 +13,7 @@ from stretto.axes import NAMES, check_sizes
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.cli.plan import Batch, ClusterName, ConfigFile, Model, SeqLen, read_workload, require_all
 from stretto.execution import ExecutionOptions, Overlap
+from stretto.quantities import require_least
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
@@ -101,8 +102,7 @@ def step(
             if picture.suffix.lower() not in (".png", ".svg"):
                 raise ValueError(f"a picture is a .png or .svg file, not {picture.name!r}")
             require_drawing()
-        if micro_batch is not None and micro_batch < 1:
-            raise ValueError(f"--micro-batch is {micro_batch}, but must be at least 1")
+        require_least(1, **{"--micro-batch": micro_batch})
 
         from stretto.cluster import Cluster
         from stretto.simulator.training import simulate_change, simulate_step

@@ -10,6 +10,7 @@ from stretto.collectives.joint.routed import RoutedSchedule, route
 from stretto.collectives.joint.routed_verifier import verify_routed
 from stretto.collectives.joint.schedule import (
     JointSchedule,
+    cross_nodes,
     is_gather,
     join,
     keep_needed,
@@ -22,6 +23,7 @@ from stretto.collectives.joint.verifier import verify_joint
 __all__ = [
     "JointSchedule",
     "RoutedSchedule",
+    "cross_nodes",
     "is_gather",
     "join",
     "keep_needed",

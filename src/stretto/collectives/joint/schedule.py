@@ -16,8 +16,9 @@ A message has memory of its own, where nothing else is written in the call, so n
 is gathered lies in its place among the gathered rows, and moves on from there. Element i of a chunk depends on element
 i of others alone: a program does the same elements of all of a rank's moves, in their order.
 
-Waits cannot form a cycle: moves of all ranks follow one order, the verified schedule's, level by level. `verify_joint`
-proves it, and that every tile and every move has its data, of the tables that will run.
+Between nodes rows are put (`cross_nodes`): the receiver stores them in their place, and gives the move's signal to
+itself. Waits cannot form a cycle: moves of all ranks follow one order, the verified schedule's, level by level.
+`verify_joint` proves it, and that every tile and every move has its data, of the tables that will run.
 """
 
 from collections import defaultdict
@@ -102,11 +103,20 @@ class RowTile(NamedTuple):
     channel: int
 
 
+class Receive(NamedTuple):
+    """Rows that `sender`, of another node, puts to this rank, which stores them in their place and signals itself."""
+
+    sender: int
+    rows: Rows
+    channel: int
+
+
 class RankPlan(NamedTuple):
-    """A rank's moves and tiles, in the order in which programs take them."""
+    """A rank's moves, tiles and receives, in the order in which programs take them."""
 
     moves: tuple[Move, ...]
     tiles: tuple[RowTile, ...]
+    receives: tuple[Receive, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +125,7 @@ class JointSchedule:
 
     landed_rows: of the area LANDED of each rank; channels: a rank's signals, of which one is of one chunk or message.
     needs: the gathered rows that each rank's tiles read, as ranges in order; None: all. pulls: receivers copy (`pull`).
+    nodes: the number of each rank's node (`cross_nodes`); None: all are on one.
     """
 
     name: str
@@ -126,6 +137,20 @@ class JointSchedule:
     channels: int
     needs: tuple[tuple[tuple[int, int], ...], ...] | None = None
     pulls: bool = False
+    nodes: tuple[int, ...] | None = None
+
+    def list_near(self, rank: int) -> list[int]:
+        """The ranks of a rank's node, itself among them."""
+        nodes = self.nodes
+        return [peer for peer in range(len(self.ranks)) if nodes is None or nodes[peer] == nodes[rank]]
+
+    def find_giver(self, sender: int, receiver: int) -> int:
+        """The rank that gives the signals of a sender's moves to a receiver: the receiver, if that is on another node.
+
+        A receiver stores what was put to it, and then signals itself.
+        """
+        nodes = self.nodes
+        return sender if nodes is None or sender == NOBODY or nodes[sender] == nodes[receiver] else receiver
 
     @property
     def is_gather(self) -> bool:
@@ -518,6 +543,28 @@ def pull(joint: JointSchedule) -> JointSchedule:
         tiles = tuple(tile._replace(sender=rank) for tile in plan.tiles)
         plans.append(RankPlan(tuple(move for _, move in (*first, *rest)), tiles))
     return replace(joint, ranks=tuple(plans), pulls=True)
+
+
+def cross_nodes(joint: JointSchedule, nodes: Sequence[int]) -> JointSchedule:
+    """The schedule on ranks of several nodes: what a move writes at another node is put, and received there.
+
+    nodes: the number of each rank's node. A rank's receives are in one order of all ranks' moves, by the time at which
+    these begin. So the first put that is not received yet always can be, however few slots there are: whoever receives
+    it has received all that comes before it, and its sender has made all moves before it (`verify_joint`).
+    """
+    if joint.pulls:
+        raise ValueError(f"{joint.operator}: {joint.name} is pulled, and between nodes rows are put: push it")
+    coming: list[list[tuple[tuple[int, int], Receive]]] = [[] for _ in joint.ranks]
+    for rank, begins in enumerate(_find_times([plan.moves for plan in joint.ranks]).begins):
+        for begin, move in zip(begins, joint.ranks[rank].moves, strict=True):
+            for to in move.destinations:
+                if nodes[to.rank] != nodes[rank]:
+                    coming[to.rank].append(((begin, rank), Receive(rank, to.rows, to.channel)))
+    ranks = tuple(
+        plan._replace(receives=tuple(receive for _, receive in sorted(of_rank, key=lambda one: one[0])))
+        for plan, of_rank in zip(joint.ranks, coming, strict=True)
+    )
+    return replace(joint, ranks=ranks, nodes=tuple(nodes))
 
 
 def _follow(source: Source) -> Source:

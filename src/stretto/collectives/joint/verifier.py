@@ -4,12 +4,13 @@
 It checks that every place is written once in a call; that a move, or a tile, waits for the signal of whoever writes
 what it reads, and so sees exactly that; that no two give one signal; that the output is what the collective specifies;
 and that the call ends even if one program takes all of a rank's moves, and another one its tiles, each in their order:
-more programs only allow more to run.
+more programs only allow more to run. Between nodes a third program receives what is put, and a put ends only once it
+is received, as if there were no slots: more slots only allow more to be put.
 """
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
@@ -19,8 +20,10 @@ from stretto.collectives.joint.schedule import (
     NOBODY,
     NOWHERE,
     OUTPUT,
+    Destination,
     JointSchedule,
     Move,
+    Receive,
     Rows,
     Source,
 )
@@ -59,7 +62,7 @@ class _Writes:
 
 def verify_joint(joint: JointSchedule) -> list[str]:
     """Verify it; returns what is wrong, each with its rank, and the move or the tile, or nothing."""
-    if errors := list(_find_bad_places(joint)):
+    if errors := [*_find_bad_places(joint), *_find_bad_receives(joint)]:
         return errors
     writes = _Writes(joint)
     errors = [*_find_collisions(joint, writes), *_find_blind_reads(joint, writes)]
@@ -106,6 +109,28 @@ def _find_bad_places(joint: JointSchedule) -> Iterator[str]:
                 if not NOBODY <= channel < joint.channels:
                     yield f"{name}: there is no channel {channel} of {joint.channels}"
         yield from _find_bad_tiles(joint, rank)
+
+
+def _find_bad_receives(joint: JointSchedule) -> Iterator[str]:
+    """Find ranks that do not receive what another node's rank puts, in its order, or receive what none puts."""
+    if joint.nodes is not None and (joint.pulls or len(joint.nodes) != len(joint.ranks)):
+        yield f"{len(joint.ranks)} ranks that pull, or have {len(joint.nodes)} nodes' numbers, do not put"
+        return
+    for sender, of_sender in enumerate(joint.ranks):
+        puts = _list_puts(joint, sender, of_sender.moves)
+        for rank, plan in enumerate(joint.ranks):
+            put = [Receive(sender, to.rows, to.channel) for to in puts[rank]]
+            if put != [one for one in plan.receives if one.sender == sender]:
+                yield f"rank {rank} does not receive what rank {sender} puts to it, in its order"
+
+
+def _list_puts(joint: JointSchedule, rank: int, moves: Iterable[Move]) -> dict[int, list[Destination]]:
+    """The destinations of these moves of a rank that are on other nodes, by rank."""
+    found: dict[int, list[Destination]] = defaultdict(list)
+    for to in (to for move in moves for to in move.destinations):
+        if joint.find_giver(rank, to.rank) != rank:
+            found[to.rank].append(to)
+    return found
 
 
 def _is_copy(move: Move, *, pulls: bool) -> bool:
@@ -155,7 +180,7 @@ def _find_collisions(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
             for to in move.destinations:
                 if to.channel == NOBODY:
                     continue
-                signal = to.rank, rank, to.channel
+                signal = to.rank, joint.find_giver(rank, to.rank), to.channel
                 if signal in signals:  # of one move too: copy engines would give it after the first of two copies
                     yield f"{_name(rank, number)} and {signals[signal]} signal channel {to.channel} of rank {to.rank}"
                 signals[signal] = _name(rank, number)
@@ -235,20 +260,27 @@ def _find_wrong_rows(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
     if not joint.is_gather:  # tiles wait for nothing
         signals |= {(rank, rank, tile.channel) for rank, plan in enumerate(joint.ranks) for tile in plan.tiles}
     at, goes_on = [0] * len(joint.ranks), True
+    received = [0] * len(joint.ranks)
     while goes_on:
         goes_on = False
         for rank, plan in enumerate(joint.ranks):
             for move in plan.moves[at[rank] :]:
                 if not all(_is_signalled(rank, source, signals) for source in move.sources):
                     break
+                if not all(_receives(joint, rank, puts, received) for puts in _list_puts(joint, rank, [move]).items()):
+                    break
+                for peer, puts in _list_puts(joint, rank, [move]).items():
+                    received[peer] += len(puts)
                 _run(move, rank, writes, memory)
                 signals |= {(one.rank, rank, one.channel) for one in move.destinations}
                 at[rank] += 1
                 goes_on = True
     for rank, plan in enumerate(joint.ranks):
         if at[rank] < len(plan.moves):
-            late = next(one for one in plan.moves[at[rank]].sources if not _is_signalled(rank, one, signals))
-            yield f"{_name(rank, at[rank])} waits for ever for rank {late.sender}, channel {late.channel}"
+            move = plan.moves[at[rank]]
+            late = [one for one in move.sources if not _is_signalled(rank, one, signals)]
+            what = f"waits for ever for rank {late[0].sender}, channel {late[0].channel}" if late else "puts for ever"
+            yield f"{_name(rank, at[rank])} {what}"
             return
     for rank in range(len(joint.ranks)):
         area, size = (LANDED, joint.product_rows) if joint.is_gather else (OUTPUT, joint.output_rows)
@@ -272,6 +304,15 @@ def _find_wanted(joint: JointSchedule, rank: int, rows: Rows) -> _Value:
         return Counter({(owner, -owner * joint.rows): 1}) if rows.stop <= (owner + 1) * joint.rows else Counter()
     first = rank * joint.output_rows if joint.operator == "matmul_reduce_scatter" else 0
     return Counter({(giver, first): 1 for giver in range(world)})
+
+
+def _receives(joint: JointSchedule, rank: int, puts: tuple[int, list[Destination]], received: Sequence[int]) -> bool:
+    """Return whether a rank of another node, which has received so many, would next receive these puts of `rank`."""
+    peer, destinations = puts
+    coming = joint.ranks[peer].receives[received[peer] :]
+    return all(
+        one == Receive(rank, to.rows, to.channel) for one, to in zip_longest(coming[: len(destinations)], destinations)
+    )
 
 
 def _is_signalled(rank: int, source: Source, signals: set[_Signal]) -> bool:

@@ -44,6 +44,7 @@ from stretto.collectives.two_level.nodes import Nodes, exchange_hosts, find_node
 from stretto.collectives.two_level.work import Deadline, InlineRunner, SerialRunner, Work
 from stretto.memory import PeerError, find_own_rank, group_timeout, shared_gpus
 from stretto.memory.groups import set_timeout
+from stretto.quantities import require_least
 from stretto.suggestions import name_known
 
 logger = logging.getLogger(__name__)
@@ -131,8 +132,7 @@ class TwoLevelGroup:
     ) -> None:
         if not 0 < timeout < math.inf:
             raise ValueError(f"timeout is {timeout}, but must be a finite number of seconds, greater than 0")
-        if part_bytes < _MIN_PART_BYTES:
-            raise ValueError(f"part_bytes is {part_bytes}, but must be at least {_MIN_PART_BYTES}")
+        require_least(_MIN_PART_BYTES, part_bytes=part_bytes)
         if parts is not None and not 1 <= parts <= _MAX_PARTS:
             near = min(max(parts, 1), _MAX_PARTS)
             raise ValueError(f"parts is {parts}, but must be 1 to {_MAX_PARTS}; {near} would do")

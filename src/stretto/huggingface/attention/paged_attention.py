@@ -3,19 +3,16 @@
 (`attn_implementation`). Nothing of transformers is changed."""
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from stretto.huggingface.attention.linear_attention import linear_attentions_of
-from stretto.huggingface.context import DEPENDS_ON_LENGTH, attentions_of, is_causal, passes_window
+from stretto.huggingface.context import LAYERS, attentions_of, count_layers, is_causal, refusal_of_attention
 
 NAME = "stretto_paged"
 """The `attn_implementation` of models that an engine runs."""
-
-_LAYERS = ("full_attention", "sliding_attention", "attention", "moe", "mlp")
 
 
 class AttendToPages(Protocol):
@@ -31,35 +28,19 @@ class AttendToPages(Protocol):
 
 def refusal_of_decoding(model: Any, parameters: Sequence[str]) -> str | None:
     """Say why a model cannot decode from a paged cache; None if it can. parameters: the names of its forward's."""
-    config, kind = model.config, type(model).__name__
-    attentions = attentions_of(model)
-    layers = Counter(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-    others = sorted(layers.keys() - set(_LAYERS))
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    ropes = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
-    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
-        return f"{kind} has several inputs (an encoder's, or pictures), of which the engine takes none"
+    kind = type(model).__name__
+    others = sorted(count_layers(model).keys() - set(LAYERS))
     if others or linear_attentions_of(model):
         named = ", ".join(others) or "linear attention"
         return f"{kind} has layers ({named}) whose state is not a cache of keys and values"
-    if not attentions or not model._can_set_attn_implementation():
-        return f"the attention of {kind} does not go through transformers' attention interface"
-    if any(isinstance(module, nn.Conv1d | nn.Conv2d) for module in model.modules()):
-        return f"{kind} has convolutions over its sequences"
+    if (why := refusal_of_attention(model, parameters)) is not None:
+        return why
     if not is_causal(model):
         return f"{kind} lets tokens attend to later ones"
     if model.get_output_embeddings() is None:
         return f"{kind} has no head that predicts tokens"
-    if any(getattr(module, "attn_logit_softcapping", None) is not None for module in attentions):
-        return f"{kind} caps its attention's logits; attn_logit_softcapping=None would do"
-    if any(isinstance(getattr(module, "sinks", None), Tensor) for module in attentions):
+    if any(isinstance(getattr(module, "sinks", None), Tensor) for module in attentions_of(model)):
         return f"the attention of {kind} has sinks"
-    if found := ropes & set(DEPENDS_ON_LENGTH):
-        return f"{kind}'s rotary embedding, {', '.join(sorted(found))}, depends on the longest request of a step"
-    if getattr(config, "sliding_window", None) and not all(passes_window(type(module)) for module in attentions):
-        return f"the attention of {kind} has a sliding window by its mask alone; sliding_window=None would do"
-    if "position_ids" not in parameters:
-        return f"the forward of {kind} takes no position_ids"
     return None
 
 

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stretto.memory.compilation import note_loaded_kernel
 from stretto.memory.network.descriptors import Fifo
@@ -27,6 +27,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "proxy_remove_fifo": (None, (ctypes.c_void_p, ctypes.c_uint64)),
     "proxy_wake": (None, (ctypes.c_void_p,)),
     "proxy_failure": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int)),
+    "proxy_count_calls": (None, (ctypes.c_void_p, ctypes.c_void_p)),
     "proxy_break_connection": (None, (ctypes.c_void_p, ctypes.c_int)),
     "proxy_close": (None, (ctypes.c_void_p, ctypes.c_double)),
     "proxy_free": (None, (ctypes.c_void_p,)),
@@ -57,6 +58,15 @@ def load_library() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+class SystemCalls(NamedTuple):
+    """Numbers of system calls: of the thread, and `wakes` of those that post and wake it."""
+
+    polls: int
+    sends: int
+    receives: int
+    wakes: int
 
 
 class NativeProxy:
@@ -139,6 +149,12 @@ class NativeProxy:
         text = ctypes.create_string_buffer(_FAILURE_BYTES)
         length = self._library.proxy_failure(self._handle, peer, text, _FAILURE_BYTES)
         return text.raw[:length].decode(errors="replace") if length else None
+
+    def count_calls(self) -> SystemCalls:
+        """The system calls that the thread has made."""
+        counts = (ctypes.c_uint64 * len(SystemCalls._fields))()
+        self._library.proxy_count_calls(self._require_open(), counts)
+        return SystemCalls(*counts)
 
     def break_connection(self, peer: int) -> None:
         """Break the connection to a peer, for tests: it is opened again."""

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embedding look-ups fused with the exchange of the results, with gradients (Punniyamurthy et al., section 3)."""
 
+from stretto.ops.embedding.backward import TableBlock
 from stretto.ops.embedding.fused_optimizer import (
     TableUpdate,
     embedding_all_to_all_update,
     embedding_all_to_all_updating,
+    table_settings,
 )
 from stretto.ops.embedding.module import EmbeddingAllToAll
 from stretto.ops.embedding.operator import (
@@ -16,11 +18,13 @@ from stretto.ops.embedding.put.operator import embedding_all_to_all_put
 
 __all__ = [
     "EmbeddingAllToAll",
+    "TableBlock",
     "TableUpdate",
     "check_indices",
     "embedding_all_to_all",
     "embedding_all_to_all_put",
     "embedding_all_to_all_update",
     "embedding_all_to_all_updating",
+    "table_settings",
     "tune_embedding",
 ]

@@ -87,6 +87,47 @@ class LookupInput(NamedTuple):
     dims: tuple[int, ...]
 
 
+class TableBlock(NamedTuple):
+    """Where a rank's table begins in the whole table `number`: random bits of its numbers are of their whole table."""
+
+    number: int
+    row: int = 0
+    column: int = 0
+
+
+class TableUpdate(NamedTuple):
+    """An optimizer's step on this rank's tables: an argument of `embedding_all_to_all_update`.
+
+    optimizer: "sgd"; "adagrad", row-wise: a row's state grows by the mean of its gradient's squares, and the row
+    changes by -learning rate x gradient / (sqrt(state) + epsilon); "full-adagrad", torch's: a state for each number;
+    "adam", torch's, of which only rows that were looked up take part in a step: their means do not decay in between.
+    settings: fp32 on the device; [2], learning rate and epsilon of all tables, or [tables, 6], each table's (see
+    `table_settings`), which adam takes, and whoever wants weight decay (of rows that were looked up, added to their
+    gradients, as torch.optim does) or clipping (a row's gradient is scaled to at most so long a norm, before the
+    decay). states: fp32, contiguous, of each table: adagrad's [rows]; full-adagrad's [rows, dim]; adam's two, [rows,
+    dim] each: table 0's means of gradients and of their squares, then table 1's.
+    clock: int64 [2] on the device, how many steps were made (calls, not look-ups of a row) and the seed of stochastic
+    rounding; the call advances it. Adam takes it, and so does is_stochastic: fp16 and bf16 rows are then rounded to
+    one of their two neighbours, so that the mean is the number, by random bits that are a hash of seed, step, and the
+    number's table, row and column. blocks: which part of which table each is, for that hash; default: whole tables 0,
+    1, ... of this rank.
+    """
+
+    optimizer: str
+    settings: Tensor
+    states: Sequence[Tensor] = ()
+    clock: Tensor | None = None
+    blocks: Sequence[TableBlock] = ()
+    is_stochastic: bool = False
+
+    def addresses(self, tables: int) -> list[tuple[int, int]]:
+        """Return the addresses of each table's two states; 0 for one that the optimizer does not have."""
+        count = len(self.states) // max(tables, 1)
+        found = [state.data_ptr() for state in self.states]
+        parts = [(*found[count * table : count * (table + 1)], 0, 0) for table in range(tables)]
+        return [(part[0], part[1]) for part in parts]
+
+
 class StagedGradients(NamedTuple):
     """The input of `reduce_rows`.
 
@@ -334,34 +375,46 @@ def reduce_rows(
     dims: Sequence[int],
     addresses: Sequence[int],
     lasts: Sequence[int],
-    action: str,
-    settings: Tensor | None = None,
+    step: TableUpdate | None = None,
     *,
     by_number: bool = False,
-    is_kept: bool = False,
 ) -> None:
-    """Add up the gradients of each row, and store the sum or make an optimizer's step with it (`action`).
+    """Add up the gradients of each row, and store the sum or make an optimizer's step with it.
 
-    addresses: where each table's target begins; is_kept: they are the same in every call, so that they are cached.
-    lasts: each table's last word in `backward_kernel.Target.meta`. by_number: as in `Target`.
+    addresses: where each table's target begins, the same in every call of a `step`, so that they are cached. lasts: the
+    number of each table's first segment, or 0. by_number: as in `backward_kernel.Target`.
     """
     segments, config, gradients = staged.segments, staged.config, staged.gradients
-    device = gradients.device
-    words = tuple(zip(addresses, staged.bases[:-1], dims, lasts, strict=True))
-    meta = cache_on_device(words, device) if is_kept else copy_to_device(words, device)
-    itemsize = gradients.element_size()
-    # Memory that is allocated for a call begins at a multiple of 16 bytes; tables may have any address.
-    places = tuple(address // itemsize for address in addresses) if is_kept else ()
+    device, itemsize = gradients.device, gradients.element_size()
+    parts = zip(addresses, staged.bases[:-1], dims, strict=True)
+    action, settings, corrections, clock, failed = "store", None, None, None, None
+    if step is None:
+        words = tuple((*part, last, 0, 0, 0, 0) for part, last in zip(parts, lasts, strict=True))
+        meta, places = copy_to_device(words, device), tuple[int, ...]()
+    else:
+        action, settings, corrections = step.optimizer, step.settings, _correct_means(step)
+        clock = step.clock if step.is_stochastic else None
+        states = step.addresses(len(dims))
+        blocks = step.blocks or [TableBlock(place) for place in range(len(dims))]
+        words = tuple((*part, *both, *block) for part, both, block in zip(parts, states, blocks, strict=True))
+        meta, failed = cache_on_device(words, device), failures.failure_flag(device)
+        # Memory that is allocated for a call begins at a multiple of 16 bytes; tables may have any address.
+        places = tuple(address // itemsize for address in addresses)
+        if action not in ("sgd", "adagrad"):
+            places += tuple(address // 4 for both in states for address in both)
     multiple = common_multiple((*dims, *places), itemsize)
-    target = _describe_target(tuple(dims), multiple, action, by_number, device)
+    by_table = settings is not None and settings.dim() == 2
+    target = _describe_target(tuple(dims), multiple, action, by_number, by_table, device)
     hold_for_replays(target.tables_of)
-    failed = None if action == "store" else failures.failure_flag(device)
-    target = target._replace(meta=meta, settings=settings, failed=failed, permit=staged.permit)
+    target = target._replace(
+        meta=meta, settings=settings, corrections=corrections, clock=clock, failed=failed, permit=staged.permit
+    )
     block = target.block.value
     cuts = (segments.total - 1) // config.limit
     partials = torch.empty((cuts + 2) * 2 * block, dtype=torch.float32, device=device)
-    constants = action, by_number, block, target.multiple.value
-    kinds = staged.kind, gradients.dtype, tiles.kind_of(settings), tiles.kind_of(staged.permit), constants
+    constants = action, by_number, by_table, block, target.multiple.value
+    pointers = settings, corrections, clock, staged.permit
+    kinds = staged.kind, gradients.dtype, tuple(map(tiles.kind_of, pointers)), constants
     arguments = segments, target, gradients, partials, config.limit
     programs = config.programs * count_multiprocessors(device)
     _launches[device](
@@ -378,11 +431,22 @@ def reduce_rows(
 
 @functools.lru_cache(maxsize=64)
 def _describe_target(
-    dims: tuple[int, ...], multiple: int, action: str, by_number: bool, device: torch.device
+    dims: tuple[int, ...], multiple: int, action: str, by_number: bool, by_table: bool, device: torch.device
 ) -> Target:
     """Make a target without addresses and settings."""
-    constants = (action, by_number, round_up_to_power(max(dims)), multiple)
-    return Target(None, _find_tables_of(dims, device), None, None, None, *(tl.constexpr(value) for value in constants))
+    constants = (action, by_number, by_table, round_up_to_power(max(dims)), multiple)
+    tables_of = _find_tables_of(dims, device)
+    return Target(None, tables_of, None, None, None, None, None, *(tl.constexpr(value) for value in constants))
+
+
+def _correct_means(step: TableUpdate) -> Tensor | None:
+    """Return fp32 [tables, 2], 1 - beta ** steps of adam's two means with the step that is made; None for others.
+
+    In fp64: 1 - 0.999 in fp32 is wrong by 2e-5 of it.
+    """
+    if step.optimizer != "adam" or step.clock is None:
+        return None
+    return torch.expm1(torch.log1p(-step.settings[:, 4:].double()) * (step.clock[0] + 1)).neg_().float()
 
 
 @functools.lru_cache(maxsize=64)
@@ -419,24 +483,23 @@ def update_tables(
     placement: EmbeddingPlacement,
     group: str,
     tables: TableSet,
-    states: Sequence[Tensor],
-    optimizer: str,
-    settings: Tensor,
+    step: TableUpdate,
 ) -> None:
     """Make an optimizer's step on the rows that were looked up; all ranks call it. See `embedding_all_to_all_update`.
 
     A table that is given several times gets one step, with the gradients of all its lookups.
     """
-    firsts = tables.firsts
-    lasts = [state.data_ptr() for state in states] if states else [0] * len(firsts)
+    firsts, states = tables.firsts, step.addresses(len(tables.dims))
     for place, first in enumerate(firsts):
-        if lasts[place] != lasts[first]:
+        if states[place] != states[first]:
             raise ValueError(
                 f"embedding_all_to_all_update: tables {first} and {place} are one table, so they have one state"
             )
     staged = stage_gradients(grad, lookups, placement, group, firsts=firsts)
     if staged is not None:
-        reduce_rows(staged, lookups.dims, tables.addresses, lasts, optimizer, settings, is_kept=True)
+        reduce_rows(staged, lookups.dims, tables.addresses, [0] * len(firsts), step)
+    if step.clock is not None:
+        step.clock[:1] += 1
 
 
 def fill_zeros(tensors: Sequence[Tensor]) -> None:
@@ -448,7 +511,7 @@ def fill_zeros(tensors: Sequence[Tensor]) -> None:
 def add_gradients(staged: StagedGradients, grads: Sequence[Tensor]) -> None:
     """Store each table's gradient into `grads`, which are zeros [rows, dim]."""
     dims = [grad.shape[1] for grad in grads]
-    reduce_rows(staged, dims, [grad.data_ptr() for grad in grads], [0] * len(grads), "store")
+    reduce_rows(staged, dims, [grad.data_ptr() for grad in grads], [0] * len(grads))
 
 
 def sparse_gradients(
@@ -471,7 +534,7 @@ def sparse_gradients(
         like.new_empty(end - start, dim) for (start, end), dim in zip(itertools.pairwise(firsts), dims, strict=True)
     ]
     addresses = [value.data_ptr() for value in values]
-    reduce_rows(staged, dims, addresses, firsts[:-1], "store", by_number=True)
+    reduce_rows(staged, dims, addresses, firsts[:-1], by_number=True)
     return [
         torch.sparse_coo_tensor(
             (uniques[start:end] - base)[None], value, (count, dim), is_coalesced=True, check_invariants=False

@@ -44,8 +44,11 @@ from stretto.ops.embedding.pooling_kernel import META, read_bags
 QUANTUM = tl.constexpr(4)
 """Elements. Every dim is a multiple of it; places in the gradient count it, so that most fit into 32 bits."""
 
-ACTIONS = ("store", "sgd", "adagrad")
+ACTIONS = ("store", "sgd", "adagrad", "full-adagrad", "adam")
 """What `reduce_chunks` does with a row's sum: store a gradient, or make a step of an optimizer on the table's row."""
+
+TARGET_META = tl.constexpr(8)  # words of `Target.meta` for each table
+SETTINGS = tl.constexpr(6)  # numbers of `Target.settings` for each table
 
 
 class LookupKeys(NamedTuple):
@@ -84,23 +87,29 @@ class Segments(NamedTuple):
 class Target(NamedTuple):
     """Kernel argument: where the segments' sums go.
 
-    meta: int64 [tables, 4]: address, first key, dim, and the last word: the address of the table's state (fp32 [rows]),
-    or with by_number the number of the table's first segment. tables_of: int32, the table of each QUANTUM of columns.
-    settings: fp32 [2], learning rate and epsilon. failed: int32 [1], the process's failure flag, for optimizers: while
-    it is set, nothing is updated. permit: int32 [1], 0 for a look-up that ranks did not make together, whose backward
-    pass stores and updates nothing; or None.
+    meta: int64 [tables, 8]: address, first key, dim, address of the table's state (fp32 [rows], or [rows, dim] unless
+    it is adagrad's; with by_number instead the number of the table's first segment), address of its second state, and
+    what of which table it is: number, first row, first column. tables_of: int32, the table of each QUANTUM of columns.
+    settings: fp32 [2], learning rate and epsilon, or [tables, 6]: also weight decay, the largest norm of a row's
+    gradient, and how fast adam's means forget (1 - beta). corrections: fp32 [tables, 2], 1 - beta ** steps, for adam.
+    clock: int64 [2], steps before this one and the seed of stochastic rounding, or None to round to the nearest.
+    failed: int32 [1], the process's failure flag, for optimizers: while it is set, nothing is updated. permit: int32
+    [1], 0 for a look-up that ranks did not make together, whose backward pass stores and updates nothing; or None.
     Compiled in: action, one of `ACTIONS`; by_number: a target's rows are segments (sparse gradients), not the table's
-    rows; block, the power of two that holds every dim; multiple, which divides every dim and every address (in
-    elements).
+    rows; by_table: settings are [tables, 6]; block, the power of two that holds every dim; multiple, which divides
+    every dim and every address (in elements), also those of states [rows, dim].
     """
 
     meta: Any
     tables_of: Any
     settings: Any
+    corrections: Any
+    clock: Any
     failed: Any
     permit: Any
     action: Any
     by_number: Any
+    by_table: Any
     block: Any
     multiple: Any
 
@@ -276,7 +285,7 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
         begins = tl.load(segments.keys + start - 1, mask=segment_mask & (start > 0), other=-1) != key
         ends = tl.load(segments.keys + end, mask=segment_mask & (end < segments.total), other=-1) != key
         row, pointers, column_mask, state, dim = _locate(target, staging, table, key, number, segment_mask)
-        held = _read(target, pointers, column_mask)
+        held, first, second = _read(target, pointers, column_mask, row, table, state, dim, segment_mask)
         total = tl.zeros((CHUNKS, target.block), tl.float32)
         at = start[:, None] + steps[None, :]
         place = tl.load(segments.places + at, mask=at < end[:, None], other=0)
@@ -293,7 +302,8 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
             at += ROWS
             place = next_place
         whole = segment_mask & begins & ends
-        _apply(target, pointers, column_mask & whole[:, None], row, state, dim, held, total, whole)
+        mask = column_mask & whole[:, None]
+        _apply(target, pointers, mask, row, table, state, dim, held, first, second, total, whole)
         part = tl.where(start % LIMIT == 0, start // LIMIT * 2 + 1, end // LIMIT * 2)
         pointers = partials + (part * target.block)[:, None] + columns[None, :]
         tl.store(pointers, total, mask=(segment_mask & ((begins & ends) == 0))[:, None])
@@ -332,8 +342,8 @@ def combine_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, ROW
         row, pointers, mask, state, dim = _locate(
             target, staging, table, tl.load(segments.keys + one), number, segment_mask
         )
-        held = _read(target, pointers, mask)
-        _apply(target, pointers, mask, row, state, dim, held, total[None, :], segment_mask)
+        held, first, second = _read(target, pointers, mask, row, table, state, dim, segment_mask)
+        _apply(target, pointers, mask, row, table, state, dim, held, first, second, total[None, :], segment_mask)
 
 
 @triton.jit
@@ -351,8 +361,8 @@ def _find_chunk(segments, lookup):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _locate(target, staging, table, key, number, segment_mask):  # type: ignore[no-untyped-def]
-    """Return, for segments' targets: row, pointers to it [segments, block], their mask, last word of meta, dim."""
-    words = target.meta + table * META
+    """Return, for segments' targets: row, pointers to it [segments, block], their mask, fourth word of meta, dim."""
+    words = target.meta + table * TARGET_META
     dim = tl.multiple_of(tl.load(words + 2, mask=segment_mask, other=0), target.multiple)
     row = key.to(tl.int64) - tl.load(words + 1, mask=segment_mask, other=0)
     last = tl.load(words + 3, mask=segment_mask, other=0)
@@ -368,19 +378,41 @@ def _locate(target, staging, table, key, number, segment_mask):  # type: ignore[
 
 
 @triton.jit
-def _read(target, pointers, mask):  # type: ignore[no-untyped-def]
-    """Return what the target's rows hold, in fp32; zeros if the action is to store."""
-    held = tl.zeros(pointers.shape, tl.float32)
-    if target.action != "store":
-        held = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    return held
+def _point_at_states(target, address, row, dim):  # type: ignore[no-untyped-def]
+    """Return pointers to rows of a state [rows, dim], fp32: [segments, block]."""
+    base = tl.multiple_of(address, target.multiple * 4).to(tl.pointer_type(tl.float32))
+    offset = tl.multiple_of(row * dim, target.multiple)
+    return (base + offset)[:, None] + tl.arange(0, target.block)[None, :]
 
 
 @triton.jit
-def _apply(target, pointers, mask, row, state, dim, held, total, segment_mask):  # type: ignore[no-untyped-def]
+def _find_second(target, table, segment_mask):  # type: ignore[no-untyped-def]
+    """Return the addresses of the tables' second states."""
+    return tl.load(target.meta + table * TARGET_META + 4, mask=segment_mask, other=0)
+
+
+@triton.jit
+def _read(target, pointers, mask, row, table, state, dim, segment_mask):  # type: ignore[no-untyped-def]
+    """Return what the target's rows and their states [rows, dim] hold, in fp32; zeros for what the action does not
+    take."""
+    held = tl.zeros(pointers.shape, tl.float32)
+    first = held
+    second = held
+    if target.action != "store":
+        held = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    if (target.action == "full-adagrad") | (target.action == "adam"):
+        first = tl.load(_point_at_states(target, state, row, dim), mask=mask, other=0.0)
+    if target.action == "adam":
+        address = _find_second(target, table, segment_mask)
+        second = tl.load(_point_at_states(target, address, row, dim), mask=mask, other=0.0)
+    return held, first, second
+
+
+@triton.jit
+def _apply(target, pointers, mask, row, table, state, dim, held, first, second, total, segment_mask):  # type: ignore[no-untyped-def]
     """Store segments' sums, fp32 [segments, block], or make a step of an optimizer on their rows.
 
-    state: the address of the table's state; held: what `_read` returned.
+    state: the address of the table's state; held, first, second: what `_read` returned.
     """
     if target.permit is not None:
         agrees = tl.load(target.permit) != 0
@@ -393,13 +425,87 @@ def _apply(target, pointers, mask, row, state, dim, held, total, segment_mask): 
         updates = tl.load(target.failed) == 0
         mask = mask & updates
         segment_mask = segment_mask & updates
-        step = total * tl.load(target.settings)
+        settings = target.settings + table * 0
+        if target.by_table:
+            settings = target.settings + table * SETTINGS
+            squares = tl.sum(tl.where(mask, total * total, 0.0), 1)
+            longest = tl.load(settings + 3, mask=segment_mask, other=0.0)
+            norm = tl.sqrt_rn(squares)
+            total *= tl.where(norm > longest, longest / tl.where(norm == 0.0, 1.0, norm), 1.0)[:, None]
+            total += held * tl.load(settings + 2, mask=segment_mask, other=0.0)[:, None]
+        step = total * tl.load(settings, mask=segment_mask, other=0.0)[:, None]
+        if target.action != "sgd":
+            epsilon = tl.load(settings + 1, mask=segment_mask, other=0.0)[:, None]
         if target.action == "adagrad":
             squares_at = state.to(tl.pointer_type(tl.float32)) + row
             squares = tl.sum(tl.where(mask, total * total, 0.0), 1) / tl.maximum(dim, 1).to(tl.float32)
             squares += tl.load(squares_at, mask=segment_mask, other=0.0)
             tl.store(squares_at, squares, mask=segment_mask)
-            divisor = tl.sqrt_rn(squares) + tl.load(target.settings + 1)
-            # Without an epsilon, a row whose gradients have all been zeros is not changed.
-            step = step / tl.where(divisor == 0.0, 1.0, divisor)[:, None]
-        tl.store(pointers, (held - step).to(pointers.dtype.element_ty), mask=mask)
+            step = _divide(step, tl.sqrt_rn(squares)[:, None] + epsilon)
+        if target.action == "full-adagrad":
+            first += total * total
+            tl.store(_point_at_states(target, state, row, dim), first, mask=mask)
+            step = _divide(step, tl.sqrt_rn(first) + epsilon)
+        if target.action == "adam":
+            first += (total - first) * tl.load(settings + 4, mask=segment_mask, other=0.0)[:, None]
+            second += (total * total - second) * tl.load(settings + 5, mask=segment_mask, other=0.0)[:, None]
+            tl.store(_point_at_states(target, state, row, dim), first, mask=mask)
+            address = _find_second(target, table, segment_mask)
+            tl.store(_point_at_states(target, address, row, dim), second, mask=mask)
+            corrections = target.corrections + table * 2
+            rate = tl.load(settings, mask=segment_mask, other=0.0) / tl.load(corrections, mask=segment_mask, other=1.0)
+            root = tl.sqrt_rn(tl.load(corrections + 1, mask=segment_mask, other=1.0))
+            step = _divide(first * rate[:, None], tl.sqrt_rn(second) / root[:, None] + epsilon)
+        updated = held - step
+        if target.clock is not None:
+            updated = _round_at_random(updated, _draw_bits(target, table, row, segment_mask), pointers)
+        tl.store(pointers, updated.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _divide(step, divisor):  # type: ignore[no-untyped-def]
+    """Return the quotient; without an epsilon, what has got only gradients of zeros is not changed."""
+    return step / tl.where(divisor == 0.0, 1.0, divisor)
+
+
+@triton.jit
+def _mix(word):  # type: ignore[no-untyped-def]
+    """Hash 32 bits to 32 bits, as `stretto.optim.row_update` does."""
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def _draw_bits(target, table, row, segment_mask):  # type: ignore[no-untyped-def]
+    """Return 32 random bits for each number of segments' rows, uint32 [segments, block].
+
+    A hash of seed, step, and the number's table, row and column in the whole table: the same on every placement.
+    """
+    words = target.meta + table * TARGET_META
+    number = tl.load(words + 5, mask=segment_mask, other=0)
+    row += tl.load(words + 6, mask=segment_mask, other=0)
+    column = tl.load(words + 7, mask=segment_mask, other=0)[:, None] + tl.arange(0, target.block)[None, :]
+    key = _mix((number * 0 + tl.load(target.clock + 1)).to(tl.uint32))
+    key = _mix(key ^ tl.load(target.clock).to(tl.uint32))
+    key = _mix(key ^ number.to(tl.uint32))
+    key = _mix(key ^ row.to(tl.uint32))
+    key = _mix(key ^ (row >> 32).to(tl.uint32))
+    return _mix(key[:, None] ^ (column.to(tl.uint32) * 0x9E3779B9))
+
+
+@triton.jit
+def _round_at_random(value, bits, pointers):  # type: ignore[no-untyped-def]
+    """Round fp32 to a neighbour in the pointers' dtype, fp16 or bf16, the nearer the likelier; returned as fp32."""
+    is_half: tl.constexpr = pointers.dtype.element_ty == tl.float16
+    dropped: tl.constexpr = 0x1FFF if is_half else 0xFFFF
+    word = value.to(tl.uint32, bitcast=True) + (bits & dropped)
+    rounded = (word & (0xFFFFFFFF ^ dropped)).to(tl.float32, bitcast=True)
+    size = tl.abs(value)
+    if is_half:  # below 2 ** -14 its numbers are multiples of 2 ** -24
+        units = size * 16777216.0
+        low = tl.floor(units)
+        low += ((bits >> 8).to(tl.float32) * 5.9604644775390625e-08 < units - low).to(tl.float32)
+        small = low * 5.9604644775390625e-08
+        rounded = tl.where(size < 6.103515625e-05, tl.where(value < 0.0, -small, small), rounded)
+    return tl.where(size < float("inf"), rounded, value)

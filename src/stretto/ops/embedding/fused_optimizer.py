@@ -7,19 +7,25 @@ embedding_all_to_all_updating    a look-up whose backward pass calls it
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops.embedding.backward import LookupInput, update_tables
+from stretto.ops.embedding.backward import LookupInput, TableBlock, TableUpdate, update_tables
+from stretto.ops.embedding.backward_kernel import SETTINGS
 from stretto.ops.embedding.operator import agree_on_placement, embedding_all_to_all, find_placement_again
 from stretto.ops.embedding.placement import require_input
 from stretto.ops.embedding.table_set import accept_tables, find_tables
 from stretto.ops.operator import find_name, is_traced
 
-OPTIMIZERS = ("sgd", "adagrad")
+STATES = {"sgd": 0, "adagrad": 1, "full-adagrad": 1, "adam": 2}
+"""How many states each optimizer has of a table."""
+
+OPTIMIZERS = tuple(STATES)
+_OPERATOR = "embedding_all_to_all_update"
 
 
 def embedding_all_to_all_update(
@@ -29,9 +35,7 @@ def embedding_all_to_all_update(
     tables: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
     *,
-    optimizer: str,
-    settings: Tensor,
-    states: Sequence[Tensor] = (),
+    update: TableUpdate,
     weights: Tensor | None = None,
     mode: str = "sum",
     batch: int | None = None,
@@ -40,17 +44,16 @@ def embedding_all_to_all_update(
     """Make an optimizer's step on the rows that `embedding_all_to_all` has looked up, without making their gradients.
 
     grad: [global batch / world, sum of all ranks' dims], of the output. indices to name: as in the forward call, which
-    has checked them.
-    optimizer: "sgd", or "adagrad", row-wise: a row's state grows by the mean of its gradient's squares, and the row
-    changes by -learning rate x gradient / (sqrt(state) + epsilon). settings: fp32 [2] on the device, learning rate and
-    epsilon. states: for adagrad, fp32 [rows] of each table. Sums and updates are fp32, then rounded to the table's
-    dtype. A table may be given several times, for several features: a row gets one step, of all its lookups.
+    has checked them. update: the optimizer.
+    Sums and updates are fp32, then rounded to the table's dtype. A table may be given several times, for several
+    features: a row gets one step, of all its lookups.
 
     All ranks call it, also those without tables. ValueError for other input.
     """
     group_name = find_name(group)
     device, world = offsets.device, dist.get_world_size(group)
-    traces = is_traced(grad, indices, offsets, weights, settings, *tables, *states)
+    given = grad, indices, offsets, weights, update.settings, update.clock, *tables, *update.states
+    traces = is_traced(*given)
     known = (accept_tables if traces else find_tables)(tables, device)
     count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
     if traces:
@@ -62,21 +65,23 @@ def embedding_all_to_all_update(
             f"embedding_all_to_all_update: the output's gradient is {dtype} [{count // world}, {width}] on "
             f"{device}, not {grad.dtype} {list(grad.shape)} on {grad.device}"
         )
-    require_optimizer(optimizer, settings, known.rows, states, device)
+    require_step(update, known.rows, known.dims, known.dtype, device)
     if traces:
         detached = [table.detach() for table in tables]
+        optimizer, settings, states, clock, blocks, is_stochastic = update
+        rest = list(chain.from_iterable(blocks)), is_stochastic, mode, count, name, group_name
         torch.ops.stretto.embedding_all_to_all_update(
-            grad, indices, offsets, detached, list(states), settings, weights, optimizer, mode, count, name, group_name
+            grad, indices, offsets, detached, list(states), settings, clock, weights, optimizer, *rest
         )
         return
     lookups = LookupInput(indices, offsets, weights, mode, known.rows, known.dims)
     placement = find_placement_again(group_name, device, known.dims, dtype, count, name)
     with torch.no_grad():
-        update_tables(grad, lookups, placement, group_name, known, states, optimizer, settings)
-    torch.autograd.graph.increment_version([*tables, *states])
+        update_tables(grad, lookups, placement, group_name, known, update)
+    torch.autograd.graph.increment_version([*tables, *update.states])
 
 
-@torch.library.custom_op("stretto::embedding_all_to_all_update", mutates_args=("tables", "states"))
+@torch.library.custom_op("stretto::embedding_all_to_all_update", mutates_args=("tables", "states", "clock"))
 def _embedding_all_to_all_update(
     grad: Tensor,
     indices: Tensor,
@@ -84,8 +89,11 @@ def _embedding_all_to_all_update(
     tables: Sequence[Tensor],
     states: Sequence[Tensor],
     settings: Tensor,
+    clock: Tensor | None,
     weights: Tensor | None,
     optimizer: str,
+    blocks: Sequence[int],
+    is_stochastic: bool,
     pooling: str,
     batch: int,
     name: str,
@@ -95,29 +103,77 @@ def _embedding_all_to_all_update(
     known = find_tables(tables, offsets.device)
     placement = find_placement_again(group, offsets.device, known.dims, grad.dtype, batch, name)
     lookups = LookupInput(indices, offsets, weights, pooling, known.rows, known.dims)
-    update_tables(grad, lookups, placement, group, known, states, optimizer, settings)
+    whole = [TableBlock(*blocks[at : at + 3]) for at in range(0, len(blocks), 3)]
+    update_tables(
+        grad, lookups, placement, group, known, TableUpdate(optimizer, settings, states, clock, whole, is_stochastic)
+    )
 
 
-def require_optimizer(
-    optimizer: str, settings: Tensor, rows: Sequence[int], states: Sequence[Tensor], device: torch.device
+def table_settings(
+    tables: int,
+    *,
+    learning_rate: float | Sequence[float] = 0.01,
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.0,
+    max_norm: float = float("inf"),
+    betas: tuple[float, float] = (0.9, 0.999),
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Make settings [tables, 6] of `embedding_all_to_all_update`: columns as the arguments are, the last two 1 - beta.
+
+    learning_rate: of all tables, or of each. max_norm: of a row's gradient. ValueError for negative numbers, and betas
+    outside of [0, 1).
+    """
+    rates = [float(learning_rate)] * tables if isinstance(learning_rate, (int, float)) else list(learning_rate)
+    if len(rates) != tables:
+        raise ValueError(f"learning_rate has {len(rates)} numbers, but there are {tables} tables: give one for each")
+    named = {"epsilon": epsilon, "weight_decay": weight_decay, "max_norm": max_norm}
+    for key, value in (*(("learning_rate", rate) for rate in rates), *named.items()):
+        if not value >= 0:
+            raise ValueError(f"{key} is {value}, but must be at least 0")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas are {betas}, but must be at least 0 and below 1; (0.9, 0.999) would do")
+    rest = [epsilon, weight_decay, max_norm, 1 - betas[0], 1 - betas[1]]
+    return torch.tensor([[rate, *rest] for rate in rates], dtype=torch.float32, device=device).view(-1, SETTINGS.value)
+
+
+def require_step(
+    step: TableUpdate, rows: Sequence[int], dims: Sequence[int], dtype: torch.dtype | None, device: torch.device
 ) -> None:
-    """ValueError for an unknown optimizer, or for settings or states that do not fit tables of these rows."""
-    name = "embedding_all_to_all_update"
+    """ValueError for an unknown optimizer, or for a step's tensors that do not fit tables of these shapes and dtype."""
+    optimizer, settings, states, clock = step[:4]
     if optimizer not in OPTIMIZERS:
-        raise ValueError(f"{name}: optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
-    if settings.shape != (2,) or not _suits(settings, device):
+        raise ValueError(f"{_OPERATOR}: optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+    shapes = [(len(rows), SETTINGS.value)] if optimizer == "adam" else [(2,), (len(rows), SETTINGS.value)]
+    if settings.shape not in shapes or not _suits(settings, device):
         raise ValueError(
-            f"{name}: settings are fp32 [2], contiguous, on {device}: learning rate and epsilon; "
-            f"not {_describe(settings)}"
+            f"{_OPERATOR}: settings of {optimizer} are fp32 {' or '.join(str(list(shape)) for shape in shapes)}, "
+            f"contiguous, on {device}: learning rate and epsilon, or what table_settings makes; not "
+            f"{_describe(settings)}"
         )
-    expected = len(rows) if optimizer == "adagrad" else 0
-    if len(states) != expected:
-        raise ValueError(f"{name}: {optimizer} of {len(rows)} tables has {expected} states, not {len(states)}")
-    for place, (state, count) in enumerate(zip(states, rows, strict=False)):
-        if state.shape != (count,) or not _suits(state, device):
+    count = STATES[optimizer]
+    if len(states) != count * len(rows):
+        raise ValueError(
+            f"{_OPERATOR}: {optimizer} of {len(rows)} tables has {count * len(rows)} states, not {len(states)}"
+        )
+    for place, state in enumerate(states):
+        table = place // count
+        shape = (rows[table],) if optimizer == "adagrad" else (rows[table], dims[table])
+        if state.shape != shape or not _suits(state, device):
             raise ValueError(
-                f"{name}: the state of table {place} is fp32 [{count}], contiguous, on {device}, not {_describe(state)}"
+                f"{_OPERATOR}: the state of table {table} is fp32 {list(shape)}, contiguous, on {device}, not "
+                f"{_describe(state)}"
             )
+    if clock is None and (optimizer == "adam" or step.is_stochastic):
+        raise ValueError(
+            f"{_OPERATOR}: adam and stochastic rounding count steps: pass clock=, int64 [2], steps and seed"
+        )
+    if clock is not None and (clock.shape != (2,) or clock.dtype != torch.int64 or clock.device != device):
+        raise ValueError(f"{_OPERATOR}: the clock is int64 [2] on {device}: steps and seed; not {_describe(clock)}")
+    if step.is_stochastic and dtype == torch.float32:
+        raise ValueError(f"{_OPERATOR}: fp32 tables are not rounded: leave is_stochastic out")
+    if step.blocks and len(step.blocks) != len(rows):
+        raise ValueError(f"{_OPERATOR}: there are {len(step.blocks)} blocks of {len(rows)} tables: give one for each")
 
 
 def _suits(tensor: Tensor, device: torch.device) -> bool:
@@ -126,14 +182,6 @@ def _suits(tensor: Tensor, device: torch.device) -> bool:
 
 def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
-
-
-class TableUpdate(NamedTuple):
-    """The optimizer's arguments of `embedding_all_to_all_update`."""
-
-    optimizer: str
-    settings: Tensor
-    states: Sequence[Tensor] = ()
 
 
 def embedding_all_to_all_updating(
@@ -175,17 +223,6 @@ class _LookUpAndUpdate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         indices, offsets, weights = ctx.saved_tensors
-        update: TableUpdate = ctx.update
-        embedding_all_to_all_update(
-            gradients[0],
-            indices,
-            offsets,
-            list(ctx.tables),
-            ctx.group,
-            optimizer=update.optimizer,
-            settings=update.settings,
-            states=list(update.states),
-            weights=weights,
-            **ctx.options,
-        )
+        options = ctx.options | {"update": ctx.update, "weights": weights}
+        embedding_all_to_all_update(gradients[0], indices, offsets, list(ctx.tables), ctx.group, **options)
         return (None,) * 7

@@ -7,6 +7,7 @@
 
 import itertools
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -17,7 +18,14 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from stretto.memory import group_timeout, store_all_gather
-from stretto.ops.embedding.fused_optimizer import OPTIMIZERS, TableUpdate, embedding_all_to_all_updating
+from stretto.ops.embedding.backward import TableBlock
+from stretto.ops.embedding.fused_optimizer import (
+    OPTIMIZERS,
+    STATES,
+    TableUpdate,
+    embedding_all_to_all_updating,
+    table_settings,
+)
 from stretto.ops.embedding.operator import embedding_all_to_all
 from stretto.ops.embedding.placement import require_mode
 from stretto.ops.embedding.table_set import require_shape
@@ -56,14 +64,15 @@ class EmbeddingAllToAll(nn.Module):
     shapes: (rows, dim) of each table; a rank may have none. All ranks of the group make their modules in one order, and
     making one is collective: the ranks compare their tables' names, through the group's store.
     names: of this rank's tables, such as the features'. No two tables of the group have the same name. The state dict's
-    keys contain them: `tables.<name>` and, with "adagrad", `state_<name>`. So the state dicts of all ranks can be saved
-    as one by torch.distributed.checkpoint, and loaded by any number of ranks with any placement. Default:
-    `rank<global rank>_<place>`, with which a state dict can be loaded only with the same placement.
-    optimizer: with None, `tables` are parameters with gradients (sparse ones with sparse=True). With "sgd" or "adagrad"
-    (row-wise; see `embedding_all_to_all_update`), the backward pass itself updates the rows that were looked up: then
-    `tables` need no gradients, and no other optimizer should have them. learning_rate, epsilon: the fused optimizer's;
-    `set_learning_rate` changes the learning rate, also for a captured CUDA graph. mode, checks: as in
-    `embedding_all_to_all`.
+    keys contain them: `tables.<name>`, `state_<name>` and, with "adam", `second_<name>` and `clock`. So the state dicts
+    of all ranks can be saved as one by torch.distributed.checkpoint, and loaded by any number of ranks with any
+    placement. Default: `rank<global rank>_<place>`, with which a state dict can be loaded only with the same placement.
+    optimizer: with None, `tables` are parameters with gradients (sparse ones with sparse=True). With "sgd", "adagrad"
+    (row-wise), "full-adagrad" or "adam" (see `embedding_all_to_all_update`), the backward pass itself updates the rows
+    that were looked up: then `tables` need no gradients, and no other optimizer should have them. settings: those of
+    `table_settings`: learning_rate (of all tables, or of each), epsilon, weight_decay, max_norm, betas. seed: rounds
+    fp16 and bf16 tables stochastically. `set_learning_rate` changes the learning rate, also for a captured CUDA
+    graph. mode, checks: as in `embedding_all_to_all`.
 
     Rows start uniformly distributed within +-1 / sqrt(rows) (`reset_parameters`; call it after `to_empty` if the module
     was made on the meta device). dtype is the tables': settings and states are fp32, and stay so when the module is
@@ -79,6 +88,7 @@ class EmbeddingAllToAll(nn.Module):
 
     _version = 2  # of state dicts; 1 had the tables' places in keys, not their names
     settings: Tensor
+    clock: Tensor | None
 
     def __init__(
         self,
@@ -88,12 +98,12 @@ class EmbeddingAllToAll(nn.Module):
         names: Sequence[str] | None = None,
         mode: str = "sum",
         optimizer: str | None = None,
-        learning_rate: float = 0.01,
-        epsilon: float = 1e-8,
+        seed: int | None = None,
         sparse: bool = False,
         checks: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
         dtype = dtype or torch.get_default_dtype()
@@ -102,7 +112,12 @@ class EmbeddingAllToAll(nn.Module):
             names = [f"rank{dist.get_rank()}_{place}" for place in range(len(shapes))]
         error = ""
         try:
-            _require_options(optimizer, sparse, learning_rate, epsilon, mode)
+            _require_options(optimizer, sparse, mode)
+            rates = table_settings(max(len(shapes), 1), **settings, device="cpu")
+            if seed is not None and (optimizer is None or dtype == torch.float32):
+                raise ValueError(
+                    f"seed is {seed}, but only a fused optimizer rounds, fp16 and bf16 tables: leave it out"
+                )
             for place, (rows, dim) in enumerate(shapes):
                 require_shape(place, rows, dim, dtype)
             self._require_names(names, len(shapes))
@@ -112,37 +127,49 @@ class EmbeddingAllToAll(nn.Module):
         self.name = f"module {number}"
         self.group, self.mode, self.optimizer = group, mode, optimizer
         self.sparse, self.checks = sparse, checks
-        self._rates = learning_rate, epsilon
+        # The kernel reads two numbers for all tables, if they suffice.
+        is_short = optimizer != "adam" and not {"weight_decay", "max_norm"} & {*settings}
+        is_short = is_short and bool((rates[:, 0] == rates[0, 0]).all())
+        self._rates, self.seed = rates[0, :2] if is_short else rates[: len(shapes)], seed
+        self._blocks = [TableBlock(zlib.crc32(name.encode())) for name in names]
         self.tables = NamedTables(
             {
                 name: nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=optimizer is None)
                 for name, shape in zip(names, shapes, strict=True)
             }
         )
-        self.register_buffer("settings", torch.empty(2, dtype=torch.float32, device=device), persistent=False)
-        if optimizer == "adagrad":
-            for name, (rows, _) in zip(names, shapes, strict=True):
-                self.register_buffer(f"state_{name}", torch.empty(rows, dtype=torch.float32, device=device))
+        self.register_buffer("settings", torch.empty_like(self._rates, device=device), persistent=False)
+        for name, shape in zip(names, shapes, strict=True):
+            for kind in self._state_kinds:
+                size = shape[:1] if optimizer == "adagrad" else shape
+                self.register_buffer(kind + name, torch.empty(size, dtype=torch.float32, device=device))
+        counts = optimizer == "adam" or seed is not None
+        self.register_buffer("clock", torch.empty(2, dtype=torch.int64, device=device) if counts else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new rows, zero the states, and restore the learning rate that the module was made with."""
+        """Draw new rows, zero states and clock, and restore the learning rate that the module was made with."""
         for table in self.tables:
             nn.init.uniform_(table, -(len(table) ** -0.5), len(table) ** -0.5)
         for state in self.states:
             nn.init.zeros_(state)
-        for place, rate in enumerate(self._rates):
-            nn.init.constant_(self.settings[place], rate)
+        self.settings.copy_(self._rates)
+        if self.clock is not None:
+            self.clock.copy_(torch.tensor([0, self.seed or 0], device="cpu"))
+
+    @property
+    def _state_kinds(self) -> tuple[str, ...]:
+        """Return the prefixes of the names of a table's states."""
+        return ("state_", "second_")[: STATES.get(self.optimizer or "sgd", 0)]
 
     @property
     def states(self) -> list[Tensor]:
-        """Return adagrad's row-wise states, fp32 [rows] each."""
-        names = self.tables.names if self.optimizer == "adagrad" else ()
-        return [self.get_buffer(f"state_{name}") for name in names]
+        """Return the optimizer's states, fp32: those of the first table, then of the second, and so on."""
+        return [self.get_buffer(kind + name) for name in self.tables.names for kind in self._state_kinds]
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the fused optimizer's learning rate, for the backward passes from now on."""
-        self.settings[0] = rate
+        self.settings[..., 0] = rate
 
     def forward(
         self, indices: Tensor, offsets: Tensor, *, weights: Tensor | None = None, batch: int | None = None
@@ -159,7 +186,8 @@ class EmbeddingAllToAll(nn.Module):
         tables = [table for table in self.tables._parameters.values() if table is not None]
         if self.optimizer is None or not torch.is_grad_enabled():
             return embedding_all_to_all(indices, offsets, tables, self.group, sparse=self.sparse, **options)
-        update = TableUpdate(self.optimizer, self.settings, self.states)
+        is_stochastic = self.seed is not None and bool(tables) and tables[0].dtype != torch.float32
+        update = TableUpdate(self.optimizer, self.settings, self.states, self.clock, self._blocks, is_stochastic)
         return embedding_all_to_all_updating(indices, offsets, tables, self.group, update, **options)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -180,7 +208,7 @@ class EmbeddingAllToAll(nn.Module):
         for name in names:
             if not isinstance(name, str) or not name or "." in name:
                 raise ValueError(f"a table's name is a string without a dot, and not empty; not {name!r}")
-            if hasattr(taken, name) or hasattr(self, f"state_{name}"):
+            if hasattr(taken, name) or hasattr(self, f"state_{name}") or hasattr(self, f"second_{name}"):
                 raise ValueError(f"no table can be named {name!r}, since a module has an attribute of that name")
 
     def _load_from_state_dict(
@@ -204,13 +232,11 @@ class EmbeddingAllToAll(nn.Module):
         return f"mode={self.mode!r}, optimizer={self.optimizer!r}"
 
 
-def _require_options(optimizer: str | None, sparse: bool, learning_rate: float, epsilon: float, mode: str) -> None:
+def _require_options(optimizer: str | None, sparse: bool, mode: str) -> None:
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is None or one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
     if optimizer is not None and sparse:
         raise ValueError(f"optimizer={optimizer!r} makes no gradients, so none can be sparse: leave sparse out")
-    if not (learning_rate >= 0 and epsilon >= 0):
-        raise ValueError(f"learning_rate is {learning_rate} and epsilon {epsilon}, but both must be at least 0")
     require_mode(mode)
 
 

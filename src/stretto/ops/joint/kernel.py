@@ -1,21 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of a joint schedule: a persistent GEMM whose first programs run a rank's moves; and its launch."""
 
+from collections import Counter
 from collections.abc import Iterable
+from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.collectives.joint.schedule import INPUT, NOBODY, OUTPUT, JointSchedule, join, pull
+from stretto.collectives.joint.schedule import (
+    INPUT,
+    LANDED,
+    NOBODY,
+    NOWHERE,
+    OUTPUT,
+    JointSchedule,
+    Rows,
+    cross_nodes,
+    join,
+    pull,
+)
 from stretto.collectives.joint.verifier import verify_joint
+from stretto.memory import group_timeout
 from stretto.memory.gpus import limit_waiting
-from stretto.ops.choices import signals_by_copies
+from stretto.ops.choices import find_nodes, signals_by_copies
 from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
     GroupProduct,
@@ -30,14 +45,17 @@ from stretto.ops.gemm import (
 )
 from stretto.ops.joint.copies import CopiedMoves
 from stretto.ops.joint.registry import find_schedule
-from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_known, find_workspace
+from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_kept, find_known, find_workspace
 from stretto.tiles import kind_of
 from stretto.tiles.launches import launch_kernel
 
 _MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 8192)  # elements that a program adds and stores
 _MOST_MOVED = (1 << 31) - (1 << 24)  # elements of a move: with the last step of 2,048 programs, in 32 bits
+_SLOTS = 4  # of each mover, for each rank of another node
+_PUT = NOWHERE + 1  # the area of a destination at a rank of another node
 _INPUT = tl.constexpr(INPUT)
 _OUTPUT = tl.constexpr(OUTPUT)
+_PUT_AREA = tl.constexpr(_PUT)
 
 
 class MoveTables(NamedTuple):
@@ -45,8 +63,11 @@ class MoveTables(NamedTuple):
     dynamic mappings beside it.
 
     first_source, first_destination: [moves + 1], of each move; source_areas, destination_areas: of each of those.
-    moves, row_tiles: how many there are; movers: programs that run moves; width: elements of a row; bias_start,
-    bias_stop: the rows of the product that get the bias. is_gather: compiled in.
+    moves, receives, row_tiles: how many there are; movers: programs that run moves; width: elements of a row;
+    bias_start, bias_stop: the rows of the product that get the bias. is_gather: compiled in.
+
+    Between nodes receives follow the moves, each with a source, the sender, and a destination. Of what is put, the
+    rows are the numbers of slices: the first one of this move, among those of the two ranks in this call.
     """
 
     first_source: Any
@@ -54,6 +75,7 @@ class MoveTables(NamedTuple):
     source_areas: Any
     destination_areas: Any
     moves: Any
+    receives: Any
     row_tiles: Any
     movers: Any
     width: Any
@@ -62,9 +84,17 @@ class MoveTables(NamedTuple):
     is_gather: Any
 
 
+class MovedRows(NamedTuple):
+    """Rows that moves read and write: inputs (x, or the product), what moves have brought, and the output."""
+
+    inputs: Any
+    landed: Any
+    out: Any
+
+
 @triton.jit
 def joint_gemm(  # type: ignore[no-untyped-def]
-    channel, row_tiles, sources, destinations, tables, gemm, a, b, inputs, landed, bias, out
+    channel, puts, row_tiles, sources, destinations, tables, gemm, a, b, moved, bias
 ):
     """C [m, n] = a @ b.T, + bias, while the first `movers` programs run the schedule's moves; persistent.
 
@@ -79,10 +109,21 @@ def joint_gemm(  # type: ignore[no-untyped-def]
     which run when any do, and a product's tiles wait for nothing, so there is no cycle (`verify_joint`).
     Reuse: `landed` is one of two slots, in turn. Peers write to it only when all ranks have begun the call after the
     last one that used it.
+
+    Between nodes (puts is not None; the channel is then of this rank's node): a mover puts its part of a move to
+    another node's rank in slices, through slots of its own, each after its credit. The next `movers` programs receive:
+    the p-th what each rank's p-th mover has put, slice after slice, which it stores in its place and releases; then it
+    signals this rank, as a mover of this node would. A receiver waits for slices alone, in one order of all ranks'
+    moves, so every put finds a slot, however few there are. Only this rank writes to its `landed` what was put.
     """
+    inputs, landed, out = moved.inputs, moved.landed, moved.out
     if tl.program_id(0) < tables.movers:
         for move in range(tables.moves):
-            run_move(channel, sources, destinations, tables, inputs, landed, out, move)
+            run_move(channel, puts, sources, destinations, tables, inputs, landed, out, move)
+    if puts is not None:  # noqa: SIM102  (a constant, and a number of the device)
+        if (tl.program_id(0) >= tables.movers) & (tl.program_id(0) < 2 * tables.movers):
+            for number in range(tables.moves, tables.moves + tables.receives):
+                receive_move(channel, puts, sources, destinations, tables, landed, number)
     column_tiles = tl.cdiv(gemm.n, gemm.block_n)
     count = tables.row_tiles * column_tiles
     tile = tiles.claim(channel)
@@ -109,7 +150,7 @@ def joint_gemm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def run_move(channel, sources, destinations, tables, inputs, landed, out, move):  # type: ignore[no-untyped-def]
+def run_move(channel, puts, sources, destinations, tables, inputs, landed, out, move):  # type: ignore[no-untyped-def]
     """Wait for a move's sources, add up this program's part of them, store it to all destinations, and signal."""
     first, last = tl.load(tables.first_source + move), tl.load(tables.first_source + move + 1)
     first_to, last_to = tl.load(tables.first_destination + move), tl.load(tables.first_destination + move + 1)
@@ -125,17 +166,60 @@ def run_move(channel, sources, destinations, tables, inputs, landed, out, move):
         for to in range(first_to, last_to):
             low, high = tiles.tile_rows(destinations, to)
             begin = tl.cast(low, tl.int64) * tables.width
-            if tl.load(tables.destination_areas + to) == _OUTPUT:
+            area, peer = tl.load(tables.destination_areas + to), tiles.tile_rank(destinations, to)
+            if area == _OUTPUT:
                 tl.store(out + begin + offsets, total.to(out.dtype.element_ty), mask=mask)
+            elif puts is None:
+                value = total.to(landed.dtype.element_ty)
+                tiles.tile_push_data(channel, landed + begin, offsets, value, rank=peer, mask=mask)
+            elif area == _PUT_AREA:
+                _put_part(puts, tables, low, start, size, total.to(landed.dtype.element_ty), peer, mask)
             else:
                 value = total.to(landed.dtype.element_ty)
-                peer = tiles.tile_rank(destinations, to)
                 tiles.tile_push_data(channel, landed + begin, offsets, value, rank=peer, mask=mask)
     for to in range(first_to, last_to):
         low, high = tiles.tile_channels(destinations, to)
         if high > low:
             tiles.producer_tile_notify(channel, destinations, to, "p2p")
     tl.debug_barrier()  # a later move of this program may read, by other threads, what this one has stored here
+
+
+@triton.jit
+def _put_part(puts, tables, first, start, size, value, peer, mask):  # type: ignore[no-untyped-def]
+    """Put these elements of a move, from `start` on, of `size`; first: the number of the move's first slice."""
+    slot = _find_slot(puts, tables, tl.program_id(0), first, start)
+    zero = tiles.await_credit(puts, slot, peer)
+    place = tiles.outgoing_slice(puts, slot, peer).to(tl.pointer_type(value.dtype))
+    tl.store(tl.multiple_of(place + zero, 16) + tl.arange(0, _MOVED_AT_ONCE), value, mask=mask)
+    num_bytes = tl.minimum(size - start, _MOVED_AT_ONCE) * (value.dtype.primitive_bitwidth // 8)
+    tiles.put_slice(puts, slot, num_bytes, peer, slot)
+
+
+@triton.jit
+def receive_move(channel, puts, sources, destinations, tables, landed, number):  # type: ignore[no-untyped-def]
+    """Store this program's part of what a rank of another node has put in its place, and signal this rank."""
+    source, to = tl.load(tables.first_source + number), tl.load(tables.first_destination + number)
+    peer, program = tiles.tile_rank(sources, source), tl.program_id(0) - tables.movers
+    first, _ = tiles.tile_rows(sources, source)
+    low, high = tiles.tile_rows(destinations, to)
+    begin, size = tl.cast(low, tl.int64) * tables.width, (high - low) * tables.width
+    for start in range(program * _MOVED_AT_ONCE, size, tables.movers * _MOVED_AT_ONCE):
+        slot = _find_slot(puts, tables, program, first, start)
+        zero = tiles.wait_slice(puts, peer, slot)
+        place = tiles.arrived_slice(puts, slot, peer).to(tl.pointer_type(landed.dtype.element_ty))
+        at = tl.arange(0, _MOVED_AT_ONCE)
+        mask = start + at < size
+        value = tl.load(tl.multiple_of(place + zero, 16) + at, mask=mask)
+        tl.store(landed + begin + start + at, value, mask=mask & tiles.may_publish(channel))
+        tiles.release_slice(puts, slot, peer, slot)
+    tiles.producer_tile_notify(channel, destinations, to, "p2p")
+
+
+@triton.jit
+def _find_slot(puts, tables, program, first, start):  # type: ignore[no-untyped-def]
+    """The slot, which is also the signal, of the slice of a mover's elements from `start` on: its own, in turn."""
+    own = puts.slots // tables.movers
+    return program * own + (first + start // (tables.movers * _MOVED_AT_ONCE)) % own
 
 
 @triton.jit(do_not_specialize=["move"])
@@ -189,6 +273,14 @@ class _Tables(NamedTuple):
     counts: Tensor
 
 
+class _Entry(NamedTuple):
+    """A source, a destination or a tile in a table: its rows, and the rank and the channel of its signal."""
+
+    rows: Rows
+    rank: int
+    channel: int
+
+
 def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dtype: torch.dtype) -> Tensor:
     """Launch the call by the configuration's schedule; partial sums travel in `dtype`.
 
@@ -200,21 +292,25 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     blocks = config.blocks
     assert blocks is not None
     by_copies, pulls = config.transfer == "copies", config.direction == "pull"
-    joint = find_joint(operator, config.schedule, find_group(group).size(), x.shape[0], blocks.m, pulls=pulls)
+    members, nodes = find_group(group), find_nodes(group, x.device)
+    joint = find_joint(operator, config.schedule, members.size(), x.shape[0], blocks.m, nodes, pulls=pulls)
     width = x.shape[1] if joint.is_gather else weight.shape[0]
-    landing = find_landing(group, x.device, count_bytes(joint.landed_rows, width, dtype=dtype))
+    group_here = find_node_group(group, x.device, nodes) if nodes else group
+    landing = find_landing(group_here, x.device, count_bytes(joint.landed_rows, width, dtype=dtype))
     block_channel = landing.channel
-    rank = block_channel.rank
-    programs = max(2, limit_waiting(blocks.programs, x.device))
-    movers = 0 if by_copies else min(config.movers, programs // 2)
+    rank = members.rank()
+    programs = max(3 if nodes else 2, limit_waiting(blocks.programs, x.device))
+    # Beside movers, as many receive between nodes, and at least one multiplies.
+    movers = 0 if by_copies else min(config.movers, programs // 3 if nodes else programs // 2)
+    put_channel = find_put_channel(group, x.device, movers) if nodes else None
     if not (by_copies and joint.is_gather):
         _require_countable(joint, width)
     tables: _Tables = find_known(
         group, x.device,
-        ("joint", operator, config.schedule, x.shape[0], blocks.m, weight.shape[0], blocks.n, movers, pulls,
+        ("joint", operator, config.schedule, *x.shape, blocks.m, weight.shape[0], blocks.n, movers, pulls,
          block_channel.channels),
         lambda: _make_tables(
-            joint, block_channel.channels, rank, divide_up(weight.shape[0], blocks.n), max(movers, 1), x.device
+            joint, block_channel.channels, rank, width, divide_up(weight.shape[0], blocks.n), max(movers, 1), x.device
         ),
     )  # fmt: skip
     landed = block_channel.tensor((joint.landed_rows, width), dtype, offset=landing.offset)
@@ -223,8 +319,9 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     start, stop = _find_bias_rows(joint, rank)
     plan = joint.ranks[rank]
     moves = MoveTables(
-        *tables.lists, len(plan.moves), len(plan.tiles), movers, width, start, stop, fixed(joint.is_gather)
-    )
+        *tables.lists, len(plan.moves), len(plan.receives), len(plan.tiles), movers, width, start, stop,
+        fixed(joint.is_gather),
+    )  # fmt: skip
     copied = CopiedMoves(block_channel, plan.moves, inputs, landed, landing.offset)
     if by_copies and not joint.is_gather:
         staged = inputs.new_empty(_count_moved_rows(joint, rank), width)
@@ -242,6 +339,7 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
             operator, tables.destinations, tables.row_tiles, "p2p", counts=tables.counts, slot=landing.slot,
             by_copies=signals_by_copies(group, x.device),
         )  # fmt: skip
+        puts = None if put_channel is None else put_channel.begin(operator)
         if by_copies:
             copied.place_own_rows()
             tiles.open_side_stream(block_channel, 0)
@@ -250,21 +348,59 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
         block_channel.launch(
             joint_gemm,
             (*map(kind_of, moves[4:-1]), joint.is_gather, dtype,
-             specialization_key(config, x, weight, gemm, inputs, landed, bias, out)),
+             specialization_key(config, x, weight, gemm, inputs, landed, bias, out),
+             None if put_channel is None else put_channel.kind),
             programs,
-            (channel, tables.row_tiles, tables.sources, tables.destinations, moves, gemm, a, b, inputs, landed, bias,
-             out),
+            (channel, puts, tables.row_tiles, tables.sources, tables.destinations, moves, gemm, a, b,
+             MovedRows(inputs, landed, out), bias),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )  # fmt: skip
         if by_copies and not joint.is_gather:  # what its tiles signal goes on at once, or, on the host, now
             copied.make_others()
     except BaseException:
-        abandon(group, block_channel)
+        abandon(group_here, block_channel)
         raise
     finally:  # also after a failed launch: x may be freed once the current stream has passed here
         tiles.join_copies(block_channel)
     return landed[: joint.product_rows]
+
+
+def find_node_group(group: str, device: torch.device, nodes: tuple[int, ...]) -> str:
+    """The name of the group of those ranks that are on this one's node; collective where it is made."""
+
+    def make() -> dist.ProcessGroup:
+        members = find_group(group)
+        near = [dist.get_global_rank(members, rank) for rank, node in enumerate(nodes) if node == nodes[members.rank()]]
+        return dist.new_group(
+            near,
+            timeout=timedelta(seconds=group_timeout(members)),
+            backend=dist.get_backend_config(members),
+            use_local_synchronization=True,
+        )
+
+    made: dist.ProcessGroup = find_known(group, device, "group of a node", make)
+    return made.group_name
+
+
+def find_put_channel(group: str, device: torch.device, movers: int) -> tiles.PutChannel:
+    """Slots for so many movers, through which they put to ranks of other nodes; collective where it is allocated.
+
+    Its waits end a little before others', so that what fails names the nodes and their interfaces.
+    """
+    members = find_group(group)
+    return find_kept(
+        group,
+        device,
+        ("puts", movers),
+        lambda: tiles.PutChannel.allocate(
+            members,
+            slots=_SLOTS * movers,
+            slot_bytes=4 * _MOVED_AT_ONCE.value,
+            timeout=0.9 * group_timeout(members),
+            backend="cuda" if device.type == "cuda" else "host",
+        ),
+    )
 
 
 class Landing(NamedTuple):
@@ -289,11 +425,22 @@ def _count_moved_rows(joint: JointSchedule, rank: int) -> int:
 
 @lru_cache(maxsize=256)
 def find_joint(
-    operator: str, schedule: str, ranks: int, rows: int, block_rows: int, *, pulls: bool = False
+    operator: str,
+    schedule: str,
+    ranks: int,
+    rows: int,
+    block_rows: int,
+    nodes: tuple[int, ...] = (),
+    *,
+    pulls: bool = False,
 ) -> JointSchedule:
-    """The operator's verified joint schedule for x of so many rows. ValueError for one that is refused."""
+    """The operator's verified joint schedule for x of so many rows. ValueError for one that is refused.
+
+    nodes: of each rank, where there are several.
+    """
     joint = join(operator, find_schedule(operator, schedule, ranks), rows, block_rows)
-    return require_verified(pull(joint) if pulls else joint)
+    joint = pull(joint) if pulls else joint
+    return require_verified(cross_nodes(joint, nodes) if nodes else joint)
 
 
 def require_verified(joint: JointSchedule) -> JointSchedule:
@@ -301,7 +448,7 @@ def require_verified(joint: JointSchedule) -> JointSchedule:
     operator, rows, ranks = joint.operator, joint.rows, len(joint.ranks)
     if errors := verify_joint(joint):
         raise ValueError(f"{operator}: {joint.name} is refused for {rows} rows: {errors[0]}")
-    most = CHANNELS * ranks
+    most = CHANNELS * min(len(joint.list_near(rank)) for rank in range(ranks))
     if joint.channels > most:
         raise ValueError(
             f"{operator}: {joint.name} has {joint.channels} chunks and messages on a rank, and there are {most} "
@@ -316,13 +463,15 @@ def count_signals(joint: JointSchedule, capacity: int, rank: int, signals: int =
 
     signals: of a move to each destination.
     """
-    counts = torch.zeros(2, len(joint.ranks), capacity, dtype=torch.int32)
+    near = joint.list_near(rank)
+    counts = torch.zeros(2, len(near), capacity, dtype=torch.int32)
     for sender, of_sender in enumerate(joint.ranks):
         for one in (one for move in of_sender.moves for one in move.destinations if one.channel != NOBODY):
+            giver = joint.find_giver(sender, one.rank)
             if one.rank == rank:
-                counts[0, sender, one.channel] += signals
-            if sender == rank:
-                counts[1, one.rank, one.channel] += signals
+                counts[0, near.index(giver), one.channel] += signals
+            if giver == rank:
+                counts[1, near.index(one.rank), one.channel] += signals
     return counts
 
 
@@ -353,42 +502,64 @@ def _find_bias_rows(joint: JointSchedule, rank: int) -> tuple[int, int]:
 
 
 def _make_tables(
-    joint: JointSchedule, capacity: int, rank: int, column_tiles: int, signals: int, device: torch.device
+    joint: JointSchedule, capacity: int, rank: int, width: int, column_tiles: int, signals: int, device: torch.device
 ) -> _Tables:
-    """Write a rank's part of a joint schedule into tables on its device. signals: that a move gives a destination."""
-    plan = joint.ranks[rank]
-    sources = [one for move in plan.moves for one in move.sources]
-    destinations = [one for move in plan.moves for one in move.destinations]
+    """Write a rank's part of a joint schedule into tables on its device. signals: that a move gives a destination.
+
+    Ranks of this node have their number among its ranks, others that in the group.
+    """
+    plan, near = joint.ranks[rank], joint.list_near(rank)
+    sources: list[_Entry] = []
+    destinations: list[_Entry] = []
+    put: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+
+    def count_slices(rows: Rows) -> int:
+        return divide_up((rows.stop - rows.start) * width, signals * _MOVED_AT_ONCE.value)
+
+    for move in plan.moves:
+        for source in move.sources:
+            giver = joint.find_giver(source.sender, rank)
+            sources.append(_Entry(source.rows, 0 if giver == NOBODY else near.index(giver), source.channel))
+        for to in move.destinations:
+            if to.rank in near:
+                destinations.append(_Entry(to.rows, near.index(to.rank), to.channel))
+                continue
+            first = put[to.rank]
+            put[to.rank] += count_slices(to.rows)
+            destinations.append(_Entry(Rows(_PUT, first, put[to.rank]), to.rank, NOBODY))
+    for receive in plan.receives:
+        first = received[receive.sender]
+        received[receive.sender] += count_slices(receive.rows)
+        sources.append(_Entry(Rows(_PUT, first, received[receive.sender]), receive.sender, NOBODY))
+        destinations.append(_Entry(receive.rows, near.index(rank), receive.channel))
 
     def table(numbers: Iterable[int]) -> Tensor:
         return torch.tensor(list(numbers) or [0], dtype=torch.int32).to(device)
 
-    def look_up(rows: list[tuple[int, int]], ranks: list[int], channels: list[int]) -> tiles.DynamicMapping:
+    def look_up(entries: list[_Entry]) -> tiles.DynamicMapping:
         """Rows, ranks and channels of each entry; NOBODY's has no channel."""
-        ends = [channel + (channel != NOBODY) for channel in channels]
-        starts = [max(channel, 0) for channel in channels]
-        columns = [start for start, _ in rows], [stop for _, stop in rows], ranks, starts, [max(end, 0) for end in ends]
-        return tiles.look_up_tiles(*map(table, columns))
+        channels = [(max(one.channel, 0), one.channel + 1 if one.channel != NOBODY else 0) for one in entries]
+        columns = zip(*((*one.rows[1:], one.rank, *of) for one, of in zip(entries, channels, strict=True)), strict=True)
+        return tiles.look_up_tiles(*map(table, columns)) if entries else tiles.look_up_tiles(*[table(())] * 5)
 
     counts = count_signals(joint, capacity, rank, signals).clone()
     if not joint.is_gather:
         for tile in plan.tiles:
-            counts[:, rank, tile.channel] += column_tiles
+            counts[:, near.index(rank), tile.channel] += column_tiles
+    of_receives = [1] * len(plan.receives)
     return _Tables(
         look_up(
-            [tile[:2] for tile in plan.tiles], [one.sender for one in plan.tiles], [one.channel for one in plan.tiles]
+            [
+                _Entry(Rows(LANDED, *tile[:2]), near.index(joint.find_giver(tile.sender, rank)), tile.channel)
+                for tile in plan.tiles
+            ]
         ),
-        look_up(
-            [one.rows[1:] for one in sources], [max(one.sender, 0) for one in sources], [one.channel for one in sources]
-        ),
-        look_up(
-            [one.rows[1:] for one in destinations],
-            [one.rank for one in destinations],
-            [one.channel for one in destinations],
-        ),
+        look_up(sources),
+        look_up(destinations),
         (
-            table(accumulate((len(move.sources) for move in plan.moves), initial=0)),
-            table(accumulate((len(move.destinations) for move in plan.moves), initial=0)),
+            table(accumulate([*(len(move.sources) for move in plan.moves), *of_receives], initial=0)),
+            table(accumulate([*(len(move.destinations) for move in plan.moves), *of_receives], initial=0)),
             table(one.rows.area for one in sources),
             table(one.rows.area for one in destinations),
         ),

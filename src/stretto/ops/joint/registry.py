@@ -30,6 +30,13 @@ RINGS = {
 }
 """The algorithms of groups whose links all pass through few, as over PCIe (Flux, section 4.3)."""
 
+BETWEEN_NODES = {
+    "all_gather_matmul": ("hierarchical-all-gather", "direct-all-gather"),
+    "matmul_reduce_scatter": ("hierarchical-reduce-scatter", "direct-reduce-scatter"),
+    "matmul_all_reduce": ("hierarchical-all-reduce", "two-shot-all-reduce"),
+}
+"""The algorithm of groups of several nodes, and of nodes that are not alike or whose ranks do not follow each other."""
+
 _schedules: dict[str, Schedule] = {}
 _names: dict[tuple[str, int, int], tuple[Schedule, str]] = {}
 """By operator, ranks, and the id of a schedule that is right for them, which lives as long as it is here."""
@@ -124,3 +131,16 @@ def list_rings(operator: str, order: tuple[int, ...]) -> list[str]:
         return list_candidates(operator, len(order)) or [name_schedule(operator, RINGS[operator], "kernel", len(order))]
     ring = find(RINGS[operator]).compile(ranks=len(order), order=order)
     return [name_schedule(operator, ring, "kernel", len(order)), *list_candidates(operator, len(order))[:1]]
+
+
+def name_between_nodes(operator: str, nodes: tuple[int, ...]) -> str:
+    """The name of the schedule for ranks of these nodes, by their numbers: in two levels, if the nodes are alike.
+
+    A gather then goes between nodes first, to the ranks of one place on each, and what comes is passed on inside; a sum
+    is formed inside first (Flux, sections 4.2 and 4.3).
+    """
+    in_two_levels, direct = BETWEEN_NODES[operator]
+    count, gpus = max(nodes) + 1, len(nodes) // (max(nodes) + 1)
+    if nodes != tuple(rank // gpus for rank in range(len(nodes))):
+        return name_schedule(operator, direct, "kernel", len(nodes))
+    return name_schedule(operator, find(in_two_levels).compile(nodes=count, gpus=gpus), "kernel", len(nodes))

@@ -35,6 +35,7 @@ from stretto.parallel.pipeline.micro_batches import BatchCutter
 from stretto.parallel.pipeline.stages import ModelStages, whole_model
 from stretto.parallel.pipeline.transports import make_transport
 from stretto.parallel.state import require_state
+from stretto.quantities import require_least
 from stretto.schedules import (
     SCHEDULES,
     Action,
@@ -225,8 +226,7 @@ class Pipeline:
 
     def _check_options(self, limit: int | None, serve_first: ServeFirst | None) -> None:
         schedule, stages = self._schedule, self.stages
-        if self.micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size is {self.micro_batch_size}, but must be at least 1")
+        require_least(1, micro_batch_size=self.micro_batch_size)
         if isinstance(schedule, PipelineSchedule):
             verify(schedule)
             if schedule.stage_ranks != stages.stage_ranks:

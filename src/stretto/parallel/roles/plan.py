@@ -13,6 +13,7 @@ from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, LOSS, REPLICAS, axes_of,
 from stretto.huggingface.experts import ExpertsKind
 from stretto.huggingface.formulas import NormKind
 from stretto.parallel.layout import Split
+from stretto.quantities import require_whole
 from stretto.suggestions import name_known
 
 KINDS = {
@@ -75,11 +76,8 @@ class Role:
         if self.role not in KINDS:
             raise ValueError(f"{self.role!r} is not a role{name_known(self.role, KINDS, 'the roles are')}")
         for name in ("segments", "unit"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"a role's {name} is {value!r}, but must be a whole number, at least 1")
-        if isinstance(self.shared, bool) or not isinstance(self.shared, int) or not 0 <= self.shared <= self.unit:
-            raise ValueError(f"a role's shared is {self.shared!r}, but must be a whole number from 0 to {self.unit}")
+            require_whole(f"a role's {name}", getattr(self, name))
+        require_whole("a role's shared", self.shared, 0, self.unit)
 
     def on(self, features: int, x: int) -> "Role":
         """The same for so many output features on x ranks: with `copies`, where units that are shared are fewer."""

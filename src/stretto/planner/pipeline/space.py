@@ -3,11 +3,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from stretto.planner.architecture import Architecture
 from stretto.planner.grids import divisors
 from stretto.planner.workload import MESSAGE_DRIVEN, ScheduleChoice
+from stretto.quantities import require_whole
 from stretto.schedules import SCHEDULES, ServeFirst
 from stretto.schedules.generators import V_SHAPED, check_numbers
 from stretto.suggestions import name_known
@@ -32,6 +33,24 @@ class PipelineSpace:
     extra_warm_up: int | None = None
     limit: int | None = None
     serve_first: ServeFirst | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for a schedule that is not known, and for options of another one than is named."""
+        known = (*SCHEDULES, MESSAGE_DRIVEN)
+        if self.schedule is not None and self.schedule not in known:
+            raise ValueError(f"schedule {self.schedule!r} is not known{name_known(self.schedule, known)}")
+        for name, least in (("virtual_stages", 1), ("extra_warm_up", 0), ("limit", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                require_whole(name, value, least)
+        if self.serve_first is not None and self.serve_first not in get_args(ServeFirst):
+            orders = ", ".join(get_args(ServeFirst))
+            raise ValueError(f"serve_first is {self.serve_first!r}, but must be one of {orders}")
+        for name in ("limit", "serve_first"):
+            if getattr(self, name) is not None and self.schedule != MESSAGE_DRIVEN:
+                raise ValueError(f"{name} is an option only of schedule='message-driven'")
+        if self.extra_warm_up and self.schedule != "1f1b":
+            raise ValueError("extra_warm_up is an option only of schedule='1f1b'")
 
     def list_schedules(self, model: Architecture, pipe: int, micro_batches: int) -> Iterator[ScheduleChoice]:
         """The schedules that can run, the simplest first."""
@@ -64,46 +83,33 @@ class PipelineSpace:
 
 
 def make_pipeline_space(
-    model: Architecture,
-    ranks: int,
-    *,
-    pipe: int | Literal["auto"] | None = None,
-    schedule: str | None = None,
-    virtual_stages: int | None = None,
-    extra_warm_up: int | None = None,
-    limit: int | None = None,
-    serve_first: ServeFirst | None = None,
+    model: Architecture, ranks: int, *, pipe: int | Literal["auto"] | None = None, **asked: Any
 ) -> PipelineSpace:
-    """The space that the keywords of `plan` mean. Raises ValueError for those that nothing can run, with what can."""
-    options = {
-        "schedule": schedule,
-        "virtual_stages": virtual_stages,
-        "extra_warm_up": extra_warm_up,
-        "limit": limit,
-        "serve_first": serve_first,
-    }
-    given = [name for name, value in options.items() if value is not None]
+    """The space that the keywords of `plan` mean. Raises ValueError for those that nothing can run, with what can.
+
+    asked: fields of `PipelineSpace`.
+    """
+    given = [name for name, value in asked.items() if value is not None]
     if pipe is None or pipe == 1:
         if given:
             raise ValueError(
-                f"{given[0]} is {options[given[0]]!r}, but without pipeline stages nothing is scheduled; pipe='auto' "
+                f"{given[0]} is {asked[given[0]]!r}, but without pipeline stages nothing is scheduled; pipe='auto' "
                 "(--pipe auto) searches them, and pipe=2 takes two"
             )
         return PipelineSpace()
-    check_schedule_options(schedule, virtual_stages, extra_warm_up, limit, serve_first)
-    space = PipelineSpace((1,), schedule, virtual_stages, extra_warm_up, limit, serve_first)
-    stages = virtual_stages or (2 if schedule in (*V_SHAPED, "interleaved") else 1)
+    space = PipelineSpace(**asked)
+    space.check()
+    stages = space.virtual_stages or (2 if space.schedule in (*V_SHAPED, "interleaved") else 1)
     if pipe == "auto":
         pipes = tuple(n for n in divisors(ranks) if n * stages <= model.layers)
         if given and pipes in ((), (1,)):
             raise ValueError(
-                f"{given[0]} is {options[given[0]]!r}, but no number of stages above 1 divides {ranks} GPUs and leaves "
+                f"{given[0]} is {asked[given[0]]!r}, but no number of stages above 1 divides {ranks} GPUs and leaves "
                 f"each of its stages one of the {model.layers} blocks of {model.name}; fewer virtual stages, or "
                 "an even number of GPUs, would do"
             )
         return replace(space, pipes=pipes if not given else tuple(n for n in pipes if n > 1))
-    if isinstance(pipe, bool) or not isinstance(pipe, int) or pipe < 1:
-        raise ValueError(f"pipe is {pipe!r}, but must be a whole number, at least 1, or 'auto'")
+    require_whole("pipe", pipe, rest=", or 'auto'")
     if ranks % pipe:
         near = min(divisors(ranks), key=lambda n: (abs(n - pipe), -n))
         raise ValueError(f"pipe={pipe} does not divide {ranks} GPUs; {near} would do")
@@ -111,31 +117,6 @@ def make_pipeline_space(
         near = max(n for n in divisors(ranks) if n * stages <= max(model.layers, stages))
         raise ValueError(why.replace(f"pipe={max(1, model.layers // stages)} would do", f"pipe={near} would do"))
     return replace(space, pipes=(pipe,))
-
-
-def check_schedule_options(
-    schedule: str | None,
-    virtual_stages: int | None,
-    extra_warm_up: int | None,
-    limit: int | None,
-    serve_first: str | None,
-) -> None:
-    """Raise ValueError for a schedule that is not known, and for options of another one than is named."""
-    known = (*SCHEDULES, MESSAGE_DRIVEN)
-    if schedule is not None and schedule not in known:
-        raise ValueError(f"schedule {schedule!r} is not known{name_known(schedule, known)}")
-    for name, value, least in (
-        ("virtual_stages", virtual_stages, 1), ("extra_warm_up", extra_warm_up, 0), ("limit", limit, 1),
-    ):  # fmt: skip
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{name} is {value!r}, but must be a whole number, at least {least}")
-    if serve_first is not None and serve_first not in get_args(ServeFirst):
-        raise ValueError(f"serve_first is {serve_first!r}, but must be one of {', '.join(get_args(ServeFirst))}")
-    for name, of in (("limit", limit), ("serve_first", serve_first)):
-        if of is not None and schedule != MESSAGE_DRIVEN:
-            raise ValueError(f"{name} is an option only of schedule='message-driven'")
-    if extra_warm_up and schedule != "1f1b":
-        raise ValueError("extra_warm_up is an option only of schedule='1f1b'")
 
 
 def why_too_many_stages(model: Architecture, pipe: int, virtual_stages: int) -> str | None:

@@ -21,7 +21,7 @@ from stretto.train.config.options import (
 )
 
 if TYPE_CHECKING:
-    from stretto.recommendation import DLRMConfig
+    from stretto.recommendation import DLRMConfig, TableSize
 
 MAX_ROWS = 1 << 40
 MAX_TABLES = 1 << 14
@@ -110,9 +110,19 @@ class DLRMRunConfig(RunOptions):
     dtype: Literal["fp32", "fp64"] = option("fp32", "dtype of weights and computation")
     weight_decay: float = option(0.0, "decoupled weight decay of the MLPs' matrices; biases and tables have none", ge=0)
     beta2: float = option(0.999, "adamw: decay of the running mean of squared gradients", ge=0, lt=1)
-    table_optimizer: Literal["rowwise-adagrad", "sgd"] = option("rowwise-adagrad", "the tables' optimizer")
+    table_optimizer: Literal["rowwise-adagrad", "sgd", "full-adagrad", "adam"] = option(
+        "rowwise-adagrad", "the tables' optimizer"
+    )
     table_lr: float = option(0.02, "the tables' learning rate after warm-up; it follows the MLPs' schedule", gt=0)
-    table_eps: float = option(1e-8, "rowwise-adagrad: added to the denominator", gt=0)
+    table_eps: float = option(1e-8, "all but sgd: added to the denominator", gt=0)
+    table_weight_decay: float = option(0.0, "decay of rows that are looked up, added to their gradients", ge=0)
+    table_clip: Annotated[float | None, CanBeNone] = option(
+        None, "largest norm of the gradient of a table's row", unset="no limit", gt=0
+    )
+    sharding: Literal["table", "auto"] = option(
+        "table",
+        "placement of tables: `table` keeps each whole on a rank, `auto` also cuts and replicates them for balance",
+    )
     implementation: Literal["auto", "kernel", "library"] = option(
         "auto", "look-up and exchange: `kernel` is fused, `library` is PyTorch, `auto` is the kernel where it can run"
     )
@@ -184,6 +194,23 @@ def _contradictions(config: DLRMTrainConfig) -> list[str]:
     if data.format == "criteo" and data.jagged:
         problems.append("data.jagged is true, but only synthetic samples can be jagged; data.jagged=false would do")
     return problems
+
+
+def sizes_of(model: "DLRMConfig") -> "tuple[TableSize, ...]":
+    """The sizes of a model's tables."""
+    from stretto.recommendation import TableSize
+
+    return tuple(TableSize(rows, model.dim, pooling) for rows, pooling in zip(model.rows, model.pooling, strict=True))
+
+
+def table_options(run: DLRMRunConfig) -> dict[str, Any]:
+    """The options of a run that `plan_tables` takes."""
+    return {
+        "batch": run.batch,
+        "itemsize": 4 if run.dtype == "fp32" else 8,
+        "optimizer": run.table_optimizer,
+        "clips": run.table_clip is not None,
+    }
 
 
 def describe(config: DLRMTrainConfig) -> dict[str, Any]:

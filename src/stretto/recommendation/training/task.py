@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training of a DLRM: model, optimizers, steps, evaluation, data and checkpoints."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from stretto.cluster.local_ranks import count_local_ranks
 from stretto.counters import advance, note
 from stretto.parallel import Grid
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.recommendation import DLRM, ShardedTables, distribute_tables
 from stretto.recommendation.data import BatchPrefetcher, ClickBatch
-from stretto.recommendation.table_optimizer import TableOptimizer
-from stretto.recommendation.training.config import DLRMTrainConfig, describe
+from stretto.recommendation.table_planner import plan_tables
+from stretto.recommendation.table_state import table_state
+from stretto.recommendation.training.config import DLRMTrainConfig, describe, sizes_of, table_options
 from stretto.recommendation.training.evaluation import evaluate
 from stretto.recommendation.training.preflight import DTYPES, check_dlrm_checkpoint, open_clicks, optimizer_name
 from stretto.train.checkpoint import allocate_slots, load_state, training_state
-from stretto.train.checkpoint.storage import LocalBox, ShardedState
+from stretto.train.checkpoint.storage import ShardedState
 from stretto.train.data import Sampler, rank_rows
 from stretto.train.optimizer import build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
@@ -41,22 +44,32 @@ class DLRMTask(TrainTask):
         self.dtype = getattr(torch, DTYPES[options.dtype])
         with torch.device("meta"):
             self.model = DLRM(self.model_config).to(self.dtype)
+        plan = None
+        if options.sharding == "auto":
+            here = count_local_ranks() or config.ranks
+            sizes = sizes_of(self.model_config)
+            plan = plan_tables(sizes, config.ranks, ranks_per_node=here, **table_options(options))
         self.placement = distribute_tables(
             self.model,
             grid,
+            placement=None if plan is None else plan.placement,
             pooling=self.model_config.pooling,
             implementation=options.implementation,
             seed=options.seed,
         )
         self.mlps = nn.ModuleDict({"bottom": self.model.bottom, "top": self.model.top})
         self.optimizer = build_optimizer(self.mlps, options)
-        self.tables = {
-            f"tables.{table}.weight": self.model.get_parameter(f"tables.{table}.weight")
-            for table in self.placement.owned[grid.coordinate("data")]
-        }
         assert isinstance(self.model.tables, ShardedTables)
-        self.table_optimizer = TableOptimizer(
-            self.model.tables, options.table_optimizer, eps=options.table_eps, device=grid.device
+        tables = self.model.tables
+        self.tables = {
+            f"tables.{shard.table}.weight": weight for shard, weight in zip(tables.shards, tables.weights, strict=True)
+        }
+        self.table_optimizer = tables.fuse_update(
+            options.table_optimizer,
+            lr=options.table_lr,
+            eps=options.table_eps,
+            weight_decay=options.table_weight_decay,
+            max_norm=options.table_clip or math.inf,
         )
         self._executor = build_executor(StepFunctions(self.model, self._compute_loss, self._update))
 
@@ -68,6 +81,7 @@ class DLRMTask(TrainTask):
         note("step", step)
         self.before_update()  # the backward pass may update the tables
         self.table_optimizer.set_lr(options.table_lr * lr / options.lr)
+        self.table_optimizer.set_steps(step - 1)
         loss, grad_norm = self._executor.run(batch, lr)
         return all_reduce(loss, self.grid.group("data")), grad_norm
 
@@ -118,11 +132,14 @@ class DLRMTask(TrainTask):
         return {"samples": self._rows(step)} | vars(self._read_step(step))
 
     def weights(self) -> Mapping[str, Tensor]:
-        """All of the MLPs, which every rank has, and this rank's tables."""
+        """All of the MLPs, which every rank has, and this rank's tables, or its parts of them."""
         return dict(self.mlps.named_parameters()) | self.tables
 
     def replicated(self) -> Mapping[str, Tensor]:
-        return dict(self.mlps.named_parameters())
+        shared = {
+            f"tables.{table}.weight": self.tables[f"tables.{table}.weight"] for table in self.placement.replicated
+        }
+        return dict(self.mlps.named_parameters()) | shared
 
     def num_parameters(self) -> int:
         return sum(size.numbers for size in self.placement.tables) + sum(p.numel() for p in self.mlps.parameters())
@@ -143,17 +160,12 @@ class DLRMTask(TrainTask):
         gradients = [parameter.grad for parameter in self.mlps.parameters() if parameter.grad is not None]
         grad_norm = torch.stack(torch._foreach_norm(gradients, 2)).double().square().sum().sqrt()
         self.optimizer.step(lr)
-        self.table_optimizer.step()
         return grad_norm
 
     def state(self) -> dict[str, ShardedState]:
-        """This rank's part of the training state: all of the MLPs, and its own tables whole."""
-        state = training_state(self.mlps, self.optimizer)
-        for name, table in self.tables.items():
-            state[f"model.{name}"] = _whole(table.detach())
-        for name, sums in zip(self.tables, self.table_optimizer.states, strict=False):  # SGD has none
-            state[f"optimizer.{name}.sum"] = _whole(sums)
-        return state
+        """This rank's part of the training state: all of the MLPs, and its own tables, or its parts of them."""
+        assert isinstance(self.model.tables, ShardedTables)
+        return training_state(self.mlps, self.optimizer) | table_state(self.model.tables)
 
     def _read_step(self, step: int) -> ClickBatch:
         """Read this rank's samples of a step's batch."""
@@ -174,7 +186,3 @@ class DLRMTask(TrainTask):
                 tensor.pin_memory().to(self.grid.device, non_blocking=True) for tensor in (dense, indices, labels)
             )
         return dense.to(self.dtype), indices, torch.from_numpy(batch.offsets), labels
-
-
-def _whole(tensor: Tensor) -> ShardedState:
-    return ShardedState(tuple(tensor.shape), (LocalBox((0,) * tensor.dim(), tensor),))

@@ -35,12 +35,15 @@ namespace {
 
 constexpr uint32_t kMagic = 0x50545253, kNoSignal = 0xFFFFFFFF;
 constexpr uint64_t kMaxPutBytes = 1ull << 30, kPhase = 1ull << 63, kLocalRegions = 1ull << 22, kWindow = 1 << 16;
-constexpr size_t kMaxStrangers = 64, kBuffersAtOnce = 64, kBatch = 256;
+constexpr size_t kMaxStrangers = 64, kBuffersAtOnce = 64, kBatch = 256, kInboxBytes = 4096;
+constexpr uint64_t kMaxOwed = 64;         // puts that are not acknowledged,
+constexpr double kAckSeconds = 0.001;     // and how long: a put of this rank's own acknowledges, too
 constexpr double kGreetingSeconds = 5.0, kFirstPause = 0.01, kLongestPause = 0.5, kCheckSeconds = 0.02;
-constexpr double kSpinSeconds = 0.001;      // after work, for FIFOs that kernels write to
+constexpr double kSpinSeconds = 0.001;      // after work or a wake-up, for FIFOs that kernels write to
 constexpr double kPollSeconds = 0.002;      // between looks at those FIFOs, later
 constexpr double kLongestSleep = 0.5;
 
+enum Call { kPolls, kSends, kReceives, kWakes, kCalls };
 enum Kind : uint8_t { kHello = 1, kPut = 2, kAck = 3, kBye = 4 };
 
 struct Frame {
@@ -90,6 +93,12 @@ struct Link {
   std::map<uint64_t, Early> early;
   std::string why = "it has not connected", failure;
   double since = now();
+  double owed_since = 0.0;  // the first put that no frame has acknowledged yet has come; 0: there is none
+
+  void answer() {
+    answered = received;
+    owed_since = 0.0;
+  }
 };
 
 struct Part {
@@ -108,6 +117,8 @@ struct Connection {
   uint64_t filled = 0;
   bool in_payload = false;
   uint8_t* target = nullptr;
+  uint8_t inbox[kInboxBytes];  // what has come behind the frame that is being received
+  size_t begin = 0, end = 0;
 };
 
 struct Refused : std::string {
@@ -214,14 +225,27 @@ class Proxy {
     std::erase_if(fifos_, [&](const Fifo& fifo) { return fifo.words == words; });
   }
 
+  // Whoever posts has written its descriptor before the fence; the thread looks at the FIFOs between its own and its
+  // sleep. So one of the two sees the other.
   void wake() {
+    ++asked_;
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (!is_asleep_.load(std::memory_order_relaxed)) return;
+    ++calls_[kWakes];
     uint64_t one = 1;
     (void)!write(wakes_, &one, sizeof one);  // a full counter wakes anyway
   }
 
   std::string failure(int peer) {
+    if (!has_failed_) return "";  // without the mutex, which the thread holds while it sends
     std::lock_guard lock(mutex_);
     return broken_.empty() ? links_[peer].failure : broken_;
+  }
+
+  // System calls of the thread so far: polls, sends, receives, and wake-ups of others.
+  void count_calls(uint64_t* counts) {
+    std::lock_guard lock(mutex_);
+    std::copy(std::begin(calls_), std::end(calls_), counts);
   }
 
   void break_connection(int peer) {
@@ -259,13 +283,18 @@ class Proxy {
 
   void run() {
     double worked = 0.0;
+    uint64_t asked = 0;
     std::unique_lock lock(mutex_);
     while (!is_closing_) {
       bool was_busy = read_fifos();
+      if (asked != asked_) {  // a kernel that puts may be about to run
+        asked = asked_;
+        worked = now();
+      }
       if (was_busy) flush_all();
       open_due();
       close_silent();
-      was_busy |= exchange(lock, choose_sleep(was_busy, worked));
+      was_busy |= exchange(lock, choose_sleep(was_busy ? now() : worked));
       acknowledge();
       check_limits();
       sweep();
@@ -285,15 +314,22 @@ class Proxy {
     sweep();
   }
 
-  double choose_sleep(bool was_busy, double worked) {
-    if (was_busy) return 0.0;
-    if (std::any_of(fifos_.begin(), fifos_.end(), [](const Fifo& fifo) { return fifo.is_polled; })) {
-      return now() - worked < kSpinSeconds ? 0.0 : kPollSeconds;
+  double choose_sleep(double worked) {
+    bool is_polled = std::any_of(fifos_.begin(), fifos_.end(), [](const Fifo& fifo) { return fifo.is_polled; });
+    if (is_polled && now() - worked < kSpinSeconds) return 0.0;
+    double seconds = is_polled ? kPollSeconds : kLongestSleep;  // what has come meanwhile ends it at once
+    for (const Link& link : links_) {
+      if (link.owed_since != 0.0) seconds = std::min(seconds, kAckSeconds);
+      if (link.is_far && (!link.unacknowledged.empty() || !link.is_up)) seconds = std::min(seconds, kCheckSeconds);
     }
-    bool waits = std::any_of(links_.begin(), links_.end(), [](const Link& link) {
-      return link.is_far && (!link.unacknowledged.empty() || !link.is_up);
+    return seconds;
+  }
+
+  bool has_descriptors() {
+    return std::any_of(fifos_.begin(), fifos_.end(), [](const Fifo& fifo) {
+      uint64_t word = std::atomic_ref(fifo.words[fifo.taken % fifo.capacity * 4]).load(std::memory_order_acquire);
+      return (word & kPhase) == (fifo.taken / fifo.capacity & 1 ? 0 : kPhase);
     });
-    return waits ? kCheckSeconds : kLongestSleep;
   }
 
   // FIFO to links.
@@ -319,7 +355,10 @@ class Proxy {
         ++fifo.taken;
         std::atomic_ref(*fifo.tail).store(fifo.taken, std::memory_order_release);
         std::string problem = post(words);
-        if (!problem.empty() && broken_.empty()) broken_ = "a descriptor is invalid: " + problem;
+        if (!problem.empty() && broken_.empty()) {
+          broken_ = "a descriptor is invalid: " + problem;
+          has_failed_ = true;
+        }
       }
     }
     return was_busy;
@@ -359,7 +398,7 @@ class Proxy {
     frame.received = link.received;
     if (link.unacknowledged.empty()) link.since = now();
     link.unacknowledged.push_back({frame, payload, source_region});
-    link.answered = link.received;
+    link.answer();
     send(peer, frame, payload);
     return "";
   }
@@ -404,8 +443,9 @@ class Proxy {
   void acknowledge() {
     for (int peer = 0; peer < world_; ++peer) {
       Link& link = links_[peer];
-      if (link.is_up && link.answered < link.received) {
-        link.answered = link.received;
+      bool is_due = link.received - link.answered >= kMaxOwed || now() - link.owed_since >= kAckSeconds;
+      if (link.is_up && link.answered < link.received && is_due) {
+        link.answer();
         send(peer, make(kAck, link.received), nullptr);
       }
     }
@@ -444,6 +484,7 @@ class Proxy {
   void fail(int peer, const std::string& why) {
     Link& link = links_[peer];
     if (link.failure.empty()) link.failure = why;
+    has_failed_ = true;
     link.is_up = false;
     link.unacknowledged.clear();
     link.early.clear();
@@ -565,14 +606,22 @@ class Proxy {
       polled.push_back({connection->fd, short(POLLIN | (writes ? POLLOUT : 0)), 0});
       served.push_back(connection.get());
     }
+    if (seconds > 0.0) {
+      is_asleep_ = true;
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      if (has_descriptors()) seconds = 0.0;
+    }
     timespec pause{time_t(seconds), long((seconds - time_t(seconds)) * 1e9)};
     lock.unlock();
+    ++calls_[kPolls];
     int ready = ppoll(polled.data(), polled.size(), &pause, nullptr);
+    is_asleep_ = false;
     lock.lock();
     if (ready <= 0) return false;
     bool was_busy = false;
     if (polled[0].revents) {
       uint64_t count;
+      ++calls_[kReceives];
       (void)!read(wakes_, &count, sizeof count);
     }
     if (polled[1].revents) accept_one();
@@ -611,6 +660,7 @@ class Proxy {
     while (!connection->is_closed && connection->is_open && !connection->outgoing.empty()) {
       iovec parts[2 * kBuffersAtOnce];
       size_t count = 0;
+      ssize_t asked = 0;
       uint64_t skip = connection->written;
       for (size_t index = 0; index < std::min(connection->outgoing.size(), kBuffersAtOnce); ++index) {
         Part& part = connection->outgoing[index];
@@ -626,9 +676,11 @@ class Proxy {
         }
         skip = 0;
       }
+      for (size_t index = 0; index < count; ++index) asked += parts[index].iov_len;
       msghdr message{};
       message.msg_iov = parts;
       message.msg_iovlen = count;
+      ++calls_[kSends];
       ssize_t sent = sendmsg(connection->fd, &message, MSG_NOSIGNAL);
       if (sent < 0) {
         if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return;
@@ -642,45 +694,63 @@ class Proxy {
         connection->written -= whole;
         connection->outgoing.pop_front();
       }
+      if (sent < asked) return;  // its buffer is full
     }
   }
 
+  // Receives what has come, up to some reads, so that others have their turn. A read takes the rest of a payload to its
+  // place, and the frames behind it, if they are small, into the inbox.
   bool receive(Connection* connection) {
     static thread_local uint8_t discarded[1 << 16];
     for (size_t turn = 0; turn < kBuffersAtOnce; ++turn) {
-      uint8_t* into;
-      size_t room;
-      if (!connection->in_payload) {
-        into = reinterpret_cast<uint8_t*>(&connection->frame) + connection->filled;
-        room = sizeof(Frame) - connection->filled;
-      } else if (connection->target) {
-        into = connection->target + connection->filled;
-        room = connection->frame.size - connection->filled;
-      } else {
-        into = discarded;
-        room = std::min<uint64_t>(sizeof discarded, connection->frame.size - connection->filled);
-      }
-      ssize_t count = recv(connection->fd, into, room, 0);
-      if (count < 0) {
+      iovec parts[2];
+      size_t count = 0, room = connection->in_payload ? connection->frame.size - connection->filled : 0;
+      bool is_dropped = connection->in_payload && !connection->target;
+      if (is_dropped) room = std::min(room, sizeof discarded);
+      if (room) parts[count++] = {is_dropped ? discarded : connection->target + connection->filled, room};
+      parts[count++] = {connection->inbox, is_dropped ? 0 : kInboxBytes};
+      ++calls_[kReceives];
+      ssize_t got = readv(connection->fd, parts, count);
+      if (got < 0) {
         if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return true;
         throw Refused(strerror(errno));
       }
-      if (count == 0) throw Refused("the peer has closed it");
-      connection->filled += count;
-      if (!connection->in_payload && connection->filled == sizeof(Frame)) {
-        read_header(connection);
-        connection->in_payload = true;
-        connection->filled = 0;
+      if (got == 0) throw Refused("the peer has closed it");
+      size_t placed = std::min<size_t>(got, room);
+      connection->filled += placed;
+      connection->begin = 0;
+      connection->end = got - placed;
+      while (take_frame(connection)) {
       }
-      if (connection->in_payload && connection->filled == connection->frame.size) {
-        connection->in_payload = false;
-        connection->target = nullptr;
-        connection->filled = 0;
-        if (connection->frame.kind != kHello) arrived(connection->frame);
-        if (connection->is_closed) return true;  // it said goodbye
-      }
+      bool is_drained = size_t(got) < room + parts[count - 1].iov_len;
+      if (connection->is_closed || is_drained) return true;
     }
     return true;
+  }
+
+  // Takes from the inbox what belongs to the current frame. Returns whether it is whole, and another may follow.
+  bool take_frame(Connection* connection) {
+    auto take = [&](uint8_t* to, size_t room) {
+      size_t count = std::min(room, connection->end - connection->begin);
+      if (to) memcpy(to, connection->inbox + connection->begin, count);
+      connection->begin += count;
+      connection->filled += count;
+    };
+    if (!connection->in_payload) {
+      take(reinterpret_cast<uint8_t*>(&connection->frame) + connection->filled, sizeof(Frame) - connection->filled);
+      if (connection->filled < sizeof(Frame)) return false;
+      read_header(connection);
+      connection->in_payload = true;
+      connection->filled = 0;
+    }
+    uint8_t* target = connection->target;
+    take(target ? target + connection->filled : nullptr, connection->frame.size - connection->filled);
+    if (connection->filled < connection->frame.size) return false;
+    connection->in_payload = false;
+    connection->target = nullptr;
+    connection->filled = 0;
+    if (connection->frame.kind != kHello) arrived(connection->frame);
+    return !connection->is_closed;  // it may have said goodbye
   }
 
   void read_header(Connection* connection) {
@@ -723,7 +793,7 @@ class Proxy {
     forget_received(link, frame.received);
     link.is_up = true;
     link.since = now();
-    link.answered = link.received;
+    link.answer();
     for (auto& sent : link.unacknowledged) {
       sent.frame.received = link.received;
       connection->outgoing.push_back({sent.frame, sent.payload});
@@ -744,6 +814,7 @@ class Proxy {
   [[noreturn]] void refuse(const Frame& frame, const std::string& why) {
     Link& link = links_[frame.source];
     if (link.failure.empty()) link.failure = "a frame of it is invalid: " + why;
+    has_failed_ = true;
     throw Refused(why);
   }
 
@@ -776,6 +847,7 @@ class Proxy {
       Early ready = link.early.begin()->second;
       link.early.erase(link.early.begin());
       ++link.received;
+      if (link.owed_since == 0.0) link.owed_since = now();
       auto found = regions_.find(ready.region);
       if (found != regions_.end()) count(found->second.whole, found->second, frame.source, ready.signal);
     }
@@ -790,6 +862,8 @@ class Proxy {
   std::thread thread_;
   bool is_closing_ = false;
   double checked_ = 0.0;
+  std::atomic<uint64_t> calls_[kCalls] = {}, asked_ = 0;  // asked_: to wake
+  std::atomic<bool> is_asleep_ = false, has_failed_ = false;
   std::vector<Link> links_;
   std::map<uint64_t, Region> regions_;
   uint64_t known_ = 0;
@@ -837,6 +911,7 @@ EXPORT int proxy_failure(void* proxy, int peer, char* text, int room) {
   memcpy(text, found.data(), length);
   return length;
 }
+EXPORT void proxy_count_calls(void* proxy, uint64_t* counts) { static_cast<Proxy*>(proxy)->count_calls(counts); }
 EXPORT void proxy_break_connection(void* proxy, int peer) { static_cast<Proxy*>(proxy)->break_connection(peer); }
 EXPORT void proxy_close(void* proxy, double seconds) { static_cast<Proxy*>(proxy)->close(seconds); }
 EXPORT void proxy_free(void* proxy) { delete static_cast<Proxy*>(proxy); }

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans which table is whole, cut or replicated, and where, from a GPU's rates of rows; imports no torch.
+
+plan_tables     searches for the placement whose slowest rank is the fastest, within a limit of memory
+TableRates      rows a second by their size, and links; `TableRates.of_cluster` of a machine
+TablePlan       the placement, each rank's load, and what the search has changed and why
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from operator import add, sub
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stretto.quantities import show_bytes
+from stretto.recommendation.placement import QUANTUM, ShardingKind, TablePlacement, TableSize, check_sizes
+
+if TYPE_CHECKING:
+    from stretto.cluster import Cluster
+
+_FP32, _INDEX = 4, 8  # bytes
+STATES = {"sgd": (0, 0), "rowwise-adagrad": (1, 0), "full-adagrad": (0, 1), "adam": (0, 2)}
+"""How many states an optimizer has of a row, and of a number."""
+
+_GAIN = 0.002  # the least part of `_Placed.key` by which a change has to lower it
+
+
+_TRIED = 4  # tables of the slowest rank whose other kinds are tried, and how many of these are tried with swaps
+
+
+@dataclass(frozen=True)
+class RowRate:
+    """Measured rows a second of a size: looked up, and updated (gradients summed, an optimizer's step)."""
+
+    row_bytes: int
+    looked_up: float
+    updated: float
+
+
+# lab/results/embedding, 8192 x 64 x 128 x 70 and 8192 x 256 x 256 x 70: the look-up alone, and the batched backward
+# pass with its update less its exchange.
+H200_ROWS = (RowRate(512, 11.77e9, 2.57e9), RowRate(1024, 4.99e9, 1.33e9))
+
+
+@dataclass(frozen=True)
+class TableRates:
+    """Rates of a GPU and its links: rows a second, ascending by size; bytes/s of memory, and of a GPU's links in its
+    node and between nodes."""
+
+    rows: tuple[RowRate, ...] = H200_ROWS
+    memory: float = 4.8e12
+    in_node: float = 325e9
+    between_nodes: float = 50e9
+    source: str = "4x H200, lab/results/embedding"
+
+    @classmethod
+    def of_cluster(cls, cluster: "Cluster") -> "TableRates":
+        """Rates of a machine. Rows are H200's, measured, by the ratio of the memories' bandwidths."""
+        memory = cluster.require("gpu.memory_bandwidth")
+        of_node = cluster.measured_in_node_bandwidth(1, min(4, cluster.gpus_per_node)) or cluster.in_node.bandwidth
+        between = (cluster.inter_node_bandwidth or 0.0) / cluster.gpus_per_node
+        ratio = memory / cls.memory
+        rows = tuple(RowRate(one.row_bytes, one.looked_up * ratio, one.updated * ratio) for one in H200_ROWS)
+        measured = cls.source if ratio == 1 else f"{cls.source}, times {ratio:.2f} for its memory's bandwidth"
+        links = of_node or between or cluster.require("in_node.bandwidth")
+        return cls(rows, memory, links, between or links, measured)
+
+    def seconds_a_row(self, row_bytes: float) -> tuple[float, float]:
+        """Seconds to look a row up, and to update it.
+
+        Between measured sizes along a line; longer rows take as many bytes a second as the longest measured ones, and
+        shorter ones as long as a quarter of the shortest one at least: a row is a transaction.
+        """
+        first, last = self.rows[0], self.rows[-1]
+        if row_bytes <= first.row_bytes or len(self.rows) == 1:
+            part = max(row_bytes / first.row_bytes, 0.25)
+            return part / first.looked_up, part / first.updated
+        if row_bytes >= last.row_bytes:
+            part = row_bytes / last.row_bytes
+            return part / last.looked_up, part / last.updated
+        low, high = next(two for two in pairwise(self.rows) if two[1].row_bytes >= row_bytes)
+        part = (row_bytes - low.row_bytes) / (high.row_bytes - low.row_bytes)
+        return (
+            (1 - part) / low.looked_up + part / high.looked_up,
+            (1 - part) / low.updated + part / high.updated,
+        )
+
+
+class RankLoad(NamedTuple):
+    """A rank's load in a step. memory: bytes of tables and states. sent: bytes to ranks of its node, and of others,
+    of the forward pass; the backward pass brings as many back. shared: seconds of replicated tables."""
+
+    memory: float = 0.0
+    look_up: float = 0.0
+    update: float = 0.0
+    sent: float = 0.0
+    sent_between: float = 0.0
+    shared: float = 0.0
+
+    def plus(self, other: "RankLoad") -> "RankLoad":
+        """The load with another one."""
+        return RankLoad(*map(add, self, other))
+
+    def minus(self, other: "RankLoad") -> "RankLoad":
+        """The load without another one."""
+        return RankLoad(*map(sub, self, other))
+
+    def seconds(self, rates: TableRates) -> float:
+        """Of a step: the exchange hides under the look-up, its way back comes before the update."""
+        exchange = self.sent / rates.in_node + self.sent_between / rates.between_nodes
+        return max(self.look_up, exchange) + exchange + self.update + self.shared
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """How a table is placed: its kind, on so many ranks."""
+
+    kind: ShardingKind = "table"
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return self.kind if self.kind in ("table", "replicated") else f"{self.kind} x {self.ranks}"
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """A placement with each rank's load, and the changes that the search made from whole tables, with reasons."""
+
+    placement: TablePlacement
+    loads: tuple[RankLoad, ...]
+    rates: TableRates
+    reasons: tuple[str, ...]
+
+    @cached_property
+    def seconds(self) -> tuple[float, ...]:
+        """Predicted seconds of each rank's tables in a step."""
+        return tuple(load.seconds(self.rates) for load in self.loads)
+
+    @property
+    def imbalance(self) -> float:
+        """By how much the slowest rank is above the mean: 0 if all are even."""
+        return max(self.seconds) * len(self.seconds) / sum(self.seconds) - 1
+
+    def explain(self) -> str:
+        """The placement, a line a rank with its time, and the reasons."""
+        lines = self.placement.explain().splitlines()
+        lines = [
+            f"{line}; {seconds * 1e3:.3g} ms, {show_bytes(load.sent + load.sent_between)} sent"
+            for line, load, seconds in zip(lines, self.loads, self.seconds, strict=False)
+        ] + lines[len(self.loads) :]
+        return "\n".join(
+            [*lines, f"slowest rank {self.imbalance:.1%} above the mean; rates: {self.rates.source}", *self.reasons]
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan for machines."""
+        placement = self.placement
+        kinds = [placement.kind(table) for table in range(len(placement.tables))]
+        ranks = [
+            {
+                "tables": list(placement.owned[rank]), "seconds": seconds, "memory_bytes": load.memory,
+                "sent_bytes": load.sent + load.sent_between, "look_up_seconds": load.look_up,
+                "update_seconds": load.update,
+            }
+            for rank, (load, seconds) in enumerate(zip(self.loads, self.seconds, strict=True))
+        ]  # fmt: skip
+        return {
+            "kinds": kinds, "ranks": ranks, "imbalance": self.imbalance, "reasons": list(self.reasons),
+            "rates": self.rates.source,
+        }  # fmt: skip
+
+
+def plan_tables(
+    tables: Sequence[TableSize],
+    ranks: int,
+    *,
+    batch: int = 65536,
+    itemsize: int = 4,
+    optimizer: str = "rowwise-adagrad",
+    clips: bool = False,
+    rates: TableRates | None = None,
+    ranks_per_node: int | None = None,
+    memory: float | None = None,
+) -> TablePlan:
+    """Search for the kinds and ranks of tables with which the slowest rank is the fastest. Deterministic.
+
+    batch: global. itemsize: bytes of a number. optimizer, clips (rows' gradients): what needs whole rows excludes cuts
+    by columns. memory: bytes of a rank for tables and states; default: twice an even share. Starts from whole tables,
+    the longest first to the rank where it adds least; then, while it gains, changes the kind of a table of the slowest
+    rank and places all anew. ValueError without tables or ranks, and if not even cut tables fit into the memory.
+    """
+    check_sizes(tables, ranks)
+    if batch < 1 or optimizer not in STATES:
+        raise ValueError(f"batch is {batch} and optimizer {optimizer!r}: at least 1, and one of {', '.join(STATES)}")
+    search = _TableSearch(
+        tuple(tables), ranks, batch, itemsize, optimizer, rates or TableRates(), ranks_per_node or ranks
+    )
+    limit = 2 * search.even_memory() if memory is None else memory
+    choices = [_Choice()] * len(tables)
+    reasons, best = list[str](), search.place(choices, limit, swaps=True)
+    rows_only = optimizer == "rowwise-adagrad" or clips
+    while True:
+        slowest = best.slowest
+        options = [
+            [*choices[:table], choice, *choices[table + 1 :]]
+            for table in best.tables_of(slowest)[:_TRIED]
+            for choice in search.options(table, rows_only=rows_only)
+            if choice != choices[table]
+        ]
+        options.sort(key=lambda option: search.place(option, limit, swaps=False).key)
+        tried = [(search.place(option, limit, swaps=True), option) for option in options[:_TRIED]]
+        found, option = min(tried, key=lambda one: one[0].key, default=(best, choices))
+        if not found.is_better(best):
+            break
+        table = next(number for number, choice in enumerate(option) if choice != choices[number])
+        reasons.append(
+            f"table {table}: {choices[table]} -> {option[table]}, for it was on the slowest rank, {slowest}: "
+            f"{best.seconds * 1e3:.3g} ms -> {found.seconds * 1e3:.3g} ms"
+        )
+        best, choices = found, option
+    if memory is not None and best.excess > 0:
+        raise ValueError(
+            f"the tables and their states do not fit into {show_bytes(memory)} a rank, even if they are cut: "
+            f"{show_bytes(max(load.memory for load in best.loads))} a rank would do, or more ranks"
+        )
+    kinds = tuple(choice.kind for choice in choices)
+    placement = TablePlacement(tuple(tables), best.owned, () if set(kinds) == {"table"} else kinds)
+    return TablePlan(placement, best.loads, search.rates, tuple(reasons))
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Tables with choices, placed on ranks."""
+
+    owned: tuple[tuple[int, ...], ...]
+    loads: tuple[RankLoad, ...]
+    times: tuple[float, ...]
+    excess: float  # bytes above the limit, of all ranks
+    parts: dict[int, float]  # seconds of each table's shards
+
+    @property
+    def seconds(self) -> float:
+        return max(self.times)
+
+    @property
+    def slowest(self) -> int:
+        return self.times.index(self.seconds)
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Nearly the slowest rank's time; of two that are equally slow, making one faster counts, too."""
+        return self.excess, sum(seconds**8 for seconds in self.times) ** 0.125
+
+    def is_better(self, other: "_Placed") -> bool:
+        return self.excess < other.excess or self.key[1] < (1 - _GAIN) * other.key[1]
+
+    def tables_of(self, rank: int) -> list[int]:
+        """A rank's tables, those that take longest first."""
+        return sorted(self.owned[rank], key=lambda table: (-self.parts[table], table))
+
+
+@dataclass(frozen=True)
+class _TableSearch:
+    tables: tuple[TableSize, ...]
+    ranks: int
+    batch: int
+    itemsize: int
+    optimizer: str
+    rates: TableRates
+    ranks_per_node: int
+
+    def even_memory(self) -> float:
+        """Bytes of a rank if all tables and states were shared out evenly."""
+        return sum(self._memory(size.rows, size.dim) for size in self.tables) / self.ranks
+
+    def options(self, table: int, *, rows_only: bool) -> list[_Choice]:
+        """All ways to place a table."""
+        size, counts = self.tables[table], range(2, self.ranks + 1)
+        if self.ranks > 8:
+            counts = sorted({1 << power for power in range(1, self.ranks.bit_length())} | {self.ranks})  # type: ignore[assignment]
+        found = [_Choice(), _Choice("replicated", self.ranks)]
+        for count in counts:
+            if count <= min(self.ranks, size.rows):
+                found.append(_Choice("row", count))
+                if count <= self.ranks_per_node < self.ranks:
+                    found.append(_Choice("table-row", count))
+            if count <= min(self.ranks, size.dim // QUANTUM) and not rows_only:
+                found.append(_Choice("column", count))
+        return found
+
+    def place(self, choices: Sequence[_Choice], limit: float, *, swaps: bool) -> _Placed:
+        """Place tables: those that take longest first, each shard on another rank, where the rank's time is least.
+
+        swaps: then swap shards of the slowest rank for others', while that helps.
+        """
+        base = RankLoad()
+        shards: dict[int, RankLoad] = {}
+        for table, choice in enumerate(choices):
+            if choice.kind == "replicated":
+                base = base.plus(self._replica(table))
+            else:
+                shards[table] = self._shard(table, choice)
+        loads, owned = [base] * self.ranks, [list[int]() for _ in range(self.ranks)]
+        parts = {table: load.seconds(self.rates) for table, load in shards.items()}
+        for table in sorted(shards, key=lambda table: (-parts[table], -shards[table].memory, table)):
+            after = [load.plus(shards[table]) for load in loads]
+            keys = [(max(one.memory - limit, 0), one.seconds(self.rates), one.memory) for one in after]
+            chosen = sorted(range(self.ranks), key=lambda rank: (keys[rank], rank))[: choices[table].ranks]
+            if choices[table].kind == "table-row":
+                chosen = self._in_node(keys, choices[table].ranks)
+            for rank in chosen:
+                loads[rank] = after[rank]
+                owned[rank].append(table)
+        # Each rank also receives its samples' vectors of all shards, and waits for them.
+        width = sum(self._columns(table, choices[table]) * choices[table].ranks for table in shards)
+        is_free = [choice.kind != "table-row" for choice in choices]
+        while swaps and self._swap(shards, loads, owned, width, limit, is_free):
+            pass
+        times = tuple(self._seconds(load, width) for load in loads)
+        excess = sum(max(load.memory - limit, 0) for load in loads)
+        return _Placed(tuple(tuple(sorted(of_rank)) for of_rank in owned), tuple(loads), times, excess, parts)
+
+    def _swap(
+        self,
+        shards: Mapping[int, RankLoad],
+        loads: list[RankLoad],
+        owned: list[list[int]],
+        width: float,
+        limit: float,
+        is_free: Sequence[bool],
+    ) -> bool:
+        """Swap a shard of the slowest rank for a smaller one, or none, of another, if both are then faster than it was.
+
+        The longest first; False if none is found.
+        """
+        times = [self._seconds(load, width) for load in loads]
+        slowest = times.index(max(times))
+        for rank in sorted(range(self.ranks), key=lambda rank: (times[rank], rank)):
+            for table in sorted(owned[slowest], key=lambda table: (-shards[table].update, table)):
+                for other in (None, *owned[rank]):
+                    if table in owned[rank] or other in owned[slowest] or not is_free[table]:
+                        continue
+                    given = RankLoad() if other is None else shards[other]
+                    if other is not None and not is_free[other]:
+                        continue
+                    there = loads[rank].plus(shards[table]).minus(given)
+                    here = loads[slowest].plus(given).minus(shards[table])
+                    most = max(self._seconds(there, width), self._seconds(here, width))
+                    if most < (1 - _GAIN) * times[slowest] and max(there.memory, here.memory) <= limit:
+                        loads[rank], loads[slowest] = there, here
+                        owned[slowest].remove(table)
+                        owned[rank].append(table)
+                        if other is not None:
+                            owned[rank].remove(other)
+                            owned[slowest].append(other)
+                        return True
+        return False
+
+    def _in_node(self, keys: Sequence[tuple[float, ...]], count: int) -> list[int]:
+        """The ranks of one node whose slowest is the fastest."""
+        nodes = [
+            sorted(range(first, min(first + self.ranks_per_node, self.ranks)), key=lambda rank: (keys[rank], rank))
+            for first in range(0, self.ranks, self.ranks_per_node)
+        ]
+        return min((node[:count] for node in nodes if len(node) >= count), key=lambda node: keys[node[-1]])
+
+    def _seconds(self, load: RankLoad, width: float) -> float:
+        received = self._spread(self.batch / self.ranks * width * self.itemsize)
+        most = RankLoad(
+            load.memory, load.look_up, load.update, max(load.sent, received[0]), max(load.sent_between, received[1]),
+            load.shared,
+        )  # fmt: skip
+        return most.seconds(self.rates)
+
+    def _columns(self, table: int, choice: _Choice) -> float:
+        return self.tables[table].dim / (choice.ranks if choice.kind == "column" else 1)
+
+    def _spread(self, num_bytes: float) -> tuple[float, float]:
+        """The bytes of all samples that go to other ranks of the node, and to other nodes."""
+        inside = min(self.ranks_per_node, self.ranks)
+        return num_bytes * (inside - 1) / self.ranks, num_bytes * (self.ranks - inside) / self.ranks
+
+    def _memory(self, rows: float, columns: float) -> float:
+        of_row, of_number = STATES[self.optimizer]
+        return rows * columns * (self.itemsize + of_number * _FP32) + rows * of_row * _FP32
+
+    def _shard(self, table: int, choice: _Choice) -> RankLoad:
+        """The load of one of a table's equal shards."""
+        size, columns = self.tables[table], self._columns(table, choice)
+        part = 1 / choice.ranks if choice.kind in ("row", "table-row") else 1.0
+        look_up, update = self.rates.seconds_a_row(columns * self.itemsize)
+        rows = self.batch * size.pooling * part
+        vectors = self.batch * columns * self.itemsize
+        inside, between = self._spread(vectors + rows * _INDEX)
+        return RankLoad(
+            self._memory(size.rows * part, columns),
+            rows * look_up + vectors / self.rates.memory,
+            rows * update + vectors / self.rates.memory,
+            inside,
+            between,
+        )
+
+    def _replica(self, table: int) -> RankLoad:
+        """The load of a replicated table: its part of the batch, and its gradient of all ranks, summed and applied."""
+        size = self.tables[table]
+        look_up, update = self.rates.seconds_a_row(size.dim * self.itemsize)
+        rows = self.batch / self.ranks * size.pooling
+        gradient = size.rows * (size.dim + 1) * _FP32
+        link = self.rates.in_node if self.ranks_per_node >= self.ranks else self.rates.between_nodes
+        shared = gradient * ((self.ranks - 1) / link + (self.ranks + 4) / self.rates.memory)
+        return RankLoad(self._memory(size.rows, size.dim), rows * look_up, rows * update, 0.0, 0.0, shared)
