@@ -426,27 +426,25 @@ class TwoLevelGroup:
     def _agree(self, ranks_per_node: int | None, same: tuple[object, ...]) -> Nodes:
         """Exchange hosts and arguments between all ranks; return the nodes. ValueError where arguments differ."""
         what = f"(ranks_per_node, (links, part_bytes, algorithms, parts, intra, inter)) = {(ranks_per_node, same)}"
-        everyone = [
-            (*given.rsplit(" ", 1), host)
-            for given, host in exchange_hosts(self._group, self._timeout, f"{what} {_count_groups()}")
-        ]
-        self._most_groups = max(int(count) for _, count, _ in everyone)
-        for rank, (other, *_) in enumerate(everyone):
-            if other != everyone[0][0]:
+        given, hosts = zip(*exchange_hosts(self._group, self._timeout, f"{what} {_count_groups()}"), strict=True)
+        same_of, counts = zip(*(each.rsplit(" ", 1) for each in given), strict=True)
+        self._most_groups = max(map(int, counts))
+        for rank, other in enumerate(same_of):
+            if other != same_of[0]:
                 raise ValueError(
-                    f"rank {rank} was given {other}, and rank 0 {everyone[0][0]}: all ranks must be given the same"
+                    f"rank {rank} was given {other}, and rank 0 {same_of[0]}: all ranks must be given the same"
                 )
         if ranks_per_node is not None:
             return Nodes.of_consecutive(self.world, ranks_per_node)
-        return find_nodes([host for *_, host in everyone])
+        return find_nodes(list(hosts))
 
     def _make_alike(self, members: list[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
         """Make a sub-group under one name: torch names it by how many groups a rank has, so those with fewer groups
         have some of this rank alone meanwhile."""
-        here, local = [dist.get_rank()], {"timeout": limit, "use_local_synchronization": True}
+        make = partial(dist.new_group, timeout=limit, use_local_synchronization=True)
         missing = self._most_groups + len(self._sub_groups) - _count_groups()
-        extra = [dist.new_group(here, backend="gloo", **local) for _ in range(missing)]
-        made: dist.ProcessGroup = dist.new_group(members, backend=backend, **local)
+        extra = [make([dist.get_rank()], backend="gloo") for _ in range(missing)]
+        made: dist.ProcessGroup = make(members, backend=backend)
         for group in extra:
             dist.destroy_process_group(group)
         return made
