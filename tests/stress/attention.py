@@ -11,8 +11,8 @@ from tests.ops.attention.whole import Case, see
 from stretto import ops
 from stretto.ops.attention import list_chunks
 from stretto.ops.joint.registry import name_schedule
-from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.operators import check_workspaces, poison_workspaces
+from stretto.stress.catalogue import Check, Configuration
+from stretto.stress.operators import WorkspaceCase
 from stretto.stress.team import Team
 
 ENTRIES = 4
@@ -21,7 +21,7 @@ _SHARP = 16.0  # a query's score of its own key is higher than all others by hun
 _KERNELS = ("tiles.calls.begin_call", "tiles.signals.wait_for_all", "ops.attention.merge.merge_rows")
 
 
-class AttentionCase(StressCase):
+class AttentionCase(WorkspaceCase):
     """Queries that each see one key alone, drawn among those that the mask shows: so results and gradients are exact.
 
     A key is its position's bits, as 1 and -1, repeated; a query is a multiple of its key. The output is the key's
@@ -69,14 +69,6 @@ class AttentionCase(StressCase):
             out = ops.context_attention(*leaves, self._team.group, **self._options)
         found = out.detach(), *torch.autograd.grad(out, leaves, grad)
         return [Check(one, right) for one, right in zip(found, self._expected[entry], strict=True)]
-
-    def poison(self) -> None:
-        """Fill the workspaces with poison."""
-        poison_workspaces(self._team)
-
-    def check(self) -> None:
-        """Raise the error that the device has reported."""
-        check_workspaces(self._team)
 
 
 def list_configurations() -> list[Configuration]:

@@ -13,8 +13,8 @@ from stretto.ops import moe
 from stretto.ops.moe.grouped.matmul import compute_product
 from stretto.ops.moe.permutation import sum_copies
 from stretto.ops.moe.places import find_places
-from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.operators import check_workspaces, poison_workspaces
+from stretto.stress.catalogue import Check, Configuration
+from stretto.stress.operators import WorkspaceCase
 from stretto.stress.team import Team, is_exact
 
 ENTRIES = 6
@@ -37,7 +37,7 @@ _ARRIVALS = (
 )
 
 
-class ExchangeCase(StressCase):
+class ExchangeCase(WorkspaceCase):
     """A layer whose experts multiply a token by their number, forward and backward, of small whole numbers.
 
     Entries differ in their routing: to any experts, to those of one rank, or to one expert of each token's rank; and,
@@ -94,13 +94,9 @@ class ExchangeCase(StressCase):
         experts = torch.searchsorted(sent.offsets[1:], numbers, right=True).clamp(max=LOCAL - 1)
         return sent.rows * (experts + self._team.rank * LOCAL + 1).to(sent.rows.dtype)[:, None]
 
-    def poison(self) -> None:
-        """Fill the workspaces with poison."""
-        poison_workspaces(self._team)
-
     def check(self) -> None:
         """Raise the error that the device has reported."""
-        check_workspaces(self._team)
+        super().check()
         if self._max_rows is not None:
             moe.check_rows(self._team.group)
 

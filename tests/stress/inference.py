@@ -12,7 +12,7 @@ from torch import Tensor
 from stretto import ops
 from stretto.ops.row_sums.norm import Norm, normalize_by_torch
 from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.operators import agree, check_workspaces, poison_workspaces
+from stretto.stress.operators import WorkspaceCase, agree
 from stretto.stress.team import Team, is_exact
 
 ENTRIES = 6
@@ -24,7 +24,7 @@ _NORM = "ops.row_sums.norm.add_and_normalize"
 _PAGED = tuple(f"ops.decoding.paged_kernels.{name}" for name in ("attend_singles", "merge_splits", "attend_chunks"))
 
 
-class SumCase(StressCase):
+class SumCase(WorkspaceCase):
     """Calls on whole numbers, whose sums are exact. Norms are checked where they are invariant: exact, too."""
 
     entries = ENTRIES
@@ -79,14 +79,6 @@ class SumCase(StressCase):
                         x, self._weight, residual, self._norm_weight, group, eps=EPS, **options
                     )
         return [Check(found[1], added), *([Check(found[0], normed)] if self._is_invariant else [])]
-
-    def poison(self) -> None:
-        """Fill the workspaces with poison."""
-        poison_workspaces(self._team)
-
-    def check(self) -> None:
-        """Raise the error that the device has reported."""
-        check_workspaces(self._team)
 
 
 class PagedCase(StressCase):

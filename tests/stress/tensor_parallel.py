@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from stretto.ops import moe
-from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.operators import check_workspaces, poison_workspaces
+from stretto.stress.catalogue import Check, Configuration
+from stretto.stress.operators import WorkspaceCase
 from stretto.stress.team import Team, is_exact
 
 ENTRIES = 6
@@ -20,7 +20,7 @@ _KERNELS = (
 )
 
 
-class TensorParallelCase(StressCase):
+class TensorParallelCase(WorkspaceCase):
     """Both halves of a layer and their gradients, of small whole numbers of which bf16 holds all sums exactly.
 
     Entries differ in their routing, to any experts or all to one, and in the ranks' number of tokens.
@@ -82,14 +82,6 @@ class TensorParallelCase(StressCase):
         results = out.detach(), of_x, of_weights, of_up, of_down
         pairs = zip(results, self._expected[entry], strict=True)
         return [Check(one.contiguous(), right.to(one.dtype)) for one, right in pairs]
-
-    def poison(self) -> None:
-        """Fill the workspaces with poison."""
-        poison_workspaces(self._team)
-
-    def check(self) -> None:
-        """Raise the error that the device has reported."""
-        check_workspaces(self._team)
 
 
 def list_configurations() -> list[Configuration]:

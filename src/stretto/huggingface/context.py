@@ -8,7 +8,7 @@ import inspect
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,22 +32,8 @@ _DEPENDS_ON_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the longest position, which differs between ranks."""
 
 
-class Attend(Protocol):
-    """`stretto.parallel`'s attention of this rank's queries to the keys and values of all ranks of context."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        documents: Tensor | None = None,
-        sinks: Tensor | None = None,
-        layout: Layout | None = None,
-        is_gathered: bool = False,
-    ) -> Tensor: ...
+Attend = Callable[..., Tensor]
+"""`stretto.parallel`'s attention of this rank's queries to keys of all ranks of context: `SequenceParts.attend`."""
 
 
 def attentions_of(model: nn.Module) -> list[nn.Module]:

@@ -14,7 +14,7 @@ through torch.
 import ctypes
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -186,31 +186,10 @@ class SideStream:
         torch._C._cuda_setStream(*self._before.pop())
 
 
-class CopyStreams(Protocol):
-    """The streams of a call: "caller", the stream that was current at `fork`, and `SIDE_STREAMS`."""
-
-    def fork(self) -> None:
-        """Have the side streams go on after what the caller's stream has."""
-
-    def handle(self, stream: str) -> int:
-        """The handle of a stream, to launch on."""
-
-    def mark(self, event: Hashable, stream: str) -> None:
-        """Record an event on a stream; its name may be used again once `follow` has been called for it."""
-
-    def follow(self, event: Hashable, stream: str) -> None:
-        """Have a stream wait for an event."""
-
-    def copy(self, target: int, source: int, num_bytes: int, stream: str) -> None:
-        """Copy between addresses of GPUs that this one can reach, on a stream."""
-
-    def join(self) -> None:
-        """Have the caller's stream go on after the side streams."""
-
-
 class CudaCopyStreams:
-    """CUDA streams for copies. Works under graph capture: the streams fork from the caller's and join it.
+    """The streams of a call: "caller", the stream that was current at `fork`, and `SIDE_STREAMS`.
 
+    They work under graph capture: the side streams fork from the caller's and join it.
     Events go through the driver: torch's own take the host several times as long.
     """
 

@@ -115,6 +115,27 @@ def require_same(own: tuple[int, int, str], other: tuple[int, int, str], rank: i
     raise ValueError(f"all ranks must allocate the same: rank {rank} asks for {asked[0]}, rank {peer} for {asked[1]}")
 
 
+def count_groups() -> int:
+    """The process groups that this rank has."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def make_local_group(members: list[int], backend: str, limit: timedelta, groups: int) -> dist.ProcessGroup:
+    """Make a group of these ranks, by their numbers in the job; only they call it.
+
+    groups: at least as many as `count_groups` of each of them. torch names such a group by how many groups a rank has,
+    so those with fewer have some of this rank alone meanwhile.
+    """
+    here = [dist.get_rank()]
+    extra = [
+        dist.new_group(here, limit, "gloo", use_local_synchronization=True) for _ in range(groups - count_groups())
+    ]
+    made: dist.ProcessGroup = dist.new_group(members, limit, backend, use_local_synchronization=True)
+    for group in extra:
+        dist.destroy_process_group(group)
+    return made
+
+
 def is_debugging() -> bool:
     """Check whether ranks compare all calls before they make them: STRETTO_DEBUG is set, and not to 0."""
     return os.environ.get("STRETTO_DEBUG", "") not in ("", "0")

@@ -59,8 +59,11 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
                 taken = states.get(name)
                 if taken is None or taken[0] is not parameter:
                     is_outdated = True
-                    if parameter.requires_grad and not has_layout(parameter):
-                        check_is_sharded(prefix + name, parameter)
+                    if not has_layout(parameter):
+                        if getattr(module, "reduces_own_gradients", False):  # stretto.recommendation's tables
+                            continue
+                        if parameter.requires_grad:
+                            check_is_sharded(prefix + name, parameter)
                 elif taken[1] is not getattr(parameter, "_local_tensor", None) or taken[2] != parameter.requires_grad:
                     is_outdated = True
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recommendation models: DLRM, whose embedding tables are distributed over ranks.
+"""Recommendation models: embedding tables that are distributed over ranks; DLRM.
+
+`KeyedJaggedTensor`, `EmbeddingBagCollection`, `EmbeddingCollection` and their configs are TorchRec's, in plain PyTorch;
+`distribute_embeddings` distributes the tables of any model that has these, TorchRec's own or torch's embeddings.
 
 `DLRM` and `DLRMConfig` are the model in plain PyTorch. `distribute_tables` places tables on ranks, whole by
 `place_tables`, or also cut and replicated by `plan_tables`, and replicates the MLPs. data: click logs. training: what
@@ -13,6 +16,16 @@ from typing import TYPE_CHECKING
 from stretto.lazy import attach
 
 if TYPE_CHECKING:
+    from stretto.recommendation.distribution import distribute_embeddings
+    from stretto.recommendation.embedding_collections import (
+        DataType,
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        EmbeddingCollection,
+        EmbeddingConfig,
+        PoolingType,
+    )
+    from stretto.recommendation.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from stretto.recommendation.model import DLRM
     from stretto.recommendation.model_config import DLRMConfig
     from stretto.recommendation.placement import TablePlacement, TableSize, place_tables
@@ -23,11 +36,21 @@ if TYPE_CHECKING:
 __all__ = [
     "DLRM",
     "DLRMConfig",
+    "DataType",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "PoolingType",
     "ShardedTables",
     "TablePlacement",
     "TablePlan",
     "TableRates",
     "TableSize",
+    "distribute_embeddings",
     "distribute_tables",
     "distributed_state",
     "place_tables",

@@ -6,7 +6,8 @@ in training knows of the operator, except what has its backward pass update the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal, get_args
 
@@ -20,6 +21,7 @@ from stretto.parallel.comm.collectives import all_to_all, collective
 from stretto.parallel.comm.kept_outputs import keep_output
 
 Implementation = Literal["auto", "kernel", "library"]
+PoolingMode = Literal["sum", "mean"]
 
 
 @dataclass(frozen=True)
@@ -28,21 +30,51 @@ class TableLookups:
 
     indices: [total], rows of the rank's first table for all samples, then of its second. offsets: [tables x global
     batch + 1], where each bag begins. ends: offsets[::global batch] on the host, where each table's begin. batch: the
-    global batch. replicated: this rank's samples' look-ups in the tables that every rank has, if there are any.
+    global batch. weights: [total], a factor for each index. counts: how many indices each rank has sent for each table,
+    [rank][table]. sizes: how many this rank has sent, for each table of all ranks. replicated: this rank's samples'
+    look-ups in the tables that every rank has, if there are any.
     """
 
     indices: Tensor
     offsets: Tensor
     ends: tuple[int, ...]
     batch: int
+    weights: Tensor | None = None
+    counts: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[int, ...] = ()
     replicated: "TableLookups | None" = None
 
-    def pool(self, number: int, table: Tensor, *, sparse: bool = False) -> Tensor:
-        """Add up the bags' rows of the `number`th table by PyTorch's function: [batch, dim]."""
-        start, stop = self.ends[number : number + 2]
-        bags = self.offsets[number * self.batch : (number + 1) * self.batch + 1] - start
+    def pool(self, number: int, table: Tensor, mode: PoolingMode = "sum", *, sparse: bool = False) -> Tensor:
+        """Pool the bags' rows of the `number`th table by PyTorch's function: [batch, dim]."""
+        own = self.of_tables(number, number + 1)
+        weights = own.weights
+        if weights is not None:
+            if mode == "mean":  # which PyTorch's function refuses with weights
+                counts = own.offsets.diff()
+                weights = weights / counts.repeat_interleave(counts, output_size=len(weights))
+            mode, weights = "sum", weights.to(table.dtype)
         return F.embedding_bag(
-            self.indices[start:stop], table, bags, mode="sum", sparse=sparse, include_last_offset=True
+            own.indices,
+            table,
+            own.offsets,
+            mode=mode,
+            sparse=sparse,
+            per_sample_weights=weights,
+            include_last_offset=True,
+        )
+
+    def of_tables(self, first: int, last: int) -> "TableLookups":
+        """The look-ups in the tables from `first` to before `last`."""
+        if (first, last) == (0, len(self.ends) - 1):
+            return self
+        start, stop = self.ends[first], self.ends[last]
+        return TableLookups(
+            self.indices[start:stop],
+            self.offsets[first * self.batch : last * self.batch + 1] - start,
+            tuple(end - start for end in self.ends[first : last + 1]),
+            self.batch,
+            None if self.weights is None else self.weights[start:stop],
+            tuple(of_rank[first:last] for of_rank in self.counts),
         )
 
 
@@ -60,6 +92,15 @@ class FusedUpdate:
     blocks: tuple[Any, ...] = ()
     is_stochastic: bool = False
 
+    def of_tables(self, places: Sequence[int], count: int) -> "FusedUpdate":
+        """The update of these of the `count` tables; one may come several times."""
+        if [*places] == [*range(count)]:
+            return self
+        each = len(self.states) // count
+        states = tuple(state for place in places for state in self.states[place * each : (place + 1) * each])
+        settings = self.settings if self.settings.dim() == 1 else self.settings[[*places]]
+        return replace(self, settings=settings, states=states, blocks=tuple(self.blocks[place] for place in places))
+
 
 def pool_and_exchange(
     lookups: TableLookups,
@@ -71,28 +112,40 @@ def pool_and_exchange(
     operators: Any | None = None,
     name: str = "",
     update: FusedUpdate | None = None,
+    mode: PoolingMode = "sum",
+    sparse: bool = True,
 ) -> Tensor:
-    """Add up every bag's rows of its table, and return the local batch's vectors from all ranks' tables.
+    """Pool every bag's rows of its table, each times its weight if there are any, and return the local batch's vectors
+    from all ranks' tables.
 
     tables: this rank's, [rows, dim] each, of `dtype`; it may have none. dims: how wide the vectors of each rank's
     tables are together. operators: what `choose_operators` has chosen. name: another one for each set of tables of a
-    group. Returns [global batch / ranks, sum of dims] in order of rank, then table. Differentiable with respect to the
-    tables, with sparse gradients; with `update`, which takes the operator, the backward pass changes the tables
-    instead. Collective, forward and backward, also for a rank without a table.
+    group. mode: "mean" divides by the number of indices, weighted or not. Returns [global batch / ranks, sum of dims]
+    in order of rank, then table. Differentiable with respect to the weights and the tables, whose gradients are sparse
+    unless sparse=False; with `update`, which takes the operator, the backward pass changes the tables instead. The
+    operator gives weights no gradient: theirs takes one more exchange of the vectors' gradients. Collective, forward
+    and backward, also for a rank without a table.
     """
     if operators is not None:
-        if update is None or not torch.is_grad_enabled():
-            return _look_up(operators, lookups, tables, group, name)
-        how = operators.TableUpdate(**vars(update))
+        weights = None if lookups.weights is None else lookups.weights.detach()
+        arguments = lookups.indices, lookups.offsets, list(tables), group
+        options: dict[str, Any] = {"weights": weights, "mode": mode, "batch": lookups.batch, "name": name}
         with collective("embedding_all_to_all", group):
-            return operators.embedding_all_to_all_updating(
-                lookups.indices, lookups.offsets, list(tables), group, how, batch=lookups.batch, name=name
-            )
+            if update is None or not torch.is_grad_enabled():
+                pooled = operators.embedding_all_to_all(*arguments, sparse=sparse, **options)
+            else:
+                how = operators.TableUpdate(**vars(update))
+                pooled = operators.embedding_all_to_all_updating(*arguments, how, **options)
+        if lookups.weights is not None and lookups.weights.requires_grad:
+            pooled = _WeightGradients.apply(pooled, lookups.weights, lookups, tables, dims, group, mode)
+        return pooled
     if update is not None:
         raise ValueError("the library's path makes gradients, and updates no table by itself: update must be None")
-    pooled = _pool(lookups, tables, dtype)
+    pooled = _pool(lookups, tables, dtype, mode, sparse)
     if group.size() == 1:
         return pooled
+    if torch.is_grad_enabled() and not pooled.requires_grad:  # frozen tables, or none: all ranks make the backward pass
+        pooled.requires_grad_()
     return _ExchangePooled.apply(pooled, tuple(dims), group)
 
 
@@ -136,24 +189,100 @@ def _find_obstacle(dtype: torch.dtype, dims: Sequence[int]) -> str | None:
     return None
 
 
-def _look_up(
-    operators: Any, lookups: TableLookups, tables: Sequence[Tensor], group: dist.ProcessGroup, name: str
+def _pool(
+    lookups: TableLookups, tables: Sequence[Tensor], dtype: torch.dtype, mode: PoolingMode, sparse: bool
 ) -> Tensor:
-    with collective("embedding_all_to_all", group):
-        return operators.embedding_all_to_all(
-            lookups.indices, lookups.offsets, list(tables), group, batch=lookups.batch, name=name, sparse=True
-        )
-
-
-def _pool(lookups: TableLookups, tables: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """[global batch, dims of this rank's tables], table by table."""
     if not tables:
-        # It has an empty gradient: its backward pass participates in the exchange for which the others wait.
-        return torch.zeros(
-            lookups.batch, 0, dtype=dtype, device=lookups.indices.device, requires_grad=torch.is_grad_enabled()
-        )
-    pooled = [lookups.pool(number, table, sparse=True) for number, table in enumerate(tables)]
+        nothing = torch.zeros(lookups.batch, 0, dtype=dtype, device=lookups.indices.device)
+        # The backward pass goes on to the exchange of the weights, which all ranks make.
+        return nothing if lookups.weights is None else nothing + lookups.weights.sum().to(dtype)
+    pooled = [lookups.pool(number, table, mode, sparse=sparse) for number, table in enumerate(tables)]
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
+
+
+def exchange_parts(
+    parts: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup, needs_grad: bool
+) -> Tensor:
+    """All-to-all of numbers [sum of sends] to [sum of receives], whose gradients return; the latter on all ranks.
+
+    needs_grad: whether there will be a backward pass, on all ranks: also of one whose `parts` need no gradient.
+    """
+    needs_grad = needs_grad and torch.is_grad_enabled()
+    if not needs_grad or not parts.requires_grad:
+        parts = parts.detach().requires_grad_(needs_grad)
+    exchanged: Tensor = _ExchangeParts.apply(parts, tuple(receives), tuple(sends), group)
+    return exchanged
+
+
+class _ExchangeParts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, parts: Tensor, receives: tuple[int, ...], sends: tuple[int, ...], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.receives, ctx.sends, ctx.group = receives, sends, group
+        exchange = partial(all_to_all, parts.new_empty(sum(receives)), parts, receives, sends, group)
+        return keep_output("pooled exchange", exchange)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
+        returned = gradient.new_empty(sum(ctx.sends))
+        return all_to_all(returned, gradient.contiguous(), ctx.sends, ctx.receives, ctx.group), None, None, None
+
+
+class _WeightGradients(torch.autograd.Function):
+    """The operator's output, whose gradient is also sent to the owners of the tables for that of the weights.
+
+    Its backward pass comes before the operator's, which may change the tables.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pooled: Tensor,
+        weights: Tensor,
+        lookups: TableLookups,
+        tables: Sequence[Tensor],
+        dims: Sequence[int],
+        group: dist.ProcessGroup,
+        mode: PoolingMode,
+    ) -> Tensor:
+        ctx.lookups, ctx.tables, ctx.mode = lookups, [table.detach() for table in tables], mode
+        ctx.dims, ctx.group, ctx.own_dim = tuple(dims), group, dims[group.rank()]
+        return pooled.view_as(pooled)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        vectors = _return_gradients(ctx, gradients[0])
+        parts, column = [gradients[0].new_empty(0)], 0
+        for number, table in enumerate(ctx.tables):
+            own = ctx.lookups.of_tables(number, number + 1)
+            counts = own.offsets.diff()
+            bags = torch.arange(len(counts), dtype=own.indices.dtype, device=counts.device)
+            bag_of = bags.repeat_interleave(counts, output_size=len(own.indices))
+            columns = vectors[:, column : column + table.shape[1]].contiguous()
+            if ctx.mode == "mean":
+                columns = columns / counts.clamp(min=1).unsqueeze(1)
+            # That of embedding_bag: the products of gradients and rows are not stored.
+            parts.append(
+                torch.ops.aten._embedding_bag_per_sample_weights_backward(
+                    columns.to(table.dtype), table, own.indices, own.offsets[:-1], bag_of, 0
+                )
+            )
+            column += table.shape[1]
+        return gradients[0], torch.cat(parts), *[None] * 5
+
+
+def _return_gradients(ctx: Any, gradient: Tensor) -> Tensor:
+    """The gradient of this rank's tables' vectors, [global batch, own dims], of all ranks' [local batch, all dims]."""
+    world, batch = ctx.group.size(), len(gradient)
+    leaving = torch.cat([part.reshape(-1) for part in gradient.split(ctx.dims, dim=1)])
+    arrived = gradient.new_empty(world * batch * ctx.own_dim)
+    all_to_all(arrived, leaving, [batch * ctx.own_dim] * world, [batch * dim for dim in ctx.dims], ctx.group)
+    return arrived.view(world * batch, ctx.own_dim)
 
 
 class _ExchangePooled(torch.autograd.Function):
@@ -176,9 +305,4 @@ class _ExchangePooled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
-        world, batch = ctx.group.size(), len(gradient)
-        leaving = torch.cat([part.reshape(-1) for part in gradient.split(ctx.dims, dim=1)])
-        arrived = gradient.new_empty(world * batch * ctx.own_dim)
-        all_to_all(arrived, leaving, [batch * ctx.own_dim] * world, [batch * dim for dim in ctx.dims], ctx.group)
-        return arrived.view(world * batch, ctx.own_dim), None, None
+        return _return_gradients(ctx, gradients[0]), None, None

@@ -22,6 +22,7 @@ from stretto.recommendation.sharded_lookup import RowGradients
 from stretto.suggestions import name_known
 
 if TYPE_CHECKING:
+    from stretto.recommendation.table_exchange import OptimizedTables
     from stretto.recommendation.tables import ShardedTables
 
 _OF_KERNEL = {"rowwise-adagrad": "adagrad"}  # names of the operator that differ
@@ -37,7 +38,7 @@ class TableOptimizer:
 
     def __init__(
         self,
-        tables: "ShardedTables",
+        tables: "ShardedTables | OptimizedTables",
         kind: RowOptimizer = "rowwise-adagrad",
         *,
         lr: float = 0.01,

@@ -78,7 +78,21 @@ class OperatorVariant:
         return replace(self, rows=rows, n=n, k=k, plan=plan)
 
 
-class OperatorCase(StressCase):
+class WorkspaceCase(StressCase):
+    """Calls that use the operators' workspaces of the group `_team`."""
+
+    _team: Team
+
+    def poison(self) -> None:
+        """Fill the workspaces with poison."""
+        poison_workspaces(self._team)
+
+    def check(self) -> None:
+        """Raise the error that the device has reported."""
+        check_workspaces(self._team)
+
+
+class OperatorCase(WorkspaceCase):
     """Calls of one operator on whole numbers, whose sums are exact in every dtype and order."""
 
     entries = ENTRIES
@@ -171,16 +185,8 @@ class OperatorCase(StressCase):
         outs = out if isinstance(out, tuple) else (out,)
         return [Check(found, right) for found, right in zip(outs, self._expected[entry], strict=True)]
 
-    def poison(self) -> None:
-        """Fill the workspaces with poison."""
-        poison_workspaces(self._team)
 
-    def check(self) -> None:
-        """Raise the error that the device has reported."""
-        check_workspaces(self._team)
-
-
-class MlpCase(StressCase):
+class MlpCase(WorkspaceCase):
     """Calls of `ops.mlp` with relu, which keeps hidden numbers whole."""
 
     entries = ENTRIES
@@ -226,14 +232,6 @@ class MlpCase(StressCase):
             implementation="kernel",
         )
         return [Check(out, self._expected[entry])]
-
-    def poison(self) -> None:
-        """Fill the workspaces with poison."""
-        poison_workspaces(self._team)
-
-    def check(self) -> None:
-        """Raise the error that the device has reported."""
-        check_workspaces(self._team)
 
 
 def agree(team: Team, exact: bool) -> bool:

@@ -17,7 +17,8 @@ class Relay:
 
     cut_every: on average a connection is cut after so many frames, in the middle of one; 0: never. window: frames of
     puts that it holds back, to pass them on in another order. is_down: it accepts nothing and cuts what there is.
-    cuts_next: the next frame is cut in its middle.
+    cuts_next: the next frame is cut in its middle. hides_ends: of a connection's end the other side hears only once it
+    sends something.
     """
 
     def __init__(self, target, seed, *, window=1, cut_every=0):
@@ -27,7 +28,7 @@ class Relay:
         self.address = self._listener.getsockname()
         self._open = set()
         self._lock = threading.Lock()
-        self.is_down = self.cuts_next = False
+        self.is_down = self.cuts_next = self.hides_ends = False
         self.cuts = self.reordered = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -101,7 +102,7 @@ class Relay:
                 held.append(frame)
                 if len(held) >= self._window:
                     self._release(held, target)
-        self._cut(source, target)
+        self._cut(source, *([] if self.hides_ends else [target]))
 
     def _release(self, held, target):
         order = list(held)

@@ -183,6 +183,20 @@ def test_a_short_outage_harms_nothing_and_a_longer_one_is_reported_on_both_sides
             assert proxy.failure(1 - rank).startswith("there was no connection for ")
 
 
+@each_proxy
+def test_a_connection_that_one_side_has_lost_unknown_to_the_other_is_opened_again(kind):
+    """Only rank 0 opens connections, and it has nothing to send."""
+    with Pair(kind, limit=2.0, window=1) as pair:
+        pair.post(1, Put(0, 0, 0, 0, 0, 8, 0))
+        wait_for(lambda: pair.seen(0, 0) == 1)
+        pair.relay.hides_ends = True
+        pair.proxies[1].break_connection(0)
+        pair.post(1, Put(0, 0, 0, 0, 0, 8, 0))
+        wait_for(lambda: pair.seen(0, 0) == 2)
+        pair.relay.hides_ends = False
+        assert pair.proxies[1].failure(0) is None
+
+
 def greet(pair, source=0, token=TOKEN):
     """A connection to rank 1's proxy that has greeted as rank 0."""
     client = socket.create_connection(pair.proxies[1].address, timeout=LIMIT)

@@ -43,7 +43,7 @@ from stretto.collectives.two_level.intra_node import (
 from stretto.collectives.two_level.nodes import Nodes, exchange_hosts, find_nodes
 from stretto.collectives.two_level.work import Deadline, InlineRunner, SerialRunner, Work
 from stretto.memory import PeerError, find_own_rank, group_timeout, shared_gpus
-from stretto.memory.groups import set_timeout
+from stretto.memory.groups import count_groups, make_local_group, set_timeout
 from stretto.quantities import require_least
 from stretto.suggestions import name_known
 
@@ -426,7 +426,7 @@ class TwoLevelGroup:
     def _agree(self, ranks_per_node: int | None, same: tuple[object, ...]) -> Nodes:
         """Exchange hosts and arguments between all ranks; return the nodes. ValueError where arguments differ."""
         what = f"(ranks_per_node, (links, part_bytes, algorithms, parts, intra, inter)) = {(ranks_per_node, same)}"
-        given, hosts = zip(*exchange_hosts(self._group, self._timeout, f"{what} {_count_groups()}"), strict=True)
+        given, hosts = zip(*exchange_hosts(self._group, self._timeout, f"{what} {count_groups()}"), strict=True)
         same_of, counts = zip(*(each.rsplit(" ", 1) for each in given), strict=True)
         self._most_groups = max(map(int, counts))
         for rank, other in enumerate(same_of):
@@ -437,17 +437,6 @@ class TwoLevelGroup:
         if ranks_per_node is not None:
             return Nodes.of_consecutive(self.world, ranks_per_node)
         return find_nodes(list(hosts))
-
-    def _make_alike(self, members: list[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
-        """Make a sub-group under one name: torch names it by how many groups a rank has, so those with fewer groups
-        have some of this rank alone meanwhile."""
-        make = partial(dist.new_group, timeout=limit, use_local_synchronization=True)
-        missing = self._most_groups + len(self._sub_groups) - _count_groups()
-        extra = [make([dist.get_rank()], backend="gloo") for _ in range(missing)]
-        made: dist.ProcessGroup = make(members, backend=backend)
-        for group in extra:
-            dist.destroy_process_group(group)
-        return made
 
     def _make_group(self, ranks: tuple[int, ...], library: str | None) -> dist.ProcessGroup:
         """Make a sub-group of these ranks. Only its members call this: other ranks of the job may not be here."""
@@ -460,14 +449,9 @@ class TwoLevelGroup:
             if group_timeout(made) != self._timeout:
                 set_timeout(made, limit)
         else:
-            made = self._make_alike(members, key[1], limit)
+            made = make_local_group(members, key[1], limit, self._most_groups + len(self._sub_groups))
         self._sub_groups.append((key, made))
         return made
-
-
-def _count_groups() -> int:
-    """The groups that this rank has."""
-    return len(dist.distributed_c10d._world.pg_names)
 
 
 def _check_contiguous(name: str, tensor: Tensor) -> None:

@@ -3,8 +3,8 @@
 (`attn_implementation`). Nothing of transformers is changed."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,15 +15,12 @@ NAME = "stretto_paged"
 """The `attn_implementation` of models that an engine runs."""
 
 
-class AttendToPages(Protocol):
-    """Attention of one layer: stores the keys and values of this step's tokens, and attends to all of each request.
+AttendToPages = Callable[..., Tensor]
+"""Attention of one layer: stores the keys and values of this step's tokens, and attends to all of each request.
 
-    query [tokens, heads, head], key and value [tokens, KV heads, head] -> [tokens, heads, value's head].
-    """
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None) -> Tensor:
-        """Attend. window: how many tokens, its own among them, each token sees; None for all."""
-        ...
+query [tokens, heads, head], key and value [tokens, KV heads, head], scale, and window, how many tokens each token sees
+(None: all) -> [tokens, heads, value's head].
+"""
 
 
 def refusal_of_decoding(model: Any, parameters: Sequence[str]) -> str | None:

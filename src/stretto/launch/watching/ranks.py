@@ -67,6 +67,9 @@ class RankState:
         return found
 
 
+_COUNTED = {each.name for each in fields(RankState)} & {each.name for each in fields(Counters)}
+
+
 def _typed(kind: Any, value: Any) -> Any:
     """Plain data as a field's type. Every type is checked, since what comes from the store may be anything."""
     if isinstance(kind, type) and is_dataclass(kind):
@@ -107,22 +110,12 @@ class LocalRanks:
                 self._cpu[rank] = cpu
             self.counters[rank] = counters
             found[rank] = RankState(
-                rank=rank,
-                host=counters.host,
-                pid=counters.pid,
-                phase=counters.phase,
-                step=counters.step,
+                **{name: getattr(counters, name) for name in _COUNTED},
                 idle=idle,
                 cpu=cpu - self._cpu.get(rank, cpu),
-                wait=counters.wait,
-                entered=counters.entered,
-                save=counters.save,
                 save_idle=save_idle if counters.save is not None else 0.0,
                 state=stacks.process_state(counters.pid) if counters.is_running else stacks.GONE,
                 waits=counters.wait is not None,
-                has_failed=counters.has_failed,
-                is_done=counters.is_done,
-                windows=counters.windows,
             )
         return found
 

@@ -40,6 +40,8 @@ WINDOW = 1 << 16
 _BATCH = 256  # descriptors that are read before frames have their turn
 _CHECK_SECONDS = 0.02
 _LONGEST_SLEEP = 0.5
+_MAX_SILENCE = 5.0
+"""Seconds, or a quarter of the limit, after which a frame finds out whether the peer still hears."""
 _FIRST_POLL, _LONGEST_POLL = 0.0005, 0.01  # seconds between looks at the FIFOs that kernels write to
 ENDED = "it has closed the group"
 
@@ -57,6 +59,7 @@ class _Link:
     is_up: bool = False
     why: str = "it has not connected"
     since: float = field(default_factory=time.monotonic)  # the last progress: an acknowledgement, or a connection
+    spoke: float = 0.0  # when the last frame went to the peer
     failure: str | None = None
 
 
@@ -237,6 +240,7 @@ class Proxy:
         number = link.sent + 1
         frame = PutFrame(FrameKind.PUT, self._rank, number, link.received, put.region, put.offset, put.size, signal)
         link.transport.put(put.peer, frame, payload)
+        link.spoke = time.monotonic()
         link.sent = number
         if not link.transport.is_reliable:
             if not link.unacknowledged:
@@ -267,8 +271,11 @@ class Proxy:
     def _acknowledge(self) -> None:
         for peer, link in self._links.items():
             if link.is_up and link.answered < link.received:
-                link.answered = link.received
-                self._sockets.put(peer, PutFrame(FrameKind.ACK, self._rank, received=link.received), None)
+                self._answer(peer, link)
+
+    def _answer(self, peer: int, link: _Link) -> None:
+        link.answered, link.spoke = link.received, time.monotonic()
+        self._sockets.put(peer, PutFrame(FrameKind.ACK, self._rank, received=link.received), None)
 
     def _check_limits(self) -> None:
         now = time.monotonic()
@@ -278,6 +285,8 @@ class Proxy:
         for peer, link in self._links.items():
             if link.transport.is_reliable or link.failure is not None:
                 continue
+            if link.is_up and now - link.spoke > min(self._limit / 4, _MAX_SILENCE):
+                self._answer(peer, link)  # of a connection that the peer has lost unknown to this side, an answer tells
             waited = now - link.since
             if not link.is_up and waited > self._limit:
                 self._fail(peer, f"there was no connection for {waited:.3g} s: {link.why}")

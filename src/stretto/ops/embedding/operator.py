@@ -140,7 +140,7 @@ def agree_on_placement(
     batch: int,
     needs_grad: bool,
     index_dtype: torch.dtype,
-    schedule: str,
+    schedule: str = "",
 ) -> tuple[int, torch.dtype]:
     """Agree with all ranks on the placement; returns (output's columns, dtype).
 

@@ -30,6 +30,7 @@ from stretto.collectives.joint.schedule import (
 from stretto.collectives.joint.verifier import verify_joint
 from stretto.memory import group_timeout
 from stretto.memory.gpus import limit_waiting
+from stretto.memory.groups import count_groups, make_local_group
 from stretto.ops.choices import find_nodes, signals_by_copies
 from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
@@ -45,7 +46,16 @@ from stretto.ops.gemm import (
 )
 from stretto.ops.joint.copies import CopiedMoves
 from stretto.ops.joint.registry import find_schedule
-from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_group, find_kept, find_known, find_workspace
+from stretto.ops.operator import (
+    CHANNELS,
+    abandon,
+    count_bytes,
+    exchange_text,
+    find_group,
+    find_kept,
+    find_known,
+    find_workspace,
+)
 from stretto.tiles import kind_of
 from stretto.tiles.launches import launch_kernel
 
@@ -372,12 +382,9 @@ def find_node_group(group: str, device: torch.device, nodes: tuple[int, ...]) ->
     def make() -> dist.ProcessGroup:
         members = find_group(group)
         near = [dist.get_global_rank(members, rank) for rank, node in enumerate(nodes) if node == nodes[members.rank()]]
-        return dist.new_group(
-            near,
-            timeout=timedelta(seconds=group_timeout(members)),
-            backend=dist.get_backend_config(members),
-            use_local_synchronization=True,
-        )
+        most = max(map(int, exchange_text(str(count_groups()), group, device)))
+        limit = timedelta(seconds=group_timeout(members))
+        return make_local_group(near, dist.get_backend_config(members), limit, most)
 
     made: dist.ProcessGroup = find_known(group, device, "group of a node", make)
     return made.group_name

@@ -16,8 +16,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 
-class _SavedInput(NamedTuple):
-    """A view of an input, in place of which a node saves where it lies."""
+class SavedView(NamedTuple):
+    """A view of a tensor that has a number, in place of which autograd saves where it lies."""
 
     number: int
     size: torch.Size
@@ -45,17 +45,17 @@ class _SavingHooks:
         self._inputs = inputs
         self.addresses = set(self._number)
 
-    def pack(self, saved: Tensor) -> _SavedInput | _SavedTensor:
+    def pack(self, saved: Tensor) -> SavedView | _SavedTensor:
         self.addresses.add(address := _address(saved))
         if (number := self._number.get(address)) is not None:
             offset = int(saved.storage_offset()) - self._offsets[number]
-            return _SavedInput(number, saved.size(), saved.stride(), offset)
+            return SavedView(number, saved.size(), saved.stride(), offset)
         # An output's own node would keep it, and be kept by it.
         kept = saved if saved.grad_fn is None else saved.detach()
         return _SavedTensor(kept, None if saved.is_inference() else saved._version)
 
-    def unpack(self, saved: _SavedInput | _SavedTensor) -> Tensor:
-        if isinstance(saved, _SavedInput):
+    def unpack(self, saved: SavedView | _SavedTensor) -> Tensor:
+        if isinstance(saved, SavedView):
             whole = self._inputs[saved.number]
             return whole.as_strided(saved.size, saved.stride, int(whole.storage_offset()) + saved.offset)
         if saved.version is not None and saved.tensor._version != saved.version:

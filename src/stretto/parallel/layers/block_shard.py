@@ -42,6 +42,7 @@ from stretto.parallel.comm.autograd import (
 )
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.recorded_code import SavedView
 from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
 from stretto.parallel.layers.held_tensors import ParameterPlace, check_places, hold, hold_and_check
@@ -427,10 +428,10 @@ class BlockShard:
             index = numbers.get(saved.untyped_storage().data_ptr())
             if index is None or saved.dtype != dtypes[index]:
                 return saved
-            return _SavedView(index, saved.size(), saved.stride(), int(saved.storage_offset()))
+            return SavedView(index, saved.size(), saved.stride(), int(saved.storage_offset()))
 
         def unpack(saved: Any) -> Tensor:
-            if not isinstance(saved, _SavedView):
+            if not isinstance(saved, SavedView):
                 assert isinstance(saved, Tensor)
                 return saved
             return self._get_again(saved.number).as_strided(saved.size, saved.stride, saved.offset)
@@ -553,15 +554,6 @@ class _KeptRows(NamedTuple):
     end: int
     weight: WeightToGather
     version: Version
-
-
-class _SavedView(NamedTuple):
-    """A tensor that autograd saves: a view of a block's parameter."""
-
-    number: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
 
 class _GatherBlock(torch.autograd.Function):

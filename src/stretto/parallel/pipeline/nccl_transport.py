@@ -21,7 +21,7 @@ ends the process, unless TORCH_NCCL_ASYNC_ERROR_HANDLING=0.
 
 import threading
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,19 +35,6 @@ _WITHOUT_LIMIT = timedelta(days=30)
 _ABORT_SECONDS = 5.0
 
 
-class Link(Protocol):
-    """One direction between two ranks; each end is used by one thread."""
-
-    def send(self, tensors: list[Tensor], ready: Any) -> None:
-        """Send tensors that `ready`, an event, precedes; returns when they have been sent."""
-
-    def receive(self, layouts: list[TensorLayout]) -> tuple[list[Tensor], Any]:
-        """Receive tensors; returns them when they have come, and the event of that."""
-
-    def abort(self) -> None:
-        """End what is running, with whatever result."""
-
-
 class NCCLTransport(GlooTransport):
     """Carries messages between GPUs by NCCL, on one machine or several, one GPU a rank.
 
@@ -58,7 +45,7 @@ class NCCLTransport(GlooTransport):
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cuda") -> None:
         self._check_device(torch.device(device))
-        self._links: dict[tuple[int, int], Link] = {}  # by source and destination
+        self._links: dict[tuple[int, int], _NCCLLink] = {}  # by source and destination
         super().__init__(group, device)
 
     def _check_device(self, device: torch.device) -> None:
@@ -105,7 +92,7 @@ class NCCLTransport(GlooTransport):
                 tensors[place] = tensor
         return tensors, event
 
-    def _link(self, source: int, destination: int) -> Link:
+    def _link(self, source: int, destination: int) -> "_NCCLLink":
         """The link of one direction, made at its first use, by the one thread that sends or receives there.
 
         Both ends wait for each other in it, so a lock for all links would make links wait for each other.
@@ -115,7 +102,7 @@ class NCCLTransport(GlooTransport):
             link = self._links[source, destination] = self._make_link(source, destination)
         return link
 
-    def _make_link(self, source: int, destination: int) -> Link:
+    def _make_link(self, source: int, destination: int) -> "_NCCLLink":
         store = dist.PrefixStore(f"{self._topic} nccl {source} {destination}", self._store)
         return _NCCLLink(store, 0 if self.rank == source else 1, self.device)
 
@@ -138,7 +125,7 @@ class NCCLTransport(GlooTransport):
 
 
 class _NCCLLink:
-    """A communicator of two ranks, the sender being rank 0."""
+    """A communicator of two ranks, one direction between them; the sender is rank 0. Each end is used by one thread."""
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device) -> None:
         options = dist.ProcessGroupNCCL.Options()
@@ -149,6 +136,7 @@ class _NCCLLink:
         self._stream = torch.cuda.Stream(device)
 
     def send(self, tensors: list[Tensor], ready: Any) -> None:
+        """Send tensors that `ready`, an event, precedes; returns when they have been sent."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             ready.wait(self._stream)
             for tensor in tensors:
@@ -156,6 +144,7 @@ class _NCCLLink:
             self._finish()
 
     def receive(self, layouts: list[TensorLayout]) -> tuple[list[Tensor], Any]:
+        """Receive tensors; returns them when they have come, and the event of that."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             tensors = [torch.empty(layout.shape, dtype=layout.dtype, device=self._device) for layout in layouts]
             for tensor in tensors:
@@ -170,4 +159,5 @@ class _NCCLLink:
         return event
 
     def abort(self) -> None:
+        """End what is running, with whatever result."""
         self._nccl.abort()

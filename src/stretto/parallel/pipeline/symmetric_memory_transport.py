@@ -19,9 +19,8 @@ before the host's signal, and this before the host of the receiver enqueues its 
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,22 +38,6 @@ from stretto.parallel.pipeline.shared_memory_transport import (
 
 _ALIGNMENT = 128
 _DATA_FILLED, _DATA_FREED = 3, 4
-
-
-class Copies(Protocol):
-    """Copies slices on streams of a GPU, one for each channel."""
-
-    def ready(self) -> Any:
-        """An event after all work so far of the caller's current stream."""
-
-    def empty(self, channel: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for a tensor that copies of the channel will fill."""
-
-    def copy(self, channel: int, pairs: list[tuple[Tensor, Tensor]], after: Any) -> Any:
-        """Start to copy (target, source) of each; returns the event of their end, with `query` and `synchronize`.
-
-        after: an event before which the copy must not begin, or None.
-        """
 
 
 class SymmetricMemoryTransport(SharedMemoryTransport):
@@ -104,7 +87,7 @@ class SymmetricMemoryTransport(SharedMemoryTransport):
         if device.type != "cuda":
             raise ValueError(f"symmetric memory carries messages of tensors on GPUs, not on {device}")
 
-    def _make_copies(self) -> Copies:
+    def _make_copies(self) -> ChannelStreams:
         return ChannelStreams(self.device)
 
     def _allocate_data(self, num_bytes: int) -> SymmetricMemory:

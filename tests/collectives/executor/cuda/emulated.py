@@ -228,7 +228,7 @@ class EmulatedWorkspace:
 
 
 class EmulatedQueues:
-    """CopyStreams as threads: one after another in each, and between them only what events put in order.
+    """CudaCopyStreams as threads: one after another in each, and between them only what events put in order.
 
     As on a GPU, the host goes on meanwhile, to the next call perhaps, and waits in `drain`. late: {a queue: seconds
     that it waits before everything it does}.
@@ -272,7 +272,7 @@ class EmulatedQueues:
 
 
 class EmulatedGraph(EmulatedQueues):
-    """CopyStreams of a captured call: `drain` executes it one operation after another, in an order of its own.
+    """CudaCopyStreams of a captured call: `drain` executes it one operation after another, in an order of its own.
 
     Each time that is another order that the events allow, as CUDA's may be. rng: draws it.
     """

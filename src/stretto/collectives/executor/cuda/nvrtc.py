@@ -6,7 +6,6 @@ import hashlib
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -66,29 +65,6 @@ def _compiler() -> str:
     return f"nvrtc {major}.{minor}"
 
 
-class Launchable(Protocol):
-    """A kernel to those that launch it: parameters of 8 bytes by name, and launches."""
-
-    @property
-    def handle(self) -> int:
-        """The driver's handle of the kernel."""
-
-    def parameters(self) -> tuple[int, ...]:
-        """The values of all parameters, in order, for the next launch."""
-
-    def place(self, name: str) -> int:
-        """Where a parameter is among all."""
-
-    def set(self, name: str, value: int) -> None:
-        """Set a parameter for all following launches."""
-
-    def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False, stream: int | None = None) -> None:
-        """Launch on the stream of that handle, or else on the current one.
-
-        is_cooperative: all blocks are co-resident, or the launch fails.
-        """
-
-
 class LaunchError(RuntimeError):
     """CUDA refused a launch: nothing ran."""
 
@@ -134,7 +110,10 @@ class Function:
         self._values[self._at[name]] = value
 
     def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False, stream: int | None = None) -> None:
-        """Launch on the stream of that handle, or else on the current one. Raises LaunchError with CUDA's message."""
+        """Launch on the stream of that handle, or else on the current one. Raises LaunchError with CUDA's message.
+
+        is_cooperative: all blocks are co-resident, or the launch fails.
+        """
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(self._device)
         if is_cooperative:

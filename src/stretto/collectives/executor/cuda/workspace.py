@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.collectives.executor.cuda.nvrtc import Function, Launchable, load_or_compile
+from stretto.collectives.executor.cuda.nvrtc import Function, load_or_compile
 from stretto.memory import failures, find_symmetric, group_timeout
 from stretto.memory.compilation import CallLimit, note_loaded_kernel
-from stretto.memory.copy_engine import CopyStreams, CudaCopyStreams, has_nvlink
+from stretto.memory.copy_engine import CudaCopyStreams, has_nvlink
 from stretto.memory.cuda import CudaMemory
 from stretto.memory.gpus import bound_blocks
 
@@ -214,7 +214,7 @@ class CollectiveWorkspace:
         """True if the current stream is being captured in a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
-    def load(self, source: str, names: list[str], entry: str = "run") -> Launchable:
+    def load(self, source: str, names: list[str], entry: str = "run") -> Function:
         """Compile CUDA C++ for this GPU and load its kernel `entry`. names: its parameters in order."""
         major, minor = torch.cuda.get_device_capability(self.device)
         function = Function(load_or_compile(source, f"sm_{major}{minor}"), names, entry)
@@ -245,7 +245,7 @@ class CollectiveWorkspace:
             for function in self._waiting_functions:
                 function.set("limit", nanoseconds)
 
-    def copy_streams(self) -> CopyStreams:
+    def copy_streams(self) -> CudaCopyStreams:
         """The streams of calls by copy engines, made at first use."""
         if self._queues is None:
             self._queues = CudaCopyStreams(self.device)

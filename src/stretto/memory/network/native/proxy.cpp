@@ -38,6 +38,7 @@ constexpr uint64_t kMaxPutBytes = 1ull << 30, kPhase = 1ull << 63, kLocalRegions
 constexpr size_t kMaxStrangers = 64, kBuffersAtOnce = 64, kBatch = 256, kInboxBytes = 4096;
 constexpr uint64_t kMaxOwed = 64;         // puts that are not acknowledged,
 constexpr double kAckSeconds = 0.001;     // and how long: a put of this rank's own acknowledges, too
+constexpr double kMaxSilence = 5.0;       // or a quarter of the limit: then a frame finds out whether the peer hears
 constexpr double kGreetingSeconds = 5.0, kFirstPause = 0.01, kLongestPause = 0.5, kCheckSeconds = 0.02;
 constexpr double kSpinSeconds = 0.001;      // after work or a wake-up, for FIFOs that kernels write to
 constexpr double kPollSeconds = 0.002;      // between looks at those FIFOs, later
@@ -92,7 +93,7 @@ struct Link {
   std::deque<Sent> unacknowledged;
   std::map<uint64_t, Early> early;
   std::string why = "it has not connected", failure;
-  double since = now();
+  double since = now(), spoke = 0.0;  // spoke: the last frame to the peer
   double owed_since = 0.0;  // the first put that no frame has acknowledged yet has come; 0: there is none
 
   void answer() {
@@ -469,6 +470,8 @@ class Proxy {
     for (int peer = 0; peer < world_; ++peer) {
       Link& link = links_[peer];
       if (!link.is_far || !link.failure.empty()) continue;
+      // Of a connection that the peer has lost, which this side does not know, an answer tells.
+      if (link.is_up && time - link.spoke > std::min(limit_ / 4, kMaxSilence)) send(peer, make(kAck, link.received), nullptr);
       double waited = time - link.since;
       if (waited <= limit_) continue;
       char text[64];
@@ -513,7 +516,9 @@ class Proxy {
 
   void send(int peer, const Frame& frame, const uint8_t* payload) {
     Connection* connection = find(peer);
-    if (connection && connection->has_greeted) connection->outgoing.push_back({frame, payload});
+    if (!connection || !connection->has_greeted) return;
+    connection->outgoing.push_back({frame, payload});
+    links_[peer].spoke = now();
   }
 
   void open_due() {

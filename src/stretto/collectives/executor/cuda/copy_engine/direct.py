@@ -30,7 +30,7 @@ from stretto.collectives.executor.cuda.copy_engine.planner import (
     split_into_pieces,
 )
 from stretto.collectives.executor.cuda.fused.program import Level
-from stretto.collectives.executor.cuda.nvrtc import Launchable
+from stretto.collectives.executor.cuda.nvrtc import Function
 from stretto.collectives.executor.cuda.workspace import SymmetricView
 
 KERNEL_TO_LINK_SPEED = 6.5
@@ -43,7 +43,7 @@ class _ReceiveKernel(NamedTuple):
     messages: those it waits for; in_parts: whether these come in parts, so that it is launched for each.
     """
 
-    kernel: Launchable
+    kernel: Function
     level: Level
     messages: tuple[int, ...]
     in_parts: bool

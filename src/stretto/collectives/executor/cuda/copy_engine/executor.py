@@ -42,7 +42,7 @@ from stretto.collectives.executor.layout import (
     find_sizes,
 )
 from stretto.collectives.schedule import Schedule
-from stretto.memory.copy_engine import CopyStreams
+from stretto.memory.copy_engine import CudaCopyStreams
 
 PROTOCOL = "Copy"
 _WAIT = ("state", "report", "failed", "limit", "kernel", "base", "index")
@@ -125,7 +125,7 @@ class CopyEngineExecutor:
         return f"rank {self._senders.get(message, '?')}'s message {message} (level {level})"
 
     def _issue(
-        self, step: CopyStep, streams: CopyStreams, buffers: tuple[int, int], *, is_first: bool, is_captured: bool
+        self, step: CopyStep, streams: CudaCopyStreams, buffers: tuple[int, int], *, is_first: bool, is_captured: bool
     ) -> None:
         """Put a step's launches and copies on the streams, in order."""
         if step.wait_for_peers is not None:
@@ -166,7 +166,7 @@ class CopyEngineExecutor:
             if is_captured and step.released is not None:
                 streams.mark(step.released, "caller")
 
-    def _abort(self, streams: CopyStreams) -> None:
+    def _abort(self, streams: CudaCopyStreams) -> None:
         """Refuse all further calls: the next one would take for its own what peers have sent for this one."""
         self.workspace.abort(self._fixed["kernel"])
         with suppress(RuntimeError):

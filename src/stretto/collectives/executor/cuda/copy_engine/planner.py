@@ -46,7 +46,7 @@ from stretto.collectives.executor.cuda.copy_engine.lowering import (
 )
 from stretto.collectives.executor.cuda.fused.codegen import LEVEL_PARAMETERS, write_level_source
 from stretto.collectives.executor.cuda.fused.program import ChunkPlace, FusedProgram, Level, ReceiveChunk
-from stretto.collectives.executor.cuda.nvrtc import Launchable
+from stretto.collectives.executor.cuda.nvrtc import Function
 from stretto.collectives.executor.cuda.variant import MAX_THREADS, Variant
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace, SymmetricView
 
@@ -84,7 +84,7 @@ class ChunkSlice(NamedTuple):
 class KernelLaunch(NamedTuple):
     """A launch of a kernel: its blocks and threads, and the parameters that change from launch to launch."""
 
-    kernel: Launchable
+    kernel: Function
     blocks: int
     threads: int
     values: tuple[tuple[str, int], ...]
@@ -142,9 +142,9 @@ class CopyStep(NamedTuple):
 class FlagKernels(NamedTuple):
     """The kernels of flags.cu, which wait for peers and signal to them."""
 
-    wait_for_peers: Launchable
-    signal_arrival: Launchable
-    release_mailboxes: Launchable
+    wait_for_peers: Function
+    signal_arrival: Function
+    release_mailboxes: Function
 
 
 def split_into_pieces(size: int, largest: int, share: float = PIECE_SHARE) -> tuple[tuple[int, int], ...]:
@@ -205,7 +205,7 @@ class CopyPlanner(ABC):
         self._largest = min(LARGEST_PIECE, room) if sets > 1 else room  # the largest piece: a round takes all
         # Messages that are neither reduced nor moved are sent in one piece.
         self._is_whole = len(zero_copy) == sum(program.mailboxes for program in fused.ranks)
-        self.kernels: list[Launchable | None] = []
+        self.kernels: list[Function | None] = []
         self._load_kernels()
 
     @abstractmethod
@@ -220,7 +220,7 @@ class CopyPlanner(ABC):
     def _load_kernels(self) -> None:
         """Compile `self.kernels`."""
 
-    def _load(self, number: int, level: Level, awaits: tuple[ReceiveChunk, ...]) -> Launchable:
+    def _load(self, number: int, level: Level, awaits: tuple[ReceiveChunk, ...]) -> Function:
         fused = self._fused
         program = fused.ranks[self._workspace.rank]
         source = write_level_source(fused, program, number, level, self._block_chunks, self._variant, awaits)
@@ -246,7 +246,7 @@ class CopyPlanner(ABC):
         return KernelLaunch(self._flag_kernels.release_mailboxes, 1, 32, values)
 
     def _compute(
-        self, kernel: Launchable | None, level: Level, part: ChunkSlice, piece: int, layout: ByteLayout
+        self, kernel: Function | None, level: Level, part: ChunkSlice, piece: int, layout: ByteLayout
     ) -> KernelLaunch:
         """The launch of a level's kernel on a slice of the chunks."""
         assert kernel is not None

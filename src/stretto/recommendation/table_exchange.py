@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks the features of one module up in its tables, which ranks share out, or which are all on one.
+
+`TableExchange` sends indices to the tables' owners, pools or looks up there, and sends the vectors back.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stretto.memory import group_timeout
+from stretto.memory.shared_groups import SharedGroups
+from stretto.optim.row_update import RowOptimizer
+from stretto.parallel.comm.autograd import scale_gradient
+from stretto.parallel.comm.collectives import NO_GROUP
+from stretto.recommendation.index_exchange import exchange_indices
+from stretto.recommendation.jagged import FeatureBags, select_features
+from stretto.recommendation.placement import TablePlacement, TableShard, TableSize
+from stretto.recommendation.pooled_exchange import (
+    Implementation,
+    PoolingMode,
+    TableLookups,
+    choose_operators,
+    exchange_parts,
+    pool_and_exchange,
+)
+from stretto.recommendation.table_optimizer import TableOptimizer
+from stretto.suggestions import name_known
+
+
+class TableSpec(NamedTuple):
+    """A table of any module: what its look-ups need to know.
+
+    key: of its weight in the module's state dict. mode: of pooling; None for a row an id. features: by name. init:
+    fills a weight that is on the meta device.
+    """
+
+    name: str
+    key: str
+    rows: int
+    dim: int
+    dtype: torch.dtype
+    mode: PoolingMode | None
+    features: tuple[str, ...]
+    sparse: bool = False
+    padding_idx: int | None = None
+    init: Callable[[Tensor], Any] | None = None
+
+
+class _FeatureGroup(NamedTuple):
+    """Successive features whose tables are of one dtype and mode: they are pooled and exchanged in one call.
+
+    numbers: of the features. order: these, in order of rank. dims: how wide the vectors of each rank are together.
+    """
+
+    numbers: range
+    mode: PoolingMode | None
+    dtype: torch.dtype
+    operators: Any | None
+    order: tuple[int, ...]
+    dims: tuple[int, ...]
+    name: str
+
+
+@dataclass
+class OptimizedTables:
+    """This rank's tables of a group, as `TableOptimizer` reads them of `ShardedTables`."""
+
+    placement: TablePlacement
+    dims: tuple[int, ...]
+    shards: tuple[TableShard, ...]
+    weights: list[nn.Parameter]
+    device: torch.device
+    dtype: torch.dtype
+    operators: Any | None
+
+    def requires_grad_(self, requires_grad: bool) -> None:
+        """Set whether the tables get gradients."""
+        for weight in self.weights:
+            weight.requires_grad_(requires_grad)
+
+
+class TableExchange:
+    """Looks features up in tables that ranks own. Collective over `group`, forward and backward.
+
+    owners: the rank of each table (default: rank 0). averages: gradients of the tables are averaged over the ranks, not
+    summed. name: another one for each module of a group. Features are numbered by dtype and mode of their tables;
+    `features` are their names in that order, in which `look_up` takes bags.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        owners: Sequence[int] | None = None,
+        group: dist.ProcessGroup = NO_GROUP,
+        device: torch.device | None = None,
+        *,
+        implementation: Implementation = "library",
+        averages: bool = False,
+        name: str = "",
+    ) -> None:
+        owners, device = owners or [0] * len(specs), device or torch.device("cpu")
+        self.specs, self._group, self.is_distributed = specs, group, isinstance(group, dist.ProcessGroup)
+        self._scale = 1 / group.size() if averages else 1.0
+        of_table = [(table, feature) for table, spec in enumerate(specs) for feature in spec.features]
+        kind = [(spec.mode or "", str(spec.dtype)) for spec in specs]
+        self._order = sorted(range(len(of_table)), key=lambda place: kind[of_table[place][0]])
+        self._tables = [of_table[place][0] for place in self._order]
+        self.features = [of_table[place][1] for place in self._order]
+        self._names = [
+            f"feature {feature!r} of table {specs[table].name!r}" if feature else specs[table].name
+            for table, feature in zip(self._tables, self.features, strict=True)
+        ]
+        owned = tuple(
+            tuple(number for number, table in enumerate(self._tables) if owners[table] == rank)
+            for rank in range(group.size())
+        )
+        sizes = tuple(TableSize(specs[table].rows, specs[table].dim) for table in self._tables)
+        self._placement = TablePlacement(sizes, owned)
+        self._groups = []
+        for (mode, _), numbers in groupby(range(len(self._tables)), key=lambda number: kind[self._tables[number]]):
+            found = [*numbers]
+            by_rank = [[number for number in of_rank if number in found] for of_rank in owned]
+            dtype = specs[self._tables[found[0]]].dtype
+            operators = None
+            if mode:
+                operators = choose_operators(implementation, dtype, device, [sizes[number].dim for number in found])
+            self._groups.append(
+                _FeatureGroup(
+                    range(found[0], found[-1] + 1),
+                    specs[self._tables[found[0]]].mode,
+                    dtype,
+                    operators,
+                    tuple(number for of_rank in by_rank for number in of_rank),
+                    tuple(sum(sizes[number].dim for number in of_rank) for of_rank in by_rank),
+                    f"{mode} {dtype} of {hashlib.sha256(repr((name, self._placement)).encode()).hexdigest()[:16]}",
+                )
+            )
+        self.is_fused = all(each.operators is not None for each in self._groups)
+        self._owners, self._device = owners, device
+        self._optimizers: list[TableOptimizer] = []  # of the groups
+        self._host_group: dist.ProcessGroup | None = None
+        if device.type == "cuda" and group.size() > 1:
+            members, limit = dist.get_process_group_ranks(group), timedelta(seconds=group_timeout(group))
+            self._host_group = SharedGroups().get([members], "table indices", backend="gloo", timeout=limit)
+
+    def fuse_update(
+        self, kind: RowOptimizer, weights: Mapping[int, nn.Parameter], lr_factors: Mapping[str, float], **options: Any
+    ) -> list[TableOptimizer]:
+        """Have backward passes update the tables by an optimizer a group. weights: of this rank's tables."""
+        if self._optimizers:
+            raise ValueError(
+                f"the tables have an optimizer already, {self._optimizers[0].kind}: fuse_update is called once"
+            )
+        found = {spec.name: table for table, spec in enumerate(self.specs)}
+        for name in lr_factors:
+            if name not in found:
+                raise ValueError(f"lr_factors: there is no table {name!r}{name_known(name, found)}")
+        made = []
+        for group in self._groups:
+            tables = self._tables_of(group)
+            factors = {
+                tables.index(found[name]): factor for name, factor in lr_factors.items() if found[name] in tables
+            }
+            sizes = tuple(TableSize(self.specs[table].rows, self.specs[table].dim) for table in tables)
+            by_rank = tuple(
+                tuple(place for place, table in enumerate(tables) if self._owners[table] == rank)
+                for rank in range(self._group.size())
+            )
+            placement = TablePlacement(sizes, by_rank)
+            own = [weights[table] for table in tables if table in weights]
+            shards = placement.shards[self._group.rank()]
+            held = OptimizedTables(placement, group.dims, shards, own, self._device, group.dtype, group.operators)
+            made.append(TableOptimizer(held, kind, lr_factors=factors, **options))
+        self._optimizers = made
+        return made
+
+    def _tables_of(self, group: _FeatureGroup) -> list[int]:
+        return sorted({self._tables[number] for number in group.numbers})
+
+    def select(self, features: Any, *, is_weighted: bool = False) -> FeatureBags:
+        """The bags of a KeyedJaggedTensor. ValueError on all ranks where one refuses its own."""
+        try:
+            return select_features(features, self.features, is_weighted=is_weighted)
+        except ValueError as error:
+            none = torch.empty(0, dtype=torch.int64)
+            exchange_indices(none, none, self._placement, self._group, host_group=self._host_group, refused=error)
+            raise
+
+    def look_up(self, bags: FeatureBags, weights: Mapping[int, Tensor]) -> list[Tensor]:
+        """Vectors of this rank's samples, for each feature in order of table: [batch, dim], or [ids, dim] unpooled.
+
+        weights: of this rank's tables, by their numbers.
+        """
+        factors = bags.weights
+        if factors is not None:  # they are this rank's own: their gradients are not averaged
+            factors = scale_gradient(factors, 1 / self._scale)
+        lookups = exchange_indices(
+            bags.indices,
+            bags.offsets,
+            self._placement,
+            self._group,
+            host_group=self._host_group,
+            weights=factors,
+            names=self._names,
+            checks_device=not self.is_fused,
+        )
+        owned = self._placement.owned[self._group.rank()]
+        found: dict[int, Tensor] = {}
+        for index, group in enumerate(self._groups):
+            places = [place for place, number in enumerate(owned) if number in group.numbers]
+            first, last = (places[0], places[-1] + 1) if places else (0, 0)
+            own = [self._tables[owned[place]] for place in places]
+            part = lookups.of_tables(first, last)
+            optimizer = self._optimizers[index] if self._optimizers else None
+            if group.mode is None:
+                found |= self._look_up_rows(group, part, lookups.sizes, own, weights, optimizer)
+            else:
+                found |= self._pool(group, part, own, weights, optimizer)
+        by_place = dict(zip(self._order, range(len(self._order)), strict=True))
+        return [found[by_place[place]] for place in range(len(self._order))]
+
+    def _pool(
+        self,
+        group: _FeatureGroup,
+        lookups: TableLookups,
+        own: Sequence[int],
+        weights: Mapping[int, Tensor],
+        optimizer: TableOptimizer | None,
+    ) -> dict[int, Tensor]:
+        update = None if optimizer is None else optimizer.update_of_operator
+        if update is not None:
+            tables = [table for table in self._tables_of(group) if table in weights]
+            update = update.of_tables([tables.index(table) for table in own], len(tables))
+        pooled = pool_and_exchange(
+            lookups,
+            [weights[table] for table in own],
+            group.dims,
+            self._group,
+            dtype=group.dtype,
+            operators=group.operators,
+            name=group.name,
+            update=update,
+            mode=group.mode or "sum",
+            sparse=optimizer is not None or self.specs[self._tables[group.numbers[0]]].sparse,
+        )
+        pooled = self._follow(pooled, optimizer)
+        widths = [self._placement.tables[number].dim for number in group.order]
+        return dict(zip(group.order, pooled.split(widths, dim=1), strict=True))
+
+    def _follow(self, vectors: Tensor, optimizer: TableOptimizer | None) -> Tensor:
+        """The group's vectors, whose gradient has the optimizer begin a step, and is averaged."""
+        if optimizer is not None and vectors.requires_grad:
+            vectors.register_hook(lambda _: optimizer.begin())
+        return scale_gradient(vectors, self._scale)
+
+    def _look_up_rows(
+        self,
+        group: _FeatureGroup,
+        lookups: TableLookups,
+        sizes: Sequence[int],
+        own: Sequence[int],
+        weights: Mapping[int, Tensor],
+        optimizer: TableOptimizer | None,
+    ) -> dict[int, Tensor]:
+        """A row for each id. Rows return to the ranks that asked for them by the reverse of the indices' exchange."""
+        dim = self.specs[self._tables[group.numbers[0]]].dim
+        rows = []
+        for place, table in enumerate(own):
+            spec, asked = self.specs[table], lookups.of_tables(place, place + 1).indices
+            is_sparse = optimizer is not None or spec.sparse
+            rows.append(F.embedding(asked, weights[table], spec.padding_idx, sparse=is_sparse))
+        if self._group.size() > 1:
+            counts, world = lookups.counts, self._group.size()
+            by_table = [of_table.split([of_rank[place] for of_rank in counts]) for place, of_table in enumerate(rows)]
+            leaving = [by_table[place][rank] for rank in range(world) for place in range(len(own))]
+            empty = torch.empty(0, dim, dtype=group.dtype, device=lookups.indices.device)
+            flat = torch.cat([empty, *leaving]).flatten()
+            sends = [dim * sum(of_rank) for of_rank in counts]
+            receives = [
+                dim * sum(sizes[number] for number in of_rank if number in group.numbers)
+                for of_rank in self._placement.owned
+            ]
+            arrived = exchange_parts(flat, receives, sends, self._group, needs_grad=True)
+            arrived = self._follow(arrived.view(-1, dim), optimizer)
+            return dict(zip(group.order, arrived.split([sizes[number] for number in group.order]), strict=True))
+        joined = self._follow(torch.cat(rows), optimizer)
+        return dict(zip(group.order, joined.split([len(of_table) for of_table in rows]), strict=True))

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with all kinds of embeddings, its batches, and what ranks do with it; in a module, for a pool to import."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from stretto.parallel import Grid
+from stretto.recommendation import (
+    DataType,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    PoolingType,
+    distribute_embeddings,
+)
+
+BATCH, STEPS = 12, 3
+ROWS = {"clicks": 5, "country": 7, "items": 10, "unused": 3}  # of the smallest table that a feature is looked up in
+
+
+class ClickModel(nn.Module):
+    """Pooled tables of two modes, of which one has two features and one feature has two tables; weighted ones, whose
+    weights a layer computes; rows by id; torch's own embeddings; a layer over all of these."""
+
+    def __init__(self, *, everything: bool = True) -> None:
+        super().__init__()
+        mean = PoolingType.MEAN
+        self.pooled = EmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(10, 4, "t1", feature_names=["clicks", "items"]),
+                EmbeddingBagConfig(7, 8, "t2", feature_names=["country"], pooling=mean),
+                EmbeddingBagConfig(5, 4, "t3", feature_names=["clicks"]),
+            ]
+        )
+        self.weighted = EmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(11, 4, "w1", feature_names=["items"]),
+                EmbeddingBagConfig(8, 4, "w2", feature_names=["country"], pooling=mean),
+            ],
+            is_weighted=True,
+        )
+        self.factor = nn.Linear(1, 1)
+        self.everything = everything
+        if everything:
+            self.rows = EmbeddingCollection(
+                [
+                    EmbeddingConfig(10, 4, "s1", feature_names=["clicks"]),
+                    EmbeddingConfig(9, 4, "s2", feature_names=["country", "clicks"]),
+                ]
+            )
+            self.bag, self.row = nn.EmbeddingBag(6, 4, mode="mean"), nn.Embedding(11, 4, padding_idx=3, sparse=True)
+        self.over = nn.Sequential(nn.Linear(48 if everything else 28, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, features: KeyedJaggedTensor, ids: Tensor) -> Tensor:
+        factors = self.factor(features.weights().unsqueeze(1)).squeeze(1)
+        weighted = KeyedJaggedTensor(features.keys(), features.values(), factors, features.lengths())
+        found = [self.pooled(features).values(), self.weighted(weighted).values()]
+        if self.everything:
+            found += [one.to_padded_dense(2).sum(1) for one in self.rows(features).values()]
+            found += [self.bag(ids % 6), self.row(ids).sum(1)]
+        return self.over(torch.cat(found, 1)).squeeze(1)
+
+
+def make_batch(
+    step: int, size: int = BATCH, dtype: torch.dtype = torch.float64
+) -> tuple[KeyedJaggedTensor, Tensor, Tensor]:
+    """Features with empty bags, ids and targets of a global batch."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(0, 4, (len(ROWS), size), generator=generator)
+    values = torch.cat(
+        [
+            torch.randint(rows, (int(own.sum()),), generator=generator)
+            for rows, own in zip(ROWS.values(), lengths, strict=True)
+        ]
+    )
+    weights = torch.rand(len(values), generator=generator, dtype=dtype)
+    features = KeyedJaggedTensor.from_lengths_sync([*ROWS], values, lengths.flatten(), weights)
+    ids = torch.randint(11, (size, 3), generator=generator)
+    return features, ids, torch.rand(size, generator=generator, dtype=dtype)
+
+
+def local_part(
+    batch: tuple[KeyedJaggedTensor, Tensor, Tensor], rank: int, ranks: int, device: str | torch.device = "cpu"
+) -> Any:
+    """The rank's samples of a global batch, on a device."""
+    features, ids, targets = batch
+    size = len(targets) // ranks
+    rows = slice(rank * size, (rank + 1) * size)
+    own = {
+        key: JaggedTensor.from_dense(one.to_dense()[rows], (one.to_dense_weights() or [])[rows])
+        for key, one in features.to_dict().items()
+        if size
+    } or {key: JaggedTensor(features.values()[:0], features.weights()[:0], features.lengths()[:0]) for key in ROWS}
+    place = torch.device(device)
+    return KeyedJaggedTensor.from_jt_dict(own).to(place), ids[rows].to(place), targets[rows].to(place)
+
+
+def steps(model: nn.Module, batches: Callable[[int], Any], count: int = STEPS, factor: float = 1.0) -> list[float]:
+    """SGD's losses; `factor` multiplies the loss before the backward pass."""
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+    losses = []
+    for step in range(count):
+        features, ids, targets = batches(step)
+        loss = (model(features, ids) - targets).square().mean()
+        sgd.zero_grad()
+        (loss * factor).backward()
+        sgd.step()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+
+
+def make_model(dtype: torch.dtype, everything: bool = True) -> ClickModel:
+    torch.manual_seed(5)
+    return ClickModel(everything=everything).to(dtype)
+
+
+def compare(device: str = "cpu", tolerance: float = 1e-12, **options: Any) -> dict[str, list[str]]:
+    """Train a distributed model and the same one alone on the whole batch; this rank's tables, by module."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain, z = make_model(torch.float64), options.pop("z", 1)
+    grid = Grid(data=ranks // z, z=z, device=device)
+    model = distribute_embeddings(make_model(torch.float64), grid, **options)
+    factor = 1 / ranks if options.get("gradients") == "sum" else 1.0
+    expected = steps(plain, make_batch)
+    losses = steps(model, lambda step: local_part(make_batch(step), rank, ranks, grid.device), factor=factor)
+    found = torch.tensor(losses, device=grid.device)
+    dist.all_reduce(found)
+    torch.testing.assert_close((found / ranks).tolist(), expected, rtol=0, atol=1e-6)
+    require_weights(model, plain, tolerance)
+    with torch.no_grad():  # collectives of the forward pass alone
+        model(*local_part(make_batch(9), rank, ranks, grid.device)[:2])
+    return {name: [key for key, _ in module.named_parameters()] for name, module in model.named_children()}
+
+
+def compare_optimizers(kind: str, torchs: type[torch.optim.Optimizer], **options: Any) -> None:
+    """Train with an optimizer in the backward pass, and alone with torch's on the rows of the whole batch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain, model = make_model(torch.float64), make_model(torch.float64)
+    model = distribute_embeddings(model, Grid(data=ranks, device="cpu"))
+    modules = [model.pooled, model.weighted, model.rows, model.bag, model.row]
+    made = [module.fuse_update(kind, lr=9.0, **options) for module in modules]
+    for optimizer in made:
+        optimizer.set_lr(0.1)
+    names = [name for name, _ in plain.named_parameters() if not name.startswith(("over", "factor"))]
+    theirs = torchs([plain.get_parameter(name) for name in names], lr=0.1, **options)
+    rest = [name for name, _ in plain.named_parameters() if name not in names]
+    optimizers = [torch.optim.SGD([own.get_parameter(name) for name in rest], lr=0.5) for own in (plain, model)]
+    for step in range(STEPS):
+        for own, batch in ((plain, make_batch(step)), (model, local_part(make_batch(step), rank, ranks))):
+            (own(*batch[:2]) - batch[2]).square().mean().backward()
+        for optimizer in (theirs, *optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+        plain.zero_grad()
+    assert all(parameter.grad is None for module in modules for parameter in module.parameters())
+    require_weights(model, plain, 1e-9)
+
+
+def require_weights(model: nn.Module, plain: nn.Module, tolerance: float) -> None:
+    for name, parameter in model.named_parameters():
+        expected = plain.get_parameter(name).detach()
+        torch.testing.assert_close(
+            whole(parameter).cpu(), expected, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def compare_kernel(device: str = "cpu") -> None:
+    """A step by the fused operator, of one module with gradients and of one updated by it, in fp32; an empty batch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    grid, size = Grid(data=ranks, device=device), 2 * ranks
+    plain = make_model(torch.float32, everything=False)
+    steps(plain, lambda step: make_batch(step, size, torch.float32), 1)
+    model: Any = make_model(torch.float32, everything=False)
+    model = distribute_embeddings(model, grid, implementation="kernel")
+    assert model.pooled.is_fused
+    model.weighted.fuse_update("sgd", lr=0.5)
+    steps(model, lambda step: local_part(make_batch(step, size, torch.float32), rank, ranks, grid.device), 1)
+    require_weights(model, plain, 2e-6)
+    model(*local_part(make_batch(0, 0, torch.float32), 0, 1, grid.device)[:2]).sum().backward()
+
+
+def refuse_and_go_on(device: str = "cpu") -> list[str]:
+    """Errors of this rank where rank 1 alone is given bad input; then all go on with an empty batch, and a good one."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model: Any = distribute_embeddings(make_model(torch.float64), Grid(data=ranks, device=device))
+    device = str(model.over[0].weight.device)
+    model.requires_grad_(False)  # backward passes need no trainable table
+    model.over.requires_grad_(True)
+    good = local_part(make_batch(0), rank, ranks, device)
+    bags, rows = good[0].lengths(), good[0].values()
+
+    def features(**changes: Any) -> KeyedJaggedTensor:
+        given = {"keys": [*ROWS], "values": rows, "weights": good[0].weights(), "lengths": bags} | changes
+        return KeyedJaggedTensor(**given)
+
+    outside = rows.clone()
+    outside[len(good[0]["clicks"].values())] = 7  # the first id of "country"
+    cases = [
+        features(values=outside),
+        features(keys=["click", "country", "items", "unused"]),
+        features(values=rows.double()),
+        features(weights=None),
+        local_part(make_batch(0, 2), 0, 1, device)[0],
+    ]
+    messages = []
+    for number, bad in enumerate(cases):
+        module = model.weighted if number == 3 else model.pooled
+        with pytest.raises(ValueError) as error:
+            module(bad if rank == 1 else good[0])
+        messages.append(str(error.value))
+    empty = local_part(make_batch(0, 0), 0, 1, device)
+    assert model(*empty[:2]).shape == (0,)
+    model(*empty[:2]).sum().backward()
+    model(*good[:2]).sum().backward()
+    return messages
+
+
+def save_and_load(folder: str) -> list[str]:
+    """Load a whole state dict, train, save shards, load them with every table elsewhere; the names that a rank has."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    grid = Grid(data=ranks, device="cpu")
+    source = make_model(torch.float64).state_dict()
+    with torch.device("meta"):
+        empty = ClickModel().double()
+    model = distribute_embeddings(copy.deepcopy(empty), grid, seed=None)
+    model.load_state_dict(source)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(parameter), source[name])
+    wrong = source | {"pooled.embedding_bags.t2.weight": torch.zeros(7, 4)}
+    with pytest.raises(RuntimeError, match=r"pooled\.embedding_bags\.t2\.weight"):
+        model.load_state_dict(wrong)
+    with pytest.raises(RuntimeError, match="t9"):
+        model.load_state_dict(source | {"pooled.embedding_bags.t9.weight": torch.zeros(7, 4)})
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    tables = [name for name in source if "embedding" in name or name in ("bag.weight", "row.weight")]
+    owners = {}
+    for name in tables:
+        mine = torch.tensor(rank if name in model.state_dict() else 0)
+        dist.all_reduce(mine)
+        owners[name.removesuffix(".weight").rpartition(".")[2]] = (int(mine) + 1) % ranks
+    other = distribute_embeddings(copy.deepcopy(empty), grid, owners=owners, seed=3)
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state["model"])
+    for name, parameter in other.named_parameters():
+        assert torch.equal(whole(parameter), source[name])
+    assert not {*other.state_dict()} & {*model.state_dict()} & {*tables}
+    return sorted(model.state_dict())
+
+
+def initial_weights(seed: int) -> dict[str, Tensor]:
+    """The tables of a model that was on the meta device, on this rank."""
+    with torch.device("meta"):
+        model = ClickModel()
+    model = distribute_embeddings(model, Grid(data=dist.get_world_size(), device="cpu"), seed=seed)
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def forms_of_bags() -> None:
+    """An nn.EmbeddingBag's inputs: with and without a last offset, weighted, and of two dims."""
+    grid = Grid(data=dist.get_world_size(), device="cpu")
+    for has_last in (False, True):
+        torch.manual_seed(0)
+        plain = nn.EmbeddingBag(9, 4, mode="sum", include_last_offset=has_last)
+        bag = distribute_embeddings(copy.deepcopy(plain), grid)
+        torch.manual_seed(dist.get_rank())
+        ids, weights = torch.randint(9, (6,)), torch.rand(6)
+        offsets = torch.tensor([0, 2, 2, 5, 6][: 4 + has_last])
+        for arguments in ((ids, offsets), (ids, offsets, weights), (ids.view(2, 3),), (ids[:0], offsets[:has_last])):
+            torch.testing.assert_close(bag(*arguments), plain(*arguments))
+        with pytest.raises(ValueError, match="takes no offsets"):
+            bag(ids)
+
+
+def leave_some_to_parallelize() -> None:
+    """Collections that are not named are dense layers, which parallelize shards over z as any other."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain, named = make_model(torch.float64), ["pooled", "row"]
+    model = distribute_embeddings(make_model(torch.float64), Grid(z=ranks, device="cpu"), modules=named)
+    steps(plain, make_batch)
+    steps(model, lambda step: local_part(make_batch(step), rank, ranks))
+    require_weights(model, plain, 1e-12)
+
+
+def half_precision() -> list[torch.dtype]:
+    """Dtypes of results of fp16 tables beside fp32 ones, which are as without ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tables = [
+        EmbeddingBagConfig(10, 4, "t1", DataType.FP16, ["clicks"]),
+        EmbeddingBagConfig(10, 4, "t2", DataType.FP32, ["clicks"]),
+    ]
+    torch.manual_seed(0)
+    plain = EmbeddingBagCollection(tables)
+    module = distribute_embeddings(copy.deepcopy(plain), Grid(data=ranks, device="cpu"))
+    features = local_part(make_batch(0), rank, ranks)[0]
+    torch.testing.assert_close(module(features).values(), plain(features).values())
+    return [module(features).values().dtype, *(p.dtype for p in module.parameters())]
