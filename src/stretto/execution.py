@@ -330,6 +330,14 @@ class ExecutionOptions:
             "unset": "dynamic",
         },
     )
+    invariant: bool = field(
+        default=False,
+        metadata={
+            "help": "a forward pass in which a token's bits depend on its own sequence alone: neither on the batch nor "
+            "on x, z or expert, and so are those of an `Engine` on any grid "
+            "([inference.md](inference.md#the-same-bits-everywhere))"
+        },
+    )
     expert_reduce: ExpertReduce = field(
         default="rank",
         metadata={
@@ -349,6 +357,8 @@ class ExecutionOptions:
         Recomputation.parse(self.recompute)
         if self.expert_reduce not in get_args(ExpertReduce):
             raise ValueError(f"expert_reduce is {self.expert_reduce!r}, but must be 'rank' or 'choice'")
+        if not isinstance(self.invariant, bool):
+            raise ValueError(f"invariant is {self.invariant!r}, but must be True or False; False is the default")
         rows = self.expert_rows
         if rows is not None and (isinstance(rows, bool) or rows < 1):
             raise ValueError(f"expert_rows is {rows!r}, but must be a whole number, at least 1, or None")
@@ -411,6 +421,7 @@ class ExecutionKeywords(TypedDict, total=False):
     stages: StageOptions
     drop_duplicates: bool
     expert_rows: int | None
+    invariant: bool
     expert_reduce: ExpertReduce
 
 

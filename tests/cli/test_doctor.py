@@ -86,3 +86,14 @@ def test_a_system_that_does_not_report_its_memory_is_reported_too(monkeypatch: p
     (found,) = importlib.import_module("stretto.cli.doctor")._host_memory()
     assert (found.state, found.found) == ("missing", "this system does not report how much memory it has")
     assert found.so
+
+
+@pytest.mark.long
+def test_a_preflight_measures_ranks_and_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ("--preflight", "--ranks", "2", "--folder", str(tmp_path), "--json")
+    report = json.loads(run(monkeypatch, *arguments, CUDA_VISIBLE_DEVICES=""))
+    assert len(report["products"]) == 2
+    assert sorted(report["links"]) == ["0->1", "1->0"]
+    assert report["faults"] == []
+    assert report["seconds"] < 600
+    assert not list(tmp_path.iterdir())

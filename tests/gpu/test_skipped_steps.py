@@ -31,6 +31,8 @@ RUNS = {
     "sgd": "train.optimizer=sgd train.momentum=0.9 train.lr=0.1",
     "device": "train.optimizer_state=device train.dtype=bf16",
     "host": "train.optimizer_state=host train.dtype=bf16 train.step_on=device",
+    "averages": "train.ema=0.9",
+    "averages graph": "train.ema=0.9 train.cuda_graph=true",
     "adamw graph": "train.cuda_graph=true",
     "copies graph": "train.dtype=bf16 train.writes_copies=true train.cuda_graph=true",
     "sgd graph": "train.optimizer=sgd train.momentum=0.9 train.lr=0.1 train.cuda_graph=true",

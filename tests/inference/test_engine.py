@@ -13,10 +13,13 @@ from tests.conftest import Ranks
 from tests.parallel import hugging_face
 from torch import Tensor, nn
 
-from stretto.inference import Engine, Request
+from stretto.inference import Engine, Request, cache
 from stretto.inference.runner import StepRunner
 from stretto.memory import PeerError, failures
+from stretto.ops.decoding.rotary_cache import rotate_and_store
+from stretto.ops.moe import dispatch_few
 from stretto.parallel import Grid, parallelize
+from stretto.parallel.experts import module as experts
 
 MakeRanks = Callable[[int], Ranks]
 NEW = 64
@@ -274,7 +277,7 @@ def test_a_step_that_fails_drops_its_requests_and_gives_out_no_token(monkeypatch
         assert engine.generate(given, 12) == expected
 
 
-def raise_peer_error(*_: object) -> None:
+def raise_peer_error(*_: object, **__: object) -> None:
     raise PeerError("rank 1 did not come")
 
 
@@ -330,6 +333,72 @@ def test_drawn_tokens_depend_on_the_request_alone(ranks: MakeRanks) -> None:
     ends = together[1][7]
     assert stopped == [each[: each.index(ends) + 1] if ends in each else each for each in together]
     assert plain == continued(make("qwen3"), prompts(4, (5, 30, 2, 17))[1], 12)
+
+
+def decode_few() -> tuple[list[list[int]], list[int]]:
+    """Texts of ranks with prompts of 5 and 40 tokens, and how many rows each low-latency exchange may take."""
+    grid, limits = Grid(data=2, expert=2), []
+    model = parallelize(make("qwen3_moe"), grid)
+    engine = Engine(model, 4, 320)
+
+    def dispatch(*given: Any, max_tokens: int) -> Any:
+        limits.append(max_tokens)
+        return dispatch_few(*given, max_tokens=max_tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "dispatch_few", dispatch)
+        return engine.generate([prompts(9, (5, 40))[grid.coordinate("data")]], 6), limits
+
+
+def test_few_tokens_go_to_experts_by_the_low_latency_exchange(ranks: MakeRanks) -> None:
+    """But for the first step, in which one of the ranks has 40."""
+    plain, given = make("qwen3_moe"), prompts(9, (5, 40))
+    found = ranks(2).run(decode_few)
+    assert [texts for texts, _ in found] == [[continued(plain, prompt, 6)] for prompt in given]
+    layers = plain.config.num_hidden_layers
+    assert [limits for _, limits in found] == [[16] * layers * 5] * 2
+
+
+def decode_by_kernels() -> tuple[list[list[int]], int]:
+    """Texts by interpreted kernels, of the second engine of a model, and how often rotation and cache were one."""
+    calls: list[object] = []
+
+    def rotate(*given: Any) -> Tensor:
+        calls.append(None)
+        return rotate_and_store(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "rotate_and_store", rotate)
+        first = Engine(parallelize(make("llama"), Grid()), 2, 64)
+        return Engine(first.model, 2, 64).generate(prompts(9, (5, 1)), 3), len(calls)
+
+
+@pytest.mark.long
+def test_one_kernel_rotates_and_stores(interpret: Callable[..., Any]) -> None:
+    plain = make("llama")
+    ((texts, calls),) = interpret(1, decode_by_kernels)
+    assert texts == [continued(plain, prompt, 3) for prompt in prompts(9, (5, 1))]
+    assert calls == 3 * plain.config.num_hidden_layers
+
+
+def batch() -> list[Any]:
+    """Texts of transformers' continuous batching over two ranks, of which each has a copy of the only KV head."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = parallelize(make("qwen3"), Grid(x=2))
+    sizes = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    how = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    made = model.generate_batch(prompts(9, (5, 40)), how, continuous_batching_config=sizes, warmup=False)
+    again = model.generate(torch.tensor(prompts(9, (5,))), max_new_tokens=6, do_sample=False)
+    return [[each.generated_tokens for each in made.values()], again[0, 5:].tolist()]
+
+
+def test_transformers_batches_run_over_ranks_of_x(ranks: MakeRanks) -> None:
+    plain = make("qwen3")
+    texts = [continued(plain, prompt, 6) for prompt in prompts(9, (5, 40))]
+    assert ranks(2).run(batch) == [[texts, texts[0]]] * 2
+    alone = parallelize(make("llama"), Grid(), invariant=True)
+    assert "generate_batch: it has its own attention" in refusal(lambda: alone.generate_batch([[1]]))
 
 
 def generate_to_the_end(end: int) -> Tensor:

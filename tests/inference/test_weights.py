@@ -173,3 +173,45 @@ def test_models_with_other_parameters_are_refused() -> None:
             copy_weights(other, target)
     with pytest.raises(ValueError, match=r"16-bit weights, not torch\.float32"):
         WeightChanges(target, torch.float32)
+
+
+def with_buffers(kind: str) -> Any:
+    model = make(kind)
+    for layer in model.model.layers:
+        layer.register_buffer("bias", torch.randn(5))
+        layer.register_buffer("count", torch.tensor(3))
+        layer.register_buffer("angles", torch.randn(2), persistent=False)
+    return model
+
+
+def buffers_of(model: nn.Module) -> dict[str, list[Any]]:
+    return {name: buffer.tolist() for name, buffer in model.named_buffers() if "layers" in name}
+
+
+def follow_buffers() -> list[Any]:
+    """Persistent buffers of a model on another grid: its own at first, then as copied, and as patched."""
+    trained, served = (parallelize(with_buffers("llama"), Grid(**sizes)) for sizes in ({"z": 2}, {"x": 2}))
+    with torch.no_grad():
+        for buffer in served.buffers():
+            buffer.add_(1)
+    kept = buffers_of(served)
+    copy_weights(trained, served)
+    found, changes = [buffers_of(trained), kept, buffers_of(served)], WeightChanges(trained)
+    served.to(torch.bfloat16)
+    for layer in served.model.layers:
+        layer.bias = layer.bias.float()
+    copy_weights(trained, served)
+    for layer in trained.model.layers:
+        layer.bias[3] = 0.1
+        layer.count += 1
+    apply_patches(served, exchange(changes.make_patch()))
+    return [*found, buffers_of(trained), buffers_of(served)]
+
+
+def test_persistent_buffers_come_with_the_weights_in_their_own_dtype(ranks: MakeRanks) -> None:
+    for first, kept, copied, changed, patched in ranks(2).run(follow_buffers):
+        for name in first:
+            if "angles" in name:
+                assert copied[name] == kept[name] != first[name]
+            else:
+                assert copied[name] == first[name] != changed[name] == patched[name]

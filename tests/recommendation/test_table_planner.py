@@ -2,6 +2,7 @@
 """The planner of tables: balance, memory, traffic, and what it says."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,12 @@ def test_the_command_shows_and_explains_the_plan(tmp_path: Path) -> None:
     refused = run(tmp_path, "--seq-len", "8")
     assert refused.exit_code != 0
     assert "--seq-len is no option of a DLRM's plan" in refused.output
+
+
+def test_no_rank_has_more_than_its_memory_whatever_tables_are_swapped() -> None:
+    draw = random.Random(5)
+    for _ in range(12):
+        sizes = [TableSize(10 ** draw.randint(2, 6), 16, 10 ** draw.uniform(0, 2)) for _ in range(9)]
+        plan = plan_tables(sizes, 3)  # at most twice an even share
+        even = sum(size.rows * (16 * 4 + 4) for size in sizes) / 3
+        assert max(load.memory for load in plan.loads) < 2.02 * even

@@ -10,6 +10,9 @@ from tests.ops.decoding.sequences import Batch, make_batch
 from torch import Tensor
 
 from stretto import ops
+from stretto.ops.decoding.rotary_cache import rotate_and_store
+from stretto.ops.invariant.grouped import multiply_groups
+from stretto.ops.rotary import rotate_halves
 from stretto.ops.row_sums.norm import Norm, normalize_by_torch
 from stretto.stress.catalogue import Check, Configuration, StressCase
 from stretto.stress.operators import WorkspaceCase, agree
@@ -20,6 +23,8 @@ EPS = 2.0**-10
 _GEMM = "ops.small_m.gemm_exchange"
 _LEAVES = "ops.invariant.kernels.sum_leaves"
 _SUMS = "ops.row_sums.kernel.sum_and_normalize"
+_EXPERTS = "ops.invariant.grouped.sum_expert_leaves"
+_ROTATION = "ops.decoding.rotary_cache.rotate_and_store_heads"
 _NORM = "ops.row_sums.norm.add_and_normalize"
 _PAGED = tuple(f"ops.decoding.paged_kernels.{name}" for name in ("attend_singles", "merge_splits", "attend_chunks"))
 
@@ -133,6 +138,70 @@ class NormCase(StressCase):
         return [Check(found, self._expected[entry])]
 
 
+class RotationCase(StressCase):
+    """Rotated queries and a cache, which torch's operators make in fp64 of numbers whose products are exact."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        tokens, heads, kv_heads, size = (64, 32, 8, 128) if team.is_cuda else (5, 4, 2, 20)
+        self._inputs: list[tuple[Tensor, ...]] = []
+        self._expected: list[tuple[Tensor, ...]] = []
+        for entry in range(ENTRIES):
+            whole = team.integers((tokens, heads + 2 * kv_heads, size), "heads", entry, low=-8, high=8).bfloat16()
+            angles = [team.integers((tokens, size), name, entry, low=-2, high=2).bfloat16() for name in ("cos", "sin")]
+            places = torch.arange(tokens, device=team.device).flip(0) + entry
+            heads_of = whole.split([heads, kv_heads, kv_heads], 1)
+            turned = rotate_halves(
+                *(each.transpose(0, 1)[None].double() for each in heads_of[:2]),
+                *(each[None].double() for each in angles),
+            )
+            right = (*(each[0].transpose(0, 1).bfloat16() for each in turned), heads_of[2])
+            self._inputs.append((*heads_of, *angles, places))
+            self._expected.append(right)
+        self._caches = [whole.new_zeros(2, tokens + ENTRIES, kv_heads, size) for _ in range(2)]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        *operands, places = self._inputs[entry]
+        query = rotate_and_store(*operands, *self._caches, places)
+        stored = (each.flatten(0, 1)[places] for each in self._caches)
+        return [Check(one, right) for one, right in zip((query, *stored), self._expected[entry], strict=True)]
+
+    def poison(self) -> None:
+        """Fill the cache with poison."""
+        for each in self._caches:
+            each.fill_(torch.nan)
+
+
+class ExpertsCase(StressCase):
+    """Experts' invariant products of whole numbers, whose sums are exact."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team, *, leaves: int) -> None:
+        self._leaves = leaves
+        rows, experts, n, k = (200, 8, 520, 512) if team.is_cuda else (12, 3, 40, 32)
+        self._weight = team.integers((experts, n, k), "weight", density=0.03).bfloat16()
+        self._inputs: list[tuple[Tensor, Tensor]] = []
+        self._expected: list[Tensor] = []
+        for entry in range(ENTRIES):
+            x = team.integers((rows, k), "x", entry, density=0.25).bfloat16()
+            ends = torch.arange(experts + 1, device=team.device) * (rows - entry) // experts
+            ends[1] = ends[0]  # an expert without rows
+            product = torch.zeros(rows, n, device=team.device)
+            for expert in range(experts):
+                part = slice(int(ends[expert]), int(ends[expert + 1]))
+                product[part] = x[part].float() @ self._weight[expert].float().t()
+            self._inputs.append((x, ends.int()))
+            self._expected.append(product.bfloat16())
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
+        x, offsets = self._inputs[entry]
+        return [Check(multiply_groups(x, self._weight, offsets, self._leaves), self._expected[entry])]
+
+
 def list_configurations() -> list[Configuration]:
     """All configurations of inference."""
     powers = (1, 2, 4, 8)
@@ -162,4 +231,12 @@ def list_configurations() -> list[Configuration]:
         )
         for is_invariant in (False, True)
     ]  # fmt: skip
+    paged += [
+        Configuration(
+            f"inference/experts-{leaves}", "inference", (_EXPERTS,), "experts' invariant products",
+            partial(ExpertsCase, leaves=leaves),
+        )
+        for leaves in (1, 8)
+    ]  # fmt: skip
+    paged.append(Configuration("inference/rotation", "inference", (_ROTATION,), "rotation and cache", RotationCase))
     return [*sums, *paged, Configuration("inference/norm", "inference", (_NORM,), "an exact norm", NormCase)]

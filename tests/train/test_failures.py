@@ -30,7 +30,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_loss_is_not_read_after_a_failed_wait(failed):
-    recorder = StepRecorder(1, None, ProgressReporter())
+    recorder = StepRecorder(lambda step: step, None, ProgressReporter())
     recorder.add(1, 0.1, torch.tensor(2.0), torch.tensor(1.0))
     failed.record.mark([1, 3])
     with pytest.raises(PeerError, match="waited in vain for rank 3"):
@@ -40,7 +40,7 @@ def test_a_loss_is_not_read_after_a_failed_wait(failed):
 
 def test_the_utilization_is_the_rate_over_that_at_the_peak():
     log = mock.MagicMock()
-    recorder = StepRecorder(64, log, ProgressReporter(), ranks=4, full_rate=1e6)
+    recorder = StepRecorder(lambda step: 64 * step, log, ProgressReporter(), ranks=4, full_rate=1e6)
     recorder.add(1, 0.1, torch.tensor(2.0), torch.tensor(1.0))
     metrics = log.write.call_args.args[0]
     assert metrics.mfu == pytest.approx(64 / metrics.seconds / 1e6)

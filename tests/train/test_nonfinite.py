@@ -161,7 +161,9 @@ def record(skips: bool, losses: Sequence[float], norms: Sequence[float], **optio
         def print_message(self, message: str) -> None:
             messages.append(message)
 
-    recorder = StepRecorder(1, None, Screen(), skips_nonfinite=skips, on_nonfinite=lambda step: f" ({step})", **options)
+    recorder = StepRecorder(
+        lambda step: step, None, Screen(), skips_nonfinite=skips, on_nonfinite=lambda step: f" ({step})", **options
+    )
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         recorder.add(step, 0.1, torch.tensor(loss), torch.tensor(norm))
     return messages

@@ -13,7 +13,7 @@ from stretto.execution import StateOptions
 from stretto.optim import adamw, adamw_kernel
 from stretto.parallel import Grid, parallelize
 from stretto.parallel.low_precision_weights import cast
-from stretto.train.optimizer import ShardOptimizer
+from stretto.train.optimizer import ShardOptimizer, local_shard
 from stretto.train.stored_optimizer import StoredOptimizer, sgd_update
 
 
@@ -150,3 +150,29 @@ def convert_without_bias() -> None:
         "0.weight",
         "1.weight",
     ]
+
+
+def average_by_hand() -> None:
+    """Averages begin with the weights before the first step; a step that is skipped moves none."""
+    torch.manual_seed(0)
+    model, decay = parallelize(nn.Sequential(nn.Linear(4, 4)), Grid(z=2), roles={"0": "colwise"}), 0.75
+    optimizer = ShardOptimizer(model, torch.optim.SGD, weight_decay=0.0, average=decay)
+    shard = local_shard(model[0].weight)
+    expected = shard.clone()
+    for skips in (False, True, False):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step(0.1, skip=torch.tensor(skips))
+        if not skips:
+            expected += (1 - decay) * (shard - expected)
+        torch.testing.assert_close(optimizer.state("0.weight")["average"], expected, rtol=1e-6, atol=0)
+    weight, output = shard.clone(), model(torch.ones(2, 4))
+    with optimizer.averaged():
+        assert not torch.equal(shard, optimizer.state("0.weight")["average"])  # they have changed places
+        torch.testing.assert_close(shard, expected, rtol=1e-6, atol=0)
+        assert not torch.allclose(model(torch.ones(2, 4)), output)
+    assert torch.equal(shard, weight)
+    assert torch.equal(model(torch.ones(2, 4)), output)
+
+
+def test_averages_follow_the_weights_and_take_their_place(ranks):
+    ranks(2).run(average_by_hand)

@@ -7,11 +7,17 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Annotated, NamedTuple
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
+
+if TYPE_CHECKING:
+    from stretto.cluster import Cluster
+    from stretto.launch.preflight import PreflightReport
 
 KERNEL = 'extern "C" __global__ void nothing() {}'
 MINIMUMS = {"torch": (2, 11), "triton": (3, 6)}
@@ -30,16 +36,31 @@ def doctor(
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Call kernels at random for half a minute, and check all results.")
     ] = False,
-    ranks: Annotated[int, typer.Option(help="Of --kernels: processes, which share GPUs if there are fewer.")] = 2,
+    preflight: Annotated[
+        bool,
+        typer.Option("--preflight", help="Measure all ranks' products, links, files, clocks; name what is slow."),
+    ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Processes, which share GPUs with --kernels (default: 2, and all GPUs for --preflight)."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Of --preflight: a cluster or its file, to whose rates this machine's are compared."),
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Of --preflight: where the rate of files is measured.")] = Path("."),
     as_json: Json = False,
 ) -> None:
     """Check this machine: versions, GPUs, their links, host memory, compilers; and which features use a fallback.
 
-    Compiles the backend's C++ part where that has not been done. Starts no ranks, but with --kernels, and measures
-    nothing: `stretto probe` does.
+    Compiles the backend's C++ part where that has not been done. Starts ranks and measures only with --kernels or
+    --preflight. In a rank that torchrun, srun or another launcher has started, --preflight measures with all its ranks.
     """
     if kernels:
-        _check_kernels(ranks, as_json=as_json)
+        _check_kernels(2 if ranks is None else ranks, as_json=as_json)
+        return
+    if preflight:
+        _measure_ranks(ranks, cluster, folder, as_json=as_json)
         return
     findings = [finding for look in LOOKS for finding in _found(look)]
     if as_json:
@@ -78,6 +99,49 @@ def _check_kernels(ranks: int, *, as_json: bool) -> None:
         print(f"{report.results:,} results on {report.ranks} ranks ({report.device}), seed {report.seed}: {found}")
     if not report.is_clean:
         raise typer.Exit(1)
+
+
+def _measure_ranks(ranks: int | None, cluster: str | None, folder: Path, *, as_json: bool) -> None:
+    """Measure the machines of all ranks, and end with status 1 if anything is slow."""
+    with refusing_bad_input(as_json=as_json):
+        from stretto.atomic_files import require_writable_folder
+        from stretto.cluster import Cluster
+        from stretto.cluster.detection import count_gpus
+        from stretto.cluster.local_ranks import is_rank
+
+        require_writable_folder(folder, "--folder")
+        known = None if cluster is None else Cluster.find(cluster)
+        gpus = count_gpus()
+        count = ranks if ranks is not None else gpus or 2
+        if count < 1 or (gpus and count > gpus and not is_rank()):
+            raise ValueError(f"--ranks is {count}, but must be 1 to the number of GPUs; {gpus or 2} would do")
+        if is_rank():
+            report = _preflight_rank(known, folder)
+        else:
+            from stretto.bench.harness import run_ranks
+
+            report = run_ranks(count, _preflight_rank, known, folder)
+    if report.rank == 0:
+        if as_json:
+            print_json(asdict(report))
+        else:
+            print("\n".join(report.lines()))
+    if report.faults:
+        raise typer.Exit(1)
+
+
+def _preflight_rank(cluster: "Cluster | None", folder: Path) -> "PreflightReport":
+    """The job of each rank."""
+    import torch.distributed as dist
+
+    from stretto.launch.preflight import check_machines
+    from stretto.parallel import Grid
+
+    grid = Grid(data=int(os.environ["WORLD_SIZE"]))
+    report = check_machines(grid.device, folder=folder, cluster=cluster)
+    dist.barrier()  # or a rank could end while others still use its connections
+    dist.destroy_process_group()
+    return report
 
 
 def _found(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -237,6 +301,7 @@ def _extras() -> Iterator[Finding]:
         ("matplotlib", "no pictures are drawn (pip install 'stretto[plots]')"),
         ("tokenizers", "text is read as bytes (pip install 'stretto[tokenizers]')"),
         ("transformers", "Hugging Face's models are not there (pip install 'stretto[huggingface]')"),
+        ("pyarrow", "Parquet files and saved data sets are refused (pip install 'stretto[data]')"),
         ("tensorboard", "train.tensorboard is refused (pip install 'stretto[tensorboard]')"),
     ):
         yield _package(name, without)

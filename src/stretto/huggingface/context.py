@@ -217,6 +217,13 @@ def find_documents(model: nn.Module, given: Mapping[str, Any], rows: int, length
     return Documents(torch.cat((found, found.new_tensor([rows * length]))).int(), numbered)
 
 
+def ignores_documents(model: nn.Module) -> str | None:
+    """Why a model in training would mix documents that its positions alone tell apart; None if it does not."""
+    if linear_attentions_of(model):
+        return "its linear attention passes states from one to the next"
+    return None if not is_causal(model) else _ignores_positions(model, {"use_cache": False})
+
+
 def _ignores_positions(model: nn.Module, given: Mapping[str, Any]) -> str | None:
     """Why plain transformers does not look for documents in the positions of such a call; None if it does."""
     inner = unwrap(model)
@@ -306,7 +313,10 @@ def _no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
         raise ValueError(f"{_OWN_MASK}, such as one that lets the tokens of a picture attend to each other")
 
 
-_OWN_MASK = "attention over context takes causal masks, windows, documents and padding, and this model has another mask"
+_OWN_MASK = (
+    "attention over context, or with invariant=True, takes causal masks, windows, documents and padding, and this "
+    "model has another mask"
+)
 
 
 def _attend(
@@ -328,13 +338,15 @@ def _attend(
     if attend is None:
         raise ValueError(
             f"this {type(module).__name__} has the attn_implementation {NAME!r} of a model that parallelize has put on "
-            "a grid with context, and shares its configuration: build it from copy.deepcopy(config), with "
-            "attn_implementation='sdpa'"
+            "a grid with context, or with invariant=True, and shares its configuration: build it from "
+            "copy.deepcopy(config), with attn_implementation='sdpa'"
         )
     if attention_mask is not None:
         raise ValueError(_OWN_MASK)
     if dropout or others.get("position_bias") is not None or others.get("softcap") is not None:
-        raise ValueError("attention over context takes no dropout of its weights, position_bias or softcap")
+        raise ValueError(
+            "attention over context, or with invariant=True, takes no dropout of its weights, position_bias or softcap"
+        )
     is_gathered = context_latents is not None and module.layer_idx in context_latents.gathered
     out = attend(
         query, key, value, scale=scaling, window=sliding_window, documents=cu_seq_lens_q, sinks=s_aux,

@@ -98,10 +98,14 @@ def _is_gelu(forward: Callable[..., Any]) -> bool:
 
 def rotates_halves(module: nn.Module) -> bool:
     """True if an attention calls, as `apply_rotary_pos_emb`, heads * cos + (-second halves, first halves) * sin."""
-    forward: Any = type(module).forward
-    if not has_own_forward(module) or ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
-        return False
-    return _rotates(forward.__globals__.get(ROTATE))
+    return has_own_forward(module) and calls_rotation(type(module))
+
+
+def calls_rotation(kind: type[nn.Module]) -> bool:
+    """True if the code of an attention's class does what `rotates_halves` says."""
+    forward: Any = kind.forward
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return ROTATE in names and _rotates(forward.__globals__.get(ROTATE))
 
 
 @functools.cache

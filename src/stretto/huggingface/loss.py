@@ -60,12 +60,15 @@ def require_given_targets(model: nn.Module) -> None:
         )
 
 
-def arguments_with_targets(tokens: Tensor, targets: Tensor, num_targets: Tensor | int) -> dict[str, Any]:
+def arguments_with_targets(
+    tokens: Tensor, targets: Tensor, num_targets: Tensor | int, places: Tensor | None = None
+) -> dict[str, Any]:
     """The arguments of a causal language model's forward with which it returns the mean loss over the global batch.
 
-    Labels would be shifted, and each sequence lose its last target; `shift_labels` are taken as they are.
+    Labels would be shifted, and each sequence lose its last target; `shift_labels` are taken as they are. places: of
+    each token in its document, int64 [rows, seq_len], by which transformers tells packed documents apart.
     """
-    return {
+    return ({} if places is None else {"position_ids": places}) | {
         "input_ids": tokens,
         "labels": targets,
         "shift_labels": targets,

@@ -5,6 +5,7 @@ transformers is not imported: classes are identified by their names and attribut
 """
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,56 @@ def generate_in_step(model: nn.Module) -> None:
         return generate(*args, synced_gpus=True if synced_gpus is None else synced_gpus, **kwargs)
 
     model.generate = generate_on_every_rank  # type: ignore[assignment]
+
+
+def batch_over_ranks(model: nn.Module, refusal: str | None, ranks: int, make_mesh: Callable[[], Any]) -> None:
+    """Have transformers' continuous batching (`generate_batch`) run over ranks that divide heads.
+
+    Its managers keep the ranks of a tensor parallel mesh together: they are given one of the ranks of x, and the KV
+    heads that all of them hold, copies counted. refusal: why it cannot run; None if it can. make_mesh: makes the mesh,
+    collectively.
+    """
+    begin: Any = getattr(model, "init_continuous_batching", None)
+    if not callable(begin):
+        return
+    meshes: list[Any] = []
+
+    @functools.wraps(begin)
+    def begin_on_grid(*args: Any, **kwargs: Any) -> Any:
+        if refusal is not None:
+            raise ValueError(f"generate_batch: {refusal}")
+        if ranks == 1:
+            return begin(*args, **kwargs)
+        if importlib.util.find_spec("transformers.generation.continuous_batching.distributed") is None:
+            raise ValueError("generate_batch: this transformers has no continuous batching over ranks; 5.23 would do")
+        held: Any = model
+        meshes.extend([] if meshes else [make_mesh()])
+        held._device_mesh, before = meshes[0], held._device_mesh
+        try:
+            manager = begin(*args, **kwargs)
+        finally:
+            held._device_mesh = before
+        manager.distributed_helper.tp_plan = dict.fromkeys(_KEYS_AND_VALUES, "colwise")
+        make_cache = manager._create_batch_processor
+
+        def make_cache_of_copies() -> Any:
+            config = held.config.get_text_config()
+            heads = getattr(config, "num_key_value_heads", None)
+            config.num_key_value_heads = max(heads or config.num_attention_heads, ranks)
+            try:
+                return make_cache()
+            finally:
+                config.num_key_value_heads = heads
+                if heads is None:
+                    del config.num_key_value_heads
+
+        manager._create_batch_processor = make_cache_of_copies
+        return manager
+
+    model.init_continuous_batching = begin_on_grid  # type: ignore[assignment]
+
+
+_KEYS_AND_VALUES = ("layers.*.self_attn.k_proj", "layers.*.self_attn.v_proj")
 
 
 def refuse_saving(model: nn.Module) -> None:

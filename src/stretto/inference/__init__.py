@@ -8,6 +8,7 @@ cache       the paged cache of keys and values
 runner      one step on the device; a CUDA graph a batch size
 sampling    draws tokens where each rank has a part of the vocabulary
 weights     weights from a model on another grid, and patches of what changed in them
+vllm_plugin a plug-in for vLLM, which sums by Stretto
 """
 
 from typing import TYPE_CHECKING
@@ -17,8 +18,9 @@ from stretto.lazy import attach
 if TYPE_CHECKING:
     from stretto.inference.engine import Engine
     from stretto.inference.requests import Request
+    from stretto.inference.sampling import token_log_probabilities
     from stretto.inference.weights import WeightChanges, apply_patches, copy_weights
 
-__all__ = ["Engine", "Request", "WeightChanges", "apply_patches", "copy_weights"]
+__all__ = ["Engine", "Request", "WeightChanges", "apply_patches", "copy_weights", "token_log_probabilities"]
 
 __getattr__, __dir__ = attach(__name__)

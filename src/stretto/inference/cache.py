@@ -7,6 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from stretto.ops import paged_attention
+from stretto.ops.decoding.rotary_cache import rotate_and_store, suits_kernel
+from stretto.ops.rotary import rotate_halves
 
 
 class StepTokens(NamedTuple):
@@ -41,21 +43,34 @@ class CurrentStep:
 class LayerCache:
     """One layer's part of the cache: keys [pages, page, heads, key's head] and values, and attention to them."""
 
-    def __init__(self, shape: CacheShape, pages: int, page: int, like: Tensor, step: CurrentStep) -> None:
+    def __init__(
+        self, shape: CacheShape, pages: int, page: int, like: Tensor, step: CurrentStep, *, is_invariant: bool
+    ) -> None:
         self.keys, self.values = (
             like.new_zeros(pages, page, shape.heads, features) for features in (shape.key, shape.value)
         )
-        self._step = step
+        self._step, self._is_invariant = step, is_invariant
+        self._angles: tuple[Tensor, Tensor] | None = None
+
+    def rotate_later(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the angles [1, tokens, d] for the call that follows, which rotates as it stores."""
+        self._angles = cos[0].contiguous(), sin[0].contiguous()
+        return query, key
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None) -> Tensor:
         """Store this step's keys and values, and attend to those of each token's request up to its own."""
         tokens = self._step.tokens
         if tokens is None:
             raise ValueError("the engine's model was called outside of a step: call generate, or submit and step")
-        self.keys.flatten(0, 1).index_copy_(0, tokens.places, key)
-        self.values.flatten(0, 1).index_copy_(0, tokens.places, value)
+        angles, self._angles = self._angles, None
+        if angles is None:
+            self.keys.flatten(0, 1).index_copy_(0, tokens.places, key)
+            self.values.flatten(0, 1).index_copy_(0, tokens.places, value)
+            query = query.contiguous()
+        else:
+            query = rotate_and_store(query, key, value, *angles, self.keys, self.values, tokens.places)
         return paged_attention(
-            query.contiguous(),
+            query,
             self.keys,
             self.values,
             tokens.block_table,
@@ -63,15 +78,27 @@ class LayerCache:
             query_offsets=tokens.starts,
             scale=scale,
             window=window,
+            invariant=self._is_invariant,
         )
 
 
 class ShapeProbe:
-    """Stands for the attention of a model's layers in one pass, to see what they will store."""
+    """Stands for the attention of a model's layers in one pass, to see what they will store.
+
+    can_rotate: attention was handed what it had rotated, in a form that `rotate_and_store` takes.
+    """
 
     def __init__(self) -> None:
         self.shape: CacheShape | None = None
         self.like: Tensor | None = None
+        self.can_rotate = False
+        self._rotated: tuple[Tensor, ...] = ()
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate, and note what was returned."""
+        turned = rotate_halves(query, key, cos, sin)
+        self._rotated = (*turned, query, key, cos)
+        return turned
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None) -> Tensor:
         """Note the shapes. Returns zeros of the output's. ValueError for a second call."""
@@ -80,5 +107,11 @@ class ShapeProbe:
                 "this model's attention has been replaced for an engine that could not be made, or is called twice in "
                 "a pass, for which a layer of the cache has no place: build the model again"
             )
+        if self._rotated:
+            turned_query, turned_key, query_before, key_before, cos = self._rotated
+            is_same = (turned_query.data_ptr(), turned_key.data_ptr()) == (query.data_ptr(), key.data_ptr())
+            heads = query_before[0].transpose(0, 1), key_before[0].transpose(0, 1)
+            self.can_rotate = is_same and suits_kernel(*heads, value, cos)
+            self._rotated = ()
         self.shape, self.like = CacheShape(key.shape[1], key.shape[2], value.shape[2]), key
         return value.new_zeros(*query.shape[:2], value.shape[2])

@@ -21,6 +21,7 @@ from stretto.inference.sampling import VocabularyPart
 from stretto.inference.scheduler import Place, Scheduler, StepPart
 from stretto.inference.weights import apply_patches, copy_weights
 from stretto.memory import failures, shared_gpus
+from stretto.ops.moe.few_tokens import MAX_TOKENS
 from stretto.parallel.comm.collectives import NO_GROUP, gather_rows
 from stretto.parallel.experts.module import ParallelExperts
 from stretto.parallel.layers.loss import ParallelHead
@@ -38,7 +39,9 @@ class Engine:
     takes it over: it can neither train nor be called any longer. max_batch: requests at a time. cache_tokens: of all of
     them together, whose keys and values are allocated now. chunk: tokens of a step; longer prompts take several steps,
     while other requests decode. page: tokens of a page of the cache. capture: on a GPU, replay a CUDA graph for each
-    size of a batch that only decodes.
+    size of a batch that only decodes. invariant: True refuses a model that `parallelize(..., invariant=True)` has not
+    made so, whose log-probabilities have the same bits in every batch, with every chunk and on every grid (None: as the
+    model is).
 
     Ranks of x compute parts of the same requests and must make the same calls; ranks of data have requests of their
     own. Where experts are divided over data, these step together, and so must call `step`, or `generate`, equally
@@ -57,6 +60,7 @@ class Engine:
         chunk: int = 2048,
         page: int = 16,
         capture: bool = True,
+        invariant: bool | None = None,
     ) -> None:
         sizes = {"max_batch": max_batch, "cache_tokens": cache_tokens, "chunk": chunk, "page": page}
         for name, value in sizes.items():
@@ -75,6 +79,12 @@ class Engine:
         if state.options.shard_sequence:
             raise ValueError(
                 "shard_sequence is on, but the tokens of a step are any number; shard_sequence=False would do"
+            )
+        self.is_invariant = state.options.invariant
+        if invariant is not None and invariant != self.is_invariant:
+            raise ValueError(
+                f"invariant is {invariant}, but the model was parallelized with invariant={self.is_invariant}: "
+                f"parallelize(..., invariant={invariant}) would do"
             )
         if not is_pretrained_model(model):
             raise ValueError(f"{type(model).__name__} is not a transformers model, whose attention an engine replaces")
@@ -95,12 +105,15 @@ class Engine:
             head.gathers_logits = False
             x = grid.communicator("x")
             part = VocabularyPart(head.first_row, -(-head.vocab // x.size()), x)
-        self._runner = StepRunner(model, part, grid.device, slots=max_batch, longest=self._longest, page=page)
+        slots = {"slots": max_batch, "longest": self._longest, "page": page}
+        self._runner = StepRunner(model, part, grid.device, **slots, is_invariant=self.is_invariant)
         self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
         self._max_batch = max_batch
         self._in_flight: tuple[list[StepPart], Drawn] | None = None
         self._lockstep = _Lockstep(self)
-        fuser = BlockFuser(model, grid.group("x"))
+        # Not fused, a trainer's SiLU is rounded before its product with what it gates.
+        fuses_gates = not self.is_invariant or state.options.fused == "auto"
+        fuser = BlockFuser(model, grid.group("x"), fuses_gates=fuses_gates)
         probes = self._runner.probe(len(attentions_of(model)), fuser)
         shapes, (like, *_) = zip(*((probe.shape, probe.like) for probe in probes), strict=True)
         for shape in shapes:
@@ -115,8 +128,9 @@ class Engine:
         self._runner.allocate(shapes, like, self._pages + 1)
         # Collectives of ranks that share a GPU go by way of the host, which no graph holds.
         is_staged = shared_gpus.is_enabled() and grid.size("stage") > 1
-        is_captured = capture and grid.device.type == "cuda" and not is_staged and not _waits_for_counts(model)
-        self._runner.is_captured = is_captured
+        self._few = FewTokens(model, max_batch)
+        waits = _waits_for_counts(model) and not self._few.limit
+        self._runner.is_captured = capture and grid.device.type == "cuda" and not is_staged and not waits
         self._batches = _batch_sizes(max_batch)
 
     def generate(
@@ -188,8 +202,8 @@ class Engine:
         self._runner.join(self._scheduler.admit())
         parts = self._scheduler.next_parts()
         step = describe(parts, self._rows(parts), self._max_batch)
-        is_busy = self._lockstep.agree(step, has_work=bool(parts))
-        launched = (parts, self._runner.run(step)) if is_busy else None
+        most = self._lockstep.agree(step, has_work=bool(parts))
+        launched = (parts, self._runner.run(step, may_replay=self._few.choose(most))) if most else None
         before, self._in_flight = self._in_flight, launched
         if before is not None:
             self._take(*before)
@@ -276,19 +290,40 @@ class _Lockstep:
             assert made is not None
             self._group = made
 
-    def agree(self, step: HostStep, *, has_work: bool) -> bool:
-        """True if any rank has work. Raises ValueError on all ranks if ranks of x have different steps."""
+    def agree(self, step: HostStep, *, has_work: bool) -> int:
+        """The most tokens of a rank; 0 if none has work. ValueError on all ranks if ranks of x have different steps."""
         if self._ranks == 1:
-            return has_work
+            return len(step.ids) * has_work
         digest = zlib.crc32(repr(step).encode())
-        told = gather_rows(torch.tensor([[int(has_work), digest]]), self._ranks, self._group)
+        told = gather_rows(torch.tensor([[int(has_work), digest, len(step.ids)]]), self._ranks, self._group)
         digests = told[:, 1].view(-1, self._x)
         if (digests != digests[:, :1]).any():
             raise ValueError(
                 "ranks that differ only in x were given different requests, or the same ones in another order, but "
                 "compute parts of the same ones: make the same calls on each of them. All requests were dropped"
             )
-        return bool(told[:, 0].any())
+        return int(told[:, 2].max()) if told[:, 0].any() else 0
+
+
+class FewTokens:
+    """Chooses the exchange of experts that ranks divide: with few tokens on each rank the low-latency one.
+
+    limit: the most tokens of a rank that it takes; 0 where no experts are divided, or a token's bits must be those of
+    any grid.
+    """
+
+    def __init__(self, model: nn.Module, max_batch: int) -> None:
+        experts = (module for module in model.modules() if isinstance(module, ParallelExperts))
+        self._experts = [each for each in experts if each.takes_few]
+        size = 1 << max(4, (max_batch - 1).bit_length())
+        self.limit = min(size, MAX_TOKENS) if self._experts else 0
+
+    def choose(self, tokens: int) -> bool:
+        """Choose for a step with at most so many tokens on each rank. False if a graph cannot hold what is chosen."""
+        few = self.limit if 0 < tokens <= self.limit else None
+        for experts in self._experts:
+            experts.few_tokens = few
+        return few is not None or not any(each.plan.max_rows is None for each in self._experts)
 
 
 def _batch_sizes(max_batch: int) -> list[int]:

@@ -30,10 +30,14 @@ from stretto.parallel.layout import local
 
 
 class BlockFuser:
-    """Watches one pass of a model, and then fuses its blocks. group: the ranks of x, one of them or several."""
+    """Watches one pass of a model, and then fuses its blocks. group: the ranks of x, one of them or several.
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    fuses_gates: gated MLPs, whose SiLU then is rounded once.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, fuses_gates: bool = True) -> None:
         self._group = group
+        self._fuses_gates = fuses_gates
         self._linears = [module for module in model.modules() if _is_plain_linear(module)]
         self._norms = [module for module in model.modules() if _is_plain_norm(module)]
         self._blocks: list[Any] = [module for module in model.modules() if is_pre_norm_block(module)]
@@ -64,7 +68,7 @@ class BlockFuser:
         joined: dict[Any, JoinedWeights] = {each: both for both in self._join_linears() for each in both.linears}
         for mlp in self._mlps:
             both = joined.get(mlp.gate_proj)
-            if both is not None and both.linears == [mlp.gate_proj, mlp.up_proj]:
+            if self._fuses_gates and both is not None and both.linears == [mlp.gate_proj, mlp.up_proj]:
                 _fuse_gate(mlp, both)
         for block in self._blocks:
             self._fuse_block(block)
@@ -132,7 +136,7 @@ class JoinedWeights:
 
     def multiply(self, x: Tensor) -> Tensor:
         """All of them, one after another in the last dim."""
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self._weight, self._bias)  # of invariant linears: see `InvariantOperators`
 
     def _forward_of(self, number: int) -> Any:
         def forward(x: Tensor) -> Tensor:
@@ -177,17 +181,21 @@ class _EndOfBlock:
         linear, norm = self._linear, self._norm
         weight = local(linear.weight)
         assert norm.weight is not None
+        norm_weight = local(norm.weight)
+        # An invariant norm rounds its weights, as a trainer does those that it keeps in fp32.
+        dtype = x.dtype if norm.is_invariant else norm_weight.dtype
         return matmul_all_reduce_norm(
             x.contiguous(),
             weight.t() if linear.plan.is_transposed else weight,
             residual.contiguous(),
-            local(norm.weight),
+            norm_weight.to(dtype),
             self._group,
             eps=norm._eps_of(x),
             norm="layer" if norm.is_centred else "rms",
             bias=None if linear.bias is None else _bias_of(linear),
-            norm_bias=None if norm.bias is None else local(norm.bias),
+            norm_bias=None if norm.bias is None else local(norm.bias).to(dtype),
             offset=norm.weight_offset,
+            invariant=norm.is_invariant,
         )
 
     def finish_for_next(self, x: Tensor, residual: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ where the next step reads it, and is copied to the host meanwhile.
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from stretto.inference.sampling import (
 )
 from stretto.inference.scheduler import SCRATCH_PAGE, Place, StepPart
 from stretto.parallel.capture import CapturedStep
+from stretto.parallel.fused_modules import defer_rotation
+from stretto.parallel.layers.invariant import InvariantOperators
 
 FROM_FEED = -1
 """Stands for a token that was drawn on the device."""
@@ -102,10 +105,18 @@ class StepRunner:
     """A model, its cache and its graphs. slots: requests at a time, of at most `longest` tokens each."""
 
     def __init__(
-        self, model: nn.Module, part: VocabularyPart, device: torch.device, *, slots: int, longest: int, page: int
+        self,
+        model: nn.Module,
+        part: VocabularyPart,
+        device: torch.device,
+        *,
+        slots: int,
+        longest: int,
+        page: int,
+        is_invariant: bool = False,
     ) -> None:
         self.model, self.part, self.device = model, part, device
-        self.slots, self.page = slots, page
+        self.slots, self.page, self._is_invariant = slots, page, is_invariant
         self.is_captured = False
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._step = CurrentStep()
@@ -116,22 +127,37 @@ class StepRunner:
         self._graphs: dict[int, CapturedStep] = {}
         self._static_logits: dict[int, Tensor] = {}
         self.layers: list[LayerCache] = []
+        self._rotates: list[bool] = []
 
     @torch.no_grad()
     def probe(self, count: int, fuser: BlockFuser) -> list[ShapeProbe]:
         """Run a token through the model with probes in place of its `count` attentions. Collective."""
         probes = [ShapeProbe() for _ in range(count)]
         attend_to_pages(self.model, probes)
+        attentions = attentions_of(self.model)
+        own = [module.forward for module in attentions]
+        # An invariant engine's bits are those of a trainer's rotation.
+        if not self._is_invariant:
+            for module, probe in zip(attentions, probes, strict=True):
+                defer_rotation(module, probe.rotate)
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with fuser.watch():
             self.model(input_ids=zero, position_ids=zero, use_cache=False)
+        for module, forward in zip(attentions, own, strict=True):
+            module.forward = forward
+        self._rotates = [probe.can_rotate for probe in probes]
         return probes
 
     def allocate(self, shapes: Sequence[CacheShape], like: Tensor, pages: int) -> None:
         """Allocate the cache, and have the model attend to it."""
-        self.layers = [LayerCache(shape, pages, self.page, like, self._step) for shape in shapes]
+        given = pages, self.page, like, self._step
+        self.layers = [LayerCache(shape, *given, is_invariant=self._is_invariant) for shape in shapes]
         attend_to_pages(self.model, self.layers)
-        self._attention: Any = attentions_of(self.model)[0]
+        attentions = attentions_of(self.model)
+        for module, layer, rotates in zip(attentions, self.layers, self._rotates, strict=True):
+            if rotates:
+                defer_rotation(module, layer.rotate_later)
+        self._attention: Any = attentions[0]
 
     def join(self, places: Sequence[Place]) -> None:
         """Write the pages of requests that join."""
@@ -140,8 +166,8 @@ class StepRunner:
             self._table[place.slot, : len(pages)].copy_(pages, non_blocking=True)
 
     @torch.no_grad()
-    def run(self, step: HostStep) -> Drawn:
-        """Launch a step. Collective over x, and over expert."""
+    def run(self, step: HostStep, *, may_replay: bool = True) -> Drawn:
+        """Launch a step; may_replay: by a CUDA graph. Collective over x, and over expert."""
         if self._attention.attend_to_pages is not self.layers[0]:
             raise ValueError(  # its graphs may read weights that the other one has joined anew
                 "another Engine has been made of this engine's model, and has taken it over: use that one, or give "
@@ -149,7 +175,7 @@ class StepRunner:
             )
         numbers = self._upload(step.numbers, torch.int64)
         rows, tokens = len(step.counts), len(step.ids)
-        if step.is_decoding and self.is_captured:
+        if step.is_decoding and self.is_captured and may_replay:
             if rows not in self._graphs:
                 self._graphs[rows] = CapturedStep(lambda numbers: (self._compute_static(numbers, rows),))
             (drawn,) = self._graphs[rows](numbers)
@@ -195,7 +221,8 @@ class StepRunner:
         self._step.tokens = StepTokens(places, offsets, lengths.int(), block_table)
         try:
             given: dict[str, Any] = {"logits_to_keep": last} if self._keeps else {}
-            output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **given)
+            with InvariantOperators() if self._is_invariant else nullcontext():
+                output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **given)
         finally:
             self._step.tokens = None
         logits = output.logits[0] if self._keeps else output.logits[0, last]

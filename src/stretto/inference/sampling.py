@@ -6,14 +6,15 @@ numbers are a hash of the request's seed, the token's place in it and the token'
 tokens depend neither on the other rows of its batch nor on how the vocabulary is divided.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from stretto.parallel.comm.collectives import all_reduce, gather_rows
+from stretto.parallel.comm.collectives import NO_GROUP, all_reduce, gather_rows
 
 _DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of a radix search over 32 bits
 _MASS_SCALE = float(1 << 40)  # probabilities are summed as integers, so that no order of additions matters
@@ -63,15 +64,48 @@ def best_tokens(scores: Tensor, part: VocabularyPart) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, part: VocabularyPart) -> Tensor:
-    """The log-probabilities of tokens [rows] by logits [rows, vocabulary here] (temperature 1): float32 [rows]."""
+    """The log-probabilities of tokens [rows] by logits [rows, vocabulary here] (temperature 1): float32 [rows].
+
+    Their bits do not depend on how the vocabulary is divided.
+    """
     logits = _never_empty(logits.float())
     highest = all_reduce(logits.amax(1), part.group, dist.ReduceOp.MAX)
     here = tokens - part.first
     is_here = (here >= 0) & (here < logits.shape[1])
     own = logits.gather(1, here.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    sums = torch.stack(((logits - highest.unsqueeze(1)).exp().sum(1), torch.where(is_here, own - highest, 0)))
-    total, chosen = all_reduce(sums, part.group)
-    return chosen - total.log()
+    # In fp64 and rounded: on CPUs fp32 has other instructions for a tensor's last elements.
+    shares = (logits - highest.unsqueeze(1)).double().exp().float()
+    mass = (shares.double() * _MASS_SCALE).nan_to_num(0).long().sum(1)
+    bits = torch.where(is_here, own - highest, 0).view(torch.int32).long()  # one rank has them
+    total, found = all_reduce(torch.stack((mass, bits)), part.group)
+    return found.int().view(torch.float32) - (total.double() / _MASS_SCALE).log().float()
+
+
+def token_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probabilities of tokens [...] by whole logits [..., vocabulary]: float32 [...], differentiable.
+
+    For trainers: of a model with `invariant=True` they have the bits of those that an engine on any grid gives its
+    tokens.
+    """
+    if tokens.shape != logits.shape[:-1]:
+        raise ValueError(f"tokens are {list(logits.shape[:-1])}, one for each row of logits, not {list(tokens.shape)}")
+    found: Tensor = _TokenLogProbabilities.apply(logits.flatten(0, -2), tokens.flatten())
+    return found.view(tokens.shape)
+
+
+class _TokenLogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, tokens)
+        return log_probabilities(logits, tokens, VocabularyPart(0, logits.shape[1], NO_GROUP))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        logits, tokens = ctx.saved_tensors
+        shares = -logits.float().softmax(1)
+        shares.scatter_add_(1, tokens.unsqueeze(1), shares.new_ones(len(tokens), 1))
+        return (shares * gradient.unsqueeze(1)).to(logits.dtype), None
 
 
 def draw_tokens(logits: Tensor, rows: RandomRows, part: VocabularyPart) -> Tensor:

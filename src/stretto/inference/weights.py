@@ -31,19 +31,20 @@ _copies = itertools.count(1)
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy all parameters of a model into those of another of the same architecture, in place and in its dtypes.
+    """Copy a model's parameters and persistent buffers into those of another of the same architecture, in place and in
+    its dtypes.
 
     source: on any grid of this job; or a model on no grid, of which every rank has the whole. target: one that
     `parallelize` has returned. Each rank sends what others lack, from shard to shard. Collective over the job. Raises
-    ValueError if their parameters differ, before anything is sent.
+    ValueError if these differ, before anything is sent.
     """
     grid = require_state(target, "copy_weights").grid
-    wanted, held = (dict(model.named_parameters()) for model in (target, source))
+    wanted, held = (_weights_of(model) for model in (target, source))
     if state_of(source) is None:
         _require_same(wanted, {name: parameter.shape for name, parameter in held.items()})
         for name, parameter in wanted.items():
             for box in _boxes_of(parameter):
-                _part(local(parameter), box).copy_(_corner(held[name], box.offsets, box.sizes))
+                _part(_local_of(parameter), box).copy_(_corner(held[name], box.offsets, box.sizes))
         return
     ranks = dist.get_world_size()
     told = json.dumps([_tell(held), _tell(wanted)])
@@ -58,6 +59,16 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         _require_same(want, shapes)
     for names in _buckets(shapes):
         _exchange(names, everyone, held, wanted, grid)
+
+
+def _weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, and the buffers that a state dict has, by name."""
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{key}" if prefix else key] = buffer
+    return found
 
 
 class _Piece(NamedTuple):
@@ -159,8 +170,8 @@ class WeightChanges:
     """What changes in a model's weights, rounded to a 16-bit dtype, from one call of `make_patch` to the next.
 
     model: one that `parallelize` has returned, on any grid, or one on none. Its weights of now are what the first patch
-    is applied to: copy them to the other model before (`copy_weights`). Takes 2 bytes for each number of this rank's
-    shards.
+    is applied to: copy them to the other model before (`copy_weights`). Persistent buffers keep their own dtypes. Takes
+    2 bytes for each number of this rank's shards.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -168,10 +179,10 @@ class WeightChanges:
             raise ValueError(f"patches are of 16-bit weights, not {dtype}; torch.bfloat16 would do")
         self._model, self._dtype = model, dtype
         self._step = 0
+        state = state_of(model)
+        grid = None if state is None else state.grid
         self._before = {
-            name: _local_of(parameter).detach().to(dtype, copy=True)
-            for name, parameter in model.named_parameters()
-            if _is_first_copy(parameter)
+            name: self._round(weight).clone() for name, weight in _weights_of(model).items() if _is_first(weight, grid)
         }
 
     @torch.no_grad()
@@ -181,18 +192,25 @@ class WeightChanges:
 
         self._step += 1
         tensors = {"step": torch.tensor([self._step])}
-        parameters = dict(self._model.named_parameters())
+        weights = _weights_of(self._model)
         for name, before in self._before.items():
-            now = _local_of(parameters[name]).detach().to(self._dtype)
-            for number, box in enumerate(_boxes_of(parameters[name])):
+            now = self._round(weights[name])
+            for number, box in enumerate(_boxes_of(weights[name])):
                 old, new = (_part(each, box).flatten() for each in (before, now))
-                changed = (old.view(torch.int16) != new.view(torch.int16)).nonzero().squeeze(1)
+                size = new.element_size()
+                of_bytes = old.view(torch.uint8).view(-1, size) != new.view(torch.uint8).view(-1, size)
+                changed = of_bytes.any(1).nonzero().squeeze(1)
                 key = f"{name}:{number}"
-                tensors[f"{key}:box"] = torch.tensor([box.offsets, box.sizes]).view(2, -1)
+                tensors[f"{key}:box"] = torch.tensor([box.offsets, box.sizes], dtype=torch.int64)
                 tensors[f"{key}:gaps"] = _encode_gaps(changed).cpu()
                 tensors[f"{key}:values"] = new[changed].cpu()
             before.copy_(now)
         return save(tensors)
+
+    def _round(self, weight: Tensor) -> Tensor:
+        """This rank's numbers of a weight, as a patch has them."""
+        shard = _local_of(weight).detach()
+        return shard.to(self._dtype) if isinstance(weight, nn.Parameter) else shard
 
 
 @torch.no_grad()
@@ -203,7 +221,7 @@ def apply_patches(model: nn.Module, patches: Iterable[bytes], *, after: int | No
     made from. after: the step of the patch that was applied before. Raises ValueError for patches that are damaged, of
     several steps, of another step than the next, or of another model, and if one is missing; nothing is then changed.
     """
-    parameters = dict(model.named_parameters())
+    parameters = _weights_of(model)
     changes, steps, covered = [], set(), {name: {} for name in parameters}  # type: ignore[var-annotated]
     for patch in patches:
         tensors = _read_patch(patch)
@@ -259,7 +277,9 @@ def _parse_change(key: str, tensors: Mapping[str, Tensor], parameters: Mapping[s
     shape = parameters[name].shape
     box, gaps, values = (tensors.get(f"{key}:{part}", torch.empty(0)) for part in ("box", "gaps", "values"))
     is_valid = box.shape == (2, len(shape)) and box.dtype == torch.int64 and gaps.dtype == torch.uint8
-    is_valid &= gaps.dim() == values.dim() == 1 and values.dtype in _DTYPES
+    has_own = not isinstance(parameters[name], nn.Parameter)  # buffers have their own dtypes
+    is_valid &= gaps.dim() == values.dim() == 1
+    is_valid &= values.dtype == parameters[name].dtype if has_own else values.dtype in _DTYPES
     if is_valid:
         offsets, sizes = (tuple(part) for part in box.tolist())
         limits = zip(offsets, sizes, shape, strict=True)
@@ -343,10 +363,12 @@ def _boxes_of(parameter: Tensor) -> list[Box]:
     return layout_of(parameter).boxes(*place_on(parameter.device_mesh))  # type: ignore[attr-defined]
 
 
-def _is_first_copy(parameter: Tensor) -> bool:
-    """True if no rank before this one holds the same part."""
+def _is_first(parameter: Tensor, grid: Grid | None) -> bool:
+    """True if no rank before this one, but of other stages, holds the same part."""
     if not has_layout(parameter):
-        return not dist.is_initialized() or dist.get_rank() == 0
+        if grid is None:
+            return not dist.is_initialized() or dist.get_rank() == 0
+        return grid.communicator("stage").rank() == 0
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
     cut = {split.mesh_axis for split in layout_of(parameter).splits}
     return all(mesh.get_local_rank(axis) == 0 for axis in mesh.mesh_dim_names or () if axis not in cut)

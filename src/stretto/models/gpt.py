@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.attend = causal_attention
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
 
-    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, documents: Tensor | None = None) -> Tensor:
         groups = self.qkv(x).unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
         if angles is not None:
             heads = rotate_heads(groups, angles, self.queries_per_group)
@@ -46,13 +46,29 @@ class Attention(nn.Module):
             heads = (parts[0].flatten(2, 3), parts[1].flatten(2, 3), parts[2].flatten(2, 3))
         # The output has the query's strides: heads of a token are contiguous, so that flattening it copies nothing.
         query, key, value = (part.transpose(1, 2) for part in heads)
-        return self.out(self.attend(query, key, value).transpose(1, 2).flatten(2))
+        attended = self.attend(query, key, value, **({} if documents is None else {"documents": documents}))
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of [batch, heads, seq, head_dim]; queries of several heads may share one of key and value."""
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+    """Causal attention of [batch, heads, seq, head_dim]; queries of several heads may share one of key and value.
+
+    documents: the keys that each query sees (`document_mask`), in place of all up to its own.
+    """
     shares = query.shape[1] > key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shares)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=documents, is_causal=documents is None, enable_gqa=shares
+    )
+
+
+def document_mask(places: Tensor) -> Tensor:
+    """The keys that causal attention within documents sees, bool [batch, 1, seq, seq].
+
+    places: of the tokens in their documents, int64 [batch, seq]; a token sees its document's first to itself.
+    """
+    seq = torch.arange(places.shape[1], device=places.device)
+    first = (seq - places)[:, None, :, None]
+    return (first <= seq) & (seq <= seq[:, None])
 
 
 class MLP(nn.Module):
@@ -85,8 +101,9 @@ class TransformerBlock(nn.Module):
         self.mlp = MoE(config) if has_experts else MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), angles))
+    def forward(self, x: Tensor, angles: Angles | None, documents: Tensor | None = None) -> Tensor:
+        seen = () if documents is None else (documents,)
+        x = x + self.dropout(self.attention(self.attention_norm(x), angles, *seen))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -109,7 +126,9 @@ class GPT(nn.Module):
     `model(tokens)`, int64 [batch, seq], returns logits [batch, seq, vocab]. `model(tokens, targets)` returns the mean
     loss over the valid targets (those that are not -100), or their sum divided by `num_targets` if that is given: with
     gradient accumulation the divisor is the whole batch's number of targets, which a micro-batch cannot count.
-    `positions`, int64 [seq], are the tokens' places in their sequences (default: 0, 1, ...).
+    `positions`, int64 [seq], are the tokens' places in their sequences (default: 0, 1, ...). `documents`, int64 [batch,
+    seq], are their places in their documents, if sequences pack several: a token attends to its own document alone.
+    `starts`: where documents begin, as a replaced `attend` takes it in place of a mask.
     """
 
     takes_sharded_sequence = True
@@ -143,6 +162,8 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         num_targets: Tensor | int | None = None,
         positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         seq_len = tokens.shape[1]
         if seq_len > self.config.max_seq_len:
@@ -152,12 +173,14 @@ class GPT(nn.Module):
         if positions is None:
             positions = torch.arange(seq_len, device=tokens.device)
         if self.config.positions == "learned":
-            x = x + self.positions(positions)
-        else:
+            x = x + self.positions(positions if documents is None else documents)
+        else:  # of the whole sequence also with documents: products depend on the distance of two tokens alone
             angles = rotary_angles(positions, self.config.head_dim)
         x = self.dropout(x)
+        if documents is not None and starts is None:
+            starts = document_mask(documents)
         for block in self.blocks:
-            x = block(x, angles)
+            x = block(x, angles) if starts is None else block(x, angles, starts)
         logits = self.head(self.norm(x))
         return logits if targets is None else self.loss(logits, targets, num_targets)
 

@@ -66,9 +66,9 @@ def parallelize(
         None fills parameters with NaN, for weights that are loaded afterwards.
     options: how a step executes (`stretto.execution.ExecutionOptions`). Its fields may also be passed as keyword
         arguments (`changes`): overlap, reshard, recompute, shard_sequence, tune_matmuls, fused, two_level, stages,
-        drop_duplicates, expert_rows and expert_reduce. shard_sequence takes transformers' models of known families, and
-        models that declare support (`takes_sharded_sequence`: attention reads shapes from the outputs of linears), such
-        as `stretto.models.GPT`; and tokens, batch x seq, that x divides.
+        drop_duplicates, expert_rows, invariant and expert_reduce. shard_sequence takes transformers' models of known
+        families, and models that declare support (`takes_sharded_sequence`: attention reads shapes from the outputs of
+        linears), such as `stretto.models.GPT`; and tokens, batch x seq, that x divides.
 
     Raises ValueError if a submodule with parameters has no role, if an integer attribute may be a local count but is
     not listed, if an axis does not divide a size that it splits, if ranks hold different weights, and if two_level is

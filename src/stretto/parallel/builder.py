@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stretto.axes import EXPERT, EXPERT_Z, STAGE, X_COPIES
 from stretto.huggingface.experts import ExpertsKind
 from stretto.memory.copy_engine import have_copy_engines
+from stretto.ops.invariant import LEAVES
 from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.parallel.comm.copy_engine_gather import (
     CopyEngineAllGather,
@@ -224,6 +225,7 @@ class Builder:
             is_rowwise=role.role == "rowwise",
             tokens=tokens,
             used_rows=self._used_rows(role),
+            is_invariant=self.options.invariant,
         )
         self.linears += 1
         if role.role == "head":
@@ -261,7 +263,7 @@ class Builder:
             else self.parameter(getattr(module, part), getattr(source, part), self._sharding(name, role, part))
             for part in ("weight", "bias")
         )
-        return ParallelNorm(
+        norm = ParallelNorm(
             weight,
             bias,
             eps=kind.eps,
@@ -274,19 +276,22 @@ class Builder:
             axis=axis,
             is_fused=self.is_fused,
         )
+        norm.is_invariant = self.options.invariant
+        return norm
 
     def experts(self, name: str, module: nn.Module, kind: ExpertsKind) -> nn.Module:
         """Build what replaces a module of experts."""
         grid, source = self.grid, self._whole(name, module)
         shards = self._tokens_of(name) is not None
-        flow = TokenFlow.of(grid, shards_sequence=shards, drops=self.options.drop_duplicates)
+        is_invariant = self.options.invariant
+        flow = TokenFlow.of(grid, shards_sequence=shards, drops=self.options.drop_duplicates, sums_rows=is_invariant)
         group = grid.group(EXPERT) if grid.size(EXPERT) > 1 else None
         over_y, over_z, is_cut = (
             several(grid.communicator("y")),
             grid.communicator(EXPERT_Z),
             grid.size("x") * grid.size("y") > 1,
         )
-        rows, reduce = self.options.expert_rows, self.options.expert_reduce
+        rows, reduce = self.options.expert_rows, "choice" if is_invariant else self.options.expert_reduce
         is_first = grid.coordinate("x") == 0
         plan = ExpertsPlan(name, flow, group, over_y, is_cut, rows, reduce, is_first_of_x=is_first)
         parameters, products = {}, {}
@@ -307,11 +312,18 @@ class Builder:
                 bias = module.get_parameter(f"{part}_bias")
                 sharding = experts_sharding(f"{part}_bias", bias.shape, grid.sizes, kind)
                 parameters[f"{part}_bias"] = self.parameter(bias, getattr(source, f"{part}_bias"), sharding)
-            sums, feeds = (over_y, flow.sum_rows_over), None
+            sums, feeds, leaves = (over_y, flow.sum_rows_over), None, 1
             if part == "down_proj":
                 sums, feeds = (flow.sum_rows_over, over_y), plan.kept_of_output()
+                leaves = LEAVES // (1 if sums[0] is None else sums[0].size())
             products[part] = ExpertProduct(
-                shard, *sums, self.keeps_weights, self.overlap.all_reduce, feeds, is_transposed=kind.is_transposed
+                shard,
+                *sums,
+                self.keeps_weights,
+                self.overlap.all_reduce,
+                feeds,
+                is_transposed=kind.is_transposed,
+                leaves=leaves if is_invariant else None,
             )
         return ParallelExperts(module, kind, parameters, plan, products)
 

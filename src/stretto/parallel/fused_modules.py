@@ -7,6 +7,7 @@ Stretto's would be a wall.
 """
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from stretto.huggingface.formulas import NormKind
 from stretto.huggingface.known_modules import (
     ROTATE,
     cache_of_nothing,
+    calls_rotation,
     is_gated_mlp,
     is_gelu_by_tanh,
     keeps_keys_and_values,
@@ -175,17 +177,39 @@ def _rotate(module: nn.Module, tuner: AttentionTuner) -> Callable[..., Any]:
     The module of transformers, whose other attentions may not be of a parallelized model, is not changed.
     """
     own: Any = type(module).forward
+    given: dict[str, Any] = {ROTATE: _rotate_by(own, rotary.rotate_halves)}
+    if "get_interface" in own.__code__.co_names and _FUNCTIONS in own.__globals__:
+        given[_FUNCTIONS] = _Interfaces(own.__globals__[_FUNCTIONS], tuner)
+    return _with_globals(module, given)
+
+
+def defer_rotation(module: nn.Module, note: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    """Have an attention call `note` with queries, keys, cosines and sines in place of a rotation of halves.
+
+    If its class's code does that, and nobody but `fuse_modules` has replaced it.
+    """
+    kind: Any = type(module)
+    own: Any = inspect.unwrap(module.forward)
+    if getattr(own, "__func__", own) is inspect.unwrap(kind.forward) and calls_rotation(kind):
+        module.forward = _with_globals(module, {ROTATE: _rotate_by(kind.forward, note)})
+
+
+def _rotate_by(own: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for calls of the rotation in an attention's own code; those that kernels do not take stay its own."""
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
         heads = query, key, cos, sin
         if more or options or not rotary.suits_kernel(*heads):
             return own.__globals__[ROTATE](*heads, *more, **options)
-        return rotary.rotate_halves(*heads)
+        return function(*heads)
 
-    given: dict[str, Any] = {ROTATE: rotate}
-    if "get_interface" in own.__code__.co_names and _FUNCTIONS in own.__globals__:
-        given[_FUNCTIONS] = _Interfaces(own.__globals__[_FUNCTIONS], tuner)
+    return rotate
+
+
+def _with_globals(module: nn.Module, given: dict[str, Any]) -> Callable[..., Any]:
+    """The forward of a module's class, with other values of some globals."""
+    own: Any = type(module).forward
     others = _Globals(own.__globals__, **given)
     code = types.FunctionType(own.__code__, others, own.__name__, own.__defaults__, own.__closure__)
-    code.__kwdefaults__ = own.__kwdefaults__
+    code.__kwdefaults__, code.__wrapped__ = own.__kwdefaults__, own  # type: ignore[attr-defined]
     return types.MethodType(code, module)

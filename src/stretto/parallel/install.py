@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from stretto.axes import EXPERT
@@ -41,7 +42,7 @@ from stretto.parallel.pipeline.cutting import wrap_forwards
 from stretto.parallel.place import PlacedBlocks, Placement
 from stretto.parallel.recomputation import checkpoint_activations
 from stretto.parallel.roles.plan import PlainPart, ShardingPlan
-from stretto.parallel.state import ParallelState, set_state
+from stretto.parallel.state import ParallelState, ShardingRequest, set_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,6 +76,10 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
     for name in placement.modules.keys() & plan.experts.keys():
         parent, _, child = name.rpartition(".")
         compute_under_exchange(model.get_submodule(parent), child, is_on=options.overlap.hides_any)
+    if options.invariant:
+        from stretto.parallel.layers.invariant import install_invariant  # which imports Triton
+
+        install_invariant(model)
     for owner, key, parameter in placement.shared:
         place_shared(owner, key, parameter)
     for part, parameters in placement.parts:
@@ -93,6 +98,8 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
         pretrained_model.compile_inside_of_own_checkpoints(model)
     if plan.is_pretrained and max(request.grid.size(axis) for axis in ("z", EXPERT)) > 1:
         pretrained_model.generate_in_step(model)
+    if plan.is_pretrained:
+        _batch_over_x(model, request)
     pretrained_model.refuse_saving(model)
     pretrained_model.refuse_resizing(model)
     _refuse_copies(model)
@@ -113,6 +120,21 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
         checkpoint_activations(model, options.recompute, () if isinstance(plan, ShardingPlan) else plan.names)
     if cut is not None:
         wrap_forwards(model, cut.stages)
+
+
+def _batch_over_x(model: nn.Module, request: ShardingRequest) -> None:
+    """Have `generate_batch` of transformers run on grids of data and x."""
+    grid, refusal = request.grid, None
+    others = [axis for axis in ("pipe", "context", "y", "z", EXPERT) if grid.size(axis) > 1]
+    if others:
+        refusal = f"it runs on grids of data and x, not of {', '.join(others)}: an Engine, or generate, would do"
+    elif request.options.invariant:
+        refusal = "it has its own attention, whose bits are not those of invariant=True: an Engine would do"
+
+    def make_mesh() -> DeviceMesh:
+        return DeviceMesh.from_group(grid.group("x"), grid.device.type, mesh_dim_names=("tp",))
+
+    pretrained_model.batch_over_ranks(model, refusal, grid.size("x"), make_mesh)
 
 
 def _install_part(

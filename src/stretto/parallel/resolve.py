@@ -77,6 +77,10 @@ def resolve(
                 )
     elif options.shard_sequence:
         raise ValueError("shard_sequence takes roles of all submodules, and this model is sharded block by block")
+    if options.invariant:
+        from stretto.parallel.layers.invariant import require_invariant  # which imports Triton
+
+        require_invariant(model, sizes, plan, options)
     if options.recomputation.is_on:
         check_blocks(model, options.recompute, () if isinstance(plan, ShardingPlan) else plan.names)
     return plan

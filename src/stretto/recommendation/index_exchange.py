@@ -44,6 +44,9 @@ def exchange_indices(
     `indices`), for an index on a CPU that is outside of its table (on a GPU the look-up refuses it), with table, sample
     and rank; and where the ranks' batches differ in size.
     """
+    if weights is not None and not placement.is_whole:
+        table = next(table for table, kind in enumerate(placement.kinds) if kind != "table")
+        raise ValueError(f"weights of indices are for whole tables, but table {table} is {placement.kind(table)!r}")
     world, mine = group.size(), placement.shards[group.rank()]
     if weights is not None and not placement.is_whole:
         raise ValueError("weights are exchanged for whole tables only: place each table on one rank")

@@ -201,10 +201,9 @@ def plan_tables(
     reasons, best = list[str](), search.place(choices, limit, swaps=True)
     rows_only = optimizer == "rowwise-adagrad" or clips
     while True:
-        slowest = best.slowest
         options = [
             [*choices[:table], choice, *choices[table + 1 :]]
-            for table in best.tables_of(slowest)[:_TRIED]
+            for table in best.first_tables()[:_TRIED]
             for choice in search.options(table, rows_only=rows_only)
             if choice != choices[table]
         ]
@@ -214,8 +213,9 @@ def plan_tables(
         if not found.is_better(best):
             break
         table = next(number for number, choice in enumerate(option) if choice != choices[number])
+        where = "fullest" if best.excess else "slowest"
         reasons.append(
-            f"table {table}: {choices[table]} -> {option[table]}, for it was on the slowest rank, {slowest}: "
+            f"table {table}: {choices[table]} -> {option[table]}, for it was on the {where} rank: "
             f"{best.seconds * 1e3:.3g} ms -> {found.seconds * 1e3:.3g} ms"
         )
         best, choices = found, option
@@ -238,6 +238,7 @@ class _Placed:
     times: tuple[float, ...]
     excess: float  # bytes above the limit, of all ranks
     parts: dict[int, float]  # seconds of each table's shards
+    sizes: dict[int, float]  # bytes of each table's shards
 
     @property
     def seconds(self) -> float:
@@ -253,11 +254,15 @@ class _Placed:
         return self.excess, sum(seconds**8 for seconds in self.times) ** 0.125
 
     def is_better(self, other: "_Placed") -> bool:
-        return self.excess < other.excess or self.key[1] < (1 - _GAIN) * other.key[1]
+        is_faster = self.key[1] < (1 - _GAIN) * other.key[1]
+        return self.excess < other.excess or (self.excess == other.excess and is_faster)
 
-    def tables_of(self, rank: int) -> list[int]:
-        """A rank's tables, those that take longest first."""
-        return sorted(self.owned[rank], key=lambda table: (-self.parts[table], table))
+    def first_tables(self) -> list[int]:
+        """Tables of the slowest rank, those that take longest first; if one has too much, of the fullest, by memory."""
+        if self.excess:
+            fullest = max(range(len(self.loads)), key=lambda rank: self.loads[rank].memory)
+            return sorted(self.owned[fullest], key=lambda table: (-self.sizes[table], table))
+        return sorted(self.owned[self.slowest], key=lambda table: (-self.parts[table], table))
 
 
 @dataclass(frozen=True)
@@ -319,7 +324,9 @@ class _TableSearch:
             pass
         times = tuple(self._seconds(load, width) for load in loads)
         excess = sum(max(load.memory - limit, 0) for load in loads)
-        return _Placed(tuple(tuple(sorted(of_rank)) for of_rank in owned), tuple(loads), times, excess, parts)
+        found = tuple(tuple(sorted(of_rank)) for of_rank in owned)
+        sizes = {table: load.memory for table, load in shards.items()}
+        return _Placed(found, tuple(loads), times, excess, parts, sizes)
 
     def _swap(
         self,

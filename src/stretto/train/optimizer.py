@@ -3,7 +3,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,8 @@ from stretto.train.config.options import RunOptions, Schedule
 
 logger = logging.getLogger(__name__)
 
+AVERAGE = "average"  # the key of a parameter's moving average in its state
+
 
 class ShardOptimizer:
     """A torch.optim.Optimizer over this rank's shards of a model's parameters, as plain tensors.
@@ -34,7 +37,8 @@ class ShardOptimizer:
     each rank can update its own shards: a pipeline stage may have none; or `stretto.optim.Muon` over `matrices`, names
     of parameters with their row parts, which are a group that names their layouts. `weight_decay` applies to matrices,
     and not to vectors (norms and biases). Frozen parameters are in it, too: they are updated once they have
-    gradients, and have no state before.
+    gradients, and have no state before. `average`: decay of the parameters' exponential moving averages, which are
+    state, too, from the first step on; None keeps none.
     """
 
     def __init__(
@@ -44,7 +48,9 @@ class ShardOptimizer:
         *,
         weight_decay: float,
         matrices: Mapping[str, Sequence[RowParts]] | None = None,
+        average: float | None = None,
     ) -> None:
+        self.average = average
         parameters = dict(model.named_parameters())
         if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
             for name, parameter in parameters.items():
@@ -104,6 +110,8 @@ class ShardOptimizer:
                 self._drop_gradients()
                 return
             skip = None
+        shards = [shard for shard in self._shards.values() if shard.grad is not None] if self.average else []
+        before = {shard: shard.detach().clone() for shard in shards if AVERAGE not in self.inner.state[shard]}
         if isinstance(self.inner, AdamW):
             self.inner.step(scale=scale, skip=skip)
         else:
@@ -114,7 +122,34 @@ class ShardOptimizer:
                 torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
             with skipping_after_failure(self.inner, skip):
                 self.inner.step()
+        for shard, weight in before.items():  # now that the optimizer, which looks for any, has made its own state
+            self.inner.state[shard][AVERAGE] = weight
+        if shards and self.average is not None:
+            averages, weights = [self.inner.state[shard][AVERAGE] for shard in shards], [s.detach() for s in shards]
+            if skip is None:
+                torch._foreach_lerp_(averages, weights, 1 - self.average)
+            else:
+                share = torch.where(skip, 0.0, 1 - self.average)
+                for average, weight in zip(averages, weights, strict=True):
+                    average.lerp_(weight, share.to(average.dtype))
         self._drop_gradients()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the parameters be their averages, where there are any. It takes the memory of one more shard."""
+        self._exchange_averages()
+        try:
+            yield
+        finally:
+            self._exchange_averages()
+
+    @torch.no_grad()
+    def _exchange_averages(self) -> None:
+        for shard in self._shards.values():
+            if (average := self.inner.state[shard].get(AVERAGE)) is not None:
+                weight = shard.detach().clone()
+                shard.detach().copy_(average)
+                average.copy_(weight)
 
     def _drop_gradients(self) -> None:
         self.inner.zero_grad(set_to_none=True)
@@ -149,12 +184,17 @@ class ShardOptimizer:
 
 
 def build_optimizer(
-    model: nn.Module, options: RunOptions, *, writes_copies: bool = False, grid: Grid | None = None
+    model: nn.Module,
+    options: RunOptions,
+    *,
+    writes_copies: bool = False,
+    average: float | None = None,
+    grid: Grid | None = None,
 ) -> ShardOptimizer:
     """Build the optimizer that a run's options name: AdamW, SGD with momentum, or Muon for the hidden matrices.
 
-    writes_copies: AdamW also writes the weights' low-precision copies (`stretto.optim.AdamW`). grid: the model's, for
-    Muon.
+    writes_copies: AdamW also writes the weights' low-precision copies (`stretto.optim.AdamW`). average:
+    decay of the weights' moving averages. grid: the model's, for Muon.
     """
     is_cuda = any(parameter.is_cuda for parameter in model.parameters())
     matrices = None
@@ -170,7 +210,7 @@ def build_optimizer(
             return Muon(groups, lr=options.lr, momentum=momentum, betas=betas, eps=options.eps, grid=grid)
         return AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, writes_copies=writes_copies)
 
-    return ShardOptimizer(model, make, weight_decay=options.weight_decay, matrices=matrices)
+    return ShardOptimizer(model, make, weight_decay=options.weight_decay, matrices=matrices, average=average)
 
 
 def find_row_parts(model: nn.Module, name: str) -> tuple[RowParts, ...]:

@@ -14,6 +14,7 @@ from stretto.parallel import Grid
 from stretto.train.checkpoint.metadata import CheckpointMetadata
 from stretto.train.checkpoint.storage import ShardedState
 from stretto.train.config import JobConfig
+from stretto.train.data.documents import find_changes
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,12 @@ class TrainTask(ABC):
                 else ", without an optimizer's state,",
             )
             return
-        for key, now in self.data_description().items():
+        described = self.data_description()
+        before, files = metadata.data.get("files"), described.pop("files", None)
+        if before and files and metadata.data.get("fingerprint") != described["fingerprint"]:
+            for change in find_changes(before, files):
+                logger.warning("the data of the checkpoint is not this run's: %s", change)
+        for key, now in described.items():
             if metadata.data.get(key) != now:
                 logger.warning(
                     "the checkpoint's data had %s=%r, and this run's has %r: the run will not continue with the same "

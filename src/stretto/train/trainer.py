@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from stretto import counters
 from stretto.atomic_files import write_atomically
 from stretto.axes import NAMES
+from stretto.cluster import Cluster
 from stretto.counters import note, phase
 from stretto.launch.elastic import CHECKED, mark_begun, mark_ended
 from stretto.launch.run_lock import training_lock
@@ -88,6 +90,8 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
         counters.name_groups(grid.group_names())
         try:
             with training_lock(config.out) if dist.get_rank() == 0 else nullcontext():
+                if config.train.preflight:
+                    _check_machines(grid, config)
                 _train_on(grid, config, display)
         except Exception:
             if not is_callers_group and config.ranks == 1:  # several ranks end with their processes
@@ -99,6 +103,19 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
             # Without the barrier, this process could close its connections at exit while another rank still uses them.
             dist.barrier()
             dist.destroy_process_group()
+
+
+def _check_machines(grid: Grid, config: JobConfig) -> None:
+    """Measure the machines; rank 0 warns of what is slow, and writes all to the run's folder."""
+    from stretto.launch.preflight import check_machines
+
+    named = config.cluster if isinstance(config, TrainConfig) else None
+    cluster = None if named is None else Cluster.find(named)
+    report = check_machines(grid.device, folder=config.out, cluster=cluster)
+    if report.rank == 0:
+        write_atomically(config.out / "preflight.json", json.dumps(asdict(report), indent=1))
+        for fault in report.faults:
+            logger.warning("preflight: %s", fault)
 
 
 def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
@@ -149,7 +166,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         replicas = None if config.train.verify_steps is None else ReplicaCheck(task)
         ranks = grid.size("world")
         recorder = StepRecorder(
-            config.items_a_step,
+            config.items_until,
             log,
             reporter,
             unit=config.unit,

@@ -6,7 +6,9 @@ import triton.language as tl
 from tests.tiles.machine_code import make_channel
 
 from stretto.ops.decoding import paged_kernels as paged
+from stretto.ops.decoding import rotary_cache
 from stretto.ops.gemm import describe_gemm, fixed
+from stretto.ops.invariant import grouped
 from stretto.ops.invariant import kernels as invariant
 from stretto.ops.row_sums import kernel as row_sums
 from stretto.ops.row_sums import norm
@@ -63,6 +65,24 @@ def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, blocks=None
     return invariant.sum_leaves, arguments, options
 
 
+def launch_rotation(*, heads=32, kv_heads=8, size=128):
+    row = (heads + 2 * kv_heads) * size
+    tensors = (*(HALF.clone() for _ in range(8)), torch.zeros(64, dtype=torch.int64), row, row, row)
+    tiles = rotary_cache.HeadTiles(*map(fixed, (heads, kv_heads, size // 2, size // 2, 2048 // size)))
+    return rotary_cache.rotate_and_store_heads, (rotary_cache.HeadTensors(*tensors), tiles), {"num_warps": 4}
+
+
+def launch_expert_leaves(n, k, leaves, experts=8, rows=64):
+    blocks = invariant.choose_blocks(rows, n, k // leaves, 2, 132, has_one_leaf=leaves == 1)
+    constants = blocks.m, blocks.n, blocks.k, experts, "tf32"
+    tiles = grouped.ExpertTiles(n, k, experts, n * k, k, 1, *map(fixed, constants))
+    tree = invariant.Leaves(k // leaves // blocks.k, fixed(leaves))
+    out = FLOATS if leaves > 1 else HALF.clone()
+    arguments = tiles, tree, HALF, HALF.clone(), WORDS, out
+    options = {"num_warps": blocks.num_warps, "num_stages": min(blocks.num_stages, 4), "enable_fp_fusion": False}
+    return grouped.sum_expert_leaves, arguments, options
+
+
 LAUNCHES = {
     **{
         f"ops.decoding.paged_kernels.{name}": lambda name=name, config=config: launch_paged(name, config)
@@ -72,6 +92,8 @@ LAUNCHES = {
             ("attend_chunks", paged.CHUNKS),
         )
     },
+    "ops.decoding.rotary_cache.rotate_and_store_heads": launch_rotation,
+    "ops.invariant.grouped.sum_expert_leaves": lambda: launch_expert_leaves(4096, 4096, 8),
     "ops.invariant.kernels.sum_leaves": lambda: launch_leaves(64, 4096, 4096, 8, "push"),
     "ops.row_sums.kernel.sum_and_normalize": launch_sums,
     "ops.row_sums.norm.add_and_normalize": launch_add_and_normalize,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products whose rows have the same bits in every batch and on every number of ranks, which may be a trainer's."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from tests.ops.operands import random_of
 
 from stretto import ops
 from stretto.ops.invariant import kernels
+from stretto.ops.invariant.grouped import multiply_groups
 from stretto.ops.invariant.kernels import choose_blocks
 from stretto.ops.invariant.matmul import add_by_tree, multiply_by_torch
 from stretto.ops.row_sums import kernel as row_sums
@@ -184,6 +187,42 @@ def test_gradients_are_those_of_the_other_operators(ranks):
 )
 def test_tiles_follow_the_sizes(m, n, leaf, expected):
     assert choose_blocks(m, n, leaf, 2, 132)[:3] == expected
+
+
+def draw_groups(k, dtype):
+    """Rows of five experts, of which one has none, and padding; and their weights."""
+    rows, weight = random_of(1, 30, k, dtype=dtype), random_of(2, 5, 24, k, dtype=dtype)
+    return rows, weight, torch.tensor([0, 3, 3, 20, 21, 28], dtype=torch.int32)
+
+
+def multiply_experts():
+    """What of experts' products has other bits than each expert's alone, or an error; by kernels or by torch."""
+    wrong, world, rank = [], dist.get_world_size(), dist.get_rank()
+    for k, dtype in ((128, torch.bfloat16), (72, torch.float32)):
+        rows, weight, offsets = draw_groups(k, dtype)
+        transposed = weight.transpose(1, 2).contiguous().transpose(1, 2)
+        own = rows.chunk(world, 1)[rank].contiguous(), weight.chunk(world, 2)[rank]
+        found = {
+            "one leaf": multiply_groups(rows, weight, offsets, 1),
+            "leaves": multiply_groups(rows, weight, offsets, 8),
+            "transposed": multiply_groups(rows, transposed, offsets, 8),
+            "ranks": multiply_groups(*own, offsets, 8 // world, dist.group.WORLD.group_name),
+        }
+        for name, product in found.items():
+            for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
+                given, one = rows[start:end], weight[expert].contiguous()
+                right = ops.invariant_matmul(given, one, leaves=1 if name == "one leaf" else 8)
+                wrong += [] if torch.equal(product[start:end], right) else [(name, k, expert)]
+            wrong += [(name, "padding")] if product[28:].any() else []
+    return wrong
+
+
+def test_experts_products_have_the_bits_of_each_expert_alone(ranks):
+    assert ranks(2).run(multiply_experts) == [[], []]
+
+
+def test_experts_products_by_kernels_have_the_bits_of_each_expert_alone(interpret):
+    assert interpret(2, multiply_experts) == [[], []]
 
 
 def test_sums_that_are_too_large_for_packets_go_by_the_backend():

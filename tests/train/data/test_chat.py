@@ -111,7 +111,7 @@ def test_conversations_are_recognized_by_their_first_line(tmp_path: Path, folder
     assert raw.vocab_size == 256
     lines = tmp_path / "lines.jsonl"
     lines.write_text(json.dumps({"text": "hello " * 20}))
-    assert not open_dataset(str(lines), model_folder=folder, seq_len=16).has_ignored_targets
+    assert open_dataset(str(lines), model_folder=folder, seq_len=16).has_documents
     for options, message in (
         ({}, "train one, or set format='text' for the raw lines"),
         ({"tokenizer": "bytes"}, "leave the tokenizer out and train one"),

@@ -5,6 +5,7 @@ all_reduce_norm         all-reduce + residual + norm, in one launch for few rows
 matmul_all_reduce_norm  the same after a product, in two launches
 paged_attention         the attention operator: checks, choice, split of the work
 paged_kernels           its kernels
+rotary_cache            rotary positions, and the cache's new keys and values
 """
 
 from stretto.ops.decoding.all_reduce_norm import all_reduce_norm

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stretto.ops.config import IMPLEMENTATIONS
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients
-from stretto.ops.decoding.paged_kernels import PagedCall, attend_by_kernels
+from stretto.ops.decoding.paged_kernels import SPLIT, PagedCall, attend_by_kernels
 from stretto.ops.operator import DTYPES, define_operator, require_place, show_shape
 from stretto.tiles import INTERPRETED
 
@@ -97,10 +97,12 @@ def _find_obstacle(call: PagedCall) -> str:
 
 def _attend_by_library(call: PagedCall) -> Tensor:
     """By flash-attn, where it is installed and takes the call, else by torch."""
-    if call.is_invariant or call.offsets is not None or not call.q.is_cuda or call.q.dtype == torch.float32:
-        return attend_by_torch(*call[:-1])
+    if call.is_invariant:
+        return attend_to_splits(call)
+    if call.offsets is not None or not call.q.is_cuda or call.q.dtype == torch.float32:
+        return attend_by_torch(call)
     if call.keys.shape[1] % FLASH_PAGE or importlib.util.find_spec("flash_attn") is None:
-        return attend_by_torch(*call[:-1])
+        return attend_by_torch(call)
     from flash_attn import flash_attn_with_kvcache
 
     return flash_attn_with_kvcache(
@@ -109,29 +111,14 @@ def _attend_by_library(call: PagedCall) -> Tensor:
     )[:, 0]  # fmt: skip
 
 
-def attend_by_torch(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    query_offsets: Tensor | None,
-    scale: float,
-    window: int,
-) -> Tensor:
+def attend_by_torch(call: PagedCall) -> Tensor:
     """The attention by torch's operators, without reading a tensor on the host: each token with a row of all keys."""
+    q, key_cache, value_cache, block_table, _, _, scale, window, _ = call
     tokens, heads, size = q.shape
     page_size, kv_heads = key_cache.shape[1:3]
     sequences, most = block_table.shape[0], block_table.shape[1] * page_size
-    index = torch.arange(tokens, device=q.device)
-    if query_offsets is None:
-        sequence, position = index, lengths.long() - 1
-        is_there = position >= 0
-    else:
-        sequence = torch.searchsorted(query_offsets.long(), index, right=True) - 1
-        is_there = (sequence >= 0) & (sequence < sequences)
-        sequence = sequence.clamp(0, sequences - 1)
-        position = lengths.long()[sequence] - query_offsets.long()[sequence + 1] + index
+    sequence, position = _place_tokens(call)
+    is_there = position >= 0
     key_index = torch.arange(most, device=q.device)
     is_seen = (key_index <= position[:, None]) & is_there[:, None]
     if window:
@@ -149,6 +136,65 @@ def attend_by_torch(
         values_seen = values[sequence[part]].masked_fill(~is_seen[part, :, None, None], 0)
         out[part] = torch.einsum("tkgs,tskd->tkgd", weights, values_seen).flatten(1, 2).to(q.dtype)
     return out
+
+
+def attend_to_splits(call: PagedCall) -> Tensor:
+    """The invariant attention by torch: fixed splits of the keys, with partial results that are merged in order.
+
+    Products are elementwise, and are added up along contiguous rows of one length, for which torch has one order.
+    """
+    (tokens, heads, size), kv_heads = call.q.shape, call.keys.shape[2]
+    sequence, position = _place_tokens(call)
+    keys, values = (
+        cache[call.table.long().clamp(0, cache.shape[0] - 1)].flatten(1, 2) for cache in (call.keys, call.values)
+    )
+    out = torch.zeros_like(call.q)
+    step = max(1, (1 << 22) // (heads * SPLIT * size))
+    for first in range(0, tokens, step):
+        part = slice(first, first + step)
+        places, numbers = position[part], sequence[part]
+        query = call.q[part].view(-1, kv_heads, heads // kv_heads, 1, size).float()
+        most = query.new_full((*query.shape[:3], 1), -torch.inf)
+        total, result = torch.zeros_like(most), query.new_zeros(*query.shape[:3], size)
+        for begin in range(0, int(places.max()) + 1, SPLIT):
+            index = torch.arange(begin, begin + SPLIT, device=query.device)
+            seen = (index <= places[:, None]) & (index < keys.shape[1])
+            if call.window:
+                seen &= index > places[:, None] - call.window
+            index, there = index.clamp(max=keys.shape[1] - 1), seen[:, None, None]
+            key, value = (
+                each[numbers[:, None], index].masked_fill(~seen[..., None, None], 0).movedim(1, 2).float()
+                for each in (keys, values)
+            )
+            key = key.contiguous().unsqueeze(2)
+            value = value.transpose(-1, -2).contiguous().unsqueeze(2)
+            scores = ((query * key).sum(-1).contiguous() * call.scale).masked_fill(~there, -torch.inf)
+            larger = torch.maximum(most, scores.amax(-1, keepdim=True))
+            base = larger.masked_fill(larger == -torch.inf, 0)
+            weights, shrink = _exponential(scores - base), _exponential(most - base)
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            rounded = weights.to(call.q.dtype).float()
+            result = result * shrink + (rounded.unsqueeze(-2) * value).sum(-1)
+            most = larger
+        out[part] = (result / total.masked_fill(total == 0, 1)).flatten(1, 2).to(out.dtype)
+    return out
+
+
+def _exponential(x: Tensor) -> Tensor:
+    """e^x, rounded from fp64: on CPUs fp32 has other instructions for a tensor's last elements."""
+    return x.double().exp().float()
+
+
+def _place_tokens(call: PagedCall) -> tuple[Tensor, Tensor]:
+    """(the sequence, the position in it, or -1) of each token, int64 [tokens]."""
+    lengths, index = call.lengths.long(), torch.arange(call.q.shape[0], device=call.q.device)
+    if call.offsets is None:
+        return index, lengths - 1
+    offsets = call.offsets.long()
+    sequence = torch.searchsorted(offsets, index, right=True) - 1
+    is_there = (sequence >= 0) & (sequence < len(lengths))
+    sequence = sequence.clamp(0, len(lengths) - 1)
+    return sequence, torch.where(is_there, lengths[sequence] - offsets[sequence + 1] + index, -1)
 
 
 def _require(

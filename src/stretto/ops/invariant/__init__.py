@@ -7,6 +7,7 @@ docs/decisions/038-invariant-sums.md has what this costs and what else was tried
 
 matmul          the operator: a rank's product, all-reduced or reduce-scattered, and the tree over ranks
 kernels         the product of a tile: a sum for each leaf, and their tree
+grouped         the same of each expert's rows with its own weight
 """
 
 from stretto.ops.invariant.matmul import LEAVES, invariant_matmul

@@ -213,18 +213,24 @@ def _multiply_tree(gemm, leaves, a, b, row, column):  # type: ignore[no-untyped-
                 y = tl.load(right + (columns * k + depth[:, None]), mask=columns < gemm.n - column, other=0)
         total = tl.dot(x, y, total, input_precision=gemm.precision)
         if step % leaves.steps == leaves.steps - 1:
-            leaf = step // leaves.steps
-            two = first + total
-            if leaves.count == 2:
-                first = tl.where(leaf == 1, two, total)
-            else:
-                four = second + two
-                second = tl.where(leaf % 4 == 1, two, second)
-                if leaves.count == 4:
-                    first = tl.where(leaf == 3, four, total)
-                else:
-                    eight = third + four
-                    third = tl.where(leaf == 3, four, third)
-                    first = tl.where(leaf == 7, eight, total)
+            first, second, third = add_leaf(leaves, step // leaves.steps, total, first, second, third)
             total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
     return first
+
+
+@triton.jit
+def add_leaf(leaves, leaf, total, first, second, third):  # type: ignore[no-untyped-def]
+    """(first, second, third) after a leaf's total: first is the tree's sum after the last one."""
+    two = first + total
+    if leaves.count == 2:
+        first = tl.where(leaf == 1, two, total)
+    else:
+        four = second + two
+        second = tl.where(leaf % 4 == 1, two, second)
+        if leaves.count == 4:
+            first = tl.where(leaf == 3, four, total)
+        else:
+            eight = third + four
+            third = tl.where(leaf == 3, four, third)
+            first = tl.where(leaf == 7, eight, total)
+    return first, second, third

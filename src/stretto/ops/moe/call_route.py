@@ -11,6 +11,7 @@ from torch import Tensor
 from stretto.collectives.schedule import Schedule
 from stretto.memory import group_timeout
 from stretto.memory.copy_engine import has_nvlink
+from stretto.memory.groups import count_groups, make_local_group
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops.choices import find_group_obstacle
 from stretto.ops.joint.registry import name_schedule
@@ -129,12 +130,13 @@ def _join(
     """The group of all ranks of gather_group's groups, and which of its ranks have parts of the same experts."""
 
     def make() -> tuple[dist.ProcessGroup, ExpertParts]:
-        rows = all_gather_data(dist.get_process_group_ranks(group), gather_group, list[int])
+        groups = max(all_gather_data(count_groups(), group, int))
+        offers = all_gather_data((dist.get_process_group_ranks(group), groups), gather_group, tuple[list[int], int])
+        rows = [row for row, _ in offers]
         ranks = sorted(rank for row in rows for rank in row)
         limit = timedelta(seconds=group_timeout(group))
         # Kernels use no communicator: gloo's group serves to share memory.
-        joint = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True, group_desc="experts' parts")
-        assert isinstance(joint, dist.ProcessGroup)
+        joint = make_local_group(ranks, "gloo", limit, max(groups for _, groups in offers))
         owners = [next(row.index(rank) for row in rows if rank in row) for rank in ranks]
         holders = [[ranks.index(row[owner]) for row in rows] for owner in range(group.size())]
         return joint, ExpertParts(torch.tensor(owners, device=device), torch.tensor(holders, device=device))

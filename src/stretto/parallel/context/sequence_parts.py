@@ -168,7 +168,9 @@ class SequenceParts:
             here = self.cut(torch.arange(length, device=given[name].device)[None])
             found[at] = here[0] if at == "positions" else here
         self._gives_documents = documents is not None
-        if documents is not None:
+        if documents is not None and not self.is_pretrained:
+            found["starts"] = documents
+        elif documents is not None:
             found |= {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents}
             if isinstance(mask := found.get("attention_mask"), Tensor):
                 found["context_padding"] = mask == 0
@@ -206,6 +208,10 @@ class SequenceParts:
         if self.is_pretrained:
             of_transformers.refuse_arguments(model, given, length)
             documents, begins = of_transformers.find_documents(model, given, rows, length)
+        elif isinstance(places := given.get("documents"), Tensor):
+            firsts = (places == 0).cpu()
+            firsts[:, 0] = True
+            documents = nn.functional.pad(firsts.view(-1).nonzero().flatten(), (0, 1), value=rows * length).int()
         layout = self._choose_layout(given, documents)
         self._packed = self._places = None
         if layout == "balanced" and documents is not None:

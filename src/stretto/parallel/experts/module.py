@@ -29,7 +29,9 @@ from stretto.execution import ExpertReduce
 from stretto.huggingface.experts import ExpertsKind
 from stretto.ops.moe import (
     combine,
+    combine_few,
     dispatch,
+    dispatch_few,
     gated_activation,
     grouped_matmul,
 )
@@ -37,6 +39,7 @@ from stretto.ops.moe.activation import is_silu
 from stretto.ops.moe.places import find_places
 from stretto.parallel.comm.autograd import scale_gradient, sum_gradient
 from stretto.parallel.comm.collectives import (
+    all_reduce,
     mark_experts,
 )
 from stretto.parallel.comm.graph_functions import GraphCode
@@ -76,13 +79,16 @@ class TokenFlow:
     sum_tokens_over: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, grid: Grid, *, shards_sequence: bool, drops: bool) -> "TokenFlow":
-        """shards_sequence: ranks of x have different tokens. drops: whether duplicates are dropped."""
+    def of(cls, grid: Grid, *, shards_sequence: bool, drops: bool, sums_rows: bool = False) -> "TokenFlow":
+        """shards_sequence: ranks of x have different tokens. drops: whether duplicates are dropped. sums_rows: each
+        expert's output is whole before a token's are summed."""
         x = several(grid.communicator("x"))
         if grid.expert_tensor == "fold":
             return cls(cut_over=None if shards_sequence else x)
         if shards_sequence:
             return cls(gather_over=x)
+        if sums_rows:
+            return cls(sum_rows_over=x)
         if grid.size(EXPERT) == 1:
             return cls(sum_tokens_over=x)
         return cls(cut_over=x, gather_over=x) if drops else cls(sum_rows_over=x)
@@ -156,6 +162,8 @@ class ParallelExperts(ShardedModule):
         self.plan = plan
         self.replicas = None if plan.group is None else ExpertReplicas(plan.group, plan.flow.gather_over)
         self.products = {name: replace(product, replicas=self.replicas) for name, product in products.items()}
+        # Set by an engine: of steps with at most so many tokens on each rank, which travel by the low-latency exchange.
+        self.few_tokens: int | None = None
         self.starts_early = False  # something runs between `start` and the products
         self._sent: list[PendingTokens] = []  # by `_start`, until `_finish`
         make = partial(GraphCode, keeps_inputs=lambda: gradients.deferred is not None)
@@ -210,6 +218,9 @@ class ParallelExperts(ShardedModule):
             check_features(hidden, "y", self.plan.name)
         x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
         inputs: tuple[Tensor, ...] = x, top_k_weights, top_k_index
+        if self.few_tokens is not None:
+            y = self._multiply_few(x, top_k_weights, top_k_index, self.few_tokens)
+            return note_features(y.view(hidden.shape), "y")
         if self.can_start:
             started = _run(self._start_in_graphs, (1,), *inputs) if started is None else started
             # A compiler keeps the tokens' memory until this has read it. Their gradients go by `started`.
@@ -333,6 +344,25 @@ class ParallelExperts(ShardedModule):
         )
         rows = self._multiply_experts(found.rows, found.offsets, biases)
         return self._complete(combine(rows, found.handle, weights, plan.group, wrap_collective=keep_collective), x)
+
+    @property
+    def takes_few(self) -> bool:
+        """True if `few_tokens` may be set: ranks divide the experts, and a token's sum is each rank's before theirs."""
+        has_replicas = self.replicas is not None and self.replicas.placement is not None
+        return self.plan.group is not None and self.plan.reduce == "rank" and not has_replicas
+
+    def _multiply_few(self, x: Tensor, weights: Tensor, ids: Tensor, most: int) -> Tensor:
+        """The output for few tokens, without gradients. Ranks of x that have parts of experts send all of them."""
+        plan, flow, tokens = self.plan, self.plan.flow, x.shape[0]
+        ids, sums_over = self._known(ids), flow.gather_over or flow.sum_tokens_over
+        folded = flow.cut_over if sums_over is None else None
+        if folded is not None:
+            x, weights, ids = cut_tokens(x, folded), cut_tokens(weights, folded), ids[own_tokens(tokens, folded)]
+        found = dispatch_few(x, ids, weights, self.num_experts, plan.group, max_tokens=most)
+        y = combine_few(self._multiply_experts(found.rows, found.offsets, self._biases()), found.handle)
+        if folded is not None:
+            return gather_tokens(y, tokens, folded)
+        return y if sums_over is None else all_reduce(y, sums_over)
 
     def _multiply_experts(self, rows: Tensor, offsets: Tensor, biases: Sequence[Tensor]) -> Tensor:
         inner = self._activate(self._multiply(self._up, rows, offsets, biases))

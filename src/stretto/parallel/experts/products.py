@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.execution import ExpertReduce
+from stretto.ops.invariant.grouped import multiply_groups
 from stretto.ops.moe import (
     ReplicaPlacement,
     gated_activation,
@@ -55,7 +56,8 @@ class ExpertProduct:
 
     output_reduce_group sums the output, input_grad_reduce_group the gradient of the rows (None: nothing does). feeds:
     as what recomputation keeps what the output is sent for, so that it is not made again; None if it is needed.
-    is_transposed: the parameter is [experts, in, out].
+    is_transposed: the parameter is [experts, in, out]. leaves: of the inputs here, each with a sum of its own, for rows
+    whose bits depend on no other row (None: those of a library).
     """
 
     shard: WeightShard
@@ -66,6 +68,7 @@ class ExpertProduct:
     feeds: str | None = None
     is_transposed: bool = False
     replicas: ExpertReplicas | None = None
+    leaves: int | None = None
 
     def gather(self, parameter: Tensor, placement: ReplicaPlacement | None, *, is_recorded: bool = False) -> Tensor:
         """The parameter of the experts here, and of the replicas that a placement has."""
@@ -88,6 +91,8 @@ class ExpertProduct:
         def make() -> Tensor:
             if is_unread:
                 return rows.new_empty(rows.shape[0], weight.shape[1])
+            if self.leaves is not None:
+                return multiply_groups(rows, weight, offsets, self.leaves, "" if group is None else group.group_name)
             product = grouped_matmul(rows, weight, offsets)
             return product if group is None else all_reduce(own(product), group)
 

@@ -44,7 +44,7 @@ from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, kee
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.gemm_layout import MatmulTuner
 from stretto.parallel.layers.local_tensors import TakeGradient
-from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
+from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features, refuse_compiler
 from stretto.parallel.layers.token_shards import GatheredInput, TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.layout import Version, local
@@ -110,6 +110,7 @@ class LinearPlan:
     `name` is its name in the model, `linear_index` its number among the model's linears. `is_transposed`: the weight is
     stored [in, out] (Conv1D) rather than [out, in]. `tokens`: None without sequence sharding. `used_rows`: the output
     features of the gathered weight that this rank computes, where it holds more (`Role.shared`); () for all.
+    `is_invariant`: a row's bits depend on no other row, nor on the number of ranks.
     """
 
     name: str
@@ -126,6 +127,7 @@ class LinearPlan:
     is_rowwise: bool = False
     tokens: TokenShards | None = None
     used_rows: tuple[slice, ...] = ()
+    is_invariant: bool = False
 
     @cached_property
     def input_edge(self) -> ReplicatedTokens | ShardedTokens:
@@ -154,6 +156,9 @@ class LinearPlan:
 
         What it makes may be kept for recomputation (`stretto.parallel.comm.kept_outputs`).
         """
+        if self.is_invariant:
+            name = "product" if self.output_reduce_group.size() == 1 else "summed product"
+            return keep_output(name, partial(self.multiply_invariantly, x, matrix.t(), bias)), x
         if self.sends_nothing and bias is None:
             return keep_output("product", partial(self._multiply, "output", x, matrix)), x
         name = "product" if self.output_reduce_group.size() == 1 else "summed product"
@@ -231,6 +236,18 @@ class LinearPlan:
         product = self.matmuls.multiply(self.linear_index, role, a.flatten(0, -2), b, dtype=dtype)
         whole: Tensor = torch.ops.aten._unsafe_view(product, (*a.shape[:-1], b.shape[1]))
         return whole
+
+    def multiply_invariantly(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output of x times `weight` [out, in] transposed, + bias: x cuts rowwise inputs, a power of two of 8."""
+        from stretto.ops import LEAVES, invariant_matmul, matmul_all_reduce
+
+        group = self.output_reduce_group
+        if group.size() == 1:
+            y = invariant_matmul(x.contiguous(), weight, bias=bias, leaves=LEAVES if self.input_axis == "x" else 1)
+        else:
+            with collective("matmul_all_reduce", group):
+                y = matmul_all_reduce(x.contiguous(), weight, group, bias=bias, invariant=True)
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     def _multiply_and_sum(self, x: Tensor, matrix: Tensor) -> Tensor:
         """The output x @ matrix, summed over the output's ranks."""
@@ -395,12 +412,18 @@ class ParallelLinear(ShardedModule):
             return F.linear(x, weight.t() if self.plan.is_transposed else weight, bias)
         if not torch.compiler.is_compiling():
             return self.forward_on_grid(x)
+        if self.plan.is_invariant:
+            refuse_compiler()
         self.check_autocast(x)
         return self.forward_in_graph(x)
 
     def can_be_local(self, grid: Grid) -> bool:
         plan = self.plan
-        is_alone = plan.tokens is None and not plan.matmuls.is_on and grid.size("x") == grid.size("y") == 1
+        is_alone = (
+            plan.tokens is None
+            and not (plan.matmuls.is_on or plan.is_invariant)
+            and grid.size("x") == grid.size("y") == 1
+        )
         return is_alone and plan.shard.takes_own_gradient(self.weight)
 
     def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:

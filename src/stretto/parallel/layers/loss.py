@@ -85,7 +85,10 @@ class _HeadLoss(torch.autograd.Function):
         length = _tokens_of_slice(head, hidden.dtype, is_wide=not has_kernels)
         for start in range(0, hidden.shape[0], length):
             part = slice(start, start + length)
-            logits = all_reduce(hidden[part] @ weight.t(), plan.output_reduce_group)
+            if plan.is_invariant:
+                logits = plan.multiply_invariantly(hidden[part], weight, None)
+            else:
+                logits = all_reduce(hidden[part] @ weight.t(), plan.output_reduce_group)
             is_valid = targets[part] != IGNORED_TARGET
             scales = is_valid * scale if grad_hidden is not None else None
             own_targets, group = targets[part] - head.first_row, head.grid.communicator("x")

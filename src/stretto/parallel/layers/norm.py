@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.ops.rms_norm import rms_norm
+from stretto.ops.row_sums.norm import invariant_norm
 from stretto.parallel.comm.autograd import apply, once_differentiable, scale_gradient
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.comm.kept_outputs import keep_output
 from stretto.parallel.layers.local_tensors import TakeGradient
-from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features
+from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features, refuse_compiler
 from stretto.parallel.layout import local
 from stretto.parallel.precision import Precision
 
@@ -94,7 +95,8 @@ class ParallelNorm(ShardedModule):
     `weight` and `bias` [hidden] are split over y too. `axis` x: the features are those that a colwise linear makes,
     [..., features / X], and `group` is that of x. Without a group the features are all here. `weight_offset` is
     added to the weight (1 in Gemma's norms). Statistics are taken in fp32, or fp64 for fp64 input. is_fused: an RMSNorm
-    whose features are all here is one kernel (`ops.rms_norm`), except where torch.compile traces it.
+    whose features are all here is one kernel (`ops.rms_norm`), except where torch.compile traces it. The
+    attribute is_invariant: a row's bits depend on no other row (`ops.invariant_norm`).
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class ParallelNorm(ShardedModule):
         self.name = name
         self.axis = axis
         self.is_fused = is_fused and not is_centred and weight is not None and bias is None
+        self.is_invariant = False
         self.in_graphs: GraphCode = GraphCode(self._normalize)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,6 +138,12 @@ class ParallelNorm(ShardedModule):
             x = self.precision.cast(x)
         weight, bias = (self.local_tensors() if x.ndim > 1 else None) or self._parts()
         eps = self.eps if self.eps is not None else self._eps_of(x)
+        if self.is_invariant:
+            refuse_compiler()
+            weight = x.new_ones(x.shape[-1]) if weight is None else weight.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
+            kind = "layer" if self.is_centred else "rms"
+            return invariant_norm(x, weight, eps=eps, norm=kind, bias=bias, offset=self.weight_offset)
         if self.is_fused and weight is not None and not is_split and not torch.compiler.is_compiling():
             return rms_norm(x, weight, eps, self.weight_offset)
         if weight is not None and self.weight_offset:

@@ -23,6 +23,20 @@ from stretto.parallel.segment_planner import refuse_default_planners
 from stretto.parallel.sharded_parameter import note_layout
 
 
+def refuse_compiler() -> None:
+    """Raise ValueError where torch.compile traces an invariant layer: its code would be of other bits."""
+    if torch.compiler.is_compiling():
+        _refuse_compiler()
+
+
+@torch.compiler.disable
+def _refuse_compiler() -> None:
+    raise ValueError(
+        "torch.compile of a model with invariant=True: what a compiler fuses has other bits in each batch; call the "
+        "model without it, or parallelize with invariant=False"
+    )
+
+
 class ShardedModule(nn.Module):
     """A module whose parameters are shards on a grid.
 

@@ -47,7 +47,7 @@ from stretto.train.checkpoint.storage import (
 from stretto.train.checkpoint.torch_format import fit_to_model, read_index
 from stretto.train.checkpoint.writing import CheckpointWriter, bytes_on_disk, write_checkpoint
 from stretto.train.observe.metrics import DivergenceError
-from stretto.train.optimizer import ShardOptimizer, local_shard
+from stretto.train.optimizer import AVERAGE, ShardOptimizer, local_shard
 from stretto.train.stored_optimizer import StoredOptimizer
 
 
@@ -320,7 +320,7 @@ def load_optimizer_state(
     state, scalars = dict[str, ShardedState](), dict[str, dict[str, Tensor]]()
     for full_name, entry in metadata.tensors.items():
         name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
-        if not full_name.startswith("optimizer.") or name in other_stages:
+        if not full_name.startswith("optimizer.") or name in other_stages or key == AVERAGE:
             if optimizer.masks is not None and full_name.startswith("optimizer.") and entry.shape:
                 load_state(path, metadata, {})  # which other stages read
             continue
@@ -361,7 +361,7 @@ def allocate_slots(
         is_other = full_name.removeprefix("optimizer.").startswith(exclude)
         if full_name.startswith("optimizer.") and not is_other:
             name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
-            if name in other_stages:
+            if name in other_stages or (key == AVERAGE and optimizer.average is None):
                 continue
             parameter = optimizer.parameters.get(name)
             if parameter is None or entry.shape not in ((), tuple(parameter.shape)):

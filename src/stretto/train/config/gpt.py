@@ -4,7 +4,7 @@
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from stretto.execution import (
     ExecutionOptions,
@@ -40,14 +40,26 @@ class DataConfig(Section):
     path: str | list[str] = option(
         ..., "a file or folder, or a list of them; `python-docs` is the documentation in Python's standard library"
     )
-    format: Literal["auto", "text", "chat", "nanogpt", "megatron"] = option(
+    weights: Annotated[list[float] | None, CanBeNone] = option(
+        None, "a weight for each path of `data.path`: each is packed by itself, and its sequences are this share of "
+        "all ([data.md](data.md#mixtures))", unset="the paths are one stream",
+    )  # fmt: skip
+    format: Literal["auto", "text", "chat", "jsonl", "parquet", "arrow", "nanogpt", "megatron"] = option(
         "auto",
-        "text, conversations (.jsonl) or token files of nanoGPT (.bin) or Megatron (.bin with .idx); `auto` detects "
-        "the format",
+        "text, conversations (.jsonl), documents (.jsonl, .parquet, a folder that `datasets` has saved) or token files "
+        "of nanoGPT (.bin) or Megatron (.bin with .idx); `auto` detects the format",
     )
+    field: str = option("text", "for documents: the field of a record that has its text, or its token ids")
+    separator: Annotated[str | None, CanBeNone] = option(
+        None, "for documents: text whose tokens end each of them, such as the tokenizer's end of text"
+    )
+    document_mask: bool = option(
+        True, "for documents: tokens attend to their own document alone, whose first token is no target; with `false` "
+        "boundaries count for nothing",
+    )  # fmt: skip
     tokenizer: Annotated[str | None, CanBeNone] = option(
-        None, "for text: `bytes`, or the path of a Hugging Face tokenizer.json", unset="`bytes`, or the tokenizer of "
-        "`model.path`",
+        None, "for text and documents: `bytes`, or the path of a Hugging Face tokenizer.json", unset="`bytes`, or the "
+        "tokenizer of `model.path`",
     )  # fmt: skip
     token_dtype: Literal["uint16", "uint32", "int64"] = option("uint16", "for nanogpt: the dtype of ids in the file")
     evaluation_path: Annotated[str | list[str] | None, CanBeNone] = option(
@@ -69,12 +81,19 @@ def _check_recompute(mode: str) -> str:
     return mode
 
 
+StepAndBatch = Annotated[list[int], Field(min_length=2, max_length=2)]
+
+
 class RunConfig(RunOptions):
     """Options of training."""
 
     batch: int = option(
         ..., "global batch size; must be a multiple of data x z (x micro_batch)", unit="sequences", ge=1, lt=1 << 31
     )
+    batch_ramp: Annotated[list[StepAndBatch] | None, CanBeNone] = option(
+        None, "smaller batches at first: pairs of a step and the batch up to it, `[[1000, 64], [3000, 128]]`; after "
+        "these, `train.batch`", unit="steps and sequences",
+    )  # fmt: skip
     seq_len: int = option(..., "sequence length", unit="tokens", ge=1, le=MAX_LENGTH)
     seed: int = option(0, "seed of the initial weights, of the data's order and of dropout", ge=0, lt=1 << 63)
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = option(
@@ -87,6 +106,10 @@ class RunConfig(RunOptions):
     clip: Annotated[float | None, CanBeNone] = option(
         1.0, "clip gradients to this global norm; `none` does not clip", gt=0
     )
+    ema: Annotated[float | None, CanBeNone] = option(
+        None, "also keep exponential moving averages of the weights, with this decay; evaluations take these "
+        "([training.md](training.md#averages-of-weights))", gt=0, lt=1,
+    )  # fmt: skip
     recompute: Annotated[str, AfterValidator(_check_recompute)] = execution_option("recompute")
     reshard: ReshardPolicy = execution_option("reshard")
     drop_duplicates: bool = execution_option("drop_duplicates")
@@ -155,6 +178,18 @@ class RunConfig(RunOptions):
     loss_scale_steps: int = option(
         2000, "fp16: steps without an overflow after which the loss scale is doubled", unit="steps", ge=1, le=1 << 31
     )
+
+    def batch_at(self, step: int) -> int:
+        """The global batch of a step; the first is 1."""
+        return next((batch for last, batch in self.batch_ramp or () if step <= last), self.batch)
+
+    def sequences_until(self, step: int) -> int:
+        """The sequences of the steps up to this one."""
+        total = before = 0
+        for last, batch in self.batch_ramp or ():
+            total += batch * (min(step, last) - before)
+            before = min(step, last)
+        return total + self.batch * (step - before)
 
     @property
     def state(self) -> StateOptions:
@@ -268,6 +303,9 @@ class TrainConfig(JobConfig):
     def items_a_step(self) -> int:
         """Tokens in a step's global batch."""
         return self.train.batch * self.train.seq_len
+
+    def items_until(self, step: int) -> int:
+        return self.train.sequences_until(step) * self.train.seq_len
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:

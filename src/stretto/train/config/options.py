@@ -260,6 +260,10 @@ class RunOptions(Section):
         600.0, "how long a restarted run trains on a smaller grid before it tries all ranks again; twice as long each "
         "time that the same rank fails again", unit="seconds", ge=0, le=MAX_TIMEOUT,
     )  # fmt: skip
+    preflight: bool = option(
+        False, "before training, measure all ranks' GPUs, links, files and clocks, and warn of what is slow or "
+        "different ([launching.md](launching.md#preflight)); writes preflight.json",
+    )  # fmt: skip
     trace: bool = option(False, "also write a timeline of two steps: trace.json and timeline.png")
     tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
     wandb: Annotated[str | None, CanBeNone] = option(
@@ -308,6 +312,10 @@ class JobConfig(Section):
         def unit(self) -> Literal["tokens", "samples"]: ...
         @property
         def items_a_step(self) -> int: ...
+
+    def items_until(self, step: int) -> int:
+        """Tokens or samples of the steps up to this one; the first is 1."""
+        return step * self.items_a_step
 
     def grid_options(self, grid: GridConfig) -> dict[str, Any]:
         """The options that put this run on another grid. Raises ValueError for axes that its kind does not have."""

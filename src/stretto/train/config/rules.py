@@ -62,6 +62,12 @@ def contradictions(config: "TrainConfig") -> list[str]:
             if is_on
         ]
     problems += contradictions_of_run(run)
+    problems += _contradictions_of_ramp(config)
+    if run.ema is not None and run.optimizer_state != "fp32":
+        problems.append(
+            f"train.ema is {run.ema} and train.optimizer_state is {run.optimizer_state!r}, which keeps no averages; "
+            "train.optimizer_state='fp32' would do"
+        )
     problems += _contradictions_of_copies(config)
     problems += _contradictions_of_state(config)
     problems += _contradictions_of_pruning(config)
@@ -104,10 +110,55 @@ def contradictions(config: "TrainConfig") -> list[str]:
     for name in ("path", "evaluation_path"):
         if getattr(config.data, name) == []:
             problems.append(f"data.{name} is [], but must name at least one file or folder")
+    problems += _contradictions_of_mixture(config)
     if run.evaluate_every is not None and config.data.evaluation_path is config.data.evaluation_sequences is None:
         problems.append(
             f"train.evaluate_every is {run.evaluate_every}, but nothing is held out to evaluate on: give "
             "data.evaluation_path, or data.evaluation_sequences for a part of data.path"
+        )
+    return problems
+
+
+def _contradictions_of_ramp(config: "TrainConfig") -> list[str]:
+    """Check the batches of a ramp. Returns a message for each rule that is broken."""
+    run, problems, before = config.train, [], 0
+    if run.batch_ramp is None:
+        return []
+    each = config.grid.batch_parts * (run.micro_batch or 1)
+    for last, batch in run.batch_ramp:
+        if last <= before:
+            problems.append(f"train.batch_ramp has step {last} after {before}, but steps rise; {before + 1} would do")
+        before = max(before, last)
+        if not 1 <= batch < 1 << 31 or batch % each:
+            problems.append(
+                f"train.batch_ramp has a batch of {batch}, but must have multiples of grid.data x grid.z (x "
+                f"train.micro_batch) = {each}; {nearest_multiple(min(batch, 1 << 30), each)} would do"
+            )
+    if run.cuda_graph:
+        problems.append("train.cuda_graph is on, and its steps have one batch; train.batch_ramp=none would do")
+    if config.is_pipelined and run.micro_batch is None:
+        problems.append(
+            "train.batch_ramp changes the number of a pipeline's micro-batches, and train.micro_batch does not say how "
+            f"large these are; train.micro_batch={max(1, run.batch_ramp[0][1] // config.grid.batch_parts)} would do"
+        )
+    return problems
+
+
+def _contradictions_of_mixture(config: "TrainConfig") -> list[str]:
+    """Check the weights of mixed data. Returns a message for each rule that is broken."""
+    data, problems = config.data, []
+    if data.weights is None:
+        return []
+    paths = len(data.path) if isinstance(data.path, list) else 1
+    if len(data.weights) != paths or min(data.weights) <= 0:
+        near = [weight if weight > 0 else 1.0 for weight in [*data.weights, *[1.0] * paths][:paths]]
+        problems.append(
+            f"data.weights is {data.weights}, but must be a number above 0 for each path of data.path; {near} would do"
+        )
+    if data.evaluation_sequences is not None and data.evaluation_path is None:
+        problems.append(
+            f"data.evaluation_sequences is {data.evaluation_sequences} and data.weights is set, but the last sequences "
+            "of a mixture are of its last path alone: give data.evaluation_path"
         )
     return problems
 

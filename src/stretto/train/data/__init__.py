@@ -3,10 +3,13 @@
 
 from stretto.train.data.dataset import SequenceDataset, TokenDataset
 from stretto.train.data.demo import demo_corpus, write_demo_corpus
+from stretto.train.data.mixture import MixedDataset, MixedSampler
 from stretto.train.data.opening import open_dataset
 from stretto.train.data.sampler import Sampler, rank_rows
 
 __all__ = [
+    "MixedDataset",
+    "MixedSampler",
     "Sampler",
     "SequenceDataset",
     "TokenDataset",

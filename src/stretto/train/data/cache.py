@@ -25,8 +25,10 @@ def cached_file(name: str, write: Callable[[BinaryIO], object]) -> Path:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f"{path.name}.lock")):
+        with _locked(path.with_name(f"{path.name}.lock")) as is_locked:
             if not path.exists():
+                for left in path.parent.glob(f"{path.name[:40]}.*.partial") if is_locked else ():
+                    left.unlink(missing_ok=True)  # of a process that was killed while it wrote
                 write_atomically(path, write)
     except OSError as error:
         raise ValueError(
@@ -36,8 +38,8 @@ def cached_file(name: str, write: Callable[[BinaryIO], object]) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock on this file; the kernel releases it when the process ends."""
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold the lock on this file, if the file system has locks; the kernel releases it when the process ends."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,4 +49,6 @@ def _locked(path: Path) -> Iterator[None]:
         except OSError as error:
             # Some network file systems have no locks. Processes may then repeat work, but files are still complete.
             logger.info("no lock on %s (%s): every process does the work", path, error)
-        yield
+            yield False
+            return
+        yield True

@@ -2,24 +2,28 @@
 """Data sets of sequences of one length, and the one of a token stream that is split into them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.train.data.sampler import Sampler, SequenceOrder
 from stretto.train.data.stream import TokenStream
 
 
 class SequenceDataset(ABC):
     """Sequences of `seq_len` inputs with as many targets. Every id is below `vocab_size`.
 
-    has_ignored_targets: whether some targets are IGNORED_TARGET, which no loss counts. notes: what a user should know
-    of the data.
+    has_ignored_targets: whether some targets are IGNORED_TARGET, which no loss counts. has_documents: whether sequences
+    have several documents, to which attention is to keep; `read_places` gives their places. notes: what a user should
+    know of the data.
     """
 
     seq_len: int
     vocab_size: int
     has_ignored_targets: bool = False
+    has_documents: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -33,6 +37,20 @@ class SequenceDataset(ABC):
     @abstractmethod
     def read(self, index: int | np.integer) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Read the inputs and the targets of sequence `index` of [0, len), int64 [seq_len] each."""
+
+    def read_places(self, index: int | np.integer) -> NDArray[np.int64]:
+        """Read the place of each input of a sequence in its document, or in this sequence's part of it, [seq_len]."""
+        return np.arange(self.seq_len)
+
+    def order(
+        self, batch: int, seed: int, *, count: int | None = None, until: Callable[[int], int] | None = None
+    ) -> SequenceOrder:
+        """The order in which a run trains on the first `count` sequences (None: all), as `SequenceOrder` says."""
+        return Sampler(len(self) if count is None else count, batch, seed, until)
+
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the data besides its fingerprint, in JSON's types."""
+        return {}
 
     def num_targets(self, indices: Sequence[int] | NDArray[np.int64]) -> int:
         """Count the targets of these sequences that a loss counts."""
@@ -55,8 +73,12 @@ class TokenDataset(SequenceDataset):
         self._stream = stream
         self.seq_len = seq_len
         self.vocab_size = vocab_size
-        for start, stop in stream.sampled_blocks():
-            stream.read_checked(start, stop, vocab_size)
+        self._check_samples()
+
+    def _check_samples(self) -> None:
+        """Check a bounded sample of the ids. Raises ValueError, as reading does."""
+        for start, stop in self._stream.sampled_blocks():
+            self._stream.read_checked(start, stop, self.vocab_size)
 
     @property
     def tokens(self) -> int:
@@ -82,10 +104,14 @@ class TokenDataset(SequenceDataset):
 
         Raises ValueError with file and position for an id outside the vocabulary.
         """
+        return self._stream.read_checked(*self._span(index), self.vocab_size)
+
+    def _span(self, index: int | np.integer) -> tuple[int, int]:
+        """The ids of a sequence in the stream: from the first to after the last."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} is not one of 0 to {len(self) - 1}")
         start = int(index) * self.seq_len
-        return self._stream.read_checked(start, start + self.seq_len + 1, self.vocab_size)
+        return start, start + self.seq_len + 1
 
     def read(self, index: int | np.integer) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         ids = self[index]

@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the files that a data path means, detects their format, and checks that they can be of that format."""
 
+import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from stretto.cluster import read_bounded
 from stretto.suggestions import did_you_mean, did_you_mean_file
 
-FORMATS = ("auto", "text", "chat", "nanogpt", "megatron")
+FORMATS = ("auto", "text", "chat", "jsonl", "parquet", "arrow", "nanogpt", "megatron")
+OF_DOCUMENTS = ("jsonl", "parquet", "arrow")
+SUFFIXES = {
+    "nanogpt": ".bin",
+    "megatron": ".idx",
+    "chat": ".jsonl",
+    "jsonl": ".jsonl",
+    "parquet": ".parquet",
+    "arrow": ".arrow",
+}
 MAX_FILES = 1_000_000  # in one folder; more indicate a wrong path, such as "/"
 FIRST_LINE_BYTES = 1 << 16  # of a .jsonl file, in which a conversation is searched
+DATASET_STATE = "state.json"  # of datasets.Dataset.save_to_disk
+MAX_STATE_BYTES = 1 << 26
 HELD_OUT = ("val", "valid", "validation", "test")
 
 # The first bytes of files that are neither text nor raw token ids.
@@ -156,6 +169,8 @@ def read_head(path: Path, count: int) -> bytes:
 
 def _expand(path: Path, format: str) -> list[Path]:
     with reading(path):
+        if format in ("auto", "arrow") and ((path / DATASET_STATE).is_file() or (path / "dataset_dict.json").is_file()):
+            return _files_of_saved_dataset(path)
         if path.is_dir():
             return _files_of_folder(path, format)
         if format in ("auto", "megatron") and not path.exists():
@@ -172,23 +187,17 @@ def _files_of_folder(folder: Path, format: str) -> list[Path]:
         files += [Path(parent, name) for name in names if not name.startswith(".")]
         if len(files) > MAX_FILES:
             raise ValueError(f"{folder}: holds more than {MAX_FILES} files: name a smaller folder")
-    match format:
-        case "nanogpt":
-            files = [file for file in files if file.suffix == ".bin"]
-        case "megatron":
-            files = [file for file in files if file.suffix == ".idx"]
-        case "chat":
-            files = [file for file in files if file.suffix == ".jsonl"]
-        case "auto":
-            # The .bin of an index is in the list, too.
-            files = [file for file in files if file.suffix != ".idx" or not file.with_suffix(".bin").exists()]
+    if format in SUFFIXES:
+        files = [file for file in files if file.suffix == SUFFIXES[format]]
+    elif format == "auto":  # the .bin of an index is in the list, too
+        files = [file for file in files if file.suffix != ".idx" or not file.with_suffix(".bin").exists()]
     files = sorted((file for file in files if file.stat().st_size > 0), key=lambda file: file.parts)
     if not files:
-        kind = {"nanogpt": ".bin file", "megatron": ".idx file", "chat": ".jsonl file"}.get(format, "file")
+        kind = f"{SUFFIXES[format]} file" if format in SUFFIXES else "file"
         raise ValueError(f"{folder}: the folder holds no {kind} that is neither hidden nor empty")
     for file in files:
         is_held_out = len(files) > 1 and file.stem.lower() in HELD_OUT
-        if is_held_out and (file.suffix in (".bin", ".idx") or _detect(file) == "chat"):
+        if is_held_out and (file.suffix in (".bin", ".idx") or _detect(file) in ("chat", *OF_DOCUMENTS)):
             raise ValueError(
                 f"{file}: by its name it is held out, but its folder is given to be trained on: "
                 f"name the files to train on, such as {file.with_name(f'train{file.suffix}')}"
@@ -219,18 +228,41 @@ def _detect(file: Path) -> str:
             return "megatron"
         case ".bin":
             return "megatron" if file.with_suffix(".idx").exists() else "nanogpt"
-        case ".jsonl" if _begins_with_a_conversation(file):
-            return "chat"
+        case ".parquet" | ".arrow":
+            return file.suffix[1:]
+        case ".jsonl":
+            return _detect_json(file)
         case _:
             return "text"
 
 
-def _begins_with_a_conversation(file: Path) -> bool:
+def _detect_json(file: Path) -> str:
     if not file.is_file():
-        return False  # `file_size` will report it
+        return "text"  # `file_size` will report it
     with reading(file), file.open("rb") as lines:
-        first = lines.readline(FIRST_LINE_BYTES).lstrip()
-    return first.startswith(b"{") and b'"messages"' in first
+        first = lines.readline(FIRST_LINE_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()  # a byte order mark
+    if not first.startswith(b"{"):
+        return "text"
+    return "chat" if b'"messages"' in first else "jsonl"
+
+
+def _files_of_saved_dataset(folder: Path) -> list[Path]:
+    """List the files of a folder that `datasets` has saved, in their order. ValueError for one of several splits."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in folder.glob(f"*/{DATASET_STATE}"))
+        raise ValueError(
+            f"{folder}: holds the splits {', '.join(splits) or 'of a DatasetDict'}: name one of them, such as "
+            f"{folder / (splits or ['train'])[0]}"
+        )
+    with reading(folder):
+        content = read_bounded(folder / DATASET_STATE, MAX_STATE_BYTES, "the state of a data set")
+    try:
+        names = [entry["filename"] for entry in json.loads(content)["_data_files"]]
+        if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise ValueError(f"its files are {names}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{folder / DATASET_STATE}: is not of a data set that datasets has saved: {error}") from error
+    return [folder / name for name in names]
 
 
 def _megatron_data_file(file: Path) -> Path:

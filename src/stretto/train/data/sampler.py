@@ -2,6 +2,8 @@
 """Chooses the sequences of each step: a shuffle of the data set that is computed on demand and never stored."""
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +17,30 @@ from stretto.train.data.hashing import mix
 ROUND_PAIRS = 8
 
 
+class SequenceOrder(ABC):
+    """The order in which the sequences of a data set are trained on, without an end.
+
+    Attributes: `batch`, the sequences of a step; `until`, where batches differ, those of the first so many steps.
+    """
+
+    batch: int
+    until: Callable[[int], int] | None
+
+    @abstractmethod
+    def take(self, first: int, count: int) -> NDArray[np.int64]:
+        """The indices of the `count` sequences from position `first` of the order on, int64 [count]."""
+
+    def indices(self, step: int) -> NDArray[np.int64]:
+        """The indices of the sequences of step `step` (the first is 0), int64 [batch], the same on every rank."""
+        last_step = ((1 << 63) - self.batch) // self.batch
+        if not 0 <= step < last_step:
+            raise ValueError(f"step={step} must be at least 0 and below {last_step}")
+        first, last = (each * self.batch if self.until is None else self.until(each) for each in (step, step + 1))
+        return self.take(first, last - first)
+
+
 @dataclass(frozen=True)
-class Sampler:
+class Sampler(SequenceOrder):
     """The order in which `dataset_length` sequences are trained on, a global batch of `batch` of them in each step.
 
     Each epoch is another permutation of all sequences, and batches continue across the ends of epochs. A step's batch
@@ -27,6 +51,7 @@ class Sampler:
     dataset_length: int
     batch: int
     seed: int
+    until: Callable[[int], int] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.dataset_length < 1 << 62:
@@ -36,14 +61,13 @@ class Sampler:
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed} must be at least 0 and below 2**63")
 
-    def indices(self, step: int) -> NDArray[np.int64]:
-        """The indices of the sequences of step `step` (the first is 0), int64 [batch], the same on every rank."""
-        first = step * self.batch
-        if not 0 <= first < (1 << 63) - self.batch:
-            raise ValueError(f"step={step} must be at least 0 and below {((1 << 63) - self.batch) // self.batch}")
-        positions = np.arange(first, first + self.batch, dtype=np.uint64)
+    def take(self, first: int, count: int) -> NDArray[np.int64]:
+        return self.at(np.arange(first, first + count, dtype=np.uint64))
+
+    def at(self, positions: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """The indices of the sequences at these positions of the order, int64 of the same shape, [n]."""
         epoch, offset = np.divmod(positions, np.uint64(self.dataset_length))
-        key = mix(mix(np.full(self.batch, self.seed, dtype=np.uint64)) ^ epoch)
+        key = mix(mix(np.full(len(positions), self.seed, dtype=np.uint64)) ^ epoch)
         # Cycle walking: the Feistel network permutes slightly more than dataset_length values. It is applied again to
         # values that are too large; the cycle returns to the range because it started there.
         indices = self._permute(offset, key)

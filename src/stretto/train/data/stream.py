@@ -61,10 +61,7 @@ class TokenStream:
         position = start
         while position < stop:
             index, offset = self._locate(position)
-            segment = self.segments[index]
-            dtype, count = np.dtype(segment.dtype), min(stop - position, segment.tokens - offset)
-            read = self._file(index).read(offset * dtype.itemsize, count * dtype.itemsize)
-            part = np.frombuffer(read, dtype)
+            part = self._read_part(index, offset, min(stop - position, self.segments[index].tokens - offset))
             ids[position - start : position - start + len(part)] = part
             position += len(part)
         return ids
@@ -123,12 +120,19 @@ class TokenStream:
         index = int(np.searchsorted(self._ends, position, side="right"))
         return index, position - int(self._ends[index]) + self.segments[index].tokens
 
+    def _read_part(self, index: int, offset: int, count: int) -> NDArray[Any]:
+        """Read `count` ids of one segment from its id `offset` on."""
+        dtype = np.dtype(self.segments[index].dtype)
+        return np.frombuffer(self._file(index).read(offset * dtype.itemsize, count * dtype.itemsize), dtype)
+
+    def _file_bytes(self, index: int) -> int:
+        """The size that a segment's file must have."""
+        segment = self.segments[index]
+        return segment.tokens * np.dtype(segment.dtype).itemsize
+
     def _file(self, index: int) -> DataFile:
         if index not in self._files:
             if len(self._files) == MAX_OPEN_FILES:
                 del self._files[next(iter(self._files))]
-            segment = self.segments[index]
-            self._files[index] = DataFile(
-                segment.path, segment.tokens * np.dtype(segment.dtype).itemsize, self._modified[index]
-            )
+            self._files[index] = DataFile(self.segments[index].path, self._file_bytes(index), self._modified[index])
         return self._files[index]

@@ -51,10 +51,7 @@ def open_tokenized(files: Sequence[Path], tokenizer_path: Path) -> tuple[TokenSt
     is not a tokenizer, and if the package tokenizers is missing.
     """
     text = open_bytes(files)
-    if tokenizer_path.is_dir():
-        tokenizer, description = _tokenizer_of_model(tokenizer_path)
-    else:
-        tokenizer, description = load_tokenizer(tokenizer_path)
+    tokenizer, description = load_any_tokenizer(tokenizer_path)
     vocab = vocab_of(tokenizer)
     dtype = "<u2" if vocab <= 1 << 16 else "<u4"
 
@@ -104,11 +101,13 @@ def load_tokenizer(path: Path) -> tuple["Tokenizer", bytes]:
     return tokenizer, content
 
 
-def _tokenizer_of_model(folder: Path) -> tuple["Tokenizer", bytes]:
-    """The tokenizer of a model's folder as `load_tokenizer` returns one, with what describes it."""
+def load_any_tokenizer(path: Path) -> tuple["Tokenizer", bytes]:
+    """Load a tokenizer.json, or the tokenizer of a model's folder, as `load_tokenizer`; and what describes it."""
+    if not path.is_dir():
+        return load_tokenizer(path)
     from tokenizers import Tokenizer
 
-    description = load_tokenizer_of(folder).backend_tokenizer.to_str()
+    description = load_tokenizer_of(path).backend_tokenizer.to_str()
     tokenizer = Tokenizer.from_str(description)
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -136,7 +135,7 @@ def _decoded_pieces(path: Path, size: int) -> Iterator[str]:
     with reading(path), path.open("rb") as file:
         text = file.read(PIECE_BYTES)
         while following := file.read(PIECE_BYTES):
-            cut = _cut(text)
+            cut = cut_piece(text)
             yield _decode(text[:cut], path, position)
             position += cut
             text = text[cut:] + following
@@ -145,7 +144,7 @@ def _decoded_pieces(path: Path, size: int) -> Iterator[str]:
         yield _decode(text, path, position)
 
 
-def _cut(text: bytes) -> int:
+def cut_piece(text: bytes) -> int:
     """Choose the end of a piece: after the last line end between two words, where tokenizers split, too.
 
     Text without such a line end is split before its last character, which may be incomplete.

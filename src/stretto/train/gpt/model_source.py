@@ -60,18 +60,25 @@ class ModelSource(ABC):
         """Read the weights that training starts from into a model that `parallelize` has returned."""
 
     @abstractmethod
-    def arguments(self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int") -> dict[str, Any]:
+    def arguments(
+        self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int", places: "Tensor | None" = None
+    ) -> dict[str, Any]:
         """The arguments of the model's forward with which it returns the mean loss over the global batch.
 
         tokens, targets: this rank's, int64 [rows, seq_len]; a target of -100 is not counted. num_targets: the valid
-        targets of the global batch.
+        targets of the global batch. places: of the tokens in their documents, to which attention then keeps.
         """
 
     def compute_loss(
-        self, model: "nn.Module", tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int"
+        self,
+        model: "nn.Module",
+        tokens: "Tensor",
+        targets: "Tensor",
+        num_targets: "Tensor | int",
+        places: "Tensor | None" = None,
     ) -> "Tensor":
         """The mean loss over the global batch, of `arguments`."""
-        output = model(**self.arguments(tokens, targets, num_targets))
+        output = model(**self.arguments(tokens, targets, num_targets, places))
         return getattr(output, "loss", output)
 
     def flops_per_token(self, seq_len: int) -> int | None:
@@ -106,8 +113,12 @@ class GPTSource(ModelSource):
         with torch.device("meta"):
             return GPT(self.config)
 
-    def arguments(self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int") -> dict[str, Any]:
-        return {"tokens": tokens, "targets": targets, "num_targets": num_targets}
+    def arguments(
+        self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int", places: "Tensor | None" = None
+    ) -> dict[str, Any]:
+        return {"tokens": tokens, "targets": targets, "num_targets": num_targets} | (
+            {} if places is None else {"documents": places}
+        )
 
 
 class HuggingFaceSource(ModelSource):
@@ -154,10 +165,12 @@ class HuggingFaceSource(ModelSource):
     def build(self) -> "nn.Module":
         return build_causal_lm(self.origin, self.config, without_dropout=self._without_dropout)
 
-    def arguments(self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int") -> dict[str, Any]:
+    def arguments(
+        self, tokens: "Tensor", targets: "Tensor", num_targets: "Tensor | int", places: "Tensor | None" = None
+    ) -> dict[str, Any]:
         from stretto.huggingface.loss import arguments_with_targets
 
-        return arguments_with_targets(tokens, targets, num_targets)
+        return arguments_with_targets(tokens, targets, num_targets, places)
 
 
 class FolderSource(HuggingFaceSource):

@@ -57,6 +57,8 @@ def check_gpt(config: TrainConfig) -> CheckpointMetadata | None:
 
     model = source.build()
     check_built(config, source, model)
+    if dataset.has_documents:
+        check_takes_documents(config, source, model)
     if folder is not None:
         _check_router_loss(config, folder, model)
     if isinstance(folder, FolderSource):
@@ -118,12 +120,25 @@ def _check_router_loss(config: TrainConfig, folder: HuggingFaceSource, model: "n
         )
 
 
+def check_takes_documents(config: TrainConfig, source: ModelSource, model: "nn.Module") -> None:
+    """Raise ValueError for a model, or a run of it, that would not keep attention to a sequence's documents apart."""
+    from stretto.huggingface.context import ignores_documents
+
+    reason = ignores_documents(model) if isinstance(source, HuggingFaceSource) else None
+    if config.train.cuda_graph and (isinstance(source, HuggingFaceSource) or config.grid.context > 1):
+        reason = "train.cuda_graph is on, and a graph cannot wait for the host, which looks for them"
+    if reason is not None:
+        raise ValueError(
+            f"data.path has documents that attention is to keep apart, but {reason}; data.document_mask=false would do"
+        )
+
+
 def open_data(config: TrainConfig) -> SequenceDataset:
     """Open the data set of a run. Writes the text of `python-docs` to `out` first, if the run asks for it.
 
     Raises ValueError for files that cannot be trained on.
     """
-    return _open(config, config.data.path)
+    return _open(config, config.data.path, config.data.weights)
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,8 @@ def open_held_out(config: TrainConfig, dataset: SequenceDataset) -> HeldOut | No
                 + (f"; {max(1, len(dataset) // 10)} would do" if len(dataset) > 1 else "")
             )
         return HeldOut(dataset, range(len(dataset) - wanted, len(dataset)), len(dataset) - wanted)
-    trained_on = {path.resolve() for path in find_files(_paths(config, data.path), data.format)[1]}
+    sources = data.path if isinstance(data.path, list) and data.weights is not None else [data.path]
+    trained_on = {path.resolve() for source in sources for path in find_files(_paths(config, source), data.format)[1]}
     for path in find_files(_paths(config, data.evaluation_path), data.format)[1]:
         if path.resolve() in trained_on:
             raise ValueError(
@@ -162,14 +178,18 @@ def open_held_out(config: TrainConfig, dataset: SequenceDataset) -> HeldOut | No
     return HeldOut(others, range(len(others) if wanted is None else min(wanted, len(others))), len(dataset))
 
 
-def _open(config: TrainConfig, path: str | list[str]) -> SequenceDataset:
-    folder = open_folder(config)
+def _open(config: TrainConfig, path: str | list[str], weights: list[float] | None = None) -> SequenceDataset:
+    folder, data = open_folder(config), config.data
     return open_dataset(
         _paths(config, path),
-        format=config.data.format,
-        tokenizer=config.data.tokenizer,
+        weights=weights,
+        format=data.format,
+        field=data.field,
+        separator=data.separator,
+        document_mask=data.document_mask,
+        tokenizer=data.tokenizer,
         model_folder=folder.folder if isinstance(folder, FolderSource) else None,
-        token_dtype=config.data.token_dtype,
+        token_dtype=data.token_dtype,
         seq_len=config.train.seq_len,
         vocab=config.model.known_vocab() if folder is None else folder.vocab,
     )

@@ -4,6 +4,7 @@
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from stretto.train.checkpoint.metadata import check_description, persistent_buff
 from stretto.train.checkpoint.storage import ShardedState
 from stretto.train.checkpoint.torch_format import read_index
 from stretto.train.config import TrainConfig
-from stretto.train.data import Sampler, SequenceDataset, rank_rows
+from stretto.train.data import SequenceDataset, rank_rows
 from stretto.train.gpt.preflight import (
     build_source,
     check_state_fits,
@@ -67,8 +68,9 @@ class GPTTask(TrainTask):
             others = () if self.held_out is None else self.held_out.dataset.notes
             for note in dict.fromkeys((*self.dataset.notes, *others)):
                 logger.warning("%s", note)
-        trained_on = len(self.dataset) if self.held_out is None else self.held_out.trained_on
-        self.sampler = Sampler(trained_on, options.batch, options.seed)
+        self._trained_on = len(self.dataset) if self.held_out is None else self.held_out.trained_on
+        until = options.sequences_until
+        self.sampler = self.dataset.order(options.batch, options.seed, count=self._trained_on, until=until)
         model = self.source.build()
         self._routers = tuple(name for name, _ in routers(model))
         self._routing: Tensor | None = None
@@ -85,11 +87,13 @@ class GPTTask(TrainTask):
             seed=options.seed if self.source.starts_from_seed else None,
             options=config.execution,
         )
+        self._batch_size = options.batch
         self.skips_overflows = options.dtype == "fp16"
         self.keeps_state_apart = options.optimizer_state != "fp32"
         self.optimizer: ShardOptimizer | StoredOptimizer | None = None
         if not self.keeps_state_apart:  # else it is created from the initial weights of training
-            self.optimizer = build_optimizer(self.model, options, writes_copies=options.writes_copies, grid=grid)
+            copies, average = options.writes_copies, options.ema
+            self.optimizer = build_optimizer(self.model, options, writes_copies=copies, average=average, grid=grid)
         # A graph's replay cannot wait inside it, and buffers (but those of routers) may change in the forward pass.
         buffers = [name for name in persistent_buffers(self.model) if not name.startswith(self._routers)]
         self._early_bird = EarlyBird()
@@ -166,12 +170,13 @@ class GPTTask(TrainTask):
         return prune(self.model, options.sparsity, method, scope=options.prune_scope, weights=weights)
 
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
-        stored = self.optimizer
+        stored, options = self.optimizer, self.config.train
         is_dense = isinstance(stored, StoredOptimizer) and stored.masks is None
         if is_dense and self._prunes_after(step - 1) and (masks := self._draw_masks()) is not None:
             assert isinstance(stored, StoredOptimizer)
             stored.prune(masks)
         batch = self._batch(step)
+        self._batch_size = options.batch_at(step)
         note("step", step)
         if self._changes_state_early:
             self.before_update()
@@ -187,6 +192,7 @@ class GPTTask(TrainTask):
     def evaluate(self) -> Mapping[str, float | None]:
         """Compute the loss on the held-out sequences, in nats per token and without dropout, and the perplexity.
 
+        Of the weights' moving averages (`train.ema`), if the run keeps any.
         Every target counts once, on any grid: batches are weighted by their numbers of targets, in float64. The
         last batch is filled up with rows that have no target. Values that are not finite are None. Collective.
         """
@@ -200,25 +206,26 @@ class GPTTask(TrainTask):
         num_targets = 0
         was_training = self.model.training
         self.model.eval()
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.model.train, was_training)
+            if isinstance(self.optimizer, ShardOptimizer):
+                stack.enter_context(self.optimizer.averaged())
             for first in range(0, len(sequences), parts * rows):
                 batch = np.array(sequences[first : first + parts * rows], dtype=np.int64)
                 places = coordinate * rows + np.arange(rows)
-                tokens, targets = self._read(dataset, batch[np.minimum(places, len(batch) - 1)])
+                tokens, targets, *documents = self._read(dataset, batch[np.minimum(places, len(batch) - 1)])
                 targets[max(0, len(batch) - coordinate * rows) :] = IGNORED_TARGET
                 count = dataset.num_targets(batch)
-                total += self._loss_of(tokens, targets, count).double() * count
+                total += self._loss_of(tokens, targets, count, *documents).double() * count
                 num_targets += count
                 advance()
-        finally:
-            self.model.train(was_training)
         loss = float(total) / num_targets
         return {"evaluation_loss": _finite(loss), "perplexity": _finite(math.exp(loss) if loss < 700 else math.inf)}
 
-    def _loss_of(self, tokens: Tensor, targets: Tensor, count: int) -> Tensor:
+    def _loss_of(self, tokens: Tensor, targets: Tensor, count: int, places: Tensor | None = None) -> Tensor:
         if self.pipeline is None:
-            return self.source.compute_loss(self.model, tokens, targets, count)
-        return self.pipeline.evaluate(**self.source.arguments(tokens, targets, count))
+            return self.source.compute_loss(self.model, tokens, targets, count, places)
+        return self.pipeline.evaluate(**self.source.arguments(tokens, targets, count, places))
 
     def close(self) -> None:
         self._executor.close()
@@ -241,8 +248,10 @@ class GPTTask(TrainTask):
             "fingerprint": self.dataset.fingerprint,
             "seed": options.seed,
             "batch": options.batch,
+            **({} if options.batch_ramp is None else {"batch_ramp": options.batch_ramp}),
             "seq_len": options.seq_len,
-        } | ({} if self.sampler.dataset_length == len(self.dataset) else {"sequences": self.sampler.dataset_length})
+            **self.dataset.description(),
+        } | ({} if self._trained_on == len(self.dataset) else {"sequences": self._trained_on})
 
     def read_batch(self, step: int) -> dict[str, NDArray[Any]]:
         sequences = self._rows(step)
@@ -275,16 +284,19 @@ class GPTTask(TrainTask):
     def predict(self) -> dict[str, Any] | None:
         return predict_run(self.config, self.source)
 
-    def _compute_loss(self, tokens: Tensor, targets: Tensor, num_targets: Tensor | None = None) -> Tensor:
-        return self.source.compute_loss(self.model, tokens, targets, self._count(num_targets))
+    def _compute_loss(
+        self, tokens: Tensor, targets: Tensor, num_targets: Tensor | None = None, places: Tensor | None = None
+    ) -> Tensor:
+        return self.source.compute_loss(self.model, tokens, targets, self._count(num_targets), places)
 
-    def _arguments(self, tokens: Tensor, targets: Tensor, num_targets: Tensor | None = None) -> dict[str, Any]:
-        return self.source.arguments(tokens, targets, self._count(num_targets))
+    def _arguments(
+        self, tokens: Tensor, targets: Tensor, num_targets: Tensor | None = None, places: Tensor | None = None
+    ) -> dict[str, Any]:
+        return self.source.arguments(tokens, targets, self._count(num_targets), places)
 
     def _count(self, num_targets: Tensor | None) -> Tensor | int:
         """The valid targets of the global batch."""
-        options = self.config.train
-        return options.batch * options.seq_len if num_targets is None else num_targets[0]
+        return self._batch_size * self.config.train.seq_len if num_targets is None else num_targets[0]
 
     def _update(self, lr: float | Tensor, loss: Tensor) -> Tensor:
         self.before_update()
@@ -337,25 +349,28 @@ class GPTTask(TrainTask):
         """Read this rank's rows of a step's batch to the device: tokens and targets, int64 [rows, seq_len].
 
         Where some targets are ignored, also how many of the global batch are not, int64 [rows]: the same number for
-        each row, so that each micro-batch has it.
+        each row, so that each micro-batch has it; and where sequences have several documents, the tokens' places in
+        these, int64 [rows, seq_len].
         """
         note("data", step)
-        tokens, targets = self._read(self.dataset, self._rows(step))
+        tokens, targets, *places = self._read(self.dataset, self._rows(step))
         if not self.dataset.has_ignored_targets:
             return tokens, targets
-        count = np.int64(self.dataset.num_targets(self.sampler.indices(step - 1)))
-        return tokens, targets, self._to_device(np.full(len(tokens), count))
+        count = np.int64(max(1, self.dataset.num_targets(self.sampler.indices(step - 1))))
+        return tokens, targets, self._to_device(np.full(len(tokens), count)), *places
 
     def _rows(self, step: int) -> NDArray[np.int64]:
         """The indices of this rank's sequences in a step's batch."""
-        rows = rank_rows(self.config.train.batch, self.grid.coordinate(BATCH), self.grid.size(BATCH))
+        rows = rank_rows(self.config.train.batch_at(step), self.grid.coordinate(BATCH), self.grid.size(BATCH))
         return self.sampler.indices(step - 1)[rows]
 
-    def _read(self, dataset: SequenceDataset, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Read inputs and targets of sequences to the device, int64 [rows, seq_len] each."""
+    def _read(self, dataset: SequenceDataset, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
+        """Read inputs, targets, and with documents places, of sequences to the device, int64 [rows, seq_len] each."""
         inputs, targets = zip(*map(dataset.read, indices), strict=True)
-        both = self._to_device(np.stack((np.stack(inputs), np.stack(targets))))
-        return both[0], both[1]
+        parts = [np.stack(inputs), np.stack(targets)]
+        if dataset.has_documents:
+            parts.append(np.stack([dataset.read_places(index) for index in indices]))
+        return tuple(self._to_device(np.stack(parts)).unbind())
 
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -38,6 +38,7 @@ class StepRecorder:
     On a GPU, a step's numbers are read after the next step was launched, so the device never idles for them; on a CPU
     they are read immediately. Every rank reads its own values, and all raise DivergenceError for the same step.
 
+    items_until: the tokens or samples of all steps up to one.
     full_rate: tokens or samples per second if all ranks computed at their peak FLOP/s, which the utilization is a part
     of; None if it is unknown. skips_overflows: steps whose norm alone is not finite change nothing, and training goes
     on, as the loss scale adapts. skips_nonfinite: so do steps whose loss or norm is not finite; a line on the screen
@@ -47,7 +48,7 @@ class StepRecorder:
 
     def __init__(
         self,
-        items_a_step: int,
+        items_until: Callable[[int], int],
         log: MetricsLog | None,
         reporter: ProgressReporter,
         *,
@@ -58,13 +59,14 @@ class StepRecorder:
         skips_nonfinite: bool = False,
         on_nonfinite: Callable[[int], str] = lambda step: "",
     ) -> None:
-        self._items_a_step, self._unit = items_a_step, unit
+        self._items_until, self._unit = items_until, unit
         self._ranks, self._full_rate = ranks, full_rate
         self._log, self._reporter = log, reporter
         self._skips_overflows, self._skips_nonfinite, self._skipped = skips_overflows, skips_nonfinite, 0
         self._on_nonfinite = on_nonfinite
         self._waiting: list[_Launched] = []
         self._durations: list[float] = []
+        self._items: list[int] = []  # of each of these steps
         self._mark: torch.cuda.Event | None = None
         self.restart_clock()
         self.last: StepMetrics | None = None
@@ -119,8 +121,8 @@ class StepRecorder:
 
     def rate(self) -> float:
         """Tokens or samples per second, over all steps but the first, which warms up (if there are more)."""
-        counted = self._durations[1:] or self._durations
-        return self._items_a_step * len(counted) / sum(counted)
+        first = 1 if len(self._durations) > 1 else 0
+        return sum(self._items[first:]) / sum(self._durations[first:])
 
     def mfu(self) -> float | None:
         """Model FLOPs utilization at `rate`, from 0 to 1; None if it is unknown."""
@@ -147,17 +149,20 @@ class StepRecorder:
         routing = launched.numbers[2:].view(-1, NUMBERS_OF_ROUTER).tolist()
         is_skipped = self._judge(launched.step, loss, grad_norm)
         self._durations.append(seconds)
+        seen = self._items_until(launched.step)
+        self._items.append(seen - self._items_until(launched.step - 1))
+        rate = self._items[-1] / seconds
         return StepMetrics(
             step=launched.step,
             loss=loss,
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             lr=launched.lr,
-            rate=self._items_a_step / seconds,
+            rate=rate,
             seconds=seconds,
-            seen=launched.step * self._items_a_step,
+            seen=seen,
             unit=self._unit,
             ranks=self._ranks,
-            mfu=None if self._full_rate is None else self._items_a_step / seconds / self._full_rate,
+            mfu=None if self._full_rate is None else rate / self._full_rate,
             experts=ExpertMetrics.of(routing) if routing else None,
             skipped=is_skipped,
         )
