@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters of a rank in a mapped file: phase, step, waits, collectives and checkpoint writes. Needs no torch.
 
-The threads that do the work store them with plain stores; in the process, only a rank that has waited for a second
-reads them. A process outside does
+The threads that do the work store them with plain stores; nothing in the process reads them. A process outside does
 (`read`): it sees a rank that is stopped, swapped out, in an endless loop or in C code all the same, and can neither
 crash it nor slow it down. Before `share` is called, the counters are in this process's memory alone.
 
@@ -21,7 +20,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 PHASES = ("import", "start", "build", "load", "data", "step", "evaluate", "save", "exit")
 WITH_THREADS = ("load", "save", "exit")  # phases in which the main thread may wait for threads that read and write
@@ -176,32 +175,6 @@ def current_wait() -> tuple[str, tuple[int, ...]] | None:
     """Name and ranks of the wait that was stored last; None without one. For tests."""
     name = next(name for name, code in _table.names.items() if code == _values[_WAIT_NAME])
     return None if name == "" else (name, ()) if isinstance(name, str) else (name[0], tuple(name[1:]))
-
-
-class CollectiveWait(NamedTuple):
-    """The collective that a rank waits for. kind: "all_reduce". group: torch's name; label: that in messages."""
-
-    kind: str
-    group: str
-    label: str
-    ranks: tuple[int, ...]
-    number: int
-
-
-def waiting() -> CollectiveWait | None:
-    """The collective that this rank waits for; None without one. Slow: for one that has waited for long."""
-    names = {code: name for name, code in _table.names.items()}
-    index, kind = _values[_WAIT_GROUP], names.get(_values[_WAIT_NAME])
-    group = names.get(_values[_GROUPS + _GROUP_SIZE * index]) if index >= 0 else None
-    if not isinstance(kind, str) or not isinstance(group, tuple):
-        return None
-    label, name, *ranks = group
-    return CollectiveWait(kind, name, label, tuple(ranks), int(_values[_WAIT_NUMBER]))
-
-
-def entered() -> dict[str, int]:
-    """How many collectives this rank has entered, by torch's name of the group."""
-    return {name: int(_values[_GROUPS + _GROUP_SIZE * index + 1]) for name, index in _table.groups.items()}
 
 
 def group_index(group_name: str, label: str, ranks: Collection[int]) -> int:

@@ -20,7 +20,8 @@ from stretto.simulator.training import simulate_step
 
 MODEL = "llama-3-8b"
 H100 = stretto.Cluster.preset("dgx-h100")
-SLOW = dataclasses.replace(H100, in_node=dataclasses.replace(H100.in_node, bandwidth=1e9, pair_bandwidth=1e9))
+SLOW = dataclasses.replace(H100, in_node=dataclasses.replace(H100.in_node, bandwidth=5e10, pair_bandwidth=5e10))
+SLOWER = dataclasses.replace(H100, in_node=dataclasses.replace(H100.in_node, bandwidth=1e9, pair_bandwidth=1e9))
 
 
 def test_a_rank_keeps_the_activations_of_its_part_and_the_keys_of_others_while_it_attends():
@@ -57,6 +58,31 @@ def test_attention_to_a_ranks_own_keys_hides_the_exchange_and_no_more():
         assert again.communication["keys"] == pytest.approx(32 * 4 * keys, rel=1e-9)
 
 
+def test_a_plan_takes_the_way_that_attention_will_choose_and_says_why():
+    grid, seq_len, heads = GridSizes(context=4), 16_384, 2 * 4096 + 2 * 1024  # queries, results, keys and values
+    workload = StepWorkload(read_architecture(MODEL, seq_len), 1, seq_len)
+    found = predict(MODEL, SLOWER, grid={"context": 4}, batch=1, seq_len=seq_len, recompute="none")
+    sent = seq_len / 4 * heads * 3 / 4 * 2 / bandwidths(SLOWER, grid)["context"]
+    assert found.attention_way == "ulysses"
+    assert found.exposed["context"] == pytest.approx(found.communication["keys"]) == pytest.approx(64 * sent, rel=1e-2)
+    assert "attention over context exchanges heads (Ulysses) (+" in found.why
+    assert "if it gathers keys" in found.why
+    held = {
+        way: exchanged_keys(workload, dataclasses.replace(StepConfig(grid, 1), attention_way=way))[0]
+        for way in ("all_gather", "ring", "ulysses")
+    }
+    of_rank = seq_len / 4 * 2
+    assert held == {"all_gather": 3 * 2048 * of_rank, "ring": 2 * 2048 * of_rank, "ulysses": heads * of_rank}
+    cut_too_often = predict(
+        MODEL, SLOWER, grid={"context": 4, "x": 4}, batch=1, seq_len=seq_len
+    )  # 2 KV heads on a rank
+    assert cut_too_often.attention_way == "ring"  # which hides more
+    assert "Ulysses" not in cut_too_often.why
+    long = predict(MODEL, H100, grid={"context": 4}, batch=1, seq_len=1 << 21)
+    assert long.attention_way == "ring"
+    assert "gathered keys would take more than 4 GiB a layer" in long.why
+
+
 @pytest.mark.parametrize("x", [1, 2])
 def test_latents_travel_in_place_of_keys_where_blocks_are_recomputed_and_no_nvlink_hides_keys(x):
     model, seq_len, sizes = "deepseek-v3", 8192, {"context": 4, "x": x, "z": 2 // x}
@@ -86,8 +112,9 @@ def test_latents_travel_in_place_of_keys_where_blocks_are_recomputed_and_no_nvli
 def test_the_simulator_plays_the_exchange(grid):
     seq_len = 16_384
     workload = StepWorkload(read_architecture(MODEL, seq_len), 1, seq_len)
-    simulated = simulate_step(workload, StepConfig(GridSizes(**grid), 1), SLOW)
-    predicted = predict(MODEL, SLOW, grid=grid, batch=1, seq_len=seq_len)
+    predicted = predict(MODEL, SLOWER, grid=grid, batch=1, seq_len=seq_len)
+    config = StepConfig(GridSizes(**grid), 1, attention_way=predicted.attention_way)
+    simulated = simulate_step(workload, config, SLOWER)
     assert simulated.step_time < predicted.step_time  # which hides no collective of one group by another's
     assert simulated.exposed["context"] == pytest.approx(predicted.exposed["context"], rel=0.05)
 

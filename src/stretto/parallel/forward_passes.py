@@ -24,7 +24,7 @@ from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded, has_
 from stretto.parallel.state import ParallelState, state_of, wrappers_of
 from stretto.suggestions import did_you_mean
 
-_NO_STATES: dict[str, Any] = {}
+_NO_STATES: Mapping[str, Any] = {}
 _COMPARED = 4096  # numbers of the inputs of a forward pass
 
 
@@ -51,25 +51,25 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
     stream = current_stream(state.grid.device)
     waiting: list[tuple[str, nn.Module]] = [("", model)]  # `named_modules` takes several times as long
     for prefix, module in waiting:  # without calls, which would cost more than the comparisons (`LocalTensors`)
-        is_sharded, is_outdated = isinstance(module, ShardedModule), False
-        followed = module.followed if is_sharded else None
-        states = _NO_STATES if followed is None else followed.states
+        sharded, is_outdated = module if isinstance(module, ShardedModule) else None, False
+        followed = None if sharded is None else sharded.followed
+        states: Mapping[str, Any] = _NO_STATES if followed is None else followed.states
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                state = states.get(name)
-                if state is None or state[0] is not parameter:
+                taken = states.get(name)
+                if taken is None or taken[0] is not parameter:
                     is_outdated = True
                     if not has_layout(parameter):
                         if getattr(module, "reduces_own_gradients", False):  # stretto.recommendation's tables
                             continue
                         if parameter.requires_grad:
                             check_is_sharded(prefix + name, parameter)
-                elif state[1] is not parameter._local_tensor or state[2] != parameter.requires_grad:
+                elif taken[1] is not getattr(parameter, "_local_tensor", None) or taken[2] != parameter.requires_grad:
                     is_outdated = True
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                     gradient_reducer.defer_hooks(parameter, prefix + name)
-        if is_sharded and (is_outdated or followed is None or followed.stream != stream):
-            module.follow_weights(stream)
+        if sharded is not None and (is_outdated or followed is None or followed.stream != stream):
+            sharded.follow_weights(stream)
         for name, each in module._modules.items():
             if each is not None:
                 waiting.append((f"{prefix}{name}.", each))

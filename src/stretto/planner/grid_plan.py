@@ -13,19 +13,35 @@ from stretto.cluster import Cluster
 from stretto.execution import ReshardPolicy, StateLocation
 from stretto.planner.activations import kept_activations
 from stretto.planner.capacity import peak, reserved
-from stretto.planner.communication import Rates, has_nvlink_over, has_nvlink_over_z, nic_bytes
-from stretto.planner.compute import Device
+from stretto.planner.communication import (
+    Rates,
+    has_nvlink_over,
+    has_nvlink_over_z,
+    keys_numbers,
+    nic_bytes,
+    sends_latents,
+)
+from stretto.planner.compute import BACKWARD_ATTENTION, Device, block_seconds
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.experts.cost import explain_messages
 from stretto.planner.experts.ted import explain_memory, list_memory
 from stretto.planner.explanation import explain, list_formulas
 from stretto.planner.grids import divisors
-from stretto.planner.memory import local_parameters, memory, step_memory
+from stretto.planner.memory import RING_BYTES, local_parameters, memory, step_memory
 from stretto.planner.optimizer_state import LOCATIONS, Formula, PinnedMemory, host_memory, host_traffic
 from stretto.planner.pipeline.memory import RankMemory
 from stretto.planner.search_space import StepChoice
-from stretto.planner.workload import StepConfig, StepWorkload
+from stretto.planner.workload import AttentionWay, StepConfig, StepWorkload
 from stretto.schedules import ServeFirst
+
+# With less than this part of its time another way replaces the default (`stretto.ops.attention.choice`).
+CLEARLY_FASTER = 0.9
+
+NAMES: dict[AttentionWay, str] = {
+    "all_gather": "gathers keys",
+    "ring": "passes keys around a ring",
+    "ulysses": "exchanges heads (Ulysses)",
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,8 @@ class GridPlan:
     the blocks stages[s]:stages[s + 1]. `bubble` is how long the rank that computes most waits in a step although
     messages took no time, `message_time` the time of a rank's messages, hidden or not, and `exposed["pipe"]` how much
     they lengthen the step by. `live_micro_batches` are those that each stage of the rank that needs most keeps.
-    `is_replayed` says that the whole schedule was simulated, in place of a closed form.
+    `is_replayed` says that the whole schedule was simulated, in place of a closed form. `attention_way`: of attention
+    over context (`choose_way`).
 
     `host_time` is the host's seconds a step to launch all blocks (None: the cluster does not say it). `is_host_bound`
     says that the GPU waits for that.
@@ -95,6 +112,7 @@ class GridPlan:
     host_time: float | None = None
     is_host_bound: bool = False
     nic_bytes: Mapping[str, float] = field(default_factory=dict)
+    attention_way: AttentionWay | None = None
 
     @property
     def peak_memory(self) -> float:
@@ -117,8 +135,32 @@ class GridPlan:
 
 
 @dataclass(frozen=True)
+class ChosenWay:
+    """The way that attention over context takes, and the predicted seconds of a step by each that calls may take.
+
+    Calls choose by themselves (`implementation="auto"` of `stretto.ops.context_attention`): this predicts it by their
+    rules, the first of the ways that fit, unless another one is clearly faster.
+    """
+
+    way: AttentionWay
+    seconds: Mapping[AttentionWay, float]
+
+    def explain(self) -> str:
+        """Say which it is, and why."""
+        reasons = [
+            f"{1e3 * (seconds - self.seconds[self.way]):+.3g} ms a step if it {NAMES[way]}"
+            for way, seconds in self.seconds.items()
+            if way != self.way
+        ]
+        if "all_gather" not in self.seconds:
+            reasons.append(f"gathered keys would take more than {RING_BYTES >> 30} GiB a layer")
+        return f"attention over context {NAMES[self.way]}" + (f" ({', '.join(reasons)})" if reasons else "")
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """A grid with its options, and what that is predicted to take. worst: of a pipeline, the rank that needs most."""
+    """A grid with its options, and what that is predicted to take. worst: of a pipeline, the rank that needs most.
+    attention: the way of attention over context."""
 
     config: StepConfig
     cost: Cost
@@ -128,6 +170,7 @@ class Candidate:
     impossible: str | None
     copies: int
     worst: RankMemory | None = None
+    attention: ChosenWay | None = None
 
     @property
     def rank(self) -> tuple[Any, ...]:
@@ -166,6 +209,41 @@ class Candidate:
         return is_as_large and choice.repeats_as_much_as(StepChoice(self.config.options, self.config.state))
 
 
+def list_ways(workload: StepWorkload, config: StepConfig) -> tuple[AttentionWay, ...]:
+    """The ways that all layers may take, the default first; none without context."""
+    model, ranks = workload.model, config.grid.context
+    if ranks == 1:
+        return ()
+    grid, tokens = model.splitting_sizes(config.grid), config.tokens(workload)
+    whole = max(keys_numbers(kind.model, grid, tokens) for kind in model.kinds) * ranks / (ranks - 1)
+    layers = [layer for kind in model.kinds for layer in kind.model.block if layer.exchanged_keys(grid)]
+    ways: list[AttentionWay] = ["all_gather"] if whole * workload.element <= RING_BYTES else []
+    ways.append("ring")
+    if layers and all(layer.exchanged_heads(grid) for layer in layers):
+        ways.append("ulysses")
+    return tuple(ways)
+
+
+def choose_way(
+    workload: StepWorkload, config: StepConfig, device: Device, rates: Rates
+) -> tuple[StepConfig, ChosenWay | None]:
+    """The config with the way that calls will take, and why; None where there is no choice: without context, with
+    pipeline stages, and of latents that travel."""
+    has_nvlink, model = has_nvlink_over(device.cluster, config.grid, "context"), workload.model
+    ways = list_ways(workload, config) if config.grid.pipe == 1 else ()
+    if not ways or sends_latents(workload, config, has_nvlink=has_nvlink):
+        return config, None
+    costs = {way: full_cost(workload, replace(config, attention_way=way), device, rates) for way in ways}
+    seconds = {way: cost.step_time for way, cost in costs.items()}
+    # Calls compare what they take themselves: their products, and what these do not hide.
+    scores = sum(count * block_seconds(workload, kind, config, device).attention for count, kind in model.kinds)
+    scores *= (1 + BACKWARD_ATTENTION) * config.micro_batches(workload)
+    best, default, least = min(ways, key=seconds.__getitem__), ways[0], min(seconds.values())
+    is_clearly_faster = scores < CLEARLY_FASTER * (scores + seconds[default] - least)
+    way = best if is_clearly_faster else default
+    return replace(config, attention_way=way), ChosenWay(way, seconds)
+
+
 def judge(
     workload: StepWorkload,
     config: StepConfig,
@@ -193,7 +271,10 @@ def judge(
         size = local  # the paper's model of memory has no activations
     elif size is None and impossible is None:
         size = largest_micro_batch(workload, config, limit, needed)
-    config = replace(config, micro_batch=size or 1)
+    config, attention = replace(config, micro_batch=size or 1), None
+    if device is not None and impossible is None:  # what is held is of the default; the way itself is judged again
+        config, attention = choose_way(workload, config, device, rates)
+        needed = cache(partial(_memory_at, workload, config, **_find_nvlink(cluster, config.grid)))
     choice = StepChoice(config.options, config.state)
     if any(other.settles(choice, config.micro_batch) for other in others):
         return None
@@ -209,7 +290,8 @@ def judge(
         paper_cost(workload, config, cluster, rates) if device is None else full_cost(workload, config, device, rates)
     )
     check_finite(cost, cluster)
-    return Candidate(config, cost, components, host, fits, impossible, workload.model.copies(config.grid))
+    copies = workload.model.copies(config.grid)
+    return Candidate(config, cost, components, host, fits, impossible, copies, attention=attention)
 
 
 def _memory_at(workload: StepWorkload, config: StepConfig, micro_batch: int, **nvlink: bool) -> Mapping[str, float]:
@@ -303,11 +385,13 @@ def to_plan(
         fits=candidate.fits,
         is_possible=candidate.impossible is None,
         why=candidate.impossible
-        or explain(model, config, cost, candidate.memory, best.config, best.cost, limit, cluster, host),
+        or explain(model, config, cost, candidate.memory, best.config, best.cost, limit, cluster, host)
+        + (f"; {candidate.attention.explain()}" if candidate.attention is not None else ""),
         notes=notes,
         host_time=None if cost.launches is None else rounded(cost.launches),
         is_host_bound=cost.is_host_bound,
         nic_bytes=nic_bytes(workload, config, cluster),
+        attention_way=config.attention_way,
         **_describe_pipeline(candidate),
     )
 

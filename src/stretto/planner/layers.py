@@ -123,6 +123,11 @@ class BlockLayer(ABC):
         """Numbers of its keys and values, which ranks of context exchange; 0 by default."""
         return 0.0
 
+    def exchanged_heads(self, grid: GridSizes) -> float:
+        """Numbers of queries, keys, values and results, of which ranks of context may exchange heads; 0 by default, and
+        where these ranks do not divide the heads."""
+        return 0.0
+
     def latents(self, grid: GridSizes) -> tuple[float, float]:
         """Numbers of latents that may travel in place of keys and values, and of what a rank makes of other ranks' on
         the way to these; 0 by default."""
@@ -232,6 +237,11 @@ class AttentionLayer(BlockLayer):
 
     def exchanged_keys(self, grid: GridSizes) -> float:
         return 2 * self.keys_in(grid) / grid.x
+
+    def exchanged_heads(self, grid: GridSizes) -> float:
+        kv_heads = self.keys_in(grid) // self.head_dim // grid.x
+        is_divided = self.heads // grid.x % grid.context == kv_heads % grid.context == 0
+        return (2 * self.queries + 2 * self.keys_in(grid)) / grid.x if is_divided else 0.0
 
     def element_wise(self, grid: GridSizes, token_parts: int) -> tuple[float, float]:
         keys = self.keys_in(grid)

@@ -100,7 +100,11 @@ def exchanged_keys(workload: StepWorkload, config: StepConfig, *, has_nvlink: bo
         sent, made = map(sum, zip(*(layer.latents(grid) for layer in workload.model.kinds[0].model.block), strict=True))
         held = others * (of_rank + tokens * (sent + made))
         return held * element, 2 * held * element + tokens * sent * wide
-    held = of_rank * (min(2, others) if (others + 1) * of_rank * element > RING_BYTES else others)
+    if config.attention_way == "ulysses":  # of fewer heads and more tokens, beside what was sent
+        heads = max(sum(layer.exchanged_heads(grid) for layer in kind.model.block) for kind in model.kinds)
+        return tokens * heads * element, 2 * tokens * heads * element
+    rings = config.attention_way == "ring" or (others + 1) * of_rank * element > RING_BYTES
+    held = of_rank * (min(2, others) if rings else others)
     return held * element, 2 * held * element + of_rank * wide
 
 

@@ -232,8 +232,9 @@ class KeysRecord:
 
     place: of the linear after it. sent: keys and values, in the forward pass; in the backward pass again, beside half
     of the computation, and as many gradients of them beside the other half. own, own_backward: seconds of attention
-    to a rank's own keys. expands: seconds to make keys of other ranks' latents, which then are what is sent, with
-    nothing to hide them, and in the backward pass their gradients alone; None for keys.
+    to what hides it: a rank's own keys, and of a ring others', too. expands: seconds to make keys of other ranks'
+    latents, which then are what is sent, with nothing to hide them, and in the backward pass their gradients alone; 0
+    for heads, which travel so; None for keys. merges: seconds of merging what a ring's further steps compute.
     """
 
     place: int
@@ -241,6 +242,8 @@ class KeysRecord:
     own: float
     own_backward: float
     expands: float | None = None
+    merges: float = 0.0
+    what: str = "latents"
 
 
 @dataclass(frozen=True)
@@ -381,8 +384,8 @@ class BlockRecord:
         if keys.expands is None:
             self._exchange(to, "keys and values", keys.sent, keys.own)
         else:
-            to.run("latents", keys.sent)
-            to.compute("keys of latents", keys.expands)
+            to.run(keys.what, keys.sent)
+            to.compute(f"keys of {keys.what}", keys.expands)
             to.compute("attention to a rank's own keys", keys.own)
 
     def _exchange_backward(self, to: PassRecorder, keys: KeysRecord) -> None:
@@ -391,8 +394,8 @@ class BlockRecord:
             self._exchange(to, "gradients of keys and values", keys.sent, keys.own_backward / 2)
         else:
             to.compute("attention to a rank's own keys", keys.own_backward)
-            to.compute("keys of latents, backward", 2 * keys.expands)
-            to.run("gradients of latents", keys.sent)
+            to.compute(f"keys of {keys.what}, backward", 2 * keys.expands)
+            to.run(f"gradients of {keys.what}", keys.sent)
 
     @staticmethod
     def _exchange(to: PassRecorder, name: str, collective: GroupCollective, seconds: float) -> None:

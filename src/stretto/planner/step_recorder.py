@@ -184,7 +184,7 @@ class _WorkloadRecorder:
         seconds = block_seconds(self.workload, model, config, self.device)
         linears = tuple(self._linear(place, model.linears, seconds) for place in range(len(model.linears)))
         keys = self._keys(model, seconds)
-        own, own_backward = (0.0, 0.0) if keys is None else (keys.own, keys.own_backward)
+        own, own_backward = (0.0, 0.0) if keys is None else (keys.own - keys.merges, keys.own_backward)
         return BlockRecord(
             options,
             self.cluster.host,
@@ -205,15 +205,24 @@ class _WorkloadRecorder:
         grid, config = model.splitting_sizes(self.config.grid), self.config
         has_nvlink = has_nvlink_over(self.cluster, config.grid, "context")
         latents = sends_latents(self.workload, config, has_nvlink=has_nvlink)
-        numbers = keys_numbers(model, grid, self.tokens, latents=latents)
+        numbers, way = keys_numbers(model, grid, self.tokens, latents=latents), config.attention_way
+        if way == "ulysses":
+            heads = sum(layer.exchanged_heads(grid) for layer in model.block)
+            numbers = self.tokens * heads * (grid.context - 1) / grid.context
         keys = self._over("all_to_all", "context", numbers * self.workload.element)
         if keys is None:
             return None
         place = next(place for place, linear in enumerate(model.linears) if linear.is_rowwise)
-        own, expands = seconds.attention / grid.context, None
-        if latents:  # of the last tokens' rank, the linear before its output's makes keys of all others' latents
+        others = grid.context - 1 if way == "ring" else 1  # a ring sends under all keys but the last
+        own, expands, merges, what = others * seconds.attention / grid.context, None, 0.0, "latents"
+        if way == "ring":  # results in fp32, read and written
+            queries = sum(layer.exchanged_heads(grid) - layer.exchanged_keys(grid) for layer in model.block) / 2
+            merges = self.device.traffic((others - 1) * 2 * 4 * self.tokens * max(queries, 0.0))
+        if way == "ulysses":
+            expands, what = 0.0, "heads"
+        elif latents:  # of the last tokens' rank, the linear before its output's makes keys of all others' latents
             expands = (grid.context - 1) * seconds.linears[place - 1][0]
-        return KeysRecord(place, keys, own, BACKWARD_ATTENTION * own, expands)
+        return KeysRecord(place, keys, own, BACKWARD_ATTENTION * own, expands, merges, what)
 
     def _statistics(self) -> GroupCollective | None:
         y = self.config.grid.y

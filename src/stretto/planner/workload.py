@@ -143,13 +143,17 @@ class ScheduleChoice:
         return ", ".join([self.name, *shown])
 
 
+AttentionWay = Literal["all_gather", "ring", "ulysses"]
+
+
 @dataclass(frozen=True)
 class StepConfig:
     """One configuration of a workload's step.
 
     micro_batch: sequences per pass of a rank (it accumulates gradients). state: where optimizer state is stored.
     clips: whether gradients are clipped, so that separate optimizer state waits for the norm of all of them.
-    schedule: of a grid with several pipeline stages.
+    schedule: of a grid with several pipeline stages. attention_way: over context (None: it gathers keys, or rings where
+    these would take too much memory).
     """
 
     grid: GridSizes
@@ -158,6 +162,7 @@ class StepConfig:
     state: StateOptions = field(default_factory=StateOptions)
     clips: bool = True
     schedule: ScheduleChoice | None = None
+    attention_way: AttentionWay | None = None
 
     @property
     def gathers_once(self) -> bool:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that run other submodules than in earlier steps: gradients as plain code gives, or an error that names them."""
 
-from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -187,28 +186,6 @@ def refusal_over_z(sizes: dict[str, int], how: str, towers: tuple[str, ...], tri
     except RuntimeError as error:
         return str(error)
     return "no error"
-
-
-def error_of_one_in_no_sync() -> str:
-    """The error of a step in which one rank runs both passes, and the other only the first, under `no_sync`."""
-    collectives.LOOKS_EVERY = 0.05
-    grid = Grid(z=2, timeout=60)
-    model = parallelize(Towers(), grid, roles=ROLES)
-    x = torch.randn(2, WIDTH)
-    try:
-        for step in range(5):
-            with nullcontext() if step == 3 and grid.coordinate("z") else no_sync(model):
-                model(x).square().mean().backward()
-            model(x).square().mean().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_rank_alone_in_no_sync_is_named_before_the_time_limit(ranks):
-    for rank, message in enumerate(ranks(2).run(error_of_one_in_no_sync)):
-        assert f"rank {rank} waits for rank {1 - rank} in all_" in message
-        assert "the same ones under no_sync" in message
 
 
 SKIPPED = ("01", "0")

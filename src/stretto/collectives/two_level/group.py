@@ -426,19 +426,17 @@ class TwoLevelGroup:
     def _agree(self, ranks_per_node: int | None, same: tuple[object, ...]) -> Nodes:
         """Exchange hosts and arguments between all ranks; return the nodes. ValueError where arguments differ."""
         what = f"(ranks_per_node, (links, part_bytes, algorithms, parts, intra, inter)) = {(ranks_per_node, same)}"
-        everyone = [
-            (*given.rsplit(" ", 1), host)
-            for given, host in exchange_hosts(self._group, self._timeout, f"{what} {count_groups()}")
-        ]
-        self._most_groups = max(int(count) for _, count, _ in everyone)
-        for rank, (other, *_) in enumerate(everyone):
-            if other != everyone[0][0]:
+        given, hosts = zip(*exchange_hosts(self._group, self._timeout, f"{what} {count_groups()}"), strict=True)
+        same_of, counts = zip(*(each.rsplit(" ", 1) for each in given), strict=True)
+        self._most_groups = max(map(int, counts))
+        for rank, other in enumerate(same_of):
+            if other != same_of[0]:
                 raise ValueError(
-                    f"rank {rank} was given {other}, and rank 0 {everyone[0][0]}: all ranks must be given the same"
+                    f"rank {rank} was given {other}, and rank 0 {same_of[0]}: all ranks must be given the same"
                 )
         if ranks_per_node is not None:
             return Nodes.of_consecutive(self.world, ranks_per_node)
-        return find_nodes([host for *_, host in everyone])
+        return find_nodes(list(hosts))
 
     def _make_group(self, ranks: tuple[int, ...], library: str | None) -> dist.ProcessGroup:
         """Make a sub-group of these ranks. Only its members call this: other ranks of the job may not be here."""

@@ -34,7 +34,6 @@ from torch import nn
 from stretto import counters
 from stretto.memory import group_timeout
 from stretto.parallel.comm.collectives import collective, slow_waits
-from stretto.parallel.comm.mutual_waits import MUTUAL_WAITS
 
 Event = tuple[Any, ...]
 
@@ -122,7 +121,6 @@ class RankOrder:
             made[topic] += 1
             self._store = dist.PrefixStore(f"stretto/order/{topic}/{made[topic]}", store)
             slow_waits.add(self)
-            slow_waits.add(MUTUAL_WAITS)
 
     def place(self, parameter: nn.Parameter) -> int:
         """The number of a parameter, the same on all ranks that ask in one order."""

@@ -196,11 +196,11 @@ class ParallelExperts(ShardedModule):
     def forward(
         self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, started: Tensor | None = None
     ) -> Tensor:
-        found = self.local_tensors() if self.is_local and torch.compiler.is_compiling() else None
-        if found is None:
+        weights = self.local_tensors() if self.is_local and torch.compiler.is_compiling() else None
+        if weights is None:
             with mark_experts():
                 return self._forward_on_grid(hidden, top_k_index, top_k_weights, started)
-        up, down = found
+        up, down = weights
         assert up is not None
         assert down is not None
         x, ids = hidden.to(up.dtype).flatten(0, -2), self._known(top_k_index)

@@ -111,4 +111,4 @@ class _LocalTensor(torch.autograd.Function):
 
 
 # The engine calls this. torch's own would look for `backward` in two more calls.
-_LocalTensor._backward_cls.apply = _LocalTensor.backward  # type: ignore[attr-defined]
+_LocalTensor._backward_cls.apply = _LocalTensor.backward

@@ -39,7 +39,7 @@ def step_of_plan(
     if plan.schedule is not None:
         schedule = ScheduleChoice(plan.schedule, plan.virtual_stages, plan.extra_warm_up, plan.limit, plan.serve_first)
     kept = replace(state or StateOptions(), location=plan.optimizer_state)
-    return StepConfig(GridSizes(**plan.grid), plan.micro_batch, options, kept, clips, schedule)
+    return StepConfig(GridSizes(**plan.grid), plan.micro_batch, options, kept, clips, schedule, plan.attention_way)
 
 
 def plan_simulated(
