@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from stretto.parallel import Grid, gather, parallelize
 
@@ -106,6 +107,8 @@ def what_happens_to_parameters(sizes: dict[str, int]) -> list[str]:
     loss = model(X).square().mean()
     with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad was called for a parameter"):
         torch.autograd.grad(loss, model.up.weight)
+    with pytest.raises(ValueError, match=r"a parameter was replaced after stretto\.parallelize"):
+        functional_call(model, {name: 2 * parameter.detach() for name, parameter in model.named_parameters()}, X)
     model.zero_grad()
     model(X).square().mean().backward(inputs=[model.down.weight])
     found += [

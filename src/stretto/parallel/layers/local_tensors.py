@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.parallel.comm.autograd import is_asked_for
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.layout import has_layout, place_like
+from stretto.parallel.layout import place_like
 
 _AT_ONCE = 2**64 - 1
 TakeGradient = Callable[[nn.Parameter, Tensor], None]
@@ -58,7 +58,7 @@ class LocalTensors:
         """Make the plain tensors of the parameters that `takes` names, with what takes the gradient of each: None for
         those of which autograd accumulates it."""
         found = {key: state.parameter for key, state in self.states.items()}
-        if not takes or not all(has_layout(each) for each in found.values()):
+        if not takes:
             return
         with torch.inference_mode(False), torch.enable_grad():
             self.tensors = tuple(

@@ -17,7 +17,7 @@ from stretto.parallel.comm.graph_functions import GraphFunction
 from stretto.parallel.comm.kept_outputs import keep_output
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.local_tensors import LocalTensors, TakeGradient
-from stretto.parallel.layout import layout_of, shard_like
+from stretto.parallel.layout import has_layout, layout_of, shard_like
 from stretto.parallel.low_precision_weights import copy_of
 from stretto.parallel.segment_planner import refuse_default_planners
 from stretto.parallel.sharded_parameter import note_layout
@@ -87,7 +87,8 @@ class ShardedModule(nn.Module):
         """Take the parameters as they are now, converted, frozen or unfrozen, for compiled graphs and to compute with
         shards. stream: the current one, on which autograd will accumulate."""
         self.followed = LocalTensors(self._parameters, stream)
-        if self.gradients is not None:
+        # Of one that replaced a parameter nothing is known: what computes with it says so.
+        if self.gradients is not None and all(map(has_layout, self.parameters(recurse=False))):
             self.followed.take(self.gradients_of_shards(), self.gradients)
         if self.in_graphs is not None:
             self.in_graphs.follow(*self.weights_in_graphs())
