@@ -21,6 +21,7 @@ REASONS = (
     "needs two GPUs",
     "needs several machines",
     "needs the network",
+    "needs vLLM",
     "takes minutes",
 )
 

@@ -77,9 +77,3 @@ def test_a_line_that_is_no_sample_ends_the_command_before_any_rank_starts(config
     assert result.exit_code == 2
     assert f"{logs}: line 121 has 39 columns, but must have 40" in result.output
     assert not (config.parent / "out").exists()
-
-
-def test_a_plan_is_not_made_for_what_is_no_gpt(config: Path) -> None:
-    result = CliRunner().invoke(app, ["plan", str(config), "--cluster", "perlmutter", "--gpus", "4"])
-    assert result.exit_code == 2
-    assert "plans are for GPTs" in result.output

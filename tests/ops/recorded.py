@@ -245,9 +245,8 @@ def run_look_up(kind: LookUp) -> None:
     lookups = backward.LookupInput(indices, offsets, weights, kind.mode, found.rows, found.dims)
     staged = backward.stage_gradients(torch.zeros(4, seen.width), lookups, seen, "")
     assert staged is not None
-    settings = torch.zeros(2) if kind.action == "sgd" else None
-    zeros = [0] * len(kind.dims)
-    backward.reduce_rows(staged, kind.dims, found.addresses, zeros, kind.action, settings)
+    step = backward.TableUpdate("sgd", torch.zeros(2)) if kind.action == "sgd" else None
+    backward.reduce_rows(staged, kind.dims, found.addresses, [0] * len(kind.dims), step)
 
 
 class Alone(NamedTuple):

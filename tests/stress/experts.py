@@ -2,6 +2,7 @@
 """Stress configurations of kernels of experts, loss and rotary positions, which each rank launches by itself."""
 
 from collections.abc import Sequence
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ _COPIES = tuple(f"ops.moe.permutation.{name}" for name in ("sum_rows", "spread_r
 _LOSS = tuple(f"ops.cross_entropy.{name}" for name in ("reduce_rows", "differentiate_rows"))
 _ROTARY = tuple(f"ops.rotary.{name}" for name in ("split_heads", "join_heads", "turn_heads"))
 _NORM = tuple(f"ops.rms_norm.{name}" for name in ("normalize_rows", "differentiate_norm"))
+_CASTS = tuple(f"ops.fp8_casts.{name}" for name in ("measure_tiles", "cast_tiles"))
 _GATES = tuple(f"ops.moe.activation.{name}" for name in ("gate_by_silu", "differentiate_silu_gate"))
 
 
@@ -293,9 +295,38 @@ class RotaryCase(StressCase):
         return torch.cat((first * c - second * s, second * c + first * s), -1)
 
 
+class CastCase(StressCase):
+    """Largest magnitudes, and fp8 by rows and by columns, of small whole numbers, which fp8 holds exactly."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        shape = (3, 1000, 2064) if team.is_cuda else (2, 70, 130)
+        self._inputs = [
+            team.integers(shape, "x", entry, team.rank, low=-8, high=8).bfloat16() for entry in range(ENTRIES)
+        ]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        from stretto.ops import fp8_casts
+
+        x = self._inputs[entry]
+        one = torch.ones(1, 1, 1, device=x.device)
+        with mock.patch.object(fp8_casts, "_suits_kernel", return_value=True):  # interpreted, too
+            found = [fp8_casts.find_largest(x, dims) for dims in ((-2, -1), (-1,), (-2,))]
+            rows, columns = fp8_casts.cast_scaled(x, one, one, fp8_casts.E4M3)
+        expected = [x.abs().amax(dims, keepdim=True).float() for dims in ((-2, -1), (-1,), (-2,))]
+        assert rows is not None
+        assert columns is not None
+        turned = torch.nn.functional.pad(x.transpose(1, 2), (0, columns.shape[-1] - x.shape[1]))
+        pairs = zip([*found, rows.float(), columns.float()], [*expected, x.float(), turned.float()], strict=True)
+        return [Check(one, other) for one, other in pairs]
+
+
 def list_configurations() -> list[Configuration]:
-    """All configurations of experts, and those of the loss, of norms and of rotary positions."""
+    """All configurations of experts, and those of the loss, of norms, of casts and of rotary positions."""
     return [
+        Configuration("fp8/casts", "fp8", _CASTS, "largest magnitudes, and casts by rows and by columns", CastCase),
         Configuration(
             "attention/rotary", "attention", _ROTARY, "heads rotated and split, joined, and turned", RotaryCase
         ),

@@ -158,11 +158,11 @@ def run_job(job, kinds):
             assert words in last, job.describe()
 
 
-@pytest.mark.long
-def test_short_faults_harm_nothing_and_others_are_named_on_both_sides(tmp_path):
+@pytest.mark.parametrize("count", [1, pytest.param(10, marks=pytest.mark.long)])
+def test_short_faults_harm_nothing_and_others_are_named_on_both_sides(tmp_path, count):
     print(f"seed {SEED}")
-    made = run_faults(tmp_path, SEED, 10)
-    assert len(made) == 10
+    made = run_faults(tmp_path, SEED, count)
+    assert len(made) == count
 
 
 @pytest.mark.exhaustive

@@ -108,11 +108,13 @@ def lose_a_rank():
         for wrong in ({"size": 65}, {"offset": 60}, {"source": -1}, {"index": 1}):
             with pytest.raises(ValueError):
                 memory.put(1 - memory.rank, **({"source": 0, "offset": 0, "size": 8, "index": 0} | wrong))
+        memory.signal(1 - memory.rank, 0)
+        memory.wait(1 - memory.rank, 0, 1, timeout=60.0)  # both have met: a peer that never came may still come
         if memory.rank == 1:
             memory.endpoint.close()
             return ""
         with pytest.raises(PeerError) as lost:
-            memory.wait(1, 0, 1, timeout=60.0)
+            memory.wait(1, 0, 2, timeout=60.0)
         with pytest.raises(PeerError, match="it has closed the group"):
             memory.put(1, 0, 0, 8, 0)
         return str(lost.value)
