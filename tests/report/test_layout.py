@@ -404,7 +404,7 @@ def test_every_kind_of_result_is_drawn_here() -> None:
     assert len(RESULTS) == len(PLOTS)
 
 
-@pytest.mark.sampled(12, quick=1)
+@pytest.mark.sampled(4, quick=1)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", RESULTS)
 def test_labels_of_a_result_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], name: str, count: int) -> None:
@@ -503,7 +503,7 @@ def test_labels_of_the_docs_pictures_are_clear_of_each_other(tmp_path: Path, dra
     assert find_faults(drawn[0]) == []
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("series", COUNTS)
 @pytest.mark.parametrize("groups", COUNTS)
 def test_groups_of_bars_are_centred_on_their_names(
