@@ -251,7 +251,7 @@ _NO_RECIPES = {
 
 @dataclass(frozen=True)
 class Fp8:
-    """How linears and experts compute in fp8 (`parallelize(fp8=...)`): by dynamic scales, in all three products.
+    """fp8 products of linears and experts (`parallelize(fp8=...)`), by dynamic scales: forward and both gradients.
 
     recipe: "tensorwise": one scale for a whole tensor; activations and weights are e4m3, and gradients e5m2.
         "rowwise": a scale, a power of two, for each row of a product's operands; all are e4m3.

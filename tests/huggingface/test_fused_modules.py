@@ -88,13 +88,13 @@ def disagreements(sizes: Mapping[str, int], by_blocks: bool) -> dict[str, Any]:
         loss, gradients = train(make(), TOKENS)
         torch.manual_seed(0)
         blocks = ["transformer.h.*" if name == "gpt2" else "model.layers.*"] if by_blocks else None
-        with as_on_gpus():
-            model = parallelize(make(), grid, blocks=blocks)
         with ExitStack() as stack:
             calls = {
                 kind: [stack.enter_context(mock.patch(path, wraps=_find(path))) for path in paths]
                 for kind, paths in FUNCTIONS.items()
             }
+            with as_on_gpus():
+                model = parallelize(make(), grid, blocks=blocks)
             ours, of_ours = train(model, TOKENS[my_rows(grid, len(TOKENS))])
         counts = {kind: sum(one.call_count for one in mocks) for kind, mocks in calls.items()}
         right = {"RMSNorm": expected.get("RMSNorm", 0), "Attention": expected.get("Attention", 0)}

@@ -169,9 +169,15 @@ def test_fp32_weights_train_as_without_separate_state(ranks: Any, tmp_path: Path
     ranks(4).run(run_all, str(tmp_path), {"data": 2, "z": 2}, runs, timeout=300)
     losses = [[line["loss"] for line in metrics_of(tmp_path / name)] for name in runs]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    found = differences(weights_of(tmp_path / "host"), weights_of(tmp_path / "beside"))
-    # AdamW makes steps of the rounding noise that is the gradient of the biases of keys.
-    assert max(found.values(), default=0) <= 5e-6, found
+    weights, keys = [weights_of(tmp_path / name) for name in ("host", "beside")], [{}, {}]
+    for of_run, of_keys in zip(weights, keys, strict=True):
+        for name in [name for name in of_run if name.endswith("qkv.bias")]:
+            groups = of_run[name].view(8, 3, -1)  # heads of a query, a key and a value each
+            of_run[name], of_keys[name] = groups[:, [0, 2]], groups[:, 1]
+    found, of_noise = differences(*weights), differences(*keys)
+    assert max(found.values(), default=0) <= 5e-7, found
+    # AdamW makes steps of the rounding noise that is the gradient of the biases of keys, which change no loss.
+    assert max(of_noise.values(), default=0) <= 5e-6, of_noise
 
 
 MODES = {

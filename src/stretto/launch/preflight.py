@@ -69,7 +69,7 @@ class MachineFault:
 
 @dataclass
 class PreflightReport:
-    """What was measured. products: FLOP/s of each rank. links: bytes/s by "sender->receiver". files: bytes/s written
+    """Measurements of all ranks. products: FLOP/s of each rank. links: bytes/s by "sender->receiver". files: bytes/s written
     and read, clocks: seconds ahead of the median, nics: names, by host. rank: this process's. seconds: that it took."""
 
     hosts: list[str]
@@ -84,7 +84,7 @@ class PreflightReport:
     seconds: float = 0.0
 
     def lines(self) -> Iterator[str]:
-        """What was measured, for people; the faults come last."""
+        """Return the measurements as text, the faults last."""
         files = list(zip(*self.files.values(), strict=True))
         for name, rates, unit in (
             ("products, TFLOP/s", self.products, 1e12),

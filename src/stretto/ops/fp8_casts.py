@@ -134,13 +134,13 @@ def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _programs(x: Tensor) -> tuple[int, tuple[int, int]]:
-    """How many programs have a tile of x [..., m, n] each, and (m, n)."""
+    """The number of programs, of which each has a tile of x [..., m, n], and (m, n)."""
     m, n = x.shape[-2:]
     return x.numel() // (m * n) * triton.cdiv(m, _BLOCK_M) * triton.cdiv(n, _BLOCK_N), (m, n)
 
 
 def _kind(factors: Tensor | None) -> int:
-    """How kernels find a tile's factors, which are contiguous (`_load_factors`)."""
+    """The way in which kernels find a tile's factors, which are contiguous (`_load_factors`)."""
     if factors is None or factors.numel() == 1:
         return 0
     return 2 if factors.shape[-2] > 1 else 3 if factors.shape[-1] > 1 else 1

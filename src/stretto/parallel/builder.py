@@ -266,7 +266,7 @@ class Builder:
     def _scaling(
         self, weight: Tensor, rows: int, group: dist.ProcessGroup, dim: int = 0, *, is_transposed: bool
     ) -> "WeightScaling":
-        """How a weight is cast to fp8, and, if ranks gather it, measured with the others."""
+        """The cast of a weight to fp8; if ranks gather it, it is measured with the others."""
         from stretto.parallel.fp8.weights import WeightScaling
 
         assert self.fp8 is not None

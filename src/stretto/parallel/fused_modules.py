@@ -177,7 +177,7 @@ def _rotate(module: nn.Module, tuner: AttentionTuner) -> Callable[..., Any]:
     The module of transformers, whose other attentions may not be of a parallelized model, is not changed.
     """
     own: Any = type(module).forward
-    given: dict[str, Any] = {ROTATE: _rotate_by(own, lambda *heads: rotary.rotate_halves(*heads))}
+    given: dict[str, Any] = {ROTATE: _rotate_by(own, rotary.rotate_halves)}
     if "get_interface" in own.__code__.co_names and _FUNCTIONS in own.__globals__:
         given[_FUNCTIONS] = _Interfaces(own.__globals__[_FUNCTIONS], tuner)
     return _with_globals(module, given)

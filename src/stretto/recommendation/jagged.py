@@ -247,7 +247,7 @@ class KeyedJaggedTensor(_Jagged):
         return self._offset_per_key
 
     def length_per_key(self) -> list[int]:
-        """How many values each feature has."""
+        """The number of values of each feature."""
         return [stop - start for start, stop in pairwise(self.offset_per_key())]
 
     def __getitem__(self, key: str) -> JaggedTensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _FP32, _INDEX = 4, 8  # bytes
 STATES = {"sgd": (0, 0), "rowwise-adagrad": (1, 0), "full-adagrad": (0, 1), "adam": (0, 2)}
-"""How many states an optimizer has of a row, and of a number."""
+"""The number of states that an optimizer has of a row, and of a number."""
 
 _GAIN = 0.002  # the least part of `_Placed.key` by which a change has to lower it
 

@@ -22,7 +22,7 @@ from stretto.ops.embedding.table_set import accept_tables, find_tables
 from stretto.ops.operator import find_name, is_traced
 
 STATES = {"sgd": 0, "adagrad": 1, "full-adagrad": 1, "adam": 2}
-"""How many states each optimizer has of a table."""
+"""The number of states that each optimizer has of a table."""
 
 OPTIMIZERS = tuple(STATES)
 _OPERATOR = "embedding_all_to_all_update"
