@@ -69,8 +69,11 @@ class MachineFault:
 
 @dataclass
 class PreflightReport:
-    """Measurements of all ranks. products: FLOP/s of each rank. links: bytes/s by "sender->receiver". files: bytes/s written
-    and read, clocks: seconds ahead of the median, nics: names, by host. rank: this process's. seconds: that it took."""
+    """Measurements of all ranks.
+
+    products: FLOP/s of each rank. links: bytes/s by "sender->receiver". files: bytes/s written and read, clocks: seconds
+    ahead of the median, nics: names, by host. rank: this process's. seconds: that it took.
+    """
 
     hosts: list[str]
     rank: int
