@@ -71,8 +71,8 @@ class MachineFault:
 class PreflightReport:
     """Measurements of all ranks.
 
-    products: FLOP/s of each rank. links: bytes/s by "sender->receiver". files: bytes/s written and read, clocks: seconds
-    ahead of the median, nics: names, by host. rank: this process's. seconds: that it took.
+    products: FLOP/s of each rank. links: bytes/s by "sender->receiver". files: bytes/s written and read, clocks:
+    seconds ahead of the median, nics: names, by host. rank: this process's. seconds: that it took.
     """
 
     hosts: list[str]
