@@ -132,8 +132,8 @@ def launch_exchange(name: str) -> Launch:
         return Launch(exchange_kernel.exchange_counts, arguments, {"num_warps": 1})
     mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
     half = FLOATS.bfloat16()
-    pushed, staged = exchange_kernel.PushedRows(half, LONGS, 4096, 8192), exchange_kernel.StagedRows(half.clone(), 8192)
-    arguments = make_channel("p2p"), mapping, pushed, staged, WORDS, 0, True, True, 32, 1024, 4
+    pushed = routed.GivenRows(half, LONGS, 4096)
+    arguments = make_channel("p2p"), mapping, pushed, half.clone(), WORDS, 8192, 8192, 0, True, True, 32, 1024, 4
     return Launch(exchange_kernel.push_rows, arguments, {"num_warps": 16})
 
 

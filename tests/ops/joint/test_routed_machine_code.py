@@ -8,7 +8,7 @@ from tests.tiles.machine_code import ACQUIRE, RELEASE, WORLD, compile_to_ptx, fi
 
 from stretto.collectives.algorithms import find as find_algorithm
 from stretto.collectives.joint.routed import route
-from stretto.ops.joint.routed import GivenRows, LandedRows, fix_sizes, make_tables, move_rows
+from stretto.ops.joint.routed import GivenRows, fix_sizes, make_tables, move_rows
 
 ROWS, BLOCK = 32, 1024
 
@@ -18,11 +18,11 @@ def move_arguments(positions=True):
     routed = route(find_algorithm("two-step-all-to-all").compile(nodes=2, gpus=WORLD // 2))
     tables = make_tables(routed, 0, 32 * WORLD, 32, 32, torch.device("cpu"))
     half, words = torch.zeros(1 << 16, dtype=torch.bfloat16), torch.zeros(1 << 10, dtype=torch.int32)
-    given = GivenRows(half, torch.zeros(64, dtype=torch.int64) if positions else None, 4096, 8192)
+    given = GivenRows(half, torch.zeros(64, dtype=torch.int64) if positions else None, 4096)
     sizes = 0, False, tables.pieces, tables.parts, tables.channels, tables.longest, ROWS, BLOCK
     signals = tables.sources, tables.destinations, tables.arrivals
-    landed = LandedRows(half.clone(), 8192, 4096)
-    return make_channel("p2p"), *signals, tables.hops, given, landed, words, fix_sizes(*sizes), None, 128
+    rows = 8192, 8192, 4096
+    return make_channel("p2p"), *signals, tables.hops, given, half.clone(), words, fix_sizes(*sizes), None, 128, *rows
 
 
 def test_rows_are_loaded_after_their_wait_and_stored_before_their_signal_in_wide_pieces(tmp_path):

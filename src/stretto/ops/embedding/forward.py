@@ -182,7 +182,11 @@ def _pool_and_move(
     pooling: PoolingConfig,
     config: LaunchConfig,
 ) -> Tensor:
-    """Pool in the order of `remote_first`, while the schedule's messages send what is pooled."""
+    """Pool in the order of `remote_first`, while the schedule's messages send what is pooled.
+
+    The messages are launched first, so that the pooling, which fills the GPU, leaves them multiprocessors; but not
+    before a kernel for which they wait is loaded: CUDA may let its loading wait for all that runs.
+    """
     ring, width = launch.ring, placement.widths[placement.rank]
     pooled = bags.offsets.new_empty(placement.world_size, placement.local_batch, max(width, 1), dtype=placement.dtype)
     pooled = pooled if width else pooled[..., :0]
@@ -193,18 +197,20 @@ def _pool_and_move(
         with tiles.copy_engine(ring.channel):
             moves.launch(channel, pooled, launch.pointers.permit)
 
-    if device.type == "cuda":  # beside the pooling, which waits for nothing; interpreted kernels run one after another
+    key = placement, config, pooling, find_kind(kernel_tables), *map(tiles.kind_of, (*bags, pooled))
+    is_loaded = ring.channel.launch.knows(pool_alone, key)  # never if interpreted: those run one after another
+    if is_loaded:
         move()
     ring.channel.launch(
         pool_alone,
-        (placement, config, pooling, find_kind(kernel_tables), *map(tiles.kind_of, (*bags, pooled))),
+        key,
         count_programs(config, placement, len(tables.dims), device),
         (channel, moves.tables.given, kernel_tables, pooling, bags, pooled, launch.pointers.tickets,
          launch.pointers.permit, ring.index_errors.report, placement.world_size, "remote_first"),
         num_warps=config.num_warps,
         num_stages=1,
     )  # fmt: skip
-    if device.type != "cuda":
+    if not is_loaded:
         move()
     tiles.join_copies(ring.channel)
     out = moves.collect(placement)

@@ -67,7 +67,7 @@ class ScheduledMoves(NamedTuple):
         block = min(triton.next_power_of_2(self.columns), _BLOCK)
         rows = min(max(_TILE_BYTES // (block * itemsize), 1), _TILE_ROWS) if pooled.is_cuda else 4
         programs = limit_waiting(NCCL_BLOCKS, device) if pooled.is_cuda else 2
-        given = GivenRows(pooled, None, self.columns, pooled.numel() // self.columns)
+        given = GivenRows(pooled.view(-1, self.columns), None, self.columns)
         launch_moves(
             self.ring.channel, channel, self.tables, given, self.landed, self.table, programs, (rows, block),
             permit=permit,

@@ -28,25 +28,28 @@ _ARRIVED = tl.constexpr(ARRIVED)
 class GivenRows(NamedTuple):
     """Kernel argument: the rows that a rank sends, sorted by target.
 
-    Row i is rows[positions[i]]. rows: [., columns]. positions: int64 [known], or None for rows in their order. Rows
-    from `known` on are NaN, or zeros of integers.
+    Row i is rows[positions[i]]. rows: [., columns]. positions: int64 [known], or None for rows in their order.
     """
 
     rows: Any
     positions: Any
     columns: Any
-    known: Any
+
+    @property
+    def known(self) -> int:
+        """How many rows there are, on the host: a kernel gets it as a number of its own."""
+        return len(self.rows if self.positions is None else self.positions)
 
 
 class LandedRows(NamedTuple):
-    """Kernel argument: rows [capacity + forwarded, columns] in symmetric memory: what arrives, then what is passed on.
+    """Rows [capacity + forwarded, columns] in symmetric memory: what arrives, then what is passed on.
 
     Rows beyond the capacity do not arrive.
     """
 
-    rows: Any
-    capacity: Any
-    forwarded: Any
+    rows: Tensor
+    capacity: int
+    forwarded: int
 
 
 class HopTables(NamedTuple):
@@ -107,9 +110,14 @@ class RoutedTables(NamedTuple):
         return tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
 
 
-@triton.jit
-def move_rows(channel, sources, destinations, arrivals, tables, given, landed, table, sizes, permit, arriving):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["known", "capacity", "forwarded"])  # they may change with each call
+def move_rows(  # type: ignore[no-untyped-def]
+    channel, sources, destinations, arrivals, tables, given, landed, table, sizes, permit, arriving,
+    known, capacity, forwarded,
+):  # fmt: skip
     """Send `GivenRows` to their ranks' `LandedRows`, by the hops of a routed schedule.
+
+    landed, capacity, forwarded: this rank's. known: given rows; those from it on are NaN, or zeros of integers.
 
     table: int32 [source, target, 2], how many rows each rank has for each other one, as `MoveSizes` reads it. A chunk
     has `parts` parts, signalled by `channels` channels. permit: None, or int32 [1], 0 in a call that ranks do not make
@@ -145,17 +153,17 @@ def move_rows(channel, sources, destinations, arrivals, tables, given, landed, t
         size, part_rows = _find_size(channel, table, sizes, chunk)
         is_given, arrives = area == _GIVEN, to_area == _ARRIVED
         # What is passed on lies behind what arrives.
-        first += tl.where(is_given | (area == _ARRIVED), 0, landed.capacity)
-        base += tl.where(arrives, 0, landed.capacity)
-        end = landed.capacity + tl.where(arrives, 0, landed.forwarded)
+        first += tl.where(is_given | (area == _ARRIVED), 0, capacity)
+        base += tl.where(arrives, 0, capacity)
+        end = capacity + tl.where(arrives, 0, forwarded)
         ready = tiles.consumer_tile_wait(channel, sources, tile)
-        there = tiles.peer_pointer(channel, landed.rows, tiles.tile_rank(destinations, tile))
+        there = tiles.peer_pointer(channel, landed, tiles.tile_rank(destinations, tile))
         publishes = tiles.may_publish(channel)  # memory may hold another call's rows after a failed wait
         for start in range(part * part_rows, tl.minimum((part + 1) * part_rows, size), rows):
             at = start + tl.arange(0, rows)
             row, target = (first + at).to(tl.int64), (base + at).to(tl.int64)
-            is_known = (at < size) & ((row < given.known) | (is_given == 0))
-            is_landed = row < landed.capacity + landed.forwarded
+            is_known = (at < size) & ((row < known) | (is_given == 0))
+            is_landed = row < capacity + forwarded
             is_stored = (at < size) & (target < end) & publishes
             if given.positions is not None:
                 row = tl.load(given.positions + row, mask=is_known & is_given, other=0) + tl.where(is_given, 0, row)
@@ -167,7 +175,7 @@ def move_rows(channel, sources, destinations, arrivals, tables, given, landed, t
                 if is_given:
                     value = tl.load(given.rows + ready + offsets, mask=mask, other=unknown)
                 else:
-                    value = tl.load(landed.rows + ready + offsets, mask=mask & is_landed[:, None], other=0)
+                    value = tl.load(landed + ready + offsets, mask=mask & is_landed[:, None], other=0)
                 tl.store(
                     there + target[:, None] * given.columns + place[None, :],
                     value,
@@ -300,7 +308,7 @@ def launch_moves(
     block_channel: tiles.BlockChannel,
     channel: tiles.Channel,
     tables: RoutedTables,
-    given: Any,
+    given: GivenRows,
     landed: LandedRows,
     table: Tensor,
     programs: int,
@@ -310,17 +318,17 @@ def launch_moves(
     waits: bool = True,
     permit: Tensor | None = None,
 ) -> None:
-    """Launch `move_rows` in a call that has begun; given: `GivenRows`, or whatever has its fields.
+    """Launch `move_rows` in a call that has begun.
 
     tile: rows and block of `MoveSizes`; by: which, and is_transposed. waits: for all that arrives here.
     """
     arriving = tables.arrivals.rank.numel() if waits else 0
     sizes = *by, tables.pieces, tables.parts, tables.channels, tables.longest, *tile
     arguments = (
-        channel, tables.sources, tables.destinations, tables.arrivals, tables.hops, given, landed, table,
-        fix_sizes(*sizes), permit, arriving,
+        channel, tables.sources, tables.destinations, tables.arrivals, tables.hops, given, landed.rows, table,
+        fix_sizes(*sizes), permit, arriving, given.known, landed.capacity, landed.forwarded,
     )  # fmt: skip
-    key = *map(tiles.kind_of, (*tables.hops, *given, *landed, table, permit, arriving)), *sizes
+    key = *map(tiles.kind_of, (*tables.hops, *given, landed.rows, table, permit, arriving)), *sizes
     block_channel.launch(move_rows, key, programs, arguments, num_warps=16)
 
 

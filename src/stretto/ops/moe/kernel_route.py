@@ -19,8 +19,8 @@ from torch import Tensor
 from stretto import tiles
 from stretto.collectives.joint.routed import RoutedSchedule
 from stretto.memory.gpus import NCCL_BLOCKS, limit_waiting
-from stretto.ops.joint.routed import LandedRows, RoutedTables, find_routed, launch_moves, make_tables
-from stretto.ops.moe.exchange_kernel import PushedRows, StagedRows, exchange_counts, push_rows
+from stretto.ops.joint.routed import GivenRows, LandedRows, RoutedTables, find_routed, launch_moves, make_tables
+from stretto.ops.moe.exchange_kernel import exchange_counts, push_rows
 from stretto.ops.moe.fixed_rows import find_record
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.pairs import ExpertParts, Pairs, find_pairs, unpack_words
@@ -298,16 +298,15 @@ def _push(
         staging = block_channel.tensor(shape, rows.dtype, offset=slot * workspace.slot_bytes)
         block = min(choose_block(columns)[0], triton.next_power_of_2(shape[1]))
         tile_rows = min(max(_TILE_BYTES // (block * rows.itemsize), 1), _TILE_ROWS) if rows.is_cuda else 4
-        pushed = PushedRows(rows, positions, columns, len(rows if positions is None else positions))
+        pushed = GivenRows(rows, positions, columns)
         # Beside a kernel that consumes the rows, as many as NCCL would take from it.
         most = limit_waiting(world * parts if waits else NCCL_BLOCKS, rows.device) if rows.is_cuda else 2
         programs = most if programs is None else min(programs, most)
         with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):
             if tables is None:
                 constants = back_by or 0, back_by is not None, waits, tile_rows, block, power
-                staged = StagedRows(staging, capacity)
-                arguments = channel, mapping, pushed, staged, table, *constants
-                key = *map(tiles.kind_of, (*pushed, *staged, table)), *constants
+                arguments = channel, mapping, pushed, staging, table, pushed.known, capacity, *constants
+                key = *map(tiles.kind_of, (*pushed, staging, table)), *constants
                 block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
             else:
                 landed = LandedRows(staging, capacity, forwarded)
