@@ -73,7 +73,7 @@ def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, sc
     mapping = tiles.shard_tiles(256, 4, 1, channels=2)
     partials = torch.zeros(64)
     return {
-        "begin_push": (make_channel("p2p"), mapping, WORDS, 3, 32),
+        "begin_push": (make_channel("p2p"), mapping, None, WORDS, 3, 32),
         "push_gradients": (make_channel("p2p"), mapping, grads, LONGS, grads, 1024, 65536, WORDS, 3, 4, 1024),
         "find_keys": (
             look_up(0), pooling(8, 1, True), Bags(LONGS, LONGS, FLOATS), LONGS,

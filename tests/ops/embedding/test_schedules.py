@@ -104,12 +104,11 @@ def list_launches():
     case, found = make_case(3, 1), []
     for is_loaded in (False, True):
         with (
-            mock.patch.object(Launches, "knows", lambda *_, is_loaded=is_loaded: is_loaded),
-            mock.patch.object(Launches, "__call__", lambda _, kernel, *__, **___: names.append(kernel.__name__)),
+            mock.patch.object(Launches, "knows", return_value=is_loaded),
+            mock.patch.object(Launches, "__call__") as launch,
         ):
-            names = []
             look_up_case(case, schedule="direct-all-to-all")
-        found.append(names)
+        found.append([call.args[0].__name__ for call in launch.call_args_list])
     return found
 
 

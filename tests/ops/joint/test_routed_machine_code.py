@@ -13,7 +13,7 @@ from stretto.ops.joint.routed import GivenRows, fix_sizes, make_tables, move_row
 ROWS, BLOCK = 32, 1024
 
 
-def move_arguments(positions=True):
+def move_arguments(positions=True, puts=None):
     """Of a two-step all-to-all, as a dispatch launches it."""
     routed = route(find_algorithm("two-step-all-to-all").compile(nodes=2, gpus=WORLD // 2))
     tables = make_tables(routed, 0, 32 * WORLD, 32, 32, torch.device("cpu"))
@@ -22,7 +22,19 @@ def move_arguments(positions=True):
     sizes = 0, False, tables.pieces, tables.parts, tables.channels, tables.longest, ROWS, BLOCK
     signals = tables.sources, tables.destinations, tables.arrivals
     rows = 8192, 8192, 4096
-    return make_channel("p2p"), *signals, tables.hops, given, half.clone(), words, fix_sizes(*sizes), None, 128, *rows
+    return (
+        make_channel("p2p"),
+        puts,
+        *signals,
+        tables.hops,
+        given,
+        half.clone(),
+        words,
+        fix_sizes(*sizes),
+        None,
+        128,
+        *rows,
+    )
 
 
 def test_rows_are_loaded_after_their_wait_and_stored_before_their_signal_in_wide_pieces(tmp_path):

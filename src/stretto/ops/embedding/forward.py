@@ -33,7 +33,7 @@ from stretto.ops.embedding.launch_config import (
 from stretto.ops.embedding.output_ring import CHANNELS, OutputRing, find_capture, limit_channels
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_permit
 from stretto.ops.embedding.pooling_kernel import Bags, PoolingConfig
-from stretto.ops.embedding.scheduled import ScheduledMoves
+from stretto.ops.embedding.scheduled import ScheduledMoves, find_way
 from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.operator import find_kept
 from stretto.tiles.launches import launch_kernel
@@ -66,8 +66,8 @@ class _ForwardLaunch(NamedTuple):
         def make() -> _ForwardLaunch:
             moves: ScheduledMoves | None = None
             mapping: tiles.Mapping
-            if schedule:
-                moves = ScheduledMoves.make(group, device, placement, schedule)
+            if by := find_way(group, device, schedule):
+                moves = ScheduledMoves.make(group, device, placement, by)
                 ring, counts, mapping = moves.ring, moves.tables.counts, moves.tables.destinations
             else:
                 size = placement.local_batch * placement.width * placement.dtype.itemsize
