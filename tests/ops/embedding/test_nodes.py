@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives.joint.random_algorithms import random_all_to_all
-from tests.ops.embedding.jagged import look_up_case, make_case, own_rows
-from tests.ops.joint.test_nodes import on_nodes
+from tests.ops.embedding.jagged import Kind, fill_case, look_up_case, make_case, own_rows
+from tests.ops.joint.test_nodes import in_one_node, on_nodes
 
 from stretto.ops.operator import list_put_channels
 
@@ -31,11 +31,37 @@ def compare(group, seeds):
     wrong = []
     for seed in seeds:
         schedule = random_all_to_all(random.Random(seed), dist.get_world_size(), 2) if seed % 2 else None
-        found, right = look_up(group, seed, schedule), look_up(None, seed)
+        found, right = look_up(group, seed, schedule), in_one_node(look_up, None, seed)
         if not all(torch.equal(*pair) for pair in zip(found, right, strict=True)):
             wrong.append(seed)
     assert list_put_channels(group.group_name)
+    assert not list_put_channels(dist.group.WORLD.group_name)
     return wrong
+
+
+def refuse(group):
+    """What a bad index of rank 1 raises on rank 0, of another node; and whether another call is right after that."""
+    kind = Kind([[(5, 8)], [(7, 8)]], 4, torch.float32, torch.int64, "sum", False, 3)
+    case, rank = fill_case(kind, 1), dist.get_rank()
+    right, own = look_up_case(case, group=group), case.owners[rank]
+    good = own.indices
+    if rank == 1:
+        own.indices = good.clone()
+        own.indices[0] = 1000
+    message = ""
+    try:
+        look_up_case(case, group=group)
+    except ValueError as error:
+        message = str(error)
+    own.indices = good
+    return message, torch.equal(look_up_case(case, group=group), right)
+
+
+def test_a_bad_index_of_another_node_harms_no_later_call(interpret):
+    (first, first_is_right), (second, second_is_right) = interpret(2, on_nodes, "1,1", "auto", refuse)
+    assert first == ""  # on CPUs the rank itself raises, and the others have a row of zeros
+    assert "is 1000, but table 0" in second
+    assert first_is_right and second_is_right
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.collectives.joint.random_algorithms import random_all_to_all
 from tests.ops.embedding import test_schedules as look_ups
-from tests.ops.joint.test_nodes import on_nodes
+from tests.ops.joint.test_nodes import in_one_node, on_nodes
 from tests.ops.moe.oracle import draw, make_layer
 from tests.ops.moe.test_exchange import Case, part
 from tests.pool import Pool
@@ -89,7 +89,8 @@ def compare_nodes(group, case, dtype, which, options):
     """Whether each result of a call between nodes, by puts, has the bits of one in one node."""
     how = {"implementation": "kernel"} if which is None else {"schedule": make_schedule(which)}
     far = [run_products(case, dtype, group, **how, **options) for _ in range(2)]
-    direct = run_products(case, dtype, implementation="kernel", **options)
+    direct = in_one_node(run_products, case, dtype, implementation="kernel", **options)
+    assert not list_put_channels(dist.group.WORLD.group_name)
     assert list_put_channels(group.group_name)
     return [torch.equal(*pair) for found in far for pair in zip(found, direct, strict=True)]
 

@@ -235,11 +235,17 @@ def _begin(
     )
     pointers = launch.pointers
     words = launch.mapping, launch.counts, pointers.destinations, pointers.tickets, pointers.permit, call_permit
+    everyones = None
+    if launch.moves is not None and launch.moves.puts is not None:
+        own = torch.full((1,), announced, dtype=torch.int64, device=ring.channel.device)
+        everyones = own.new_empty(placement.world_size)
+        launch.moves.puts.all_gather(own, everyones)
+    rest = everyones, placement.world_size, round_up_to_power(ring.channel.channels)
     ring.channel.launch(
         begin_pooling,
-        (placement, tiles.kind_of(unit), tiles.kind_of(call_permit)),
+        (placement, tiles.kind_of(unit), tiles.kind_of(call_permit), everyones is None),
         1,
-        (channel, *words, ring.index_errors.report, unit, announced, round_up_to_power(ring.channel.channels)),
+        (channel, *words, ring.index_errors.report, unit, announced, *rest),
         num_warps=4,
     )
     return channel

@@ -55,12 +55,25 @@ class RingPointers(NamedTuple):
 
 @triton.jit
 def begin_pooling(  # type: ignore[no-untyped-def]
-    channel, mapping, counts, destinations, tickets, permit, call_permit, report, offset, announced, BLOCK: tl.constexpr
+    channel,
+    mapping,
+    counts,
+    destinations,
+    tickets,
+    permit,
+    call_permit,
+    report,
+    offset,
+    announced,
+    everyones,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Begin a call: send all ranks this rank's output position in its ring, and wait for theirs.
 
     One program. counts: of the signals that `mapping` maps to. offset: UNITs from the ring's beginning on.
-    announced: this rank's announcement of the call. permit, call_permit: int32 [1] each, or None, which get what the
+    announced: this rank's announcement of the call. everyones: int64 [RANKS], those of all ranks, where ranks of other
+    nodes have put them; None in one node. permit, call_permit: int32 [1] each, or None, which get what the
     call permits its backward pass: of this placement's last call, and of this one.
     Signals: peer tile 0 at all other ranks, after the words in their `destinations`: this rank has begun the call, so
     it has ended the previous one, and peers may store into its output.
@@ -87,8 +100,11 @@ def begin_pooling(  # type: ignore[no-untyped-def]
     ready = tiles.peer_tile_wait(channel, 0, mode="broadcast")
     own = tl.cast(announced, tl.int64)
     other, refusing, needing, reluctant = -1, -1, -1, -1
-    for peer in tl.static_range(channel.world):
-        announcement = tl.load(destinations + ((epoch & 1) * channel.world + peer) * 2 + 1 + ready)
+    for peer in tl.static_range(RANKS):
+        if everyones is None:
+            announcement = tl.load(destinations + ((epoch & 1) * channel.world + peer) * 2 + 1 + ready)
+        else:
+            announcement = tl.load(everyones + peer)
         needs_grad = ((announcement >> NEEDS_GRAD) & 1) == 1
         other = tl.where(((announcement ^ own) & 0x7FFFFFFF) != 0, peer, other)
         refusing = tl.where(((announcement >> REFUSES) & 1) == 1, peer, refusing)
