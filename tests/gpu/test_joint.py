@@ -184,11 +184,15 @@ def make_routing(turn: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_experts(
-    routing: tuple[Tensor, Tensor, Tensor], weight: Tensor, max_rows: int | None, **options: object
+    routing: tuple[Tensor, Tensor, Tensor],
+    weight: Tensor,
+    max_rows: int | None,
+    group: dist.ProcessGroup | None = None,
+    **options: object,
 ) -> list[Tensor]:
     """Products, sums and gradients of experts."""
     x, ids, weights = routing
-    group, leaves = dist.group.WORLD, (x.requires_grad_(), weights.requires_grad_())
+    group, leaves = group or dist.group.WORLD, (x.requires_grad_(), weights.requires_grad_())
     inner, sent = moe.dispatch_grouped_matmul(
         x,
         ids,
