@@ -266,7 +266,9 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         {"num_warps": operators.NARROW.num_warps, "num_stages": operators.NARROW.num_stages},
     ),
     "ops.joint.kernel.add_rows": lambda: Launch(add_rows, joint.sum_arguments(operators.NARROW), {"num_warps": 4}),
-    "ops.joint.routed.move_rows": lambda: Launch(routed.move_rows, routed.move_arguments(), {"num_warps": 16}),
+    "ops.joint.routed.move_rows": lambda: Launch(
+        routed.move_rows, routed.move_arguments(puts=joint.make_puts()), {"num_warps": 16}
+    ),
     "ops.matmul_reduce_scatter.gemm_reduce_scatter": lambda: launch_operator("scatter", operators.WIDE),
     "ops.matmul_reduce_scatter_copies.add_tiles": launch_added_tiles,
     "ops.matmul_reduce_scatter_copies.multiply_tiles": lambda: launch_operator("copied", operators.WIDE),

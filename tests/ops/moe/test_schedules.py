@@ -98,7 +98,7 @@ def compare_nodes(group, case, dtype, which, options):
 @pytest.mark.parametrize(
     ("ranks", "nodes", "call"),
     [
-        (4, "2x2", (Case((2, 5, 0, 9), 2, 8), BF16, None, RANK)),
+        pytest.param(4, "2x2", (Case((2, 5, 0, 9), 2, 8), BF16, None, RANK), marks=pytest.mark.long),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
