@@ -131,7 +131,7 @@ def launch_exchange(name: str) -> Launch:
     mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
     half = FLOATS.bfloat16()
     pushed = routed.GivenRows(half, LONGS, 4096)
-    arguments = make_channel("p2p"), mapping, pushed, half.clone(), WORDS, 8192, 8192, 0, True, True, 32, 1024, 4
+    arguments = make_channel("p2p"), mapping, pushed, half.clone(), WORDS, 8192, 8192, 0, True, True, 32, 1024
     return Launch(exchange_kernel.push_rows, arguments, {"num_warps": 16})
 
 

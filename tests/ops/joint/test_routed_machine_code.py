@@ -22,22 +22,10 @@ def move_arguments(positions=True, puts=None):
     tables = make_tables(routed, 0, 32 * WORLD, 32, 32, torch.device("cpu"), **options)
     half, words = torch.zeros(1 << 16, dtype=torch.bfloat16), torch.zeros(1 << 10, dtype=torch.int32)
     given = GivenRows(half, torch.zeros(64, dtype=torch.int64) if positions else None, 4096)
-    sizes = 0, False, tables.pieces, tables.parts, tables.channels, tables.longest, ROWS, BLOCK
+    sizes = 0, False, tables.pieces, tables.parts, tables.channels, tables.longest, ROWS, BLOCK, 128
     signals = tables.sources, tables.destinations, tables.arrivals
-    rows = 8192, 8192, 4096
-    return (
-        make_channel("p2p"),
-        puts,
-        *signals,
-        tables.hops,
-        given,
-        half.clone(),
-        words,
-        fix_sizes(*sizes),
-        None,
-        128,
-        *rows,
-    )
+    hops, rows = tables.hops._replace(table=words), (8192, 8192, 4096)
+    return make_channel("p2p"), puts, *signals, hops, given, half.clone(), fix_sizes(*sizes), *rows
 
 
 @pytest.mark.long

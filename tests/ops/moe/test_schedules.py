@@ -116,6 +116,17 @@ def test_experts_of_several_nodes_have_the_bits_of_one_node(interpret, ranks, no
         assert all(same), same
 
 
+def refuse_unequal_nodes(group):
+    x, ids, weight = torch.ones(4, 8), torch.tensor([[0, 1]] * 4), torch.ones(1, 8, 8)
+    with pytest.raises(ValueError, match="its nodes have 2, 1 ranks, and tokens go to alike nodes"):
+        moe.dispatch_grouped_matmul(x, ids, weight, group, implementation="kernel")
+    return moe.dispatch_grouped_matmul(x, ids, weight, group)[0].shape[1]
+
+
+def test_experts_of_unequal_nodes_run_the_library(interpret):
+    assert interpret(3, on_nodes, "2,1", "auto", refuse_unequal_nodes) == [8] * 3
+
+
 @pytest.mark.exhaustive
 def test_tokens_and_vectors_go_by_two_nodes_of_four_ranks():
     print(f"seed {SEED}")

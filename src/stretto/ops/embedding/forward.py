@@ -233,8 +233,7 @@ def _begin(
         with_barrier=False,
         launches=False,
     )
-    pointers = launch.pointers
-    words = launch.mapping, launch.counts, pointers.destinations, pointers.tickets, pointers.permit, call_permit
+    words = launch.mapping, launch.counts, launch.pointers, call_permit
     everyones = None
     if launch.moves is not None and launch.moves.puts is not None:
         own = torch.full((1,), announced, dtype=torch.int64, device=ring.channel.device)

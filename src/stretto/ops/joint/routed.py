@@ -59,7 +59,9 @@ class HopTables(NamedTuple):
     hops: of each, its chunk, area, receiver's area, in `lists` the first chunk of both areas and the chunk of both
     places, and NEAR, or the rank of another node to which it is put, or from which it comes. parts: hop * PARTS + part,
     in their order. count: of these; 0 between nodes, where the p-th program has those from number begins[p] on: first
-    the movers, then as many that receive.
+    the movers, then as many that receive. table: int32 [source, target, 2], how many rows each rank has for each other
+    one, as `MoveSizes` reads it. permit: None, or int32 [1], 0 in a call that ranks do not make together, of which
+    nothing is sent or awaited.
     """
 
     hops: Any
@@ -67,6 +69,8 @@ class HopTables(NamedTuple):
     lists: Any
     begins: Any
     count: Any
+    table: Any = None
+    permit: Any = None
 
 
 class MoveSizes(NamedTuple):
@@ -74,7 +78,7 @@ class MoveSizes(NamedTuple):
 
     which: the number of the table that says how many rows there are; is_transposed: of [target, source]. pieces: of a
     pair's rows; parts, channels: of a piece; longest: chunks of a list, a power of two. A program loads rows x block
-    numbers before it stores them.
+    numbers before it stores them. arriving: signals of what arrives here that are awaited; 0 for no wait.
     """
 
     which: Any
@@ -85,6 +89,7 @@ class MoveSizes(NamedTuple):
     longest: Any
     rows: Any
     block: Any
+    arriving: Any
 
 
 class RoutedTables(NamedTuple):
@@ -118,22 +123,19 @@ class RoutedTables(NamedTuple):
 
 @triton.jit(do_not_specialize=["known", "capacity", "forwarded"])  # they may change with each call
 def move_rows(  # type: ignore[no-untyped-def]
-    channel, puts, sources, destinations, arrivals, tables, given, landed, table, sizes, permit, arriving,
-    known, capacity, forwarded,
+    channel, puts, sources, destinations, arrivals, tables, given, landed, sizes, known, capacity, forwarded
 ):  # fmt: skip
     """Send `GivenRows` to their ranks' `LandedRows`, by the hops of a routed schedule.
 
     landed, capacity, forwarded: this rank's. known: given rows; those from it on are NaN, or zeros of integers.
 
-    table: int32 [source, target, 2], how many rows each rank has for each other one, as `MoveSizes` reads it. A chunk
-    has `parts` parts, signalled by `channels` channels. permit: None, or int32 [1], 0 in a call that ranks do not make
-    together, of which nothing is sent or awaited.
+    A chunk has `parts` parts, signalled by `channels` channels.
     Order: that of `HopTables.parts`: message after message, of each all hops' first parts first.
     Signals: each part of a hop once, also an empty one, at the receiver, after its stores ("p2p").
     Waits: a part that is passed on waits for the signal of that part of the message that brought it, and one of given
     rows, where another kernel makes them, for its signal, which waits for nothing; at the end, each
     program waits for its share of the `arriving` signals of what arrives here, so landed rows are complete when the
-    kernel has ended (arriving: 0 for no wait). Programs claim parts in their order, and all ranks' parts have one order
+    kernel has ended. Programs claim parts in their order, and all ranks' parts have one order
     in which each needs only what comes before it (`verify_routed`), so one running program a rank is enough.
     Between nodes (puts is not None; the channel is then of this rank's node): a part's number chooses the mover that
     puts it in slices, through slots of its own, each after its credit; on the other rank the same number chooses the
@@ -146,15 +148,15 @@ def move_rows(  # type: ignore[no-untyped-def]
     """
     rows = known, capacity, forwarded
     may_move = True
-    if permit is not None:
-        may_move = tl.load(permit) != 0
+    if tables.permit is not None:
+        may_move = tl.load(tables.permit) != 0
     if puts is None:
         count = tl.where(may_move, tables.count, 0)
         task = tiles.claim(channel)
         while task < count:
             following = tiles.claim(channel)
             entry = tl.load(tables.parts + task)
-            _move_part(channel, None, sources, destinations, tables, given, landed, table, sizes, rows, entry)
+            _move_part(channel, None, sources, destinations, tables, given, landed, sizes, rows, entry)
             task = following
     else:
         program = tl.program_id(0)
@@ -162,15 +164,15 @@ def move_rows(  # type: ignore[no-untyped-def]
         for task in range(first, tl.where(may_move, last, first)):
             entry = tl.load(tables.parts + task)
             if program < tl.num_programs(0) // 2:
-                _move_part(channel, puts, sources, destinations, tables, given, landed, table, sizes, rows, entry)
+                _move_part(channel, puts, sources, destinations, tables, given, landed, sizes, rows, entry)
             else:
-                _receive_part(channel, puts, destinations, tables, given, landed, table, sizes, rows, entry)
-    for index in range(tl.program_id(0), tl.where(may_move, arriving, 0), tl.num_programs(0)):
+                _receive_part(channel, puts, destinations, tables, given, landed, sizes, rows, entry)
+    for index in range(tl.program_id(0), tl.where(may_move, sizes.arriving, 0), tl.num_programs(0)):
         tiles.consumer_tile_wait(channel, arrivals, index)
 
 
 @triton.jit
-def _move_part(channel, puts, sources, destinations, tables, given, landed, table, sizes, numbers, entry):  # type: ignore[no-untyped-def]
+def _move_part(channel, puts, sources, destinations, tables, given, landed, sizes, numbers, entry):  # type: ignore[no-untyped-def]
     """Wait for a part of a hop, store or put it, and signal what is stored. numbers: known, capacity, forwarded."""
     known, capacity, forwarded = numbers
     unknown: tl.constexpr = float("nan") if given.rows.dtype.element_ty.is_floating() else 0
@@ -181,8 +183,8 @@ def _move_part(channel, puts, sources, destinations, tables, given, landed, tabl
     word = tables.hops + hop * _HOP
     chunk, area, to_area = tl.load(word), tl.load(word + 1), tl.load(word + 2)
     world = _count_ranks(channel, puts)
-    first, base = _sum_sizes(world, table, tables, sizes, word + 3), _sum_sizes(world, table, tables, sizes, word + 5)
-    size, part_rows = _find_size(world, table, sizes, chunk)
+    first, base = _sum_sizes(world, tables, sizes, word + 3), _sum_sizes(world, tables, sizes, word + 5)
+    size, part_rows = _find_size(world, tables, sizes, chunk)
     is_given, arrives = area == _GIVEN, to_area == _ARRIVED
     # What is passed on lies behind what arrives.
     first += tl.where(is_given | (area == _ARRIVED), 0, capacity)
@@ -239,16 +241,16 @@ def _move_part(channel, puts, sources, destinations, tables, given, landed, tabl
 
 
 @triton.jit
-def _receive_part(channel, puts, destinations, tables, given, landed, table, sizes, numbers, entry):  # type: ignore[no-untyped-def]
+def _receive_part(channel, puts, destinations, tables, given, landed, sizes, numbers, entry):  # type: ignore[no-untyped-def]
     """Store what another node's rank has put of a part of a hop in its place, and signal this rank."""
     _, capacity, forwarded = numbers
     hop, part = entry // sizes.parts, entry % sizes.parts
     tile = hop * sizes.channels + part // (sizes.parts // sizes.channels)
     word = tables.hops + hop * _HOP
     arrives, peer = tl.load(word + 2) == _ARRIVED, tl.load(word + 7)
-    base = _sum_sizes(puts.world, table, tables, sizes, word + 5) + tl.where(arrives, 0, capacity)
+    base = _sum_sizes(puts.world, tables, sizes, word + 5) + tl.where(arrives, 0, capacity)
     end = capacity + tl.where(arrives, 0, forwarded)
-    size, part_rows = _find_size(puts.world, table, sizes, tl.load(word))
+    size, part_rows = _find_size(puts.world, tables, sizes, tl.load(word))
     start = part * part_rows
     count = tl.maximum(tl.minimum(size - start, part_rows), 0) * given.columns
     step: tl.constexpr = puts.slot_bytes // (landed.dtype.element_ty.primitive_bitwidth // 8)
@@ -283,24 +285,24 @@ def _count_ranks(channel, puts):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _find_size(world, table, sizes, chunk):  # type: ignore[no-untyped-def]
+def _find_size(world, tables, sizes, chunk):  # type: ignore[no-untyped-def]
     """(rows of a chunk, rows of each of its parts): a pair's rows are cut into all its pieces' parts, of whole rows."""
     pair = chunk // sizes.pieces
     if sizes.is_transposed:
         pair = pair % world * world + pair // world
-    count = tl.load(table + pair * 2 + sizes.which)
+    count = tl.load(tables.table + pair * 2 + sizes.which)
     part_rows = tl.cdiv(tl.cdiv(count, sizes.pieces * sizes.parts), sizes.rows) * sizes.rows
     begin = chunk % sizes.pieces * sizes.parts * part_rows
     return tl.minimum(tl.maximum(count - begin, 0), sizes.parts * part_rows), part_rows
 
 
 @triton.jit
-def _sum_sizes(world, table, tables, sizes, word):  # type: ignore[no-untyped-def]
+def _sum_sizes(world, tables, sizes, word):  # type: ignore[no-untyped-def]
     """The rows of the chunks of `tables.lists` from number word[0] to number word[1] - 1."""
     longest: tl.constexpr = sizes.longest
     at = tl.load(word) + tl.arange(0, longest)
     is_before = at < tl.load(word + 1)
-    found, _ = _find_size(world, table, sizes, tl.load(tables.lists + at, mask=is_before, other=0))
+    found, _ = _find_size(world, tables, sizes, tl.load(tables.lists + at, mask=is_before, other=0))
     return tl.sum(tl.where(is_before, found, 0), 0)
 
 
@@ -470,18 +472,14 @@ def launch_moves(
     tile: rows and block of `MoveSizes`; by: which, and is_transposed. waits: for all that arrives here.
     """
     arriving = tables.arrivals.rank.numel() if waits else 0
-    sizes = *by, tables.pieces, tables.parts, tables.channels, tables.longest, *tile
-    programs = 2 * tables.movers or programs
-    begun = None if puts is None else puts.begin("rows by a schedule")
+    sizes = *by, tables.pieces, tables.parts, tables.channels, tables.longest, *tile, arriving
+    programs, begun = 2 * tables.movers or programs, None if puts is None else puts.begin("rows by a schedule")
+    hops = tables.hops._replace(table=table, permit=permit)
     arguments = (
-        channel, begun, tables.sources, tables.destinations, tables.arrivals, tables.hops, given, landed.rows, table,
-        fix_sizes(*sizes), permit, arriving, given.known, landed.capacity, landed.forwarded,
+        channel, begun, tables.sources, tables.destinations, tables.arrivals, hops, given, landed.rows,
+        fix_sizes(*sizes), given.known, landed.capacity, landed.forwarded,
     )  # fmt: skip
-    key = (
-        *map(tiles.kind_of, (*tables.hops, *given, landed.rows, table, permit, arriving)),
-        *sizes,
-        None if puts is None else puts.kind,
-    )
+    key = *map(tiles.kind_of, (*hops, *given, landed.rows)), *sizes, None if puts is None else puts.kind
     block_channel.launch(move_rows, key, programs, arguments, num_warps=16)
 
 

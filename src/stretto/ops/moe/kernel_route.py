@@ -320,7 +320,7 @@ def _push(
         programs = most if programs is None else min(programs, most)
         with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):
             if tables is None:
-                constants = back_by or 0, back_by is not None, waits, tile_rows, block, power
+                constants = back_by or 0, back_by is not None, waits, tile_rows, block
                 arguments = channel, mapping, pushed, staging, table, pushed.known, capacity, *constants
                 key = *map(tiles.kind_of, (*pushed, staging, table)), *constants
                 block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
