@@ -135,7 +135,7 @@ def _find_cycles(routed: RoutedSchedule) -> Iterator[str]:
     for rank, routes in enumerate(routed.ranks):
         if at[rank] < len(routes.messages):
             message = routes.messages[at[rank]]
-            waits = ((hop.sender, hop.channel) for hop in message.hops if hop.sender != NOBODY)
-            late = next((one for one in waits if (rank, *one) not in given), (message.receiver, message.channel))
+            awaited = ((hop.sender, hop.channel) for hop in message.hops if hop.sender != NOBODY)
+            late = next((one for one in awaited if (rank, *one) not in given), (message.receiver, message.channel))
             yield f"{_name(rank, at[rank])} waits for ever for rank {late[0]}, channel {late[1]}"
             return
