@@ -103,7 +103,7 @@ def arrive_all(rows, counts, rank, channels=2):
     block_channel = mock.Mock(rank=rank, world_size=len(counts), launch=tiles.Launches(), open_side_streams=set())
     block_channel.side_stream.return_value = None
     mapping = tiles.shard_tiles(4, len(counts), 1, channels=channels, fixed=True)
-    return Arrivals(rows, block_channel, channel, mapping, 4, table, None, block_channel.rank)
+    return Arrivals(rows, block_channel, channel, mapping, 4, table, None)
 
 
 def compare_products():

@@ -337,7 +337,7 @@ def _push(
     received = staging if shape == (capacity, columns) else staging[:capacity, :columns]
     counters = None if tables is None else tables.counters
     sent = rows, positions
-    return Arrivals(received, block_channel, channel, mapping, tile_rows, table, sent, group.rank(), counters)
+    return Arrivals(received, block_channel, channel, mapping, tile_rows, table, sent, counters, group.rank())
 
 
 def _count_movers(device: torch.device) -> int:

@@ -49,8 +49,9 @@ class Arrivals:
 
     rows: [places, h], the staging buffer to which they are pushed. block_channel, channel: of the call of `push_rows`
     that sends them, by `mapping`, in parts of a multiple of part_rows rows. table: int32 [., destination, 2], of each
-    source first the number of places. sent: what must not be freed before all rows have been pushed. rank: this one's
-    among the table's. counters: of `await_channels`. Nothing else is called on the group before `run` or `wait`.
+    source first the number of places. sent: what must not be freed before all rows have been pushed. counters: of
+    `await_channels`. rank: this one's among the table's; default: among the channel's. Nothing else is called on the
+    group before `run` or `wait`.
     """
 
     def __init__(
@@ -62,15 +63,15 @@ class Arrivals:
         part_rows: int,
         table: Tensor,
         sent: Any,
-        rank: int,
         counters: Tensor | None = None,
+        rank: int | None = None,
     ) -> None:
         self.rows, self.channel, self.counters = rows, channel, counters
         channels, ranks = mapping.channels.value, table.shape[1]
         # Between nodes the channel has fewer ranks, which then have the other nodes' channels, too.
         near = channels * ranks // block_channel.world_size
         self.constants = near, max(triton.next_power_of_2(ranks * channels), 32 * _WARPS)
-        self._rank = rank
+        self._rank = block_channel.rank if rank is None else rank
         self._sizes = {"channels": channels, "parts": mapping.rows.value, "part_rows": part_rows}
         self._block_channel, self._table, self._sent = block_channel, table, sent
         self._are_here = False
