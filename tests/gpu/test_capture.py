@@ -162,6 +162,6 @@ def replay_after_workspaces_were_freed() -> None:
     step.close()
 
 
-@pytest.mark.ranks(1, own=(1,))
+@pytest.mark.ranks(1, own=(1,), among=(1,))
 def test_replays_use_workspaces_of_their_own(run_ranks: Callable[..., list[Any]], world: int) -> None:
     run_ranks(world, replay_after_workspaces_were_freed)
