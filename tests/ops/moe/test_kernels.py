@@ -195,7 +195,9 @@ def weigh():
             (given * values.abs()).sum(1),
         )
         for one, right, size in zip(found, (expected[0], weighed, expected[1]), sizes, strict=True):
-            assert ((one.double() - right).abs() <= 4 * torch.finfo(dtype).eps * size + 1e-7 * (dtype.itemsize == 2)).all()
+            assert (
+                (one.double() - right).abs() <= 4 * torch.finfo(dtype).eps * size + 1e-7 * (dtype.itemsize == 2)
+            ).all()
         plain = activation.differentiate_weighed(rows, grad, factors)  # by torch's operators
         if width == 1:
             assert torch.equal(found.of_rows, plain.of_rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated activations of experts: activation(gate) * up, by one kernel for SiLU on GPUs, and rows' weighing behind them."""
+"""Gated activations of experts: activation(gate) * up, by one kernel for SiLU on GPUs, and rows' weights behind it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stretto.ops.mlp import ACTIVATIONS
-from stretto.ops.moe.permutation import DTYPES, choose_block, find_block, sum_dtype
+from stretto.ops.moe.permutation import DTYPES, choose_block, find_block
 from stretto.ops.operator import Autograd, define_operator, needs_gradients
 from stretto.tiles.launches import launch_cached
 
