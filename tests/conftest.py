@@ -5,6 +5,9 @@
 are `exhaustive`, which only `make test-exhaustive` runs. A test says so itself, or is `sampled(n, quick=k)`: all but n
 of its cases are exhaustive, and all but k of these long. Without n none is exhaustive, and without quick none is long.
 The cases are drawn by the test's name, so that everyone runs the same ones.
+
+Only a session that is given a path in tests/gpu sees GPUs. All other tests are of CPUs, and what is forked from a
+process that has looked for a GPU can use none.
 """
 
 import contextlib
@@ -16,7 +19,8 @@ import random
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -32,7 +36,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Import torch, and fork the server of processes that import Stretto themselves before this one does."""
+    """Hide GPUs, import torch, and fork the server of processes that import Stretto before this one does."""
+    if not names_gpu_tests(config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch asks; processes, xdist's workers too, inherit it
     if config.option.collectonly or _only_waits(config):
         return
     with mock.patch.dict(os.environ, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}):  # else torch imports Stretto
@@ -45,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # How long an example takes, or is drawn, says something of the machine's other load alone.
     settings.register_profile("stretto", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("stretto")
+
+
+def names_gpu_tests(arguments: Sequence[str]) -> bool:
+    """True if one of pytest's arguments is a path in tests/gpu."""
+    paths = [Path(argument.partition("::")[0]).resolve() for argument in arguments]
+    return any(path.is_relative_to(Path(__file__).with_name("gpu")) for path in paths)
 
 
 def _only_waits(config: pytest.Config) -> bool:
