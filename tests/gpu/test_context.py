@@ -26,7 +26,7 @@ LINEAR: dict[str, dict[str, Any]] = {
 }
 PACKAGES = {"qwen3_next": ("causal_conv1d", "fla"), "nemotron_h": ("causal_conv1d", "mamba_ssm")}
 DOCUMENTS = [7, 113, 2, 118]  # of SEQ_LEN
-pytestmark = pytest.mark.ranks(2, 4, own=(2, 4), among=SHARED)
+pytestmark = pytest.mark.ranks(4, own=(2, 4), among=SHARED)
 
 
 def grids(world: int) -> list[dict[str, int]]:

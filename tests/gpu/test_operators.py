@@ -497,7 +497,7 @@ def read(folder: Path) -> list[object]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("wrong-*.json"))]
 
 
-@pytest.mark.ranks(5)
+@pytest.mark.ranks(3)
 # A hundred in four parts: nearly every call compiles, which takes three seconds.
 @pytest.mark.parametrize(
     ("calls", "part"), [(4, 0), *(pytest.param(25, part, marks=pytest.mark.exhaustive) for part in range(1, 5))]

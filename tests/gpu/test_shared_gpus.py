@@ -22,7 +22,7 @@ from stretto.train.trainer import train
 from tests.gpu.sharing import is_shared
 
 Run = Callable[..., list[Any]]
-pytestmark = pytest.mark.ranks(2, 8)
+pytestmark = pytest.mark.ranks(4)
 
 
 def train_five_steps(folder: Path, *overrides: str) -> None:
@@ -73,7 +73,7 @@ def multiply_by_the_library() -> list[str]:
     return wrong
 
 
-@pytest.mark.ranks(2, 3, 4, 8)
+@pytest.mark.ranks(2, 3, 4)
 def test_the_librarys_products_are_right_on_a_ranks_share_of_the_gpu(run_ranks: Run, world: int) -> None:
     assert run_ranks(world, multiply_by_the_library) == [[]] * world
 
