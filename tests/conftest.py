@@ -2,9 +2,8 @@
 """Fixtures for every test: ranks, from one pool of processes, and others whose kernels are interpreted.
 
 `make test` leaves out tests that are `long`, which `make test-long`, CI and pytest without options run, and those that
-are `exhaustive`, which only `make test-exhaustive` runs. A test says so itself, or is `sampled(n, quick=k)`: all but n
-of its cases are exhaustive, and all but k of these long. Without n none is exhaustive, and without quick none is long.
-The cases are drawn by the test's name, so that everyone runs the same ones.
+are `exhaustive`, which only `make test-exhaustive` runs. A test says so itself, or is `sampled(n)`: all but n of its
+cases are exhaustive. These are drawn by the test's name, so that everyone runs the same ones.
 
 Only a session that is given a path in tests/gpu sees GPUs. All other tests are of CPUs, and what is forked from a
 process that has looked for a GPU can use none.
@@ -85,13 +84,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("sampled"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, found in cases.items():
-        options = found[0].get_closest_marker("sampled")
-        size = min(*options.args, len(found)) if options.args else len(found)
+        size = min(*found[0].get_closest_marker("sampled").args, len(found))
         kept = random.Random(name).sample(range(len(found)), size)
         for index in set(range(len(found))) - set(kept):
             found[index].add_marker(pytest.mark.exhaustive)
-        for index in kept[options.kwargs.get("quick", size) :]:
-            found[index].add_marker(pytest.mark.long)
 
 
 class Ranks:

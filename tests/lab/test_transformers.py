@@ -23,7 +23,7 @@ from lab.training.unmodified import (
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("model", [pytest.param("gpt2-xl", marks=pytest.mark.long), "gemma-7b"])
+@pytest.mark.parametrize("model", [pytest.param("gpt2-xl", marks=pytest.mark.exhaustive), "gemma-7b"])
 def test_all_ways_train_the_same_model(ranks, tmp_path, model):
     setting = TransformersSetting(models=(model,), ranks=2, small=True, layers=1, warm_up=0, repeats=1, rounds=1)
     names = ("FSDP2, eager", "FSDP2, compiled, resharded", "TP=2, sequence sharded, compiled", "Stretto z=2")

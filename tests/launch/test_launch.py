@@ -171,7 +171,8 @@ def test_a_survivor_that_is_deaf_to_sigterm_is_killed(out: Path) -> None:
     assert_nothing_left(out, pids(out, 2))
 
 
-@pytest.mark.sampled(quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [

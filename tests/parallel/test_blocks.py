@@ -244,7 +244,7 @@ def train_on(sizes: Sizes, name: str, options: dict[str, Any], micro_batches: in
 KEEPS, FREES = {"reshard": "after_backward"}, {"reshard": "after_forward"}
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("options", [KEEPS, FREES, {"overlap": False}, {"reshard": "gradients_after_step"}], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 4), (2, 1, 1, 2), (4, 1, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 1)])
@@ -335,7 +335,8 @@ def checkpoint_blocks(reshard: ReshardPolicy) -> None:
     assert found["weights"][calls] == 2 * right["weights"][calls]
 
 
-@pytest.mark.sampled(quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reshard", ["after_backward", "after_forward"])
 def test_checkpointed_blocks_are_gathered_and_computed_again(ranks, reshard):
     ranks(4).run(checkpoint_blocks, reshard)

@@ -93,7 +93,7 @@ def compile_blocks(make_model: Callable[[], nn.Module], how: str) -> tuple[int, 
     return len(graphs), breaks, max(distance(gather(one.grad).float(), other.grad) for one, other in pairs), 0
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make_model", [make_gpt, make_qwen])
 def test_a_block_on_one_rank_is_one_graph(ranks, make_model):
     ((graphs, breaks, far, _),) = ranks(1).run(compile_blocks, make_model, "as it is")
@@ -300,7 +300,7 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
         pytest.param(make_llama, {"z": 2}, BY_BLOCKS, "aot_eager", marks=pytest.mark.exhaustive),
         (make_qwen, {"z": 2, "expert": 2}, {"expert_rows": 300}, "aot_eager"),
         pytest.param(make_deepseek, {"z": 2, "expert": 2}, {}, "aot_eager", marks=pytest.mark.exhaustive),
-        pytest.param(make_deepseek, {"x": 2}, {}, "eager", marks=pytest.mark.long),
+        pytest.param(make_deepseek, {"x": 2}, {}, "eager", marks=pytest.mark.exhaustive),
         pytest.param(make_experts, {"z": 2, "expert": 2}, {}, "eager", marks=pytest.mark.exhaustive),
         pytest.param(make_qwen, {"x": 2}, {"shard_sequence": True}, "eager", marks=pytest.mark.exhaustive),
         pytest.param(make_qwen, {"y": 2}, {}, "aot_eager", marks=pytest.mark.long),  # norms and routers exchange over y

@@ -179,7 +179,7 @@ def describe_experts(sizes: dict[str, object], groups: tuple[str, ...]) -> dict[
 EXPERT_GROUPS = ("expert_data", "expert", "expert_z")
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sizes", "members", "mesh"),
     [

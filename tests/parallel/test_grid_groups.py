@@ -71,7 +71,7 @@ def assert_no_growth(counts: list[dict[str, int]]) -> None:
     assert min(each["threads"] for each in others) <= first["threads"], counts
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [{"z": 2}, {"x": 2}, {"pipe": 2}], ids=str)
 def test_six_grids_of_one_shape_need_what_one_needs(ranks, shape):
     for counts in ranks(2).run(count_over_grids, [shape], 6):

@@ -59,7 +59,7 @@ def train_on_grid(sizes: dict[str, int], options: dict[str, Any]) -> tuple[dict[
 
 @pytest.mark.parametrize("options", [{}, {"reshard": "after_forward"}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize("sizes", [{"data": 2, "z": 2}, {"x": 2, "z": 2}], ids=str)
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(1)
 def test_adapters_train_as_on_one_rank(sizes: dict[str, int], options: dict[str, Any], ranks: MakeRanks) -> None:
     expected = train(make(), None)
     assert expected["with gradient"] == set(expected["adapters"])

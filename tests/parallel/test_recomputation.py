@@ -89,11 +89,11 @@ def compare_modes(sizes: Sizes, options: dict[str, Any]) -> list[str]:
     ("sizes", "options"),
     [
         ((1, 2, 1, 1), {}),
-        pytest.param((1, 2, 1, 2), {"reshard": "after_forward"}, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param((1, 1, 2, 1), {}, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param((2, 1, 1, 2), {}, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param((1, 2, 1, 1), {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param((1, 2, 2, 1), {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param((1, 2, 1, 2), {"reshard": "after_forward"}, marks=pytest.mark.exhaustive),
+        pytest.param((1, 1, 2, 1), {}, marks=pytest.mark.exhaustive),
+        pytest.param((2, 1, 1, 2), {}, marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 1, 1), {"shard_sequence": True}, marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 2, 1), {"shard_sequence": True}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -129,7 +129,7 @@ X2, Y2, Z2 = (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)
     ("sizes", "family", "task", "blocks"),
     [
         pytest.param(X2, "llama", "causal", False, marks=pytest.mark.long),
-        pytest.param(Z2, "bart", "seq2seq", True, marks=pytest.mark.long),
+        pytest.param(Z2, "bart", "seq2seq", True, marks=pytest.mark.exhaustive),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
@@ -176,8 +176,8 @@ def calls_of_a_block(sizes: Sizes, recompute: str, shards: bool) -> tuple[Counte
     ("sizes", "shards"),
     [
         (X2, False),
-        pytest.param(Y2, False, marks=pytest.mark.long),
-        pytest.param(X2, True, marks=pytest.mark.long),
+        pytest.param(Y2, False, marks=pytest.mark.exhaustive),
+        pytest.param(X2, True, marks=pytest.mark.exhaustive),
         pytest.param((1, 2, 2, 1), True, marks=pytest.mark.exhaustive),
         pytest.param((1, 2, 1, 2), False, marks=pytest.mark.exhaustive),
     ],
@@ -213,8 +213,8 @@ def train_without_dropout(sizes: Sizes, recompute: str, options: dict[str, Any])
     ("sizes", "options", "sums"),
     [
         ((1, 2, 1, 1), {}, 2),
-        pytest.param((1, 1, 1, 2), {"reshard": "after_forward"}, 0, marks=pytest.mark.long),
-        pytest.param((1, 2, 1, 1), {"shard_sequence": True}, 2, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param((1, 1, 1, 2), {"reshard": "after_forward"}, 0, marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 1, 1), {"shard_sequence": True}, 2, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

@@ -466,7 +466,8 @@ def peaks_of_training(
     return beginning.peak, seen.peak
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("grid", "location", "micro_batch"),
     [

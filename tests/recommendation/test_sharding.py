@@ -77,8 +77,8 @@ def start(pool: Any) -> None:
     "count",
     [
         3,
-        *(pytest.param(count, marks=pytest.mark.long) for count in (1, 2, 4)),
-        pytest.param(8, marks=pytest.mark.exhaustive),
+        pytest.param(4, marks=pytest.mark.long),
+        *(pytest.param(count, marks=pytest.mark.exhaustive) for count in (1, 2, 8)),
     ],
 )
 def test_every_kind_of_sharding_and_optimizer_gives_the_results_of_torch_on_one_rank(
@@ -140,7 +140,7 @@ def test_gradients_without_a_fused_optimizer_are_those_of_one_rank(ranks: MakeRa
     assert len(seen) == sum(dlrm.CONFIG.rows) * dlrm.CONFIG.dim
 
 
-@pytest.mark.parametrize("before", ["crtnec", pytest.param("eetrte", marks=pytest.mark.long)])
+@pytest.mark.parametrize("before", ["crtnec", pytest.param("eetrte", marks=pytest.mark.exhaustive)])
 def test_checkpoints_of_any_sharding_resume_on_another_one_and_other_ranks(
     ranks: MakeRanks, tmp_path: Path, before: str
 ) -> None:

@@ -88,7 +88,7 @@ def brute_force_auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     return sum(1.0 if p > n else 0.5 if p == n else 0.0 for p, n in pairs) / len(pairs)
 
 
-@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_losses_weights_and_auc_are_those_of_plain_pytorch(ranks: MakeRanks, tmp_path: Path, count: int) -> None:
     options = ["train.optimizer=sgd", "train.checkpoint_every=1", "train.keep_checkpoints=9", f"ranks={count}"]
     metrics = run(ranks, tmp_path / "run", *options)

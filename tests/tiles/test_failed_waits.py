@@ -79,7 +79,7 @@ def lose(what, loser):
     return first, None
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "words"),
     [

@@ -38,7 +38,7 @@ def gather_in_all_ways(rows):
     return wrong
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("rows", [16, 37])
 def test_every_static_mapping_gathers_by_push_and_by_pull(interpret, ranks, rows):
@@ -102,7 +102,7 @@ def route(mode, calls):
     return wrong
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("mode", ["p2p", "broadcast"])
 def test_tables_that_are_filled_at_run_time_send_tiles_anywhere(interpret, ranks, mode):

@@ -35,7 +35,7 @@ def gather(proxy, sizes):
     return wrong
 
 
-@pytest.mark.parametrize("proxy", ["native", pytest.param("python", marks=pytest.mark.long)])
+@pytest.mark.parametrize("proxy", ["native", pytest.param("python", marks=pytest.mark.exhaustive)])
 def test_a_kernel_gathers_from_other_nodes_and_its_own_by_puts(interpret, proxy):
     assert interpret(3, gather, proxy, [1, 300, 64, 129]) == [[]] * 3
 

@@ -55,7 +55,7 @@ def check_cases(ranks: Any, sizes: dict[str, int], names: list[str]) -> None:
     ("sizes", "names"),
     [
         ({"z": 2}, ["odd masks", "clipped"]),
-        pytest.param({"data": 2}, ["host, split", "tiles"], marks=pytest.mark.long),
+        pytest.param({"data": 2}, ["host, split", "tiles"], marks=pytest.mark.exhaustive),
         pytest.param({"x": 2}, [*CASES, *NEAR], marks=pytest.mark.exhaustive),
         pytest.param({"y": 2}, [*CASES, *NEAR], marks=pytest.mark.exhaustive),
         pytest.param({"z": 2}, [*CASES, *NEAR], marks=pytest.mark.exhaustive),

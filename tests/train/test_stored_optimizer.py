@@ -192,7 +192,7 @@ MODES = {
     [
         ({"z": 2}, "host", "device"),
         *(
-            pytest.param({"x": 2, "z": 2}, *modes, marks=pytest.mark.sampled(1, quick=0))
+            pytest.param({"x": 2, "z": 2}, *modes, marks=pytest.mark.exhaustive)
             for modes in (("fp32", "host"), ("host", "device"), ("device", "fp32"))
         ),
     ],
@@ -413,7 +413,9 @@ def steps_of_large_gradients(gradients: GradientReduction) -> list[tuple[float, 
     return found
 
 
-@pytest.mark.parametrize(("gradients", "overflows"), [pytest.param("mean", 0, marks=pytest.mark.long), ("sum", 3)])
+@pytest.mark.parametrize(
+    ("gradients", "overflows"), [pytest.param("mean", 0, marks=pytest.mark.exhaustive), ("sum", 3)]
+)
 def test_sums_over_eight_ranks_in_fp16_overflow_on_all_of_them_or_on_none(
     ranks: Any, gradients: GradientReduction, overflows: int
 ) -> None:

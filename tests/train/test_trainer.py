@@ -120,7 +120,7 @@ def test_the_losses_are_those_of_plain_pytorch(ranks: MakeRanks, tmp_path: Path)
     [
         on_grid(y=2),
         pytest.param([*on_grid(pipe=2), "train.micro_batch=4"], marks=pytest.mark.long),
-        pytest.param(on_grid(data=2, x=2, z=2), marks=pytest.mark.long),
+        pytest.param(on_grid(data=2, x=2, z=2), marks=pytest.mark.exhaustive),
     ],
     ids=["fewer ranks", "stages", "more ranks"],
 )
@@ -171,7 +171,8 @@ def test_dropout_does_not_depend_on_which_rows_share_a_micro_batch(ranks: MakeRa
             assert [line[key] for line in parts] == pytest.approx([line[key] for line in whole], abs=1e-10), name
 
 
-@pytest.mark.sampled(quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [("fp32", "fp64"), ("fp64", "fp32")])
 def test_a_run_resumes_in_another_precision(ranks: MakeRanks, tmp_path: Path, before: str, after: str) -> None:
     first = run(ranks, tmp_path, f"train.dtype={before}", "train.steps=4", "train.checkpoint_every=2")

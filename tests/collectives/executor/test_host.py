@@ -99,7 +99,7 @@ def compare_with_torch(names, runs, members, seed):
     return wrong
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("count", "members", "runs"), [(2, None, 40), (3, None, 40), (5, (4, 0, 2), 20), (4, None, 40)]
 )

@@ -82,13 +82,14 @@ def check_reductions(shape: tuple[int, int], part_bytes: int, sizes: list[int], 
     return checked
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_all_gather_is_in_rank_order_for_every_dtype_and_size(ranks, shape):
     assert min(ranks(shape[0] * shape[1]).run(check_all_gathers, shape, 2**20, SIZES)) > 0
 
 
-@pytest.mark.sampled(2, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_reductions_are_those_of_torch_distributed_for_every_dtype_and_size(ranks, shape):
     assert min(ranks(shape[0] * shape[1]).run(check_reductions, shape, 2**20, SIZES)) > 0
@@ -225,7 +226,7 @@ def reduce_random_floats(dtype: torch.dtype, shape: tuple[int, int], runs: int) 
     return found
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3)], ids=["3x2", "2x3"])
 def test_all_ranks_and_all_runs_have_the_same_bits(ranks, shape, dtype):

@@ -52,7 +52,9 @@ def differ(ranks, seed):
 SEED = random.randrange(2**31)
 
 
-@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.long) for count in (3, 4))])
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(3, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.long)]
+)
 def test_attention_by_any_schedule_is_that_of_the_whole_sequence(interpret, count):
     print(f"seed {SEED}")
     for rank, found in enumerate(interpret(count, differ, count, SEED)):

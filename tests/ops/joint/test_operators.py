@@ -61,7 +61,7 @@ def multiply(operator, schedule, shape, dtype, by_columns, has_bias):
     return relative_error(out, expected), torch.equal(out, again), out.double().sum().item(), ran
 
 
-@pytest.mark.sampled(3, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("operator", "schedule"), [(one, name) for one, names in OPERATORS.items() for name in names])
 @pytest.mark.parametrize("case", CASES)
 def test_products_with_a_schedule_are_right(interpret, operator, schedule, case):
@@ -118,7 +118,7 @@ def run_named():
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_products_with_named_algorithms_are_right(interpret, ranks):
     assert interpret(ranks, run_named) == [[]] * ranks
 

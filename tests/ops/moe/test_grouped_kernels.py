@@ -88,7 +88,7 @@ def multiply_everything(dtype):
     return right
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)])
 def test_kernels_multiply_ragged_rows(interpret, dtype):
     [right] = interpret(1, multiply_everything, dtype)
     assert not [name for name, is_right in right.items() if not is_right]
@@ -132,7 +132,7 @@ def gate_everything(dtype):
     return right
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)])
 def test_kernels_multiply_gates_and_differentiate_them(interpret, dtype):
     [right] = interpret(1, gate_everything, dtype)
     assert not [name for name, is_right in right.items() if not is_right]

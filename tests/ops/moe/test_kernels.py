@@ -124,7 +124,7 @@ def sum_weigh_and_multiply(cases):
     "cases",
     [
         [(SIZES[0], dtype) for dtype in DTYPES] + list(zip(SIZES[1:], DTYPES, strict=True)),
-        pytest.param(list(product(SIZES, DTYPES)), marks=pytest.mark.long),
+        pytest.param(list(product(SIZES, DTYPES)), marks=pytest.mark.exhaustive),
     ],
     ids=["some", "all"],
 )

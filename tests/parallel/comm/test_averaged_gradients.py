@@ -134,7 +134,9 @@ def disagreements(runs: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "runs", [TWO, *(pytest.param(runs, marks=pytest.mark.long) for runs in (THREE, FOUR))], ids=["2", "3", "4"]
+    "runs",
+    [TWO, pytest.param(THREE, marks=pytest.mark.long), pytest.param(FOUR, marks=pytest.mark.exhaustive)],
+    ids=["2", "3", "4"],
 )
 def test_a_term_over_parameters_outside_of_forward_has_the_gradient_of_one_process(ranks, runs):
     count = {id(TWO): 2, id(THREE): 3, id(FOUR): 4}[id(runs)]

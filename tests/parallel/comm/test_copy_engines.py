@@ -131,7 +131,7 @@ def train(x: int, z: int, is_pushed: bool, dtype: torch.dtype | None, straggles:
     [
         (1, 2, None, True, 0),
         pytest.param(2, 2, torch.bfloat16, False, 1e-2, marks=pytest.mark.long),
-        pytest.param(1, 3, None, True, 1e-6, marks=pytest.mark.long),
+        pytest.param(1, 3, None, True, 1e-6, marks=pytest.mark.exhaustive),
     ],
 )
 def test_training_is_the_same_and_only_embedding_and_head_go_through_the_group(
@@ -268,7 +268,7 @@ def checkpoint_later(is_pushed: bool, how: str) -> dict[str, Any]:
     return {"shards": setup.shards(), "pushed": setup.num_pushed}
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["stretto", "reentrant", "not reentrant"])
 def test_activation_checkpointing_ends_it_and_frees_its_memory(interpret, how):
     for ours, other in zip(*(interpret(2, checkpoint_later, way, how) for way in (True, False)), strict=True):
@@ -297,7 +297,7 @@ def train_in_micro_batches(is_pushed: bool, once: bool, checkpoints: bool) -> di
     return {"shards": setup.shards(), "copies": len(copies), "gathers": setup.gathers, "pushed": setup.num_pushed}
 
 
-@pytest.mark.parametrize("checkpoints", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("checkpoints", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_step_gathers_each_weight_once_for_all_micro_batches(interpret, checkpoints):
     plain, pushed, each_time = (
         interpret(2, train_in_micro_batches, is_pushed, once, checkpoints)

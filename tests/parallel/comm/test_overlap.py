@@ -201,7 +201,7 @@ def test_a_weights_gather_overlaps_with_the_product_before_it(ranks):
         assert set(seen["allgather_base", "z"]) == {0}
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "how",
     [How(reshard="after_forward"), How(checkpoints=True), How(reshard="after_forward", checkpoints=True)],

@@ -41,7 +41,9 @@ def train_on_nodes(sizes: Sizes, case: Case, expected: Trace) -> tuple[float, bo
     [
         ({"z": 8}, {}),
         ({"data": 8}, {}),
-        pytest.param({"z": 4, "data": 2}, {"reshard": "after_forward", "micro_batches": 2}, marks=pytest.mark.long),
+        pytest.param(
+            {"z": 4, "data": 2}, {"reshard": "after_forward", "micro_batches": 2}, marks=pytest.mark.exhaustive
+        ),
     ],
     ids=str,
 )

@@ -76,7 +76,7 @@ def distances(sizes: dict[str, Any], counts: list[int], options: dict[str, Any])
     return found
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "counts", "options"),
     [

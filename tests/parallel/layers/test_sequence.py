@@ -31,7 +31,7 @@ GRIDS = [(1, 2, 1, 1), (1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 1, 2), (1, 2, 2, 2), (
 BATCH, SEQ_LEN = 2, 6
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 def test_five_steps_equal_those_of_one_rank(ranks, sizes, precision):

@@ -137,7 +137,8 @@ def check_together(ranks: Callable[[int], Ranks], runs: list[tuple[Run, Case]]) 
     assert wrong == {}
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_any_number_of_micro_batches_trains(ranks, schedule):
     """From one to one more than there are stages, which is the limit of those in flight."""
@@ -178,7 +179,8 @@ def test_weights_may_be_gathered_and_gradients_scattered_at_other_times(ranks, s
     check_together(ranks, [(run, make_case("gpt2-like", run, 4, layers=4))])
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "message-driven, backward"])
 @pytest.mark.parametrize("recompute", ["none", "full", "products"])
 @pytest.mark.parametrize("is_tied", [False, True])

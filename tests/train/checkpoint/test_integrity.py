@@ -348,7 +348,7 @@ def resumed(out: Path, resume: object, *overrides: str) -> Any:
     return runs.configure(out, "grid.x=2", "train.checkpoint_every=2", f"train.resume={resume}", *overrides)
 
 
-@pytest.mark.parametrize("state", ["fp32", pytest.param("host", marks=pytest.mark.long)])
+@pytest.mark.parametrize("state", ["fp32", pytest.param("host", marks=pytest.mark.exhaustive)])
 def test_latest_takes_the_previous_checkpoint_and_warns_once(
     ranks: MakeRanks, trained: tuple[Path, list[float]], tmp_path: Path, state: str
 ) -> None:

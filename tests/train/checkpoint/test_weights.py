@@ -60,7 +60,7 @@ def test_a_large_model_goes_to_several_files_with_an_index(trained: Any, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "grid", [{}, {"x": 2, "y": 2}, pytest.param({"data": 2, "x": 2, "z": 2}, marks=pytest.mark.long)]
+    "grid", [{}, {"x": 2, "y": 2}, pytest.param({"data": 2, "x": 2, "z": 2}, marks=pytest.mark.exhaustive)]
 )
 def test_every_grid_imports_the_same_weights(
     ranks: MakeRanks, trained: Any, tmp_path: Path, grid: dict[str, int]

@@ -75,7 +75,8 @@ def test_a_gpt_attends_within_documents(positions: str) -> None:
         torch.testing.assert_close(packed[row], torch.cat(apart), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 @pytest.mark.parametrize("number", range(len(GRIDS)))
 def test_the_losses_are_those_of_documents_one_at_a_time(ranks: Any, tmp_path: Path, kind: str, number: int) -> None:

@@ -56,7 +56,7 @@ def evaluations_of(out: Path) -> dict[int, Any]:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"data": 4}, *(pytest.param(sizes, marks=pytest.mark.sampled(1, quick=0)) for sizes in every_grid(8))],
+    [{"data": 4}, *(pytest.param(sizes, marks=pytest.mark.exhaustive) for sizes in every_grid(8))],
     ids=lambda sizes: "x".join(map(str, sizes.values())),
 )
 def test_the_loss_is_that_of_plain_pytorch_on_every_grid_of_8(

@@ -119,7 +119,7 @@ GRIDS = {
 }
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("balance", [BIAS, SWITCH], ids=["bias", "switch"])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_run_is_plain_training_with_the_losses_written_out(
@@ -189,7 +189,7 @@ def test_evaluation_drops_no_token_and_changes_nothing(ranks: MakeRanks, tmp_pat
     assert dropping[-1]["loss"] != dropless[-1]["loss"]
 
 
-@pytest.mark.parametrize("state", ["fp32", pytest.param("device", marks=pytest.mark.long)])
+@pytest.mark.parametrize("state", ["fp32", pytest.param("device", marks=pytest.mark.exhaustive)])
 def test_a_resumed_run_has_the_biases_it_had(ranks: MakeRanks, tmp_path: Path, state: str) -> None:
     options = [*BIAS, "grid.data=2", "grid.expert=2", "train.checkpoint_every=2", "train.steps=4"]
     if state == "device":

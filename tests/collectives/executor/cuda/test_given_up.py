@@ -52,7 +52,7 @@ def test_a_message_that_never_arrived_is_not_forwarded(kind, protocol, folder):
         workspaces[1].check()
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_results_of_a_thread_block_that_has_given_up_are_not_sent(protocol, folder):
     """By the interpreter a thread block adds what another one has received, and sends the sum on."""
