@@ -14,7 +14,7 @@ from tests.collectives.random_programs import damaged, random_program
 from stretto.collectives import PROTOCOLS, compile_program, from_xml, to_xml, verify
 
 RUNS = 4
-FEW, MANY = 15, 150
+FEW, MANY = 15, 60
 seeds = st.integers(0, 2**32 - 1)
 
 

@@ -357,7 +357,7 @@ BOTH = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @BOTH
 def test_weights_may_be_frozen_between_steps_of_compiled_layers(ranks, options):
     for _, breaks, far, messages in ranks(2).run(compile_like_a_user, make_llama, {"z": 2}, "frozen layers", options):
@@ -365,7 +365,7 @@ def test_weights_may_be_frozen_between_steps_of_compiled_layers(ranks, options):
         assert far < 1e-5
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @BOTH
 def test_a_whole_compiled_model_logs_nothing(ranks, options):
     for _, _, far, messages in ranks(2).run(compile_like_a_user, make_llama, {"z": 2}, "model", options):

@@ -96,7 +96,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_grids_of_many_shapes_share_the_groups_of_the_same_ranks(ranks):
     for first, *others in ranks(4).run(count_over_grids, SHAPES, 3):
         # The job's own; for pairs of near and of far ranks those of axes and of the batch; for one of the two those of

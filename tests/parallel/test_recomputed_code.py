@@ -228,6 +228,7 @@ def test_whatever_is_frozen_gradients_are_the_same_to_the_bit(ranks):
     assert not any(ranks(1).run(try_frozen)[0].values())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "modes",
     [

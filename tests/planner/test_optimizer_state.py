@@ -466,7 +466,7 @@ def peaks_of_training(
     return beginning.peak, seen.peak
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("grid", "location", "micro_batch"),

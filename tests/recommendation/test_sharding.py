@@ -100,7 +100,7 @@ def test_kernels_update_cut_and_replicated_tables_as_the_library_does(
     ranks: MakeRanks, interpreted_pool: Pool, count: int
 ) -> None:
     # Dims of kernels' shards are multiples of 4.
-    cases = [("rrtrtr", "rowwise-adagrad"), ("crtnec", "adam")] if count == 2 else [("rrtnre", "adam")]
+    cases = [("crtnec", "adam")] if count == 2 else [("rrtnre", "adam")]
     kernel = interpreted_pool.run(count, sharding.update, cases, 2, torch.float32, "kernel", timeout=120)
     library = ranks(count).run(sharding.update, cases, 2, torch.float32)
     for (ours, our_vectors), (theirs, their_vectors) in zip(kernel[0], library[0], strict=True):

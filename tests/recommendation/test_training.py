@@ -183,7 +183,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_that_continues(ranks: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("table_optimizer", ["rowwise-adagrad", "adam"])
+@pytest.mark.parametrize("table_optimizer", ["rowwise-adagrad", pytest.param("adam", marks=pytest.mark.exhaustive)])
 def test_a_run_with_planned_tables_has_the_losses_of_one_rank_and_resumes_on_others(
     ranks: MakeRanks, tmp_path: Path, table_optimizer: str
 ) -> None:

@@ -152,7 +152,7 @@ def test_a_killed_run_resumes_with_its_masks_on_another_grid_and_elsewhere(ranks
                 assert all(not whole[key][mask == 0].any() for key in keys if whole[key].shape == mask.shape)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_dense_and_pruned_runs_resume_each_other(ranks: Any, tmp_path: Path) -> None:
     """Pruned after two steps, of the same run or of a dense one that ended there; and dense again after it."""
     late = [*PRUNED, "train.prune_at=2"]

@@ -194,7 +194,7 @@ def test_the_ranks_are_judged_by_majority_where_gradients_are_summed(
     assert names is None or named == names
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_neighbours_along_x_whose_gradients_have_changed_meanwhile_are_not_suspected(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:

@@ -305,7 +305,7 @@ KILLED = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[] if mode == "split" else [pytest.mark.exhaustive]) for mode in KILLED]
 )

@@ -170,7 +170,7 @@ def test_ranks_that_torchrun_started_end_and_torchrun_names_the_culprit(tmp_path
     assert {file.name for file in folder.iterdir()} >= {"report.txt", "rank-0-stack.txt", "rank-1-stack.txt"}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_second_training_of_the_same_processes_is_watched_with_its_own_limit(tmp_path, monkeypatch):
     monkeypatch.setenv(fault_runs.FAULT, "loop data 1")
     files = []
@@ -186,7 +186,7 @@ def test_a_second_training_of_the_same_processes_is_watched_with_its_own_limit(t
     assert (report_folder(tmp_path / "second") / "report.txt").exists()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_of_torchruns_nodes_the_one_with_the_stuck_rank_is_named_on_both(tmp_path, monkeypatch):
     """Each node has a watcher, and they exchange what they see through the job's store."""
     monkeypatch.setenv(fault_runs.FAULT, "loop data 1")

@@ -196,7 +196,7 @@ def launch(kind, by_tokens, arrivals=None):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("by_tokens", [False, True])
+@pytest.mark.parametrize("by_tokens", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("kind", TABLE)
 def test_kernels_are_compiled_to_tensor_core_loops_without_spills(kind, by_tokens, tmp_path):
     from stretto.tiles.compile_only import compile_kernel, count_shared_bytes

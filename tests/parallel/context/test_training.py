@@ -69,9 +69,9 @@ LARGE = pytest.mark.exhaustive
     ("variant", "sizes"),
     [
         ("llama-like", {"context": 2, "z": 2}),
-        pytest.param("gpt2-like", {"context": 2, "x": 2}, marks=LONG),
+        pytest.param("gpt2-like", {"context": 2, "x": 2}, marks=LARGE),
         pytest.param("llama-like", {"context": 4}, marks=LONG),
-        pytest.param("gathered twice, micro-batched", {"context": 2, "data": 2}, marks=LONG),
+        pytest.param("gathered twice, micro-batched", {"context": 2, "data": 2}, marks=LARGE),
         pytest.param("checkpointed", {"context": 2, "y": 2}, marks=LONG),
         pytest.param("sharded sequence", {"context": 2, "x": 2}, marks=LONG),
         *(
@@ -192,7 +192,7 @@ OF_EXPERTS = ("qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3")  # of experts' p
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        pytest.param("llama", {"context": 2, "x": 2}, marks=LONG),
+        pytest.param("llama", {"context": 2, "x": 2}, marks=LARGE),
         *(pytest.param(name, {"context": 4}, marks=LONG) for name in ("qwen3_next", "nemotron_h")),
         *(pytest.param(name, {"context": 2, "z": 2}, marks=LARGE) for name in FAMILIES),
         *(

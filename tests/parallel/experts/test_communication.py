@@ -173,7 +173,7 @@ def all_calls(sizes: dict[str, Any], options: dict[str, Any]) -> Counter[tuple[s
 
 
 @pytest.mark.long
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

@@ -134,7 +134,7 @@ def test_bits_do_not_depend_on_z_and_one_rank_trains_as_the_reference(ranks: Mak
     assert in_fp8[-1]["sent"]["z", "all_reduce"] < 0.02 * whole
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_weights_that_copy_engines_gather_have_the_same_bits(interpret: Callable[..., list[Any]]) -> None:
     options = [{"fp8": "rowwise", "pushed": pushed} for pushed in (False, True)]
     (found, *_) = interpret(2, train_all, [({"z": 2}, each) for each in options], True)
@@ -160,6 +160,7 @@ CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "tried"),
     [

@@ -123,7 +123,7 @@ def bytes_over_pipe(sizes: dict[str, int], rows: int, layers: int) -> int:
     return sum(call.bytes_sent for call in counts.calls if call.kind == "message")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_with_gpus_and_batch_fixed_a_stage_sends_in_proportion_to_the_number_of_stages(ranks):
     """Lemma 3.3.1. Of two stages there is no inner one: the first ones are compared."""
     shallow = ranks(4).run(bytes_over_pipe, {"pipe": 2, "data": 2}, 8, 4)
@@ -232,7 +232,7 @@ def live_bytes(schedule: str, steps: int) -> list[int]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "message-driven"])
 def test_memory_is_flat_over_ten_steps(ranks, schedule):

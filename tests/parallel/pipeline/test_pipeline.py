@@ -161,7 +161,7 @@ def test_blocks_that_are_computed_again_train_in_every_mode(ranks, schedule, gri
     check_together(ranks, [(run, make_case("llama-like", run, 2, layers=layers))])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1", "dualpipe-v", "message-driven, forward"])
 @pytest.mark.parametrize(

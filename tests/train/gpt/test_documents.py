@@ -122,6 +122,7 @@ RESUMED = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "sizes",
     [

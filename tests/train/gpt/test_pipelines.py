@@ -101,7 +101,7 @@ def test_separate_optimizer_state_is_stepped_and_resumed_on_two_stages(ranks: Ma
     check_state_apart(ranks, tmp_path, {"pipe": 2}, "1f1b", "device", tied=True)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("state", ["device", "host"])

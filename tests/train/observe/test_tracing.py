@@ -130,7 +130,7 @@ def test_a_run_without_tracing_leaves_no_trace_of_the_one_before(ranks: MakeRank
     assert "measured" not in json.loads((tmp_path / "summary.json").read_text())
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_that_is_stopped_between_traced_steps_has_a_trace_of_one(ranks: MakeRanks, tmp_path: Path) -> None:
     config = runs.configure(tmp_path, "grid.x=2", "train.trace=true")
     ranks(2).run(runs.train_and_stop, config, step=3, rank=1)  # which stops after step 4
