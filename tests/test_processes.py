@@ -97,6 +97,7 @@ def test_signals_reach_the_process_and_a_kill_takes_it_along(server: PythonServe
     process.stdout.close()
 
 
+@pytest.mark.long
 def test_a_signal_to_a_process_that_has_just_been_forked_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It had the server's handler, which ends all processes: a rank's SIGTERM killed the other ranks."""
     detach = _Server._detach

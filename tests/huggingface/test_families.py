@@ -188,6 +188,7 @@ OTHER_GRIDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("case", "sizes"), ONE_GRID)
 def test_a_family_trains_on_a_grid_as_on_one_rank(ranks, case, sizes):

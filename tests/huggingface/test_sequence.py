@@ -161,6 +161,7 @@ def differences(case: Case, expected: Trace) -> dict[str, float]:
     return {name: value for name, value in found.items() if not value < 1e-5}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [

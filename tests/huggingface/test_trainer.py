@@ -91,6 +91,7 @@ def check_folder(folder: Path, expected: Path) -> None:
     transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.long
 def test_trainer_equals_one_process_and_resumes_on_another_grid(ranks: MakeRanks, tmp_path: Path) -> None:
     saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
     expected = train_alone("Trainer", "llama", tmp_path / "alone", **saves)
@@ -205,6 +206,7 @@ def refuse(out: Path) -> dict[str, str]:
     return messages
 
 
+@pytest.mark.long
 def test_what_the_plugin_does_not_support_is_refused_and_a_failed_save_leaves_nothing(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:

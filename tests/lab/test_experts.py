@@ -25,7 +25,7 @@ from lab.experts.communication import (
 NAMES = [bar.name for bar in BARS]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_runs_train_the_same_and_send_what_is_predicted(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, communication, ranks)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -154,6 +154,7 @@ def test_the_rank_that_raised_is_named_and_not_the_one_that_waited_for_it(out: P
     assert_nothing_left(out, pids(out, 2))
 
 
+@pytest.mark.long
 def test_a_rank_killed_in_mid_step_ends_the_job_with_its_name_and_signal(out: Path) -> None:
     killer = once_running(out, 2, lambda processes: os.kill(processes[1], signal.SIGKILL))
     with pytest.raises(RankFailure, match="rank 1 of 2 failed: it was killed by SIGKILL") as failed:

@@ -240,5 +240,6 @@ def compile_an_mlp(shape):
     return [torch.equal(eager, compiled) for eager, compiled in zip(*outcomes, strict=True)]
 
 
+@pytest.mark.long
 def test_torch_compile_takes_them_without_a_graph_break(interpret):
     assert interpret(2, compile_an_mlp, (16, 32, 16), timeout=200.0) == [[True] * 4] * 2

@@ -32,6 +32,7 @@ def infer_then_train(plan):
         assert all(map(torch.equal, *found)), operator.__name__
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", ["auto", "copies", "packets"])
 def test_a_group_that_has_inferred_may_train(interpret, plan):
@@ -129,6 +130,7 @@ def miss_a_call():
     return list(ops.all_gather_matmul(x[:2], weight).shape), list(ops.all_gather_matmul(x[:3], weight).shape)
 
 
+@pytest.mark.long
 def test_a_rank_that_waited_in_vain_may_call_again(interpret):
     assert interpret(2, miss_a_call) == [([4, 6], [6, 6])] * 2
 

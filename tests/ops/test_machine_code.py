@@ -348,6 +348,7 @@ def test_tiles_that_tma_cannot_push_are_stored_by_pointers_beside_the_loads_by_t
     assert count_shared_bytes(gemm_reduce_scatter, arguments, options, "sm_90") <= 227 << 10
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "blocks"),
@@ -490,6 +491,7 @@ def test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire():
     assert before[-1].startswith("bar.sync")
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "sizes"), [("gather", {}), ("gather", {"transfer": "programs"}), ("scatter", {})])
 def test_tiles_that_are_cut_cost_the_loop_nothing(name, sizes, tmp_path):

@@ -151,6 +151,7 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
     )
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plan", ["one shot", "two shots", "shared steps", "odd tiles", "odd tiles, two shots", "tiles", "auto"]

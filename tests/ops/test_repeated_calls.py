@@ -68,6 +68,7 @@ def call_in_many_shapes(calls, seed):
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("calls", [2, pytest.param(6, marks=pytest.mark.exhaustive)])
 def test_calls_of_any_shape_and_subgroup_follow_each_other(interpret, calls):
     assert interpret(4, call_in_many_shapes, calls, 5) == [[]] * 4
@@ -135,6 +136,7 @@ def fall_behind(name, plan, calls):
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "plan"),

@@ -229,6 +229,7 @@ def write_to_outputs(most_plans_of_batches):
     assert torch.equal(out, ops.matmul_reduce_scatter(x, weights[0]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("most_plans_of_batches", [1, pytest.param(None, marks=pytest.mark.long)])
 def test_outputs_that_are_given_are_written_to(interpret, most_plans_of_batches):
     interpret(2, write_to_outputs, most_plans_of_batches, timeout=200.0)

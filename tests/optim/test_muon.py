@@ -140,6 +140,7 @@ GRIDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 def test_weights_on_a_grid_are_one_ranks(ranks, sizes):
     for distance in ranks(8).run(train_on_grid, sizes, 3):

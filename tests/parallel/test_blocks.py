@@ -244,6 +244,7 @@ def train_on(sizes: Sizes, name: str, options: dict[str, Any], micro_batches: in
 KEEPS, FREES = {"reshard": "after_backward"}, {"reshard": "after_forward"}
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("options", [KEEPS, FREES, {"overlap": False}, {"reshard": "gradients_after_step"}], ids=str)

@@ -129,6 +129,7 @@ def wrong_weights(sizes: dict[str, int], half: int) -> list[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "sizes", "half"),
     [

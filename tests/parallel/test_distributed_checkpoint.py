@@ -122,7 +122,7 @@ def continue_on_grid(kind: str, sizes: Sizes, folder: Path, name: str) -> list[f
         ),
     ],
 )
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_an_fsdp2_run_is_continued_on_other_grids(kind: str, name: str, ranks: MakeRanks, tmp_path: Path) -> None:
     expected = ranks(4).run(start_by_fsdp2, kind, tmp_path / "saved", name)[0]
     for count, sizes in GRIDS:

@@ -71,6 +71,7 @@ def assert_no_growth(counts: list[dict[str, int]]) -> None:
     assert min(each["threads"] for each in others) <= first["threads"], counts
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [{"z": 2}, {"x": 2}, {"pipe": 2}], ids=str)
 def test_six_grids_of_one_shape_need_what_one_needs(ranks, shape):
@@ -142,6 +143,7 @@ def close_grids() -> dict[str, Any]:
     return {"before": before, "between": between, "after": after, "total": total.item(), "refusals": len(refusals)}
 
 
+@pytest.mark.long
 def test_closing_grids_gives_back_what_no_other_uses_and_a_closed_one_is_refused(ranks):
     for seen in ranks(4).run(close_grids):
         assert seen["between"]["groups"] > seen["before"]["groups"]

@@ -118,7 +118,7 @@ def make_gpt() -> GPT:
     return GPT(replace(runs.GPT_CONFIG, kv_heads=2))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_checkpoints_and_exported_files_are_those_of_one_rank(ranks: MakeRanks, tmp_path: Path) -> None:
     """A copy is written once, and read by every grid; so are moments."""
     weights = ranks(4).run(runs.save_trained, make_gpt, {"x": 4}, tmp_path / "x4")[0]

@@ -85,6 +85,7 @@ def spread_variants() -> list[tuple[Sizes, str, str]]:
     return runs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "precision", "variant"),
     [

@@ -63,6 +63,7 @@ def disagreements_of(sizes: Sizes, case: Case, precision: Precision, expected: T
         return disagreements(sizes, case, precision, expected)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "precision"),

@@ -85,6 +85,7 @@ def compare_modes(sizes: Sizes, options: dict[str, Any]) -> list[str]:
     return differences(right, {mode: train_gpt(sizes, mode, options) for mode in MODES})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -172,6 +173,7 @@ def calls_of_a_block(sizes: Sizes, recompute: str, shards: bool) -> tuple[Counte
     return first, second
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "shards"),
     [
@@ -209,6 +211,7 @@ def train_without_dropout(sizes: Sizes, recompute: str, options: dict[str, Any])
     return gradients(model), products.count, sums
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "options", "sums"),
     [
@@ -449,6 +452,7 @@ def count_products(options: dict[str, Any]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*is sharded only over z")
 def test_products_that_are_kept_or_whose_sum_is_kept_are_not_computed_again(ranks):
     """4 blocks of two linears, the second of which is summed over x."""

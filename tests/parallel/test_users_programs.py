@@ -223,6 +223,7 @@ def wrong_results(sizes: dict[str, int]) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "sizes"),
     [(2, {"z": 2}), (2, {"data": 2}), pytest.param(4, {"data": 2, "z": 2}, marks=pytest.mark.exhaustive)],

@@ -67,7 +67,7 @@ def peak_of_a_pipeline(
     return seen.peak
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("grid", "micro_batch", "schedule", "options"),

@@ -73,6 +73,7 @@ def start(pool: Any) -> None:
     sharding_start[:] = [found["parameters"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "count",
     [
@@ -111,6 +112,7 @@ def test_kernels_update_cut_and_replicated_tables_as_the_library_does(
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_stochastic_rounding_has_the_same_bits_on_every_placement(ranks: MakeRanks) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         ((alone, _),) = ranks(1).run(sharding.update, [("tttttt", "adam")], STEPS, dtype)[0]
@@ -140,6 +142,7 @@ def test_gradients_without_a_fused_optimizer_are_those_of_one_rank(ranks: MakeRa
     assert len(seen) == sum(dlrm.CONFIG.rows) * dlrm.CONFIG.dim
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before", ["crtnec", pytest.param("eetrte", marks=pytest.mark.exhaustive)])
 def test_checkpoints_of_any_sharding_resume_on_another_one_and_other_ranks(
     ranks: MakeRanks, tmp_path: Path, before: str

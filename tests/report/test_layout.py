@@ -424,6 +424,7 @@ def committed() -> Iterator[Path]:
             yield path.relative_to(ROOT)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("picture", list(committed()), ids=str)
 def test_labels_of_committed_results_are_clear_of_each_other(

@@ -38,7 +38,7 @@ def multiply_gathered(shapes, dtype, calls):
     return worst
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -38,6 +38,7 @@ def gather_in_all_ways(rows):
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("rows", [16, 37])
@@ -102,6 +103,7 @@ def route(mode, calls):
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("mode", ["p2p", "broadcast"])
@@ -114,6 +116,7 @@ def use_peers(calls):
         return [(sum_around(channel, 2 * call), exchange(channel, 2 * call + 1)) for call in range(calls)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_peers_signal_each_other_one_by_one_and_all_at_once(interpret, ranks):
     assert interpret(ranks, use_peers, 3) == [[(True, True)] * 3] * ranks
@@ -235,6 +238,7 @@ def use_groups_at_once(calls):
     return wrong
 
 
+@pytest.mark.long
 def test_two_groups_have_calls_under_way_at_once(interpret):
     assert interpret(4, use_groups_at_once, 3) == [[]] * 4
 

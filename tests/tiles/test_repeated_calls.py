@@ -53,6 +53,7 @@ def mix_calls(calls, start):
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("calls", "start"),
     [

@@ -28,6 +28,7 @@ STORED: list[Case] = [
 GRIDS = ({"data": 2}, {"z": 2}, {"data": 2, "z": 2})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "part"),
     [

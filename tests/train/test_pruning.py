@@ -51,6 +51,7 @@ def check_cases(ranks: Any, sizes: dict[str, int], names: list[str]) -> None:
             assert result["pruned"]["numbers"] < 0.7 * result["dense"]["numbers"]  # with gaps, to multiples of 64
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [
@@ -135,6 +136,7 @@ OPTIONS = ["train.optimizer_state=device", "train.schedule=constant", "train.dty
 PRUNED = [*OPTIONS, "train.sparsity=0.75"]
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_with_its_masks_on_another_grid_and_elsewhere(ranks: Any, tmp_path: Path) -> None:
     """Two steps on z=2, two in a pipeline with state on the host, against four on one rank."""
     ranks(1).run(run_all, str(tmp_path), {}, {"whole": PRUNED}, timeout=300)

@@ -120,6 +120,7 @@ LONG = ["train.steps=45", "train.schedule=constant", "train.lr=1e-3", "train.bat
 NORM, WEIGHT = "blocks.0.mlp_norm.weight", "blocks.1.mlp.up.weight"
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "step", "every", "name", "culprits", "replicas"),

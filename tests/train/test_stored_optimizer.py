@@ -161,7 +161,7 @@ def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
     check_bits(tmp_path, grid, list(runs))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_fp32_weights_train_as_without_separate_state(ranks: Any, tmp_path: Path) -> None:
     """In fp32 nothing is rounded, so that state apart must give what the default gives; clipped, over four ranks."""
     common = ["train.dtype=fp32", "train.clip=0.5"]
@@ -187,6 +187,7 @@ MODES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("grid", "first", "second"),
     [

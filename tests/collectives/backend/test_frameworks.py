@@ -157,6 +157,6 @@ def call_compiled(compiler):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiled_code_reaches_the_schedules(ranks, compiler):
     ranks(2).run(call_compiled, compiler, timeout=120)

@@ -95,6 +95,7 @@ def test_reductions_are_those_of_torch_distributed_for_every_dtype_and_size(rank
     assert min(ranks(shape[0] * shape[1]).run(check_reductions, shape, 2**20, SIZES)) > 0
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(3, 2), (1, 3)], ids=["3x2", "1x3"])
 def test_messages_in_many_parts_change_nothing(ranks, shape):
@@ -438,14 +439,14 @@ def test_a_missing_peer_is_named_with_phase_and_step(ranks):
     assert all("this two-level group is of no more use: rank" in again for _, again in found[:5])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_reduction_names_the_rank_that_is_missing_inside_a_node(ranks):
     found = ranks(6).run(miss_a_peer, "all_reduce", "ring")
     assert "rank 4 of 6 (node 2, place 0), all_reduce (ring), phase inside the node" in found[4][0]
     assert "with rank 5" in found[4][0]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_limit_holds_on_the_groups_own_connections_too(ranks):
     found = ranks(6).run(miss_a_peer, "all_gather", "flat")  # the pool's group has a limit of half an hour
     assert "the library's collective, step 1 of 1, with rank 0, 2, 3, 4, 5: not done within 5 s" in found[1][0]
@@ -469,6 +470,7 @@ def lose_a_connection() -> str:
     return str(lost.value)
 
 
+@pytest.mark.long
 def test_a_lost_peer_is_an_error_immediately_and_within_the_limit_for_ranks_that_wait_for_others(ranks):
     direct, indirect, _ = ranks(3).run(lose_a_connection)
     where = "rank 0 of 3 (node 0, place 0), all_reduce (ring), phase between nodes, step 1 of 2, "

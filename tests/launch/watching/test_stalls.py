@@ -70,7 +70,7 @@ def test_in_a_pipeline_the_stuck_rank_is_named_and_not_one_that_waits_for_its_me
     assert "ranks 0, 2 and 3 wait for it" in failure.reason or "ranks 0-2" in failure.reason
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_async", ["true", pytest.param("false", marks=pytest.mark.exhaustive)])
 def test_a_thread_that_writes_and_hangs_is_named_with_its_line(tmp_path, monkeypatch, caplog, is_async):
     failure = fail(tmp_path / "out", monkeypatch, "loop write 1", f"train.async_save={is_async}")

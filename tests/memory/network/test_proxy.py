@@ -165,6 +165,7 @@ def test_a_forked_process_and_one_whose_proxy_has_ended_release_at_once(kind):
             pair.proxies[1].add_fifo(pair.fifos[1], False)
 
 
+@pytest.mark.long
 @each_proxy
 def test_a_short_outage_harms_nothing_and_a_longer_one_is_reported_on_both_sides(kind):
     with Pair(kind, limit=1.5, window=1) as pair:

@@ -29,6 +29,7 @@ def differ_by_copies(ranks, calls):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "calls",
     [
@@ -192,6 +193,7 @@ def differ_by_gpu_kernels(ranks):
     return found, [call.call_count for call in calls.values()]
 
 
+@pytest.mark.long
 def test_kernels_of_gpus_are_called_as_torch_defines_them(ranks):
     for rank, (found, counts) in enumerate(ranks(2).run(differ_by_gpu_kernels, 2)):
         assert not found, (rank, found)

@@ -52,6 +52,7 @@ def differ(ranks, seed):
 SEED = random.randrange(2**31)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "count", [2, pytest.param(3, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.long)]
 )
@@ -108,6 +109,7 @@ def check_calls():
     return [float((one - plain).abs().max()) for one in found], ran, refusals
 
 
+@pytest.mark.long
 def test_calls_with_a_schedule_are_compiled_wrapped_and_refused(interpret):
     for differences, ran, refusals in interpret(2, check_calls):
         assert len(differences) == 5

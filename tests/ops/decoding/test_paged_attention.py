@@ -92,6 +92,7 @@ def mix(dtype):
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_an_invariant_token_has_the_same_bits_in_every_batch_and_chunk(interpret):
     assert interpret(1, mix, torch.bfloat16) == [[]]
 

@@ -37,6 +37,7 @@ def sum_arguments(blocks):
     return sources, destinations, tables, inputs, landed, torch.empty_like(inputs), out, 3, 1
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("blocks", [WIDE._replace(num_stages=3), NARROW])
 @pytest.mark.parametrize("is_gather", [True, False])

@@ -118,6 +118,7 @@ def run_named():
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_products_with_named_algorithms_are_right(interpret, ranks):
     assert interpret(ranks, run_named) == [[]] * ranks

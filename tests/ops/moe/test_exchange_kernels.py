@@ -55,14 +55,15 @@ def compare_with_library(case, dtype, options):
     return [torch.equal(*pair) for pair in zip(ours, library, strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "dtype", "options"),
     [
         pytest.param(Case((2, 0, 3), 2, 6), torch.bfloat16, {"reduce": "rank"}, marks=pytest.mark.long),
         (Case((2, 5), 2, 4), torch.float32, {"reduce": "choice"}),
         pytest.param(Case((3, 4), 2, 4, range(2, 4)), torch.float32, {"reduce": "rank"}, marks=pytest.mark.exhaustive),
-        (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16}),
-        (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16, "reduce": "choice"}),
+        pytest.param(Case((3, 3), 2, 4), torch.float32, {"max_rows": 16}, marks=pytest.mark.exhaustive),
+        pytest.param(Case((3, 3), 2, 4), torch.float32, {"max_rows": 16, "reduce": "choice"}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -86,10 +87,12 @@ def run_on_grid_by_kernels():
     return found
 
 
+@pytest.mark.long
 def test_kernels_send_rows_to_all_ranks_that_share_an_expert(interpret):
     require_exact(interpret(4, run_on_grid_by_kernels))
 
 
+@pytest.mark.long
 def test_too_many_rows_give_nan_and_an_error_on_all_ranks(interpret):
     case = Case((3, 3), 2, 4, range(2))
     needed = count_needed(case)

@@ -105,6 +105,7 @@ def combine_ahead():
     return rank == 1 or [bool((out == number).all()) for number, out in enumerate(found, 1)]
 
 
+@pytest.mark.long
 def test_no_rank_combines_two_calls_ahead(interpret):
     assert interpret(2, combine_ahead)[0] == [True] * 3
 

@@ -88,6 +88,7 @@ def multiply_everything(dtype):
     return right
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)])
 def test_kernels_multiply_ragged_rows(interpret, dtype):
     [right] = interpret(1, multiply_everything, dtype)
@@ -132,6 +133,7 @@ def gate_everything(dtype):
     return right
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)])
 def test_kernels_multiply_gates_and_differentiate_them(interpret, dtype):
     [right] = interpret(1, gate_everything, dtype)

@@ -120,6 +120,7 @@ def sum_weigh_and_multiply(cases):
                 assert torch.equal(one.nan_to_num(7), expected.nan_to_num(7))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cases",
     [

@@ -60,6 +60,7 @@ def compare_with_direct(case, dtype, which, options):
 RANK, CHOICE, BF16, FP32 = {}, {"reduce": "choice"}, torch.bfloat16, torch.float32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "call"),
     [

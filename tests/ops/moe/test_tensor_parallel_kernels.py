@@ -58,6 +58,7 @@ def compare_with_library(case, hidden, inner, entries):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "entries"),
     [
@@ -89,6 +90,7 @@ def tune_half(operator, folder):
         return [config.encode() for config in measured], before, call_half(operator, 6), call_half(operator, 8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "operator", ["all_gather_moe", pytest.param("moe_reduce_scatter", marks=pytest.mark.exhaustive)]
 )

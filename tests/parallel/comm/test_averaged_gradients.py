@@ -133,6 +133,7 @@ def disagreements(runs: list[Any]) -> list[Any]:
     return [(*run, wrong) for run in runs if (wrong := distances(*run))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "runs",
     [TWO, pytest.param(THREE, marks=pytest.mark.long), pytest.param(FOUR, marks=pytest.mark.exhaustive)],

@@ -99,6 +99,7 @@ def train(z: int, by_copies: bool, dtype: torch.dtype | None, straggles: bool) -
     return shards(model), kinds["all_gather"], kinds["reduce_scatter"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("z", "dtype", "straggles"),
     [(2, None, True), pytest.param(3, torch.bfloat16, False, marks=pytest.mark.long)],

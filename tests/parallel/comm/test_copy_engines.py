@@ -125,6 +125,7 @@ def train(x: int, z: int, is_pushed: bool, dtype: torch.dtype | None, straggles:
     return {"shards": setup.shards()} | counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("x", "z", "dtype", "straggles", "tolerance"),
     # Over two ranks both ways add the same two numbers; in bf16 the group rounds their sum, and pushes do not.
@@ -297,6 +298,7 @@ def train_in_micro_batches(is_pushed: bool, once: bool, checkpoints: bool) -> di
     return {"shards": setup.shards(), "copies": len(copies), "gathers": setup.gathers, "pushed": setup.num_pushed}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpoints", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_step_gathers_each_weight_once_for_all_micro_batches(interpret, checkpoints):
     plain, pushed, each_time = (
@@ -351,6 +353,7 @@ def change_in_a_step() -> list[bool]:
     return [torch.equal(*pair) for pair in zip(*losses, strict=True)]
 
 
+@pytest.mark.long
 def test_a_weight_that_is_changed_inside_is_gathered_again(interpret):
     assert interpret(2, change_in_a_step) == [[True] * 4] * 2
 
@@ -416,6 +419,7 @@ def scatter_many(seed: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3, pytest.param(4, marks=pytest.mark.exhaustive)]
 )
@@ -553,6 +557,7 @@ def take_at_once() -> list[bool]:
     return [torch.equal(whole, gather_rows(local(w.parameter).detach(), w.rows, pushed.group)) for whole, w in last]
 
 
+@pytest.mark.long
 def test_a_weight_is_taken_when_all_of_it_has_come(interpret):
     assert interpret(3, take_at_once) == [[True] * WEIGHTS] * 3
 

@@ -275,6 +275,7 @@ def fail(*_: Any) -> None:
     raise RuntimeError("on purpose")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "disturb",
     [

@@ -65,6 +65,7 @@ LONG = pytest.mark.long
 LARGE = pytest.mark.exhaustive
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
@@ -96,6 +97,7 @@ def test_five_steps_of_a_gpt_equal_those_of_one_rank(ranks, variant, sizes):
     assert ranks(count).run(disagreements, sizes, case, EXACTLY, expected) == [{}] * count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "run",
     [
@@ -310,6 +312,7 @@ def distances_of_packed(family: str, sizes: Sizes, form: str) -> dict[str, float
     return found | {name: distance(gather(ours.grad, layout_of(ours)), theirs.grad) for (name, ours), theirs in pairs}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "sizes", "form"),
     [
@@ -537,6 +540,7 @@ def layouts_and_messages() -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_the_layout_of_ranks_and_tokens_what_is_sent_and_batches_that_are_refused(ranks):
     for rank, found in enumerate(ranks(4).run(layouts_and_messages)):
         context, z = divmod(rank, 2)
@@ -660,6 +664,7 @@ def losses_over_a_checkpoint(folder: Path, first: Sizes, second: Sizes) -> list[
     return [step(*each, number) for number in (2, 3) for each in (run, resumed)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
     [({"context": 2}, {"z": 2}), pytest.param(({"z": 2}, {"context": 2}), marks=LONG)],

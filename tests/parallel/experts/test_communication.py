@@ -79,6 +79,7 @@ def test_a_block_whose_sequence_is_sharded_has_as_many_reduce_scatters_and_gathe
         }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 1), ("full", 2), ("communication", 1)])
 def test_dropping_duplicates_gathers_what_it_has_cut_and_recomputation_keeps_that_too(ranks, recompute, passes):
@@ -91,6 +92,7 @@ def test_dropping_duplicates_gathers_what_it_has_cut_and_recomputation_keeps_tha
         }
 
 
+@pytest.mark.long
 def test_where_x_folds_into_expert_nothing_but_tokens_is_gathered_over_it(ranks):
     sizes = TED | {"expert": 4, "expert_tensor": "fold"}
     for calls, _ in ranks(4).run(sent_by_a_block, sizes, {"recompute": "communication"}):

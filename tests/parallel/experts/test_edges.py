@@ -76,6 +76,7 @@ def distances(sizes: dict[str, Any], counts: list[int], options: dict[str, Any])
     return found
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "counts", "options"),

@@ -11,7 +11,7 @@ CHOSEN = [
     pytest.param(Run({"data": 4, "x": 2, "expert": 4}), marks=pytest.mark.long),  # figure 7.7's layout, scaled down
     pytest.param(
         Run({"x": 2, "z": 2, "expert": 2, "expert_tensor": "fold"}, case="top-1 on alternate layers"),
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(Run({"pipe": 2, "z": 2, "expert": 2}, case="top-2 in micro-batches"), marks=pytest.mark.long),
     pytest.param(

@@ -67,6 +67,7 @@ def compare(sizes: dict[str, int], options: dict[str, Any], config: GPTConfig, *
     return max((one - other).abs().max().item() for one, other in pairs if one.numel()), held
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "options", "optimizer", "passes"),
     [

@@ -83,6 +83,7 @@ def load_and_save(sizes: dict[str, Any], source: Path, out: Path) -> dict[str, T
     return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "others"),
     [
@@ -137,6 +138,7 @@ def whole_tensors(sizes: dict[str, Any], folder: str, **changes: Any) -> dict[st
     return {name: right for name, right in (found | layouts).items() if not right}
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "experts"),

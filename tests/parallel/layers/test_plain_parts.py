@@ -264,6 +264,7 @@ def load_with_planner(sizes: Sizes, path: str) -> list[str]:
     return [name for (name, parameter), whole in pairs if not torch.equal(gather(parameter), whole)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), pytest.param((1, 2, 2, 1), marks=pytest.mark.exhaustive)], ids=str)
 def test_torchs_checkpoints_hold_inner_parameters_whole_for_other_grids(ranks, tmp_path, sizes):
     path = str(tmp_path / "checkpoint")

@@ -76,6 +76,7 @@ def calls_of_a_step(
     return weights, large, counts.bytes_by_axis()
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "message-driven"])
 def test_weights_are_gathered_once_a_step_and_gradients_scattered_once_a_micro_batch(ranks, schedule):
@@ -93,7 +94,7 @@ def test_gradients_that_add_up_unsharded_are_scattered_once_a_step(ranks):
         assert weights <= calls["reduce_scatter", "z"] <= weights + 2
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_weights_that_are_not_kept_are_gathered_for_each_pass(ranks):
     for weights, calls, _ in ranks(4).run(calls_of_a_step, {"pipe": 2, "z": 2}, "1f1b", 4, reshard="after_forward"):
         assert calls["all_gather", "z"] >= 2 * 4 * (weights - 2)

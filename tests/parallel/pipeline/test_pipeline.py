@@ -137,7 +137,7 @@ def check_together(ranks: Callable[[int], Ranks], runs: list[tuple[Run, Case]]) 
     assert wrong == {}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_any_number_of_micro_batches_trains(ranks, schedule):

@@ -286,6 +286,7 @@ def dropout_cases() -> list[tuple[str, dict[str, int], str]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "grid", "recompute"), dropout_cases(), ids=str)
 def test_dropout_drops_the_elements_of_the_batch_that_one_rank_drops(ranks, schedule, grid, recompute):

@@ -77,6 +77,7 @@ def check_grids(ranks: MakeRanks, tmp_path: Path, make: Any, *grids: dict[str, i
             assert torch.equal(read_tensor(again, entries_again[name]), read_tensor(first, entry)), (grid, name)
 
 
+@pytest.mark.long
 def test_another_grid_reads_and_writes_the_same_numbers(ranks: MakeRanks, tmp_path: Path) -> None:
     check_grids(ranks, tmp_path, runs.make_gpt, {}, {"y": 2})
 

@@ -31,6 +31,7 @@ def trained(pool: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.
     return request.param, out, Ranks(pool, 4).run(runs.save_trained, request.param, {"x": 2, "z": 2}, out)[0]
 
 
+@pytest.mark.long
 def test_an_exported_file_has_every_weight_once_under_its_name(trained: Any, tmp_path: Path) -> None:
     _, out, weights = trained
     assert export_safetensors(out, tmp_path / "new" / "model.safetensors") == [tmp_path / "new" / "model.safetensors"]

@@ -36,6 +36,7 @@ def make_mixture(folder: Path, rng: np.random.Generator) -> MixedDataset:
     return mixture
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mixture", range(10))
 def test_every_grid_and_every_resumption_reads_one_stream_of_tokens(tmp_path: Path, mixture: int) -> None:

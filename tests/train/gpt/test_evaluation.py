@@ -54,6 +54,7 @@ def evaluations_of(out: Path) -> dict[int, Any]:
     return {line["step"]: line["evaluation_loss"] for line in runs.metrics_of(out) if "evaluation_loss" in line}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
     [{"data": 4}, *(pytest.param(sizes, marks=pytest.mark.exhaustive) for sizes in every_grid(8))],
@@ -90,6 +91,7 @@ def test_conversations_count_by_their_targets_and_not_by_their_number(ranks: Mak
     assert evaluations_of(config.out)[1] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.long
 def test_a_run_is_evaluated_when_it_is_due_and_trains_as_one_that_is_not(ranks: MakeRanks, tmp_path: Path) -> None:
     """Dropout is off in an evaluation, and on again afterwards."""
     options = ("grid.z=2", "train.steps=3", "model.dropout=0.5")

@@ -139,6 +139,7 @@ def test_a_run_is_plain_training_with_the_losses_written_out(
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12, check_dtype=False)
 
 
+@pytest.mark.long
 def test_biases_are_those_of_all_micro_batches_of_a_step(ranks: MakeRanks, tmp_path: Path) -> None:
     whole = run(ranks, tmp_path / "whole", *BIAS, "train.steps=3")
     cut = run(ranks, tmp_path / "cut", *BIAS, "train.steps=3", "train.micro_batch=1")
@@ -157,6 +158,7 @@ def test_biases_are_those_of_all_micro_batches_of_a_step(ranks: MakeRanks, tmp_p
 CAPACITY = ("model.capacity_factor=0.75", "model.balance=none", "train.steps=3")
 
 
+@pytest.mark.long
 def test_tokens_beyond_the_capacity_are_dropped_in_the_order_of_ranks(ranks: MakeRanks, tmp_path: Path) -> None:
     one = run(ranks, tmp_path / "one", *CAPACITY)
     four = run(ranks, tmp_path / "four", *CAPACITY, "grid.data=2", "grid.x=2", "grid.expert=2")
@@ -167,6 +169,7 @@ def test_tokens_beyond_the_capacity_are_dropped_in_the_order_of_ranks(ranks: Mak
     assert all(line["dropped_tokens"][0] >= 0.25 * 8 * 16 * 2 for line in one)
 
 
+@pytest.mark.long
 def test_evaluation_drops_no_token_and_changes_nothing(ranks: MakeRanks, tmp_path: Path) -> None:
     options = (*CAPACITY[:1], *BIAS, "train.steps=3")
     plain = run(ranks, tmp_path / "plain", *options, "data.evaluation_sequences=9")
@@ -189,6 +192,7 @@ def test_evaluation_drops_no_token_and_changes_nothing(ranks: MakeRanks, tmp_pat
     assert dropping[-1]["loss"] != dropless[-1]["loss"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("state", ["fp32", pytest.param("device", marks=pytest.mark.exhaustive)])
 def test_a_resumed_run_has_the_biases_it_had(ranks: MakeRanks, tmp_path: Path, state: str) -> None:
     options = [*BIAS, "grid.data=2", "grid.expert=2", "train.checkpoint_every=2", "train.steps=4"]

@@ -112,7 +112,7 @@ def test_separate_optimizer_state_is_stepped_and_resumed_on_each_stage(
     check_state_apart(ranks, tmp_path, {"pipe": 2, "data": 2}, schedule, state, tied)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_model_folder_is_trained_in_stages(ranks: MakeRanks, tmp_path: Path) -> None:
     folder = model_folders.write_folder(tmp_path / "model")
     options = ["model.layers=none", "model.hidden=none", "model.heads=none", f"model.path={folder}", "train.steps=2"]

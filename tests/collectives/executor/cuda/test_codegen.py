@@ -38,6 +38,7 @@ def compile_to_ptx(text):
     return text.decode()
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
