@@ -177,7 +177,7 @@ def test_a_dying_rank_fails_the_job_by_name_and_the_next_job_gets_a_new_pool(ran
     assert set(before).isdisjoint(after)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_hanging_rank_fails_the_job_with_its_stack_and_the_next_job_gets_a_new_pool(ranks):
     before = ranks(4).run(process_id)
     with pytest.raises(RankError, match=r"(?s)rank 1 of 3 did not end within 1 s.*in hang_on"):

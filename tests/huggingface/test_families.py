@@ -292,6 +292,7 @@ def balanced_loss(sizes: tuple[int, int, int, int]) -> float:
     return by_call
 
 
+@pytest.mark.long
 def test_a_load_balancing_loss_of_gathered_routers_is_that_of_the_global_batch(ranks):
     """A product of means: the mean of what ranks with other rows have is another number."""
     plain = balanced()

@@ -165,6 +165,7 @@ def test_a_model_with_a_plan_equals_the_plain_model(ranks, model_type, sizes):
     assert ranks(count).run(try_on_grid, sizes, model_type, expected) == [{}] * count
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @GRIDS
 @pytest.mark.parametrize("model_type", MUST_RUN_WITH_WHOLE_LOSS)

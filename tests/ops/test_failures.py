@@ -89,7 +89,7 @@ def miss_a_call(way):
     return messages
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", [pytest.param("two shots", marks=pytest.mark.exhaustive), "pushes"])
 def test_a_missed_call_is_raised_by_every_later_call_of_the_process_until_its_group_has_ended(interpret, way):
     messages, nothing = interpret(2, miss_a_call, way)

@@ -530,6 +530,7 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
         assert bool(tma_loads(to_ptx(name, blocks=blocks, k=K if by_tma else K - 3, dtype=dtype))) == by_tma
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "m"),
     [

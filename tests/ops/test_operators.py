@@ -47,6 +47,7 @@ def gather_and_multiply(shape, dtype, by_columns, has_bias, plan):
     return relative_error(out, expected), torch.equal(gathered, torch.cat(shards)), is_same, ran
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plan", ["copies", "pushes", "pulls", "unshifted", "odd tiles", "odd tiles, pushes", "odd tiles, copies"]
@@ -117,6 +118,7 @@ def share(what, shape, plan):
     return max(more), *result
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", ["copies", "pushes", "tiles"])
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def multiply(operator, shape, plan, kinds, dtype, has_bias, seed=0, **options):
     return is_right, bits, out.dtype == dtype and all(torch.equal(out, one) for one in again), ran
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("operator", "plan"),

@@ -74,6 +74,7 @@ def call_others_with_dims():
         assert torch.equal(out, flat.unflatten(0, (first, 3)))
 
 
+@pytest.mark.long
 def test_mlps_and_scaled_products_take_more_dims(interpret):
     interpret(2, call_others_with_dims)
 

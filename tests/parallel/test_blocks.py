@@ -298,6 +298,7 @@ def count_gathers(reshard: ReshardPolicy) -> tuple[int, int]:
     return kinds["all_gather"], kinds["reduce_scatter"]
 
 
+@pytest.mark.long
 def test_a_block_is_sent_in_one_message_and_again_for_the_backward_pass_if_it_is_freed(ranks):
     """4 blocks, and the embedding, which is in none and is kept."""
     assert ranks(2).run(count_gathers, "after_backward") == [(5, 5)] * 2
@@ -402,6 +403,7 @@ def sum_gradients() -> None:
             mean_over_batch(loss, 1, grid)
 
 
+@pytest.mark.long
 def test_the_mean_over_the_batch_is_right_with_summed_and_with_averaged_gradients(ranks):
     ranks(4).run(sum_gradients)
 

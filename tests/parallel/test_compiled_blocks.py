@@ -311,7 +311,7 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
         pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param(make_llama, {"z": 2}, {**BY_BLOCKS, "reshard": "after_forward"}, "eager", marks=pytest.mark.long),
         pytest.param(make_gpt2, {"x": 2}, {}, "aot_eager", marks=pytest.mark.exhaustive),
-        pytest.param(make_repeating, {"z": 2}, {}, "eager", marks=pytest.mark.long),
+        pytest.param(make_repeating, {"z": 2}, {}, "eager", marks=pytest.mark.exhaustive),
         pytest.param(make_gpt2, {"z": 2}, {"dtype": torch.float64}, "aot_eager", marks=pytest.mark.exhaustive),
         *[
             pytest.param(make_model, sizes, {}, "aot_eager", marks=pytest.mark.exhaustive)

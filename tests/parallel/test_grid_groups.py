@@ -211,7 +211,7 @@ def train_again_and_again(folder: Path) -> list[dict[str, int]]:
     return counts
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_trainings_one_after_another_in_a_process_share_all_groups(ranks, tmp_path):
     configure(tmp_path / "0")  # writes the text
     for counts in ranks(2).run(train_again_and_again, tmp_path):

@@ -148,6 +148,7 @@ def logits_distance(sizes: Sizes, case: Case, precision: Precision, expected: to
         return distance(logits_of(case, model, tokens[rows]), expected[rows])
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2), (1, 8, 1, 1)], ids=str)
 @pytest.mark.parametrize("variant", ["gpt2-like", "llama-like"])
@@ -167,6 +168,7 @@ def initial_weights_of_a_meta_model(sizes: Sizes, config: GPTConfig, seed: int) 
     return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "sizes",

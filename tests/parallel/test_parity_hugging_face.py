@@ -143,6 +143,7 @@ META_MODELS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", list(META_MODELS))
 def test_a_model_on_the_meta_device_is_initialized_as_by_hugging_face_and_equally_on_every_grid(ranks, model):

@@ -232,6 +232,7 @@ def test_a_block_that_is_computed_again_ends_before_its_last_linear(ranks, sizes
         assert seen[1:] == (products + 4 * 5 - segments, sent + 4 * sums - segments * (sums > 0)), mode
 
 
+@pytest.mark.long
 def test_products_sends_no_sum_again_but_statistics_of_norms_and_gathered_tokens(ranks):
     forward, backward = ranks(2).run(calls_of_a_block, Y2, "none", False)[0]
     again = ranks(2).run(calls_of_a_block, Y2, "products", False)[0][1] - backward
@@ -300,6 +301,7 @@ def compare_loops() -> dict[str, tuple[bool, list[int], list[int]]]:
     return found
 
 
+@pytest.mark.long
 def test_outputs_that_are_overwritten_graphs_that_are_kept_and_functions_that_run_once(ranks):
     """Each block runs once in the forward pass, and once in each of two backward passes; run_once counts one."""
     print(f"seed {SEED}")

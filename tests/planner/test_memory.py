@@ -366,7 +366,7 @@ def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
     assert expected.peak_memory == pytest.approx(seen, rel=0.1)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_freed_weights_free_all_layers_but_two_at_the_peak(ranks):
     sizes = {"data": 1, "x": 1, "y": 1, "z": 2}
     kept, freed = (

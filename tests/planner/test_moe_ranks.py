@@ -87,6 +87,7 @@ def sent_by_experts(sizes: dict[str, Any], options: dict[str, Any]) -> Counter[t
     return Counter({each: number for each, number in sent.items() if each[1] in ("x", "expert")})
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "options"),

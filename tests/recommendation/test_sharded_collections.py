@@ -19,6 +19,7 @@ MakeRanks = Callable[[int], Ranks]
 LONG = pytest.mark.long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "options"),
     [

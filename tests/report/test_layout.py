@@ -404,6 +404,7 @@ def test_every_kind_of_result_is_drawn_here() -> None:
     assert len(RESULTS) == len(PLOTS)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", RESULTS)

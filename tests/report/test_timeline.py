@@ -325,6 +325,7 @@ def report_of(out: Path, *, trace: dict[str, Any] | None, predicted: dict[str, A
     return (out / "summary.md").read_text()
 
 
+@pytest.mark.long
 def test_a_summary_compares_measured_with_predicted(tmp_path: Path) -> None:
     text = report_of(tmp_path / "run", trace=sample(), predicted=PREDICTED)
     for line in (

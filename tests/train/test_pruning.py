@@ -73,6 +73,7 @@ def test_pruned_training_is_dense_training_under_the_mask_on_8_ranks(ranks: Any,
     check_cases(ranks, grid, ["fp32", *NEAR])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -136,7 +137,7 @@ OPTIONS = ["train.optimizer_state=device", "train.schedule=constant", "train.dty
 PRUNED = [*OPTIONS, "train.sparsity=0.75"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_killed_run_resumes_with_its_masks_on_another_grid_and_elsewhere(ranks: Any, tmp_path: Path) -> None:
     """Two steps on z=2, two in a pipeline with state on the host, against four on one rank."""
     ranks(1).run(run_all, str(tmp_path), {}, {"whole": PRUNED}, timeout=300)
@@ -200,6 +201,7 @@ def give_other_masks(kind: str) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_masks_that_fit_no_replica_or_no_parameter_are_refused_on_all_ranks(ranks: Any) -> None:
     messages = {
         "differing": "the masks of blocks.0.mlp.up.weight differ between ranks that hold the same shard",

@@ -235,6 +235,7 @@ def test_a_sound_run_is_never_suspected_and_checks_change_no_loss(
     assert losses[0] == losses[1]
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_verified_before_it_is_written(ranks: MakeRanks, tmp_path: Path) -> None:
     config = runs.configure(
         tmp_path / "run", "grid.data=2", "train.steps=4", "train.checkpoint_every=2", "train.verify_steps=1000"
@@ -244,6 +245,7 @@ def test_a_checkpoint_is_verified_before_it_is_written(ranks: MakeRanks, tmp_pat
     assert find_checkpoint(config.out, "latest") == checkpoint_path(config.out, 2)
 
 
+@pytest.mark.long
 def test_weights_that_make_the_loss_infinite_are_named_and_not_the_loss(ranks: MakeRanks, tmp_path: Path) -> None:
     """The flipped bit is the exponent's highest: the next step's loss is not finite, before the check is due."""
     config = runs.configure(tmp_path / "run", "grid.data=4", "train.steps=4", "train.verify_steps=1000")

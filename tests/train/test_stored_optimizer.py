@@ -222,7 +222,7 @@ def test_split_weights_resume_in_bits(ranks: Any, tmp_path: Path) -> None:
     assert not differences(weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole"))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_fp16_skips_overflows_on_all_ranks_and_halves_the_scale(ranks: Any, tmp_path: Path) -> None:
     """2^24 overflows fp16 gradients: such steps change nothing, and their norm is unknown; then training goes on."""
     options = ["train.dtype=fp16", *apart("host", state_bucket=512), "train.loss_scale=16777216", "train.steps=12"]

@@ -211,6 +211,7 @@ def test_a_resumed_run_has_each_step_once(ranks: MakeRanks, tmp_path: Path) -> N
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
 
 
+@pytest.mark.long
 def test_a_run_that_starts_over_leaves_nothing_of_the_last_in_its_metrics(ranks: MakeRanks, tmp_path: Path) -> None:
     run(ranks, tmp_path, "train.steps=3")
     assert [line["step"] for line in run(ranks, tmp_path, "train.steps=2")] == [1, 2]
@@ -235,7 +236,7 @@ def test_no_rank_waits_for_others_to_look_for_a_request_to_stop(ranks: MakeRanks
     assert ranks(2).run(runs.look_at_stop_requests, tmp_path, timeout=30) == [[False, False, True]] * 2
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_nonfinite_loss_ends_the_run_with_its_step_and_the_checkpoint_to_resume(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -272,11 +273,13 @@ def test_a_run_that_diverges_before_any_checkpoint_reports_it(ranks: MakeRanks, 
     assert find_checkpoint(tmp_path, "latest") == checkpoint_path(tmp_path, 1)
 
 
+@pytest.mark.long
 def test_a_finished_run_that_is_resumed_changes_nothing(ranks: MakeRanks, tmp_path: Path) -> None:
     before = run(ranks, tmp_path, "train.steps=2")
     assert run(ranks, tmp_path, "train.steps=2", "train.resume=latest") == before
 
 
+@pytest.mark.long
 def test_a_process_without_a_group_leaves_none_behind(tmp_path: Path) -> None:
     for name in ("once", "again"):
         runs.train_quietly(runs.configure(tmp_path / name, "train.steps=1"))
@@ -293,6 +296,7 @@ def test_checkpoints_are_written_as_often_as_asked_and_at_the_end(ranks: MakeRan
     assert steps(tmp_path / "end") == [2]
 
 
+@pytest.mark.long
 def test_a_checkpoint_records_what_wrote_it(ranks: MakeRanks, tmp_path: Path) -> None:
     run(ranks, tmp_path, "train.steps=1", *on_grid(z=2))
     metadata = read_metadata(checkpoint_path(tmp_path, 1))

@@ -54,6 +54,7 @@ def train(script, backend, store):
     return losses, dict(call_counts()) if backend == "stretto" else {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script", [pytest.param(script, marks=pytest.mark.long if script == "dtensor" else ()) for script in CALLS]
 )

@@ -363,6 +363,7 @@ def test_100_000_mutated_frames_and_descriptors_write_nothing_outside(kind):
     read_mutated_descriptors(kind, 50_000)
 
 
+@pytest.mark.long
 def test_the_native_proxy_works_while_python_holds_the_interpreter():
     """Descriptors are written, and a second passes, in calls that do not release the GIL."""
     holding = ctypes.PyDLL(None)

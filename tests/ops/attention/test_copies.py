@@ -33,8 +33,8 @@ def differ_by_copies(ranks, calls):
 @pytest.mark.parametrize(
     "calls",
     [
-        (("ring", 0), ("ring", 1)),
-        pytest.param((("all_gather", 8), ("ulysses", -2), ("ulysses", -1), ("ring", 12)), marks=pytest.mark.long),
+        pytest.param((("ring", 0), ("ring", 1)), marks=pytest.mark.exhaustive),
+        (("all_gather", 8), ("ulysses", -2), ("ulysses", -1), ("ring", 12)),
     ],
 )
 def test_copy_engines_bring_the_same(interpret, calls):

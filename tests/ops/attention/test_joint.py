@@ -53,9 +53,7 @@ SEED = random.randrange(2**31)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "count", [2, pytest.param(3, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("count", [*(pytest.param(count, marks=pytest.mark.exhaustive) for count in (2, 3)), 4])
 def test_attention_by_any_schedule_is_that_of_the_whole_sequence(interpret, count):
     print(f"seed {SEED}")
     for rank, found in enumerate(interpret(count, differ, count, SEED)):

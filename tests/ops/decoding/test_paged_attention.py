@@ -55,6 +55,7 @@ def compare():
     return errors
 
 
+@pytest.mark.long
 def test_results_are_those_of_whole_sequences(interpret):
     (errors,) = interpret(1, compare)
     assert max(errors) < 1, errors

@@ -84,6 +84,7 @@ def test_rows_have_the_same_bits_on_every_number_of_ranks(ranks, world):
         assert not wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "implementation", "cases"),
     [

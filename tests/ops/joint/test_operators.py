@@ -244,5 +244,6 @@ def differentiate():
     return [torch.allclose(one, found[-1], atol=1e-4) for one in found]
 
 
+@pytest.mark.long
 def test_gradients_are_those_without_a_schedule_and_compiled_calls_have_one_graph(interpret):
     assert interpret(2, differentiate) == [[True, True, True]] * 2

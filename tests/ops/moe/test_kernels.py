@@ -150,6 +150,7 @@ def differentiate_twice():
             assert check(moe.gated_activation, gated)
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_finite_differences(interpret):
     interpret(1, differentiate_twice)
 
@@ -267,6 +268,7 @@ def compile_layer():
     return sorted(name for name in seen if "grouped" not in name)
 
 
+@pytest.mark.long
 def test_a_layer_of_one_rank_compiles_with_kernels_in_its_graph(interpret):
     assert interpret(1, compile_layer) == [
         ["experts_mlp", "experts_mlp_gradient", "moe_spread_tokens", "moe_sum_copies", "moe_weigh_and_multiply"]
@@ -285,6 +287,7 @@ def check_operators():
     torch.library.opcheck(operators.gated_silu_gradient.default, (draw(SEED, 3, 4), draw(SEED, 3, 2)))
 
 
+@pytest.mark.long
 def test_torch_finds_nothing_wrong_with_the_operators(interpret):
     interpret(1, check_operators)
 

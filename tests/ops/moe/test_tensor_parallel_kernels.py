@@ -63,9 +63,10 @@ def compare_with_library(case, hidden, inner, entries):
     ("case", "entries"),
     [
         (Case(2, 21, 2, 3), 3),  # units of sums and parts of tokens that are not whole, and both slots in turn
-        pytest.param(Case(3, 17, 1, 4, range(2, 3)), 1, marks=pytest.mark.exhaustive),
-        pytest.param(Case(2, 1, 2, 4), 1, marks=pytest.mark.exhaustive),
-        pytest.param(Case(4, 5, 3, 6, range(3)), 1, marks=pytest.mark.long),
+        *(
+            pytest.param(case, 1, marks=pytest.mark.exhaustive)
+            for case in (Case(3, 17, 1, 4, range(2, 3)), Case(2, 1, 2, 4), Case(4, 5, 3, 6, range(3)))
+        ),
     ],
     ids=str,
 )

@@ -244,6 +244,7 @@ def test_buckets_send_the_same_bytes_over_data_in_one_message_for_each_group_of_
             assert len(sums) == 1, sums
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
     [

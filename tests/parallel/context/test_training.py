@@ -213,6 +213,7 @@ def test_five_steps_of_a_hugging_face_model_equal_those_of_one_rank(ranks, famil
     assert ranks(count).run(disagreements_of, sizes, case, EXACTLY, expected) == [{}] * count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "ranks_of_context"),
     [
@@ -402,6 +403,7 @@ def losses_of_packed() -> tuple[dict[str, tuple[float, float]], dict[str, str]]:
     return losses, reasons
 
 
+@pytest.mark.long
 def test_packed_rows_are_documents_where_plain_transformers_finds_some_and_refused_where_it_ignores_them(ranks):
     print(f"seed {SEED}")
     for losses, reasons in ranks(2).run(losses_of_packed):

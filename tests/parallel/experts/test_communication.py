@@ -58,6 +58,7 @@ def sent_by_a_block(sizes: dict[str, int], options: dict[str, Any]) -> tuple[Cou
 TED = {"data": 2, "x": 2, "expert": 2}
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("recompute", "times"), [("full", 6), ("communication", 4)])
 def test_a_block_of_ted_has_six_all_to_alls_and_six_all_reduces_and_four_of_each_if_they_are_kept(

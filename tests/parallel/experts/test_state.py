@@ -178,6 +178,7 @@ def accumulate(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[float, d
     return norm, {name: gather(p.grad, layout_of(p)) for name, p in model.named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [GRIDS[1], GRIDS[2], GRIDS[5], {"data": 2, "z": 2, "expert": 2}], ids=str)
 @pytest.mark.parametrize("reshard", ["after_backward", "gradients_after_step"])

@@ -213,6 +213,7 @@ def _expire(ref: StorageWeakRef, seconds: float = LIMIT) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "message-driven"])
 @pytest.mark.parametrize("recompute", ["none", "full", "products"])

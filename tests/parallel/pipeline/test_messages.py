@@ -213,6 +213,7 @@ def send_before_taking(kind):
             store.set("rank 1 has ended its step", "")
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_messages_move_while_their_receiver_computes(kind, ranks):

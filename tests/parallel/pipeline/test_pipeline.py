@@ -179,7 +179,7 @@ def test_weights_may_be_gathered_and_gradients_scattered_at_other_times(ranks, s
     check_together(ranks, [(run, make_case("gpt2-like", run, 4, layers=4))])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "message-driven, backward"])
 @pytest.mark.parametrize("recompute", ["none", "full", "products"])

@@ -244,6 +244,7 @@ def train_without_parameters(what: str) -> tuple[bool, float, list[str]]:
     return decides, loss, [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["no parameters", "frozen experts"])
 def test_ranks_without_trained_parameters_take_part_in_a_step_and_its_update(ranks, what):
     count = 2 if what == "no parameters" else 4

@@ -95,6 +95,7 @@ def test_grids_of_eight_read_and_write_the_same_numbers(ranks: MakeRanks, tmp_pa
     check_grids(ranks, tmp_path, make, {"x": 4, "z": 2}, {"data": 2, "x": 2, "y": 2})
 
 
+@pytest.mark.long
 def test_replicated_state_is_written_once(ranks: MakeRanks, tmp_path: Path) -> None:
     weights = ranks(4).run(runs.save_trained, runs.make_gpt, {"data": 2, "y": 2}, tmp_path)[0]
     written = sum(

@@ -369,6 +369,7 @@ def test_latest_takes_the_previous_checkpoint_and_warns_once(
     assert losses == pytest.approx(trained[1], rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_damaged_index_that_one_rank_reads_is_passed_over_by_all(
     ranks: MakeRanks, trained: tuple[Path, list[float]], tmp_path: Path
 ) -> None:

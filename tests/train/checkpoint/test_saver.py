@@ -164,6 +164,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_begun(ranks: Mak
     assert names(tmp_path) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("is_async", "step"),
     [
@@ -235,6 +236,7 @@ def test_a_rank_that_fails_while_a_checkpoint_is_written_leaves_nothing_of_it(
     assert names(out) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_signal_while_a_checkpoint_is_written_leaves_it_and_that_of_the_stop(
     ranks: MakeRanks, tmp_path: Path, rank: int

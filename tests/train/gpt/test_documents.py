@@ -161,6 +161,7 @@ def test_averages_and_a_ramp_go_on_in_bits_on_the_same_grid_and_in_one_order_on_
     assert len(averages) == sum(name.startswith("model.") for name in names)
 
 
+@pytest.mark.long
 def test_a_resumed_run_names_the_files_that_have_changed(ranks: Any, tmp_path: Path) -> None:
     """And a run measures its machines before it trains."""
     mixture = write_mixture(tmp_path)

@@ -76,7 +76,7 @@ def test_the_loss_is_that_of_plain_pytorch_on_every_grid_of_8(
     assert line["perplexity"] == pytest.approx(math.exp(line["evaluation_loss"]))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_conversations_count_by_their_targets_and_not_by_their_number(ranks: MakeRanks, tmp_path: Path) -> None:
     folder = model_folders.write_folder(tmp_path / "model")
     words = runs.TEXT.split()

@@ -119,6 +119,7 @@ GRIDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("balance", [BIAS, SWITCH], ids=["bias", "switch"])
 @pytest.mark.parametrize("grid", GRIDS)
@@ -207,6 +208,7 @@ def test_a_resumed_run_has_the_biases_it_had(ranks: MakeRanks, tmp_path: Path, s
     assert bias.abs().max() > 0.015
 
 
+@pytest.mark.long
 def test_a_checkpoint_resumes_with_other_coefficients_and_not_with_another_router(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -225,7 +227,7 @@ def test_a_checkpoint_resumes_with_other_coefficients_and_not_with_another_route
         run(ranks, tmp_path / "other", *SWITCH, resume, "train.steps=2", "model.experts_per_token=1")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_loss_scale_multiplies_the_routers_losses_too(ranks: MakeRanks, tmp_path: Path) -> None:
     options = ["train.dtype=fp16", "train.optimizer_state=device", "train.optimizer=adamw", "train.steps=1"]
     options += [*SWITCH, "model.balance_loss=5.0", "train.micro_batch=4", "train.clip=none"]

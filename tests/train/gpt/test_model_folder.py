@@ -179,7 +179,7 @@ def train_by_name(config: TrainConfig, cache: str) -> None:
         runs.train_quietly(config)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_public_model_is_trained_by_its_name_from_one_seed_on_every_grid_and_is_transformers(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -210,7 +210,7 @@ def test_a_gpt_is_not_exported_as_a_folder(tmp_path: Path, ranks: MakeRanks) -> 
         export_folder(config.out, tmp_path / "gpt")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_loss_of_conversations_is_the_mean_over_the_assistants_messages_on_any_grid(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:

@@ -170,6 +170,7 @@ def test_a_load_balancing_loss_of_each_micro_batch_is_refused(tmp_path: Path) ->
         preflight(model_folders.configure(run, folder, "grid.pipe=2"))
 
 
+@pytest.mark.long
 def test_a_folder_of_another_name_for_the_same_experts_names_those_of_the_export(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:

@@ -90,7 +90,7 @@ def test_a_trace_is_json_in_chromes_format_and_the_summary_has_its_numbers(ranks
     ]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_pipelines_bubbles_and_messages_are_rows_of_the_timeline(ranks: MakeRanks, tmp_path: Path) -> None:
     """The first of two stages waits for each gradient: the second stage computes meanwhile."""
     stages = ["grid.pipe=2", "train.steps=3", "train.micro_batch=2", "pipeline.schedule=gpipe"]
@@ -146,6 +146,7 @@ def train_twice(first: Any, then: Any) -> None:
     runs.train_quietly(then)
 
 
+@pytest.mark.long
 def test_a_traced_step_that_fails_leaves_no_profiler_behind(ranks: MakeRanks, tmp_path: Path) -> None:
     fails = ["train.lr=1e300", "train.warmup_steps=0", "train.clip=none", "train.dtype=fp64", "train.optimizer=sgd"]
     first = runs.configure(tmp_path / "first", "train.trace=true", "train.steps=2", *fails)

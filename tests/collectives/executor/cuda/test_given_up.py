@@ -100,6 +100,7 @@ def test_a_call_that_ended_early_after_another_groups_failure_is_a_failure_of_it
         kernels[0](torch.ones(480, dtype=torch.int32))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["direct-all-gather", "two-shot-all-reduce"])
 def test_with_copy_engines_a_failed_rank_signals_neither_data_nor_free_slots(name, folder):
     workspaces = make_workspaces(2, folder, limit=1.0)
