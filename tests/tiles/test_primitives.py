@@ -51,7 +51,7 @@ def scatter_some(rows):
         return [scatter(channel, r, call) for call, r in enumerate(rows)]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_tiles_sent_to_their_owners_are_added_in_rank_order_as_they_come(interpret, ranks):
     assert interpret(ranks, scatter_some, [16, 21, 5]) == [[True, True, True]] * ranks
 
