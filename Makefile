@@ -71,14 +71,14 @@ test-versions-exhaustive: $(VENV)/.installed
 
 # Several processes, each with ranks on the same GPUs: most of the time goes into compiling kernels, and machines with
 # GPUs have many CPUs. Each process takes a shard, whose files' ranks stay together. On one GPU it has an MPS daemon,
-# whose ranks are alone on the GPU in their time slice (`python -m tests.gpu.resuming build/gpu-test-*-of-6.xml` stores what
+# whose ranks are alone on the GPU in their time slice (`python -m tests.gpu.resuming build/gpu-test-*-of-8.xml` stores what
 # the shards took, by which the next run's are balanced). Without MPS every rank has time slices of its own, and more
 # processes would only make these rarer. With several GPUs each rank of a process has one, and tests that measure the
 # GPUs come first, alone.
 # `make gpu-test-exhaustive SHARD=1/4` runs a quarter, and a run that was cut off goes on: PASSED names what has passed.
 GPU_PYTEST := PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest tests/gpu --durations 15
 GPU_WORKERS := --numprocesses 4 --dist loadfile
-GPU_SHARDS ?= 6
+GPU_SHARDS ?= 8
 ONE_GPU_SHARDS := $(if $(shell command -v nvidia-cuda-mps-control),$(GPU_SHARDS),1)
 ONE_GPU_SHARDS := $(patsubst %,%-of-$(ONE_GPU_SHARDS),$(shell seq $(ONE_GPU_SHARDS)))
 ONE_GPU_SHARDS := $(addprefix gpu-test-shard-,$(ONE_GPU_SHARDS))

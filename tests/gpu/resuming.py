@@ -4,7 +4,7 @@
 The file has a line for the code that was tested, a hash of src/ and tests/, and one for each test that passed. With
 other code it begins anew.
 
-`python -m tests.gpu.resuming build/gpu-test-*-of-6.xml` stores what the tests of a run took, by which the next is
+`python -m tests.gpu.resuming build/gpu-test-*-of-8.xml` stores what the tests of a run took, by which the next is
 split; with --own, of a machine whose ranks had a GPU each.
 """
 

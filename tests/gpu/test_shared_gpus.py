@@ -40,6 +40,7 @@ def train_five_steps(folder: Path, *overrides: str) -> None:
     train(make_config(values, list(overrides)), display="none")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4, own=(4,), among=(4,))
 def test_five_steps_on_x_2_and_z_2_have_the_losses_of_one_rank(run_ranks: Run, tmp_path: Path, world: int) -> None:
     (tmp_path / "text.txt").write_text("It was a bright cold day in April. " * 200)
