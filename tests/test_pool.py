@@ -196,7 +196,7 @@ def test_more_ranks_than_the_pool_has_are_refused(ranks):
         ranks(9).run(process_id)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_closing_a_pool_leaves_no_process_and_no_file():
     children = set(multiprocessing.active_children())
     pool = Pool(2, modules=[])

@@ -429,7 +429,7 @@ def miss_a_peer(collective: str, algorithm: str) -> tuple[str, str]:
     return str(missed.value), str(again.value)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_missing_peer_is_named_with_phase_and_step(ranks):
     found = ranks(6).run(miss_a_peer, "all_gather", "recursive")
     where = "rank 3 of 6 (node 1, place 1), all_gather (recursive), phase between nodes, step 1 of 2"

@@ -83,7 +83,7 @@ def compare_with_library(case, dtype, payload, calls):
 @pytest.mark.parametrize(
     ("case", "dtype", "payload", "calls"),
     [
-        pytest.param(Case((2, 6, 0), 2, 6), torch.bfloat16, None, 2, marks=pytest.mark.long),
+        pytest.param(Case((2, 6, 0), 2, 6), torch.bfloat16, None, 2, marks=pytest.mark.exhaustive),
         (Case((5, 3), 3, 4), torch.float32, FP8, 2),
         pytest.param(Case((1, 4), 1, 4, range(2, 4)), torch.float32, None, 1, marks=pytest.mark.long),
     ],
