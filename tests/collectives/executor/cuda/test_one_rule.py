@@ -232,7 +232,6 @@ def test_the_interpreter_runs_random_schedules_as_the_host_does(workspaces):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_interpreter_runs_many_random_schedules_as_the_host_does(seed, workspaces):
     print(f"seed {SEED + seed}")
@@ -240,7 +239,7 @@ def test_the_interpreter_runs_many_random_schedules_as_the_host_does(seed, works
     assert ran["uneven"] > 5
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["fused", "copies"])
 @pytest.mark.parametrize("seed", range(2))
