@@ -255,7 +255,6 @@ def test_the_number_of_gpus_that_would_do_is_the_nearest(gpus, nearest):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"micro_batch": 4}, {"shard_sequence": True, "seq_len": 1}, {"batch": 6}], ids=str)
 def test_the_number_of_gpus_that_would_do_does_with_the_same_options(options):
     """Of every number up to 40, as plans of all numbers say."""

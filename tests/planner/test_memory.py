@@ -394,7 +394,6 @@ def test_blocks_free_their_weights_after_their_forward_and_their_backward_pass(r
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["communication", "products", "every:2", "every:3"])
 @pytest.mark.parametrize(
     ("grid", "micro_batch", "shards"),
@@ -411,7 +410,6 @@ def test_peak_memory_of_modes_of_recomputation_is_within_10_percent(ranks, grid,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2, "z": 2}, {"data": 2}], ids=str)
 @pytest.mark.parametrize("micro_batch", [1, 8])
 @pytest.mark.parametrize(

@@ -468,7 +468,6 @@ def peaks_of_training(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("grid", "location", "micro_batch"),
     [

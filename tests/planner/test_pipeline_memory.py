@@ -68,7 +68,6 @@ def peak_of_a_pipeline(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("grid", "micro_batch", "schedule", "options"),
     [

@@ -39,7 +39,6 @@ def multiply_gathered(shapes, dtype, calls):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_it_multiplies_what_it_gathers(interpret, ranks, dtype):

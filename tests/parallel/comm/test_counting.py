@@ -227,7 +227,6 @@ def test_a_gpts_linears_send_what_the_equations_predict_and_its_blocks_no_other_
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 1, 2, 2), (2, 2, 1, 2)], ids=str)
 def test_buckets_send_the_same_bytes_over_data_in_one_message_for_each_group_of_ranks(ranks, sizes):
     print(f"seed {SEED}")
@@ -316,7 +315,6 @@ def test_coalesced_and_rooted_collectives_count_as_well(ranks):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 2, 1), (1, 1, 4, 2)], ids=str)
 def test_checkpointing_repeats_the_forward_pass_of_the_blocks_and_nothing_of_the_backward_pass(ranks, sizes):
     print(f"seed {SEED}")

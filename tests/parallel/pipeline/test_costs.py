@@ -235,7 +235,6 @@ def live_bytes(schedule: str, steps: int) -> list[int]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "message-driven"])
 def test_memory_is_flat_over_ten_steps(ranks, schedule):
     for found in ranks(2).run(live_bytes, schedule, 10):

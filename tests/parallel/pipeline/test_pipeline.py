@@ -138,7 +138,6 @@ def check_together(ranks: Callable[[int], Ranks], runs: list[tuple[Run, Case]]) 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_any_number_of_micro_batches_trains(ranks, schedule):
     """From one to one more than there are stages, which is the limit of those in flight."""
@@ -162,7 +161,6 @@ def test_blocks_that_are_computed_again_train_in_every_mode(ranks, schedule, gri
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1", "dualpipe-v", "message-driven, forward"])
 @pytest.mark.parametrize(
     "options",
@@ -180,7 +178,6 @@ def test_weights_may_be_gathered_and_gradients_scattered_at_other_times(ranks, s
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "message-driven, backward"])
 @pytest.mark.parametrize("recompute", ["none", "full", "products"])
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -83,7 +83,6 @@ def test_another_grid_reads_and_writes_the_same_numbers(ranks: MakeRanks, tmp_pa
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [runs.make_gpt, runs.make_hugging_face_gpt2])
 def test_many_grids_read_and_write_the_same_numbers(ranks: MakeRanks, tmp_path: Path, make: Any) -> None:
     check_grids(ranks, tmp_path, make, {}, {"y": 2}, {"x": 2, "z": 2}, {"data": 2, "x": 2})

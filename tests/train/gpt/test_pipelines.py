@@ -102,7 +102,6 @@ def test_separate_optimizer_state_is_stepped_and_resumed_on_two_stages(ranks: Ma
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("state", ["device", "host"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "message-driven"])
