@@ -20,8 +20,9 @@ def rotate(cases, device="cpu"):
         parts = whole.split([heads * size, kv_heads * size, kv_heads * size], 1)
         query, key, value = (each.view(tokens, -1, size) for each in parts)
         cos, sin = (random_of(seed, tokens, size, dtype=dtype).to(device) for seed in (2, 3))
-        keys, values = (torch.full((5, 4, kv_heads, size), 7.0, dtype=dtype, device=device) for _ in range(2))
-        places = torch.randperm(19, generator=torch.Generator().manual_seed(4))[:tokens].to(device)
+        pages = tokens // 4 + 4
+        keys, values = (torch.full((pages, 4, kv_heads, size), 7.0, dtype=dtype, device=device) for _ in range(2))
+        places = torch.randperm(4 * pages, generator=torch.Generator().manual_seed(4))[:tokens].to(device)
         assert suits_kernel(query, key, value, cos)
         found = rotate_and_store(query, key, value, cos, sin, keys, values, places)
         turned = rotate_halves(*(each.transpose(0, 1)[None] for each in (query, key)), cos[None], sin[None])
@@ -34,7 +35,7 @@ def rotate(cases, device="cpu"):
         ]
         others += [
             torch.equal(stored[1], value),
-            all((each.flatten(0, 1) == 7).all((1, 2)).sum() == 20 - tokens for each in (keys, values)),
+            all((each.flatten(0, 1) == 7).all((1, 2)).sum() == 4 * pages - tokens for each in (keys, values)),
         ]
     return max(errors), others
 
