@@ -9,6 +9,7 @@ these are merged one after another: by `merge_splits` for a single token, in the
 one shape, so that a token's sums are the same in both.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from stretto.memory.gpus import count_processors
 from stretto.ops.gemm import divide_up, fixed
 from stretto.tiles import INTERPRETED, Launches, kind_of
+from stretto.tiles.launches import count_shared_bytes
 
 SPLIT = 256
 """Keys of a split where bits must not depend on anything else."""
@@ -43,6 +45,7 @@ class PagedConfig(NamedTuple):
 SINGLES = PagedConfig(16, 64, 2, 3, 4)
 CHUNKS = PagedConfig(128, 64, 8, 3)
 INVARIANT = PagedConfig(64, 64, 4, 2)
+_LEAST = 16  # rows and keys that tensor cores take
 
 
 class PagedCall(NamedTuple):
@@ -65,11 +68,49 @@ def attend_by_kernels(call: PagedCall, singles: PagedConfig | None = None, chunk
     out = torch.empty_like(q) if offsets is None else torch.zeros_like(q)  # rows behind the last offset are nobody's
     if 0 in q.shape or 0 in call.table.shape:
         return out.zero_()
-    default = (INVARIANT, INVARIANT) if call.is_invariant else (SINGLES, CHUNKS)
-    _launch_singles(call, out, singles or default[0])
+    _launch_singles(call, out, find_tiles(call, singles or (INVARIANT if call.is_invariant else SINGLES)))
     if offsets is not None:
-        _launch_chunks(call, out, chunks or default[1])
+        _launch_chunks(call, out, find_tiles(call, chunks or (INVARIANT if call.is_invariant else CHUNKS)))
     return out
+
+
+def find_tiles(call: PagedCall, config: PagedConfig) -> PagedConfig:
+    """The tiles of a call's kernel: with rows for a group's heads, and smaller where the GPU's shared memory is short.
+
+    ValueError where not even the smallest fit.
+    """
+    (heads, size), q = call.q.shape[1:], call.q
+    group = max(_LEAST, triton.next_power_of_2(heads // call.keys.shape[2]))
+    config = config._replace(rows=max(_LEAST if INTERPRETED.value else config.rows, group))
+    return fit_tiles(config, group, max(_LEAST, triton.next_power_of_2(size)), q.itemsize, count_shared_bytes(q.device))
+
+
+@lru_cache(maxsize=256)
+def fit_tiles(config: PagedConfig, group: int, dims: int, itemsize: int, limit: int) -> PagedConfig:
+    """The config with fewer stages, then keys, then rows, until a block takes at most `limit` bytes of shared memory.
+
+    By dtype and head alone, so that invariant calls of all lengths have the same tiles. ValueError if nothing fits.
+    """
+    while (needed := _estimate_bytes(config, dims, itemsize)) > limit:
+        if config.num_stages > 1:
+            config = config._replace(num_stages=config.num_stages - 1)
+        elif config.keys > _LEAST:
+            config = config._replace(keys=config.keys // 2)
+        elif config.rows > group:
+            config = config._replace(rows=config.rows // 2)
+        else:
+            raise ValueError(
+                f"a tile of {config.rows} queries with {dims} numbers of {itemsize} bytes takes {needed} bytes of "
+                f"shared memory, and a block here has {limit}"
+            )
+    return config
+
+
+def _estimate_bytes(config: PagedConfig, dims: int, itemsize: int) -> int:
+    """At least the shared memory of a block: queries, stages of keys and values, weights on their way to a product."""
+    tiles = 1 if config.num_stages == 1 else max(2, config.num_stages - 1)
+    weights = config.rows * config.keys * 4
+    return (config.rows + 2 * tiles * config.keys) * dims * itemsize + weights + 2048
 
 
 class PagedCache(NamedTuple):
@@ -105,13 +146,13 @@ class PagedTiles(NamedTuple):
     sequences: Any
 
 
-def describe_tiles(call: PagedCall, config: PagedConfig, rows: int) -> PagedTiles:
+def describe_tiles(call: PagedCall, config: PagedConfig) -> PagedTiles:
     """The constants of a call's kernels."""
     heads, size = call.q.shape[1:]
     exact = torch.get_float32_matmul_precision() == "highest"
     constants = (
-        rows, config.keys, heads // call.keys.shape[2], size, max(16, triton.next_power_of_2(size)), call.keys.shape[1],
-        call.window, SPLIT if call.is_invariant else 0, "ieee" if exact else "tf32",
+        config.rows, config.keys, heads // call.keys.shape[2], size, max(_LEAST, triton.next_power_of_2(size)),
+        call.keys.shape[1], call.window, SPLIT if call.is_invariant else 0, "ieee" if exact else "tf32",
         triton.next_power_of_2(call.lengths.shape[0]),
     )  # fmt: skip
     return PagedTiles(*map(fixed, constants))
@@ -150,7 +191,7 @@ def count_splits(call: PagedCall, config: PagedConfig) -> int:
 def _launch_singles(call: PagedCall, out: Tensor, config: PagedConfig) -> None:
     sequences, kv_heads, (heads, size) = call.lengths.shape[0], call.keys.shape[2], call.q.shape[1:]
     splits = count_splits(call, config)
-    shape = describe_tiles(call, config, max(config.rows, 16, triton.next_power_of_2(heads // kv_heads)))
+    shape = describe_tiles(call, config)
     sums = stats = None
     if splits > 1:
         sums = out.new_empty(sequences, heads, splits, size, dtype=torch.float32)
@@ -165,10 +206,9 @@ def _launch_singles(call: PagedCall, out: Tensor, config: PagedConfig) -> None:
 def _launch_chunks(call: PagedCall, out: Tensor, config: PagedConfig) -> None:
     tokens, heads, _ = call.q.shape
     sequences, kv_heads = call.lengths.shape[0], call.keys.shape[2]
-    rows = max(16 if INTERPRETED.value else config.rows, triton.next_power_of_2(heads // kv_heads))
-    tiles = tokens // (rows // (heads // kv_heads)) + sequences
+    tiles = tokens // (config.rows // (heads // kv_heads)) + sequences
     arguments = call.q, out, sequences, call.scale * _LOG2_E
-    shape = describe_tiles(call, config, rows)
+    shape = describe_tiles(call, config)
     _launch(attend_chunks, tiles * kv_heads, call, shape, config, *arguments)
 
 
