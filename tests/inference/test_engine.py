@@ -28,9 +28,8 @@ Case = tuple[str, dict[str, Any]]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 8, "num_key_value_heads": 2},
     "mistral": {"sliding_window": 24, "num_attention_heads": 8, "num_key_value_heads": 4},
-    "gpt2": {"num_attention_heads": 8, "tie_word_embeddings": True} | dict.fromkeys(
-        ("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0
-    ),
+    "gpt2": {"num_attention_heads": 8, "tie_word_embeddings": True}
+    | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 1},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_attention_heads": 8},
 }
