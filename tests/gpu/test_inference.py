@@ -13,7 +13,7 @@ from stretto.memory import shared_gpus
 from stretto.parallel import Grid, parallelize
 from tests.inference.test_engine import continued, make, prompts
 
-pytestmark = pytest.mark.ranks(1, 2)
+pytestmark = pytest.mark.ranks(1, own=(1, 2), among=(1, 2))
 LENGTHS = (1, 5, 40, 130)
 NEW = 24
 
@@ -57,7 +57,9 @@ def _of_all(patch: bytes) -> list[bytes]:
     return boxes
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("gpt2", "qwen3_moe"))]
+)
 def test_graphs_give_the_tokens_of_transformers(run_ranks: Callable[..., list[Any]], world: int, family: str) -> None:
     plain = make(family)
     expected = [continued(plain, prompt, NEW) for prompt in prompts(3, LENGTHS)]

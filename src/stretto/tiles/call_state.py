@@ -8,8 +8,8 @@
     ENDED .. PRODUCED           counts of this call's programs, set back to 0 when the call begins or ends
     LATE, RECORDED              failures: the tile that a poll gave up on; whether the failure record is written
     USED, USED + 1              for each of two buffer slots, the number of the last call that used it
-    CLOCK ... CLOCK + 5         three int64, in ns: the latest time that a program has seen, the limit of a wait, and the
-                                group's limit, to which the end of a call by `enter` sets it back
+    CLOCK ... CLOCK + 5         three int64, in ns: the latest time that a program has seen, the limit of a wait, and
+                                the group's limit, to which the end of a call by `enter` sets it back
     HEADER ...                  targets [world, capacity]: the value that each counter on this rank will have when all
                                 signals of the current call have arrived
     ... after the targets       sends [world, capacity]: the value that this rank's counters at each other rank will

@@ -66,8 +66,10 @@ def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, leaves: int, dtype: t
     processors = count_processors(rows.device.index) if rows.is_cuda else 0
     # As many rows as an expert has on average: others take more tiles, of the same bits.
     size = divide_up(rows.shape[0], experts)
-    given = {"has_one_leaf": leaves == 1, "shared": count_shared_bytes(rows.device)}
-    blocks = choose_blocks(size, n, k // leaves, rows.element_size(), processors, **given)
+    shared = count_shared_bytes(rows.device)
+    blocks = choose_blocks(
+        size, n, k // leaves, rows.element_size(), processors, has_one_leaf=leaves == 1, shared=shared
+    )
     exact = torch.get_float32_matmul_precision() == "highest"
     constants = blocks.m, blocks.n, blocks.k, triton.next_power_of_2(experts), "ieee" if exact else "tf32"
     tiles = ExpertTiles(n, k, experts, *weight.stride(), *map(fixed, constants))

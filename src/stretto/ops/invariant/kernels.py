@@ -141,8 +141,8 @@ _launches: dict[torch.device, Launches] = {}
 @lru_cache(maxsize=4096)
 def _find_blocks(m: int, n: int, k: int, leaves: int, itemsize: int, device: torch.device) -> Blocks:
     processors = count_processors(device.index) if device.type == "cuda" else 0
-    options = {"has_one_leaf": leaves == 1, "shared": count_shared_bytes(device)}
-    return choose_blocks(m, n, k // leaves, itemsize, processors, **options)
+    shared = count_shared_bytes(device)
+    return choose_blocks(m, n, k // leaves, itemsize, processors, has_one_leaf=leaves == 1, shared=shared)
 
 
 def _launch(
