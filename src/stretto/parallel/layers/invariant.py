@@ -91,8 +91,6 @@ def require_invariant(
     if (x := sizes.get("x", 1)) not in (1, 2, 4, LEAVES):
         nearest = min((1, 2, 4, LEAVES), key=lambda size: abs(size - x))
         raise ValueError(f"invariant=True takes x of 1, 2, 4 or {LEAVES}, not {x}: x={nearest} would do")
-    if options.shard_sequence:
-        raise ValueError("invariant=True takes no shard_sequence: shard_sequence=False would do")
     inputs = {
         name: module.weight.shape[int(name not in plan.transposed)]
         for name in plan.named("rowwise")
