@@ -93,7 +93,10 @@ def on_four(kind: str, dtype: torch.dtype) -> Any:
     grids = [{"data": 2, "x": 2}, {"x": 4}]
     if kind == "qwen3_moe":
         grids += [{"data": 2, "x": 2, "expert": 2}, {"x": 4, "expert": 4, "expert_tensor": "fold"}]
-    trainers = [{"x": 2, "z": 2, "shard_sequence": True}, *([{"x": 2, "z": 2, "expert": 2}] if kind == "qwen3_moe" else [])]
+    trainers = [
+        {"x": 2, "z": 2, "shard_sequence": True},
+        *([{"x": 2, "z": 2, "expert": 2}] if kind == "qwen3_moe" else []),
+    ]
     return (kind, {"data": 4}, dtype), *([(kind, each, dtype) for each in sizes] for sizes in (grids, trainers))
 
 
@@ -158,7 +161,11 @@ def differentiate() -> list[Any]:
     mask = torch.ones_like(ids)
     mask[1, 30:] = 0
     wrong = []
-    for kind, padding, more in (("mistral", mask, {}), ("qwen3_moe", None, {}), ("gpt2", None, {"shard_sequence": True})):
+    for kind, padding, more in (
+        ("mistral", mask, {}),
+        ("qwen3_moe", None, {}),
+        ("gpt2", None, {"shard_sequence": True}),
+    ):
         case: Case = (kind, {"x": 2}, torch.float32)
         plain, found = (gradients(case, options, ids, padding) for options in ({}, {"invariant": True} | more))
         errors = {name: (plain[name] - found[name]).abs().max() / plain[name].abs().max() for name in plain}
