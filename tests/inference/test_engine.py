@@ -14,7 +14,7 @@ from tests.parallel import hugging_face
 from torch import Tensor, nn
 
 from stretto.inference import Engine, Request, cache
-from stretto.inference.runner import StepRunner
+from stretto.inference.runner import Drawn, StepRunner
 from stretto.memory import PeerError, failures
 from stretto.ops.decoding.rotary_cache import rotate_and_store
 from stretto.ops.moe import dispatch_few
@@ -255,6 +255,25 @@ def test_ids_may_be_tensors_and_an_iterator_of_stops_counts_for_every_prompt(alo
         assert alone.generate(given, 8, stop=stop) == expected
     with pytest.raises(ValueError, match="must be all ranks'"):
         alone.apply_patches([], after=3)
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_waited_for(
+    alone: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, run, wait = [], StepRunner.run, Drawn.wait
+
+    def note_run(*given: Any, **options: Any) -> Drawn:
+        order.append("launch")
+        return run(*given, **options)
+
+    def note_wait(drawn: Drawn) -> Any:
+        order.append("wait")
+        return wait(drawn)
+
+    monkeypatch.setattr(StepRunner, "run", note_run)
+    monkeypatch.setattr(Drawn, "wait", note_wait)
+    alone.generate(prompts(3, (4,)), 5, stop=())
+    assert order == ["launch", *["launch", "wait"] * 4, "wait"]
 
 
 def test_a_step_that_fails_drops_its_requests_and_gives_out_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
