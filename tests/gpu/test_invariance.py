@@ -13,7 +13,7 @@ from stretto.memory import shared_gpus
 from stretto.parallel import Grid, parallelize
 from tests.inference.test_engine import continued, make, prompts
 from tests.inference.test_invariance import FEW, MANY, MIXES, compare
-from tests.ops.decoding.test_rotary_cache import CASES, rotate
+from tests.ops.decoding.test_rotary_cache import CASES, NEW, attend, rotate
 
 pytestmark = pytest.mark.ranks(2, own=(2, 4, 8), among=(2, 4, 8))
 USUAL = {("llama", torch.bfloat16), ("qwen3_moe", torch.float32)}
@@ -42,11 +42,15 @@ def test_bits_on_gpus(run_ranks: Callable[..., list[Any]], world: int, kind: str
 
 
 @pytest.mark.ranks(1, own=(1,), among=(1,))
-def test_the_kernel_that_rotates_and_stores(run_ranks: Callable[..., list[Any]], world: int) -> None:
+def test_the_kernels_that_rotate_and_store(run_ranks: Callable[..., list[Any]], world: int) -> None:
     large = [*CASES, (64, 32, 8, 128, torch.bfloat16), (300, 8, 1, 96, torch.bfloat16)]
     for error, others in run_ranks(world, rotate, large, "cuda"):
         assert error <= 1
         assert all(others)
+    steps = [*NEW, (32, 8, 128, torch.bfloat16, None), (28, 4, 80, torch.float16, 300)]
+    for error, same in run_ranks(world, attend, steps, (1, 4000, 17, 64, 1025, 2), "cuda"):
+        assert error <= 8
+        assert all(same)
 
 
 def decode_experts() -> tuple[list[list[int]], bool]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from stretto.inference import Engine, Request, cache
 from stretto.inference.runner import Drawn, StepRunner
 from stretto.memory import PeerError, failures
+from stretto.ops.decoding.paged_kernels import attend_new_tokens
 from stretto.ops.decoding.rotary_cache import rotate_and_store
 from stretto.ops.moe import dispatch_few
 from stretto.parallel import Grid, parallelize
@@ -375,18 +376,22 @@ def test_few_tokens_go_to_experts_by_the_low_latency_exchange(ranks: MakeRanks) 
     assert [limits for _, limits in found] == [[16] * layers * 5] * 2
 
 
-def decode_by_kernels() -> tuple[list[list[int]], int]:
-    """Texts by interpreted kernels, of the second engine of a model, and how often rotation and cache were one."""
-    calls: list[object] = []
+def decode_by_kernels() -> tuple[list[list[int]], list[str]]:
+    """Texts by interpreted kernels, of the second engine of a model, and which kernels rotated and stored."""
+    calls: list[str] = []
 
-    def rotate(*given: Any) -> Tensor:
-        calls.append(None)
-        return rotate_and_store(*given)
+    def note(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*given: Any) -> Tensor:
+            calls.append(function.__name__)
+            return function(*given)
+
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "rotate_and_store", rotate)
+        for function in (rotate_and_store, attend_new_tokens):
+            patch.setattr(cache, function.__name__, note(function))
         first = Engine(parallelize(make("llama"), Grid()), 2, 64)
-        return Engine(first.model, 2, 64).generate(prompts(9, (5, 1)), 3), len(calls)
+        return Engine(first.model, 2, 64).generate(prompts(9, (5, 1)), 3), calls
 
 
 @pytest.mark.long
@@ -394,7 +399,8 @@ def test_one_kernel_rotates_and_stores(interpret: Callable[..., Any]) -> None:
     plain = make("llama")
     ((texts, calls),) = interpret(1, decode_by_kernels)
     assert texts == [continued(plain, prompt, 3) for prompt in prompts(9, (5, 1))]
-    assert calls == 3 * plain.config.num_hidden_layers
+    layers = plain.config.num_hidden_layers
+    assert calls == ["rotate_and_store"] * layers + ["attend_new_tokens"] * (2 * layers)
 
 
 def batch() -> list[Any]:

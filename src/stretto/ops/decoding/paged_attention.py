@@ -76,7 +76,7 @@ def _run(
     call = PagedCall(
         q, key_cache, value_cache, block_table, lengths, query_offsets, scale, window, is_invariant=invariant
     )
-    obstacle = _find_obstacle(call)
+    obstacle = find_obstacle(call)
     if implementation == "library" or (implementation == "auto" and obstacle):
         return _attend_by_library(call)
     if obstacle:
@@ -84,7 +84,7 @@ def _run(
     return attend_by_kernels(call)
 
 
-def _find_obstacle(call: PagedCall) -> str:
+def find_obstacle(call: PagedCall) -> str:
     """Why the kernels cannot run this call; "" if they can."""
     if call.q.device.type == "cpu" and not INTERPRETED.value:
         return "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
