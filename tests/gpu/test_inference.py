@@ -11,6 +11,7 @@ import torch.distributed as dist
 from stretto.inference import Engine, WeightChanges, apply_patches
 from stretto.memory import shared_gpus
 from stretto.parallel import Grid, parallelize
+from tests.gpu.test_inference_operators import list_launches
 from tests.inference.test_engine import continued, make, prompts
 
 pytestmark = pytest.mark.ranks(1, own=(1, 2), among=(1, 2))
@@ -82,3 +83,20 @@ def test_graphs_give_the_tokens_of_transformers(run_ranks: Callable[..., list[An
 def test_a_patch_in_bf16_is_seen_by_graphs(run_ranks: Callable[..., list[Any]], world: int) -> None:
     for _, before, _, _, _, _, loaded, patched in run_ranks(world, decode, "llama", torch.bfloat16):
         assert patched == before != loaded
+
+
+def count_kernels(layers: int) -> int:
+    """Kernels and copies of a decoding step, by its graph."""
+    model = parallelize(make("llama", num_hidden_layers=layers).bfloat16(), Grid(device="cuda"))
+    with Engine(model, 2, 4096) as engine:
+        request = engine.submit(list(range(40)), 20, stop=())
+        while len(request.tokens) < 8:
+            engine.step()
+        assert engine._runner._graphs
+        return len(list_launches(engine.step))
+
+
+@pytest.mark.ranks(1, own=(1,), among=(1,))
+def test_a_layer_decodes_by_eight_kernels(run_ranks: Callable[..., list[Any]], world: int) -> None:
+    (few,), (many,) = (run_ranks(world, count_kernels, layers) for layers in (2, 6))
+    assert (many - few) / 4 <= 8

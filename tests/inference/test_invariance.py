@@ -196,6 +196,9 @@ def test_what_has_no_invariant_form_is_refused_by_name() -> None:
     }
     said = {text: refusal(call) for text, call in cases.items()}
     assert {text: found for text, found in said.items() if text not in found} == {}
+    dropping = parallelize(make("gpt2", embd_pdrop=0.1), Grid(), invariant=True)
+    said = refusal(lambda: dropping.train()(input_ids=torch.ones(1, 2, dtype=torch.int64)))
+    assert "transformer.drop drops 0.1 of its numbers, which an engine does not" in said
     model = parallelize(make("llama"), Grid(), invariant=True)
     assert "parallelize(..., invariant=False) would do" in refusal(lambda: Engine(model, 2, 64, invariant=False))
     plain = parallelize(make("llama"), Grid())
@@ -213,7 +216,9 @@ def test_a_compiler_is_refused() -> None:
 
 def test_products_in_a_layers_own_code_are_invariant_or_refused() -> None:
     x, weight = torch.randn(5, 16), torch.randn(7, 16)
+    column, row = torch.randn(2, 4, 1), torch.randn(2, 1, 6)
     with InvariantOperators():
+        assert torch.equal(column @ row, column * row)  # rotary angles of older transformers
         found, gated = F.linear(x, weight), torch.sigmoid(x)
         assert torch.equal(F.linear(x[2:3], weight), found[2:3])
         assert torch.equal(torch.sigmoid(x[:, 3:8]), gated[:, 3:8])

@@ -181,8 +181,8 @@ class NewTokensCase(StressCase):
     entries = ENTRIES
 
     def __init__(self, team: Team) -> None:
-        heads, kv_heads, size = (32, 8, 128) if team.is_cuda else (4, 2, 20)
-        lengths = [700, 1, 64, 300, 2048, 17, 513, 256, 255] if team.is_cuda else [70, 1, 9]
+        heads, kv_heads, size = (32, 8, 128) if team.is_cuda else (2, 1, 20)
+        lengths = [700, 1, 64, 300, 2048, 17, 513, 256, 255] if team.is_cuda else [70, 9]
         self._arrivals = torch.zeros(len(lengths) * kv_heads, dtype=torch.int32, device=team.device)
         self._calls: list[tuple[Any, ...]] = []
         self._places: list[Tensor] = []

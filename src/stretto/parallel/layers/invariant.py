@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from stretto.execution import ExecutionOptions
@@ -23,6 +24,7 @@ from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.huggingface.pretrained_model import is_pretrained_model, unwrap
 from stretto.ops import LEAVES, invariant_matmul, paged_attention
 from stretto.parallel.blocks import find_blocks
+from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.parallel.layers.sharded_module import ShardedModule, refuse_compiler
 from stretto.parallel.roles.plan import ShardingPlan
 from stretto.parallel.state import BlockPlan
@@ -118,10 +120,16 @@ def install_invariant(model: Any) -> None:
         if name in blocks or (is_beside and not isinstance(module, ShardedModule)):
             module.forward = _run_invariant(module.forward)
     signature = inspect.signature(unwrap(model).forward)
+    dropouts = {name: one for name, one in model.named_modules() if isinstance(one, ParallelDropout | _DropoutNd)}
 
     def find_documents(
         model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if name := next((name for name, one in dropouts.items() if one.training and one.p > 0), None):
+            raise ValueError(
+                f"invariant=True: {name} drops {dropouts[name].p:g} of its numbers, which an engine does not: a "
+                "configuration without dropout would do, or model.eval()"
+            )
         if model.config._attn_implementation != of_transformers.NAME:  # an engine runs it
             return None
         given = signature.bind(*args, **kwargs).arguments
