@@ -29,7 +29,7 @@ class PlainDecoder(nn.Module):
         if has_more or hasattr(first.self_attn, "q_norm"):
             raise ValueError(f"gpt-fast's recipe is for models of Llama's form, not {type(model).__name__}")
         heads = config.num_attention_heads, config.num_key_value_heads
-        self.blocks = nn.ModuleList(_Block(layer, *heads, batch, length) for layer in model.model.layers)
+        self.blocks = nn.ModuleList(_DecoderBlock(layer, *heads, batch, length) for layer in model.model.layers)
         self.embedding, self.norm, self.head = model.model.embed_tokens, model.model.norm, model.lm_head
         places = torch.arange(length, device=model.device)[None]
         cos, sin = model.model.rotary_emb(self.embedding.weight, places)
@@ -44,7 +44,7 @@ class PlainDecoder(nn.Module):
         return self.head(self.norm(x[:, -1:])).argmax(-1)
 
 
-class _Block(nn.Module):
+class _DecoderBlock(nn.Module):
     qkv: Tensor
     keys: Tensor
     values: Tensor
