@@ -16,7 +16,7 @@ from tests.inference.test_engine import continued, make, prompts
 
 pytestmark = pytest.mark.ranks(1, own=(1, 2), among=(1, 2))
 LENGTHS = (1, 5, 40, 130)
-NEW = 24
+NEW = 12
 
 
 def decode(family: str, dtype: torch.dtype) -> list[Any]:

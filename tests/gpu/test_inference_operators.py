@@ -110,10 +110,10 @@ def compare_norms(kind: str, m: int, n: int, k: int, dtype: torch.dtype) -> dict
     ("kind", "m", "n", "k", "dtype"),
     [
         ("rms", 64, 4096, 14336, BF16),
-        ("layer", 5, 130, 96, torch.float32),
+        ("layer", 5, 130, 256, torch.float32),  # leaves of other k than multiples of 16 are copied first
         rarely("rms", 1, 4096, 4096, BF16),
         rarely("layer", 7, 1000, 512, torch.float16),
-        rarely("rms", 5, 130, 96, torch.float32),
+        rarely("rms", 5, 130, 512, torch.float32),
     ],
     ids=str,
 )
@@ -232,13 +232,9 @@ BATCHES = [
 @pytest.mark.parametrize(
     ("batch", "dtype"),
     [
-        *zip(BATCHES, (BF16, torch.float32, BF16, torch.float16, BF16, BF16), strict=True),
-        *(
-            rarely(batch, dtype)
-            for batch, usual in zip(BATCHES, (BF16, torch.float32, BF16, torch.float16, BF16, BF16), strict=True)
-            for dtype in (BF16, torch.float16, torch.float32)
-            if dtype != usual
-        ),
+        pytest.param(batch, dtype, marks=[] if dtype == usual else [pytest.mark.exhaustive])
+        for batch, usual in zip(BATCHES, (BF16, None, BF16, torch.float16, BF16, None), strict=True)
+        for dtype in (BF16, torch.float16, torch.float32)
     ],
     ids=lambda one: (
         f"{one.heads} heads of {one.size}, {sum(one.counts)} tokens" if isinstance(one, Batch) else str(one)
