@@ -223,6 +223,64 @@ def test_two_passes_may_be_alive_at_once(interpret):
         assert all(map(torch.equal, ours, other))
 
 
+def write_copies(writes: bool) -> dict[str, Any]:
+    """Steps of an optimizer that writes what copy engines send, and what the passes cast all the same."""
+    setup, casts = Setup(1, 2, is_pushed=True, dtype=torch.bfloat16), []
+    real = torch._foreach_copy_
+
+    def note(into: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        casts.append(len(shards))
+        real(into, shards)
+
+    def step(rate: float) -> None:
+        with torch.no_grad():
+            for parameter in setup.model.parameters():
+                copy = parameter.low_precision_weight if writes else None
+                written = None if copy is None else copy.open(parameter)
+                shard = parameter.to_local()
+                shard.sub_(parameter.grad.to_local(), alpha=rate)
+                torch.autograd.graph.increment_version(parameter)
+                if written is not None:
+                    written.copy_(shard)
+                    copy.close(parameter)
+                parameter.grad = None
+
+    losses, counts = [], []
+    with mock.patch.object(torch, "_foreach_copy_", note):
+        for number in range(5):
+            casts.clear()
+            loss = setup.loss()
+            counts.append(sum(casts))
+            losses.append(float(loss))
+            loss.backward()
+            if number < 4:
+                step(0.1)
+            if number == 2:  # by somebody else: every copy is cast again
+                with torch.no_grad():
+                    for parameter in setup.model.parameters():
+                        parameter.mul_(0.9)
+        pushed = setup.pushed
+        assert pushed is not None
+        late = setup.loss()
+        if writes:
+            for parameter in setup.model.parameters():
+                if parameter.low_precision_weight is not None:
+                    parameter.low_precision_weight.open(parameter)
+            with pytest.raises(RuntimeError, match="written over by a forward pass or an optimizer's copy"):
+                late.backward()
+        pushed.stop()
+        for parameter in setup.model.parameters():
+            assert parameter.low_precision_weight is None or parameter.low_precision_weight.open(parameter) is None
+    return {"losses": losses, "casts": counts, "shards": setup.shards()}
+
+
+def test_an_optimizer_writes_weights_where_they_are_sent_from(interpret):
+    for ours, plain in zip(*(interpret(2, write_copies, writes) for writes in (True, False)), strict=True):
+        assert ours["losses"] == plain["losses"]
+        assert all(map(torch.equal, ours["shards"], plain["shards"]))
+        assert (ours["casts"], plain["casts"]) == ([WEIGHTS, 0, 0, WEIGHTS, 0], [WEIGHTS] * 5)
+
+
 def change_before_backward() -> str:
     """Return what the backward pass says if the weights it needs were written over."""
     setup = Setup(1, 2, is_pushed=True)
