@@ -86,7 +86,7 @@ def test_a_patch_in_bf16_is_seen_by_graphs(run_ranks: Callable[..., list[Any]], 
 
 
 def count_kernels(layers: int) -> int:
-    """Kernels and copies of a decoding step, by its graph."""
+    """Kernels and copies of a decoding step, by its graph; of sizes that cuBLAS does not split."""
     model = parallelize(make("llama", num_hidden_layers=layers).bfloat16(), Grid(device="cuda"))
     with Engine(model, 2, 4096) as engine:
         request = engine.submit(list(range(40)), 20, stop=())
