@@ -337,6 +337,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 numbers = st.floats(min_value=1e-300, max_value=1e300, allow_nan=False)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=50)
 @given(
     paths=texts | st.lists(texts, min_size=1), lr=numbers, clip=st.none() | numbers, micro=st.sampled_from([None, 2])
