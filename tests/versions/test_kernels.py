@@ -75,19 +75,19 @@ def launch_adamw() -> Launch:
     moments = adamw_kernel._Moments(FLOATS, FLOATS, FLOATS, FLOATS)
     decays = adamw_kernel.Decays(0.9, 0.1, 0.95, 0.05, 1e-8)
     arguments = moments, FLOATS, FLOATS, WORDS, FLOATS.bfloat16(), 4096, decays, True, adamw_kernel.BLOCK
-    return Launch(adamw_kernel._adamw, arguments, {})
+    return Launch(adamw_kernel._adamw, arguments, {"enable_fp_fusion": False})
 
 
 def launch_mixed_adamw() -> Launch:
     numbers = state_kernels._Numbers(FLOATS.bfloat16(), FLOATS.bfloat16(), FLOATS, FLOATS, WORDS.to(torch.int16))
     decays = adamw_kernel.Decays(0.9, 0.1, 0.95, 0.05, 1e-8)
-    options = {"IS_SPLIT": True, "BLOCK": state_kernels.BLOCK}
+    options = {"IS_SPLIT": True, "BLOCK": state_kernels.BLOCK, "enable_fp_fusion": False}
     return Launch(state_kernels._adamw_mixed, (numbers, FLOATS, FLOATS, WORDS, WORDS, 4096, decays), options)
 
 
 def launch_mixed_sgd() -> Launch:
     numbers = state_kernels._SGDNumbers(FLOATS.bfloat16(), FLOATS.bfloat16(), FLOATS, FLOATS)
-    options = {"IS_SPLIT": False, "BLOCK": state_kernels.BLOCK}
+    options = {"IS_SPLIT": False, "BLOCK": state_kernels.BLOCK, "enable_fp_fusion": False}
     return Launch(state_kernels._sgd_mixed, (numbers, FLOATS, FLOATS, WORDS, None, 4096, 0.9, 0.1), options)
 
 
