@@ -96,14 +96,15 @@ def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
 
 
 def launch_sparse(name: str) -> Launch:
-    half = FLOATS.bfloat16()
+    half, bitmap = FLOATS.bfloat16(), sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS)
+    part, warps = (4096, 8, 90, 1), {"num_warps": 4 if "positions" in name else 1}
     arguments: tuple[Any, ...] = {
-        "_compress": (half, FLOATS.to(torch.uint8), WORDS, half, 4096, 8, 90, 0, True, True, 128),
-        "_expand": (half, FLOATS.to(torch.uint8), WORDS, half, WORDS, WORDS, 4096, 8, 90, 0, True, 128),
+        "_compress": (half, bitmap, LONGS, half, *part, True, True, 1, 1),
+        "_expand": (half, bitmap, LONGS, half, WORDS, WORDS, *part, True, 1, 1),
         "_compress_positions": (half, WORDS, half, 4096, True, sparse_kernels.POSITIONS),
         "_expand_positions": (half, WORDS, half, WORDS, None, 4096, sparse_kernels.POSITIONS),
     }[name]
-    return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 4})
+    return Launch(getattr(sparse_kernels, name), arguments, warps)
 
 
 def launch_cast(name: str) -> Launch:
@@ -356,6 +357,20 @@ def test_casts_to_fp8_round_to_nearest_and_saturate_in_hardware():
     assert "cvt.rn.satfinite.e5m2x2.f32" in ptx
     assert "div.rn.f32" in ptx
     assert "div.full" not in ptx
+
+
+def test_pruned_rows_are_permuted_in_registers_and_no_warp_waits_for_another():
+    for name in ("_compress", "_expand"):
+        ptx = compile_ptx(f"optim.sparse.kernels.{name}")
+        assert ptx.count("prmt.b32") >= 16
+        assert "bar.sync" not in ptx
+        assert "st.shared" not in ptx
+
+
+def test_updates_round_each_operation():
+    """A fma of either of two products would give a weight another last bit by its place in a range."""
+    for name in ("adamw_kernel._adamw", "state.kernels._adamw_mixed", "state.kernels._sgd_mixed"):
+        assert "fma." not in compile_ptx(f"optim.{name}")
 
 
 def test_the_kernels_that_put_compile(kernels, stubs):  # noqa: F811

@@ -67,7 +67,6 @@ def test_compressing_and_expanding_are_indexing_by_the_mask(kind: Any, dtype: to
 
 def check_kernels(dtype_name: str) -> None:
     """The interpreted kernels, by way of the indices, which take them for tensors on GPUs."""
-    from stretto.optim.sparse import kernels
 
     class OnGpu:
         """Has an index launch kernels for tensors of the CPU."""
@@ -76,24 +75,15 @@ def check_kernels(dtype_name: str) -> None:
             self.inner, self.size, self.count = inner, inner.size, inner.count
 
         def compress(self, dense: Any, out: Any, first: int = 0, last: int | None = None, adds: bool = False) -> Any:
-            last = self.count if last is None else last
-            if first < last and isinstance(self.inner, index.BitmapIndex):
-                part = self.inner.part(first, last)
-                kernels.launch_compress(dense, self.inner.bits, self.inner.prefix, out, part, adds=adds)
-            elif first < last:
-                kernels.launch_compress_positions(dense, self.inner.positions[first:last], out, adds=adds)
+            if first < (last := self.count if last is None else last):
+                self.inner._launch_compress(dense, out, first, last, adds)
             return out
 
         def expand(
             self, left: Any, dense: Any, first: int = 0, last: int | None = None, skip: Any = None, failed: Any = None
         ) -> Any:
-            last = self.count if last is None else last
-            if first < last and isinstance(self.inner, index.BitmapIndex):
-                part, own = self.inner.part(first, last), (self.inner.bits, self.inner.prefix)
-                kernels.launch_expand(left, *own, dense, part, skip=skip, failed=failed)
-            elif first < last:
-                own = self.inner.positions[first:last]
-                kernels.launch_expand_positions(left, own, dense, skip=skip, failed=failed)
+            if first < (last := self.count if last is None else last):
+                self.inner._launch_expand(left, dense, first, last, skip, failed)
             return dense
 
         def fill(self, left: Any, dense: Any) -> Any:

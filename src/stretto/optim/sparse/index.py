@@ -20,7 +20,7 @@ from stretto.optim.sparse.masks import unpack
 if TYPE_CHECKING:
     from stretto.optim.sparse import kernels
 
-_BLOCK = 1024  # that of the kernels, which need Triton
+_BLOCK = 1024  # of the kernels, which need Triton
 MAX_POSITIONS = 1 << 31
 
 
@@ -109,13 +109,13 @@ class FullIndex(SparseIndex):
 
 
 class BitmapIndex(SparseIndex):
-    """A bit a number: uint8, the lowest bit first. prefix: how many are left before each block of `block` numbers."""
+    """A bit a number: uint8, the lowest bit first; and how many are left before each block of 1,024 numbers."""
 
-    def __init__(self, bits: Tensor, size: int, *, block: int = _BLOCK) -> None:
-        self.size, self.block = size, block
-        missing = -(-size // block) * block // 8 - bits.numel()
+    def __init__(self, bits: Tensor, size: int) -> None:
+        self.size = size
+        missing = -(-size // _BLOCK) * _BLOCK // 8 - bits.numel()
         self.bits = torch.cat((bits, bits.new_zeros(missing))) if missing else bits
-        blocks = _count_bits(self.bits).view(-1, block // 8).sum(1, dtype=torch.int64)
+        blocks = _count_bits(self.bits).view(-1, _BLOCK // 8).sum(1, dtype=torch.int64)
         ends = blocks.cumsum(0)
         self.count = int(ends[-1]) if len(ends) else 0
         wide = torch.int64 if size >= MAX_POSITIONS else torch.int32
@@ -127,18 +127,23 @@ class BitmapIndex(SparseIndex):
         # The kernel writes the zeros, too.
         return self.expand(left, dense) if dense.is_cuda and self.count else super().fill(left, dense)
 
-    def part(self, first: int, last: int) -> "kernels.LeftRange":
-        """The kernels' argument for some of the numbers that are left. The host waits for the device at the first call
-        with these."""
-        from stretto.optim.sparse import kernels  # imported here, since Triton comes with GPUs
+    def ranges(self, first: int, last: int) -> "list[kernels.LeftRange]":
+        """The kernels' arguments for some of the numbers that are left: one launch for all, and else one each for the
+        blocks at both ends, which others share, and for those between. The host waits for the device at the first call
+        with these numbers."""
+        from stretto.optim.sparse.kernels import LeftRange  # imported here, since Triton comes with GPUs
 
         if (first, last) == (0, self.count):
-            return kernels.LeftRange(first, last, 0, len(self.prefix), False, self.block)
+            return [LeftRange(first, last, 0, len(self.prefix), False)]
         if (first, last) not in self._parts:
             asked = torch.tensor([first, last - 1], dtype=self.prefix.dtype, device=self.prefix.device)
             begin, end = (torch.searchsorted(self.prefix, asked, right=True) - 1).tolist()
-            self._parts[first, last] = begin, end - begin + 1
-        return kernels.LeftRange(first, last, *self._parts[first, last], True, self.block)
+            self._parts[first, last] = begin, end
+        begin, end = self._parts[first, last]
+        found = [LeftRange(first, last, begin, 1, True)]
+        if end > begin + 1:
+            found.append(LeftRange(first, last, begin + 1, end - begin - 1, False))
+        return [*found, LeftRange(first, last, end, 1, True)] if end > begin else found
 
     def _places(self, first: int, last: int) -> Tensor:
         return unpack(self.bits, self.size).nonzero().squeeze(1)[first:last]
@@ -146,15 +151,17 @@ class BitmapIndex(SparseIndex):
     def _launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
         from stretto.optim.sparse import kernels
 
-        kernels.launch_compress(dense, self.bits, self.prefix, out, self.part(first, last), adds=adds)
+        for part in self.ranges(first, last):
+            kernels.launch_compress(dense, kernels.Bitmap(self.bits, self.prefix), out, part, adds=adds)
 
     def _launch_expand(
         self, left: Tensor, dense: Tensor, first: int, last: int, skip: Tensor | None, failed: Tensor | None
     ) -> None:
         from stretto.optim.sparse import kernels
 
-        part = self.part(first, last)
-        kernels.launch_expand(left, self.bits, self.prefix, dense, part, skip=skip, failed=failed)
+        for part in self.ranges(first, last):
+            bitmap = kernels.Bitmap(self.bits, self.prefix)
+            kernels.launch_expand(left, bitmap, dense, part, skip=skip, failed=failed)
 
 
 class PositionIndex(SparseIndex):
