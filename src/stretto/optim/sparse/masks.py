@@ -45,6 +45,11 @@ class Masks:
     masks: Mapping[str, WeightMask]
     sparsity: float
 
+    def cpu(self) -> "Masks":
+        """The same masks, in host memory."""
+        found = {name: WeightMask(mask.bits.cpu(), mask.shape) for name, mask in self.masks.items()}
+        return Masks(found, self.sparsity)
+
 
 def count_left(size: int, sparsity: float) -> int:
     """How many of `size` numbers a sparsity leaves, rounded to the nearest."""
