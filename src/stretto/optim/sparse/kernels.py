@@ -242,7 +242,7 @@ def _place(WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
     return row[:, :, None] + tl.arange(0, 8)[None, None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "first_block"])
 def _compress(  # type: ignore[no-untyped-def]
     dense, index, selectors, out, size, first, last, first_block,
     ADDS: tl.constexpr, IS_PART: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
@@ -290,7 +290,7 @@ def _unpack_row(loaded, row, at, mask, first, last, IS_PART: tl.constexpr, WARPS
     tl.store(at, _join_columns(low, high, WARPS), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "first_block"])
 def _expand(  # type: ignore[no-untyped-def]
     left, index, selectors, dense, skip, failed, size, first, last, first_block,
     IS_PART: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
