@@ -163,7 +163,7 @@ def measure_largest(setting: PrunedSetting) -> list[dict[str, Any]]:
         torch.cuda.set_per_process_memory_fraction(
             min(1.0, LIMIT / torch.cuda.get_device_properties(grid.device).total_memory)
         )
-    small = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256, "max_seq_len": 32} if setting.cpu else {}
+    small: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256, "max_seq_len": 32} if setting.cpu else {}
     for name, layers, hidden, samples in (("7B, 8192 tokens", 32, 4096, 4), ("13B, 2048 tokens", 40, 5120, 1)):
         config = GPTConfig(layers=layers, hidden=hidden, heads=hidden // 128, vocab=50304, max_seq_len=2048, bias=False)
         config = replace(config, **small)
@@ -224,7 +224,8 @@ def measure_steps(setting: PrunedSetting) -> list[dict[str, Any]]:
 
 
 def _measure_grid(setting: PrunedSetting, config: GPTConfig, axis: str, ranks: int, sparsity: float) -> dict[str, Any]:
-    grid = Grid(**{axis: ranks}, device="cpu" if setting.cpu else None)
+    sizes: dict[str, Any] = {axis: ranks}
+    grid = Grid(**sizes, device="cpu" if setting.cpu else None)
     model = _build(config, grid, recompute="full")
     stored = _take_over(model, grid, sparsity)
     tokens = _draw(config, setting.batch, grid.device)

@@ -52,7 +52,8 @@ def train_runs(setting: PrunedCurvesSetting) -> Iterator[Measured]:
         text = write_sources(Path(folder) / "text", setting.megabytes << 20)
         for name in (NEVER, AT_ONCE, EARLY):
             config = train_example(configure(name, setting, text, Path(folder) / name.replace(" ", "-")), name)
-            found = [(step, values["evaluation_loss"]) for step, values in read_run(config.out).evaluations]
+            evaluations = read_run(config.out).evaluations
+            found = [(step, float(values["evaluation_loss"] or 0.0)) for step, values in evaluations]
             of_step = config.train.batch * config.train.seq_len
             curves[name] = [(step * of_step, loss) for step, loss in found]
             loss, dense = found[-1][1], curves[NEVER][-1][1]

@@ -96,15 +96,11 @@ def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
 
 
 def launch_sparse(name: str) -> Launch:
-    half, bitmap = FLOATS.bfloat16(), sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS)
-    part, warps = (4096, 8, 90, 1), {"num_warps": 4 if "positions" in name else 1}
-    arguments: tuple[Any, ...] = {
-        "_compress": (half, bitmap, LONGS, half, *part, True, True, 1, 1),
-        "_expand": (half, bitmap, LONGS, half, WORDS, WORDS, *part, True, 1, 1),
-        "_compress_positions": (half, WORDS, half, 4096, True, sparse_kernels.POSITIONS),
-        "_expand_positions": (half, WORDS, half, WORDS, None, 4096, sparse_kernels.POSITIONS),
-    }[name]
-    return Launch(getattr(sparse_kernels, name), arguments, warps)
+    half, bytes_, part = FLOATS.bfloat16(), FLOATS.to(torch.uint8), (4096, 8, 90, 1)
+    flags = (WORDS, WORDS) if name == "_expand" else ()
+    end = (True, 1, 1) if name == "_expand" else (True, True, 1, 1)
+    arguments = half, bytes_, WORDS, LONGS, half, *flags, *part, *end
+    return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 1})
 
 
 def launch_cast(name: str) -> Launch:
@@ -310,10 +306,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,
-    **{
-        f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name)
-        for name in ("_compress", "_compress_positions", "_expand", "_expand_positions")
-    },
+    **{f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name) for name in ("_compress", "_expand")},
     "optim.state.kernels._adamw_mixed": launch_mixed_adamw,
     "optim.state.kernels._join": lambda: launch_rounding("_join", FLOATS.bfloat16(), WORDS.to(torch.int16), FLOATS),
     "optim.state.kernels._round": lambda: launch_rounding("_round", FLOATS, FLOATS.bfloat16(), WORDS.to(torch.int16)),

@@ -106,31 +106,23 @@ def _list_runs(
     own, of_dense = index.num_bytes + 2.0 * index.count, 2.0 * index.size
     if index.num_bytes == 4 * index.count:  # of positions, only these numbers move
         of_dense = 2.0 * index.count
-    names = {
-        "compress": own + of_dense,
-        "compress and add": own + of_dense + 2.0 * index.count,
-        "expand": own + of_dense,
-    }
-    if not variants or not dense.is_cuda:
-        runs = [
-            partial(index.compress, dense, left),
-            partial(index.compress, dense, left, adds=True),
-            partial(index.expand, left, whole),
+    rates = own + of_dense, own + of_dense + 2.0 * index.count, own + of_dense
+    if not variants or not isinstance(index, BitmapIndex):
+        calls: list[tuple[str, Callable[[], Any]]] = [
+            ("compress", partial(index.compress, dense, left)),
+            ("compress and add", partial(index.compress, dense, left, adds=True)),
+            ("expand", partial(index.expand, left, whole)),
         ]
-        return [(name, run, moved) for (name, moved), run in zip(names.items(), runs, strict=True)]
-    from stretto.optim.sparse import kernels
-
-    assert isinstance(index, BitmapIndex)
-    bitmap, (part,) = kernels.Bitmap(index.bits, index.prefix), index.ranges(0, index.count)
+        return [(*call, moved) for call, moved in zip(calls, rates, strict=True)]
     found = []
-    for warps, turns in product((1, 2, 4), (1, 2, 4)):
-        shape = {"warps": warps, "turns": turns}
+    for warps, turns in product((1, 2, 4), repeat=2):
+        shape, every = {"warps": warps, "turns": turns}, (0, index.count)
         calls = [
-            partial(kernels.launch_compress, dense, bitmap, left, part, adds=False, **shape),
-            partial(kernels.launch_compress, dense, bitmap, left, part, adds=True, **shape),
-            partial(kernels.launch_expand, left, bitmap, whole, part, skip=None, failed=None, **shape),
+            ("compress", partial(index.launch_compress, dense, left, *every, False, **shape)),
+            ("compress and add", partial(index.launch_compress, dense, left, *every, True, **shape)),
+            ("expand", partial(index.launch_expand, left, whole, *every, [], **shape)),
         ]
-        for (name, moved), call in zip(names.items(), calls, strict=True):
+        for (name, call), moved in zip(calls, rates, strict=True):
             found.append((f"{name}, {warps} warps x {turns} blocks", call, moved))
     return found
 

@@ -271,7 +271,7 @@ class PrunedParameters:
         if (share := self._shares.get(name)) is not None:
             rows = share.to_rows(read().flatten().to(device))
             return lambda: share.expand_rows(rows, shape)
-        if not self.indices[self._names[name]].has_kernels:  # all of it is left
+        if isinstance(self.indices[self._names[name]], FullIndex):
             return lambda: read().view(shape)
         return lambda: self.expand(name, read().to(device), shape)
 

@@ -9,6 +9,7 @@ where a copy's bandwidth leaves time for 9 (compiled for sm_90; a number by itse
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,19 +22,10 @@ from stretto.tiles.launches import launch_kernel
 
 BLOCK = 1024
 """Dense numbers of a warp, and of one prefix sum."""
-POSITIONS = 1024
-"""Numbers of a program of the int32 index's kernels."""
 WARPS = 1
 """Warps of a program, each with its own block: `stretto bench sparse --variants` times others."""
 TURNS = 1
 """Blocks that a warp takes one after another."""
-
-
-class Bitmap(NamedTuple):
-    """A mask's bits, uint8 [at least size / 8], and how many numbers are left before each block of `BLOCK`."""
-
-    bits: Tensor
-    prefix: Tensor
 
 
 class LeftRange(NamedTuple):
@@ -137,23 +129,20 @@ def _pick(c, place):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scan_words(index, block, size, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scan_words(bits, prefix, block, size, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """How many numbers are left before each word of 32, [WARPS, 32], and each lane's words of its four rows.
 
     Synchronization: none between warps; bitmap and prefix sums are read only.
     """
     warp, lane = tl.arange(0, WARPS), tl.arange(0, 32)[None, :]
-    words = index.bits.to(tl.pointer_type(tl.int32)) + block * 32
+    words = bits.to(tl.pointer_type(tl.int32)) + block * 32
     at = warp[:, None] * 32 + lane
     count = _count_bits(tl.load(words + at, mask=at * 32 < size, other=0))
-    before = tl.load(index.prefix + block + warp, mask=warp * 1024 < size, other=0)
+    before = tl.load(prefix + block + warp, mask=warp * 1024 < size, other=0)
     at = warp[:, None] * 32 + lane // 4
-    of_rows = (
-        tl.load(words + at, mask=at * 32 < size, other=0),
-        tl.load(words + at + 8, mask=at * 32 + 256 < size, other=0),
-        tl.load(words + at + 16, mask=at * 32 + 512 < size, other=0),
-        tl.load(words + at + 24, mask=at * 32 + 768 < size, other=0),
-    )
+    of_rows = ()
+    for number in tl.static_range(4):
+        of_rows += (tl.load(words + at + 8 * number, mask=at * 32 + 256 * number < size, other=0),)
     return before[:, None] + tl.cumsum(count, axis=1) - count, of_rows
 
 
@@ -201,12 +190,10 @@ def _is_there(K: tl.constexpr, rank, count, first, last, IS_PART: tl.constexpr):
 @triton.jit
 def _load_half(at, rank, count, first, last, IS_PART: tl.constexpr):  # type: ignore[no-untyped-def]
     """The numbers of each half row that are left, and zeros after them."""
-    return (
-        tl.load(at, mask=_is_there(0, rank, count, first, last, IS_PART), other=0),
-        tl.load(at + 1, mask=_is_there(1, rank, count, first, last, IS_PART), other=0),
-        tl.load(at + 2, mask=_is_there(2, rank, count, first, last, IS_PART), other=0),
-        tl.load(at + 3, mask=_is_there(3, rank, count, first, last, IS_PART), other=0),
-    )
+    loaded = ()
+    for k in tl.static_range(4):
+        loaded += (tl.load(at + k, mask=_is_there(k, rank, count, first, last, IS_PART), other=0),)
+    return loaded
 
 
 @triton.jit
@@ -217,22 +204,20 @@ def _load_row(row, left, first, last, IS_PART: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def _store_half(at, c, sums, rank, count, first, last, ADDS: tl.constexpr, IS_PART: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_half(at, c, sums, rank, count, first, last, IS_PART: tl.constexpr):  # type: ignore[no-untyped-def]
     for k in tl.static_range(4):
-        value = c[k]
-        if ADDS:
-            value = value.to(tl.float32) + sums[k].to(tl.float32)
+        value = c[k] if sums is None else c[k].to(tl.float32) + sums[k].to(tl.float32)
         tl.store(at + k, value.to(at.dtype.element_ty), mask=_is_there(k, rank, count, first, last, IS_PART))
 
 
 @triton.jit
-def _pack_row(values, row, sums, out, first, last, ADDS: tl.constexpr, IS_PART: tl.constexpr, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pack_row(values, row, sums, out, first, last, IS_PART: tl.constexpr, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
     selectors, _, rank, low, high = row
     left_half, right_half = _split_columns(values, WARPS)
-    at = out + (rank - first)
-    _store_half(at, _permute(left_half, selectors.to(tl.int32)), sums[0], rank, low, first, last, ADDS, IS_PART)
+    at, of_low, of_high = out + (rank - first), None if sums is None else sums[0], None if sums is None else sums[1]
+    _store_half(at, _permute(left_half, selectors.to(tl.int32)), of_low, rank, low, first, last, IS_PART)
     right_half = _permute(right_half, (selectors >> 32).to(tl.int32))
-    _store_half(at + low, right_half, sums[1], rank + low, high, first, last, ADDS, IS_PART)
+    _store_half(at + low, right_half, of_high, rank + low, high, first, last, IS_PART)
 
 
 @triton.jit
@@ -244,7 +229,7 @@ def _place(WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["first", "last", "first_block"])
 def _compress(  # type: ignore[no-untyped-def]
-    dense, index, selectors, out, size, first, last, first_block,
+    dense, bits, prefix, selectors, out, size, first, last, first_block,
     ADDS: tl.constexpr, IS_PART: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of WARPS * TURNS blocks that are left to `out`, or add them to it.
@@ -256,27 +241,19 @@ def _compress(  # type: ignore[no-untyped-def]
         block = (first_block + (tl.program_id(0) * TURNS + turn) * WARPS).to(tl.int64)
         here = tl.minimum(size - block * 1024, WARPS * 1024).to(tl.int32)
         at = dense + block * 1024 + places
-        # All are read, in order and 16 bytes at a time: of 16 neighbours, one memory sector, some number is left.
-        v0 = tl.load(at, mask=places < here, other=0)
-        v1 = tl.load(at + 256, mask=places + 256 < here, other=0)
-        v2 = tl.load(at + 512, mask=places + 512 < here, other=0)
-        v3 = tl.load(at + 768, mask=places + 768 < here, other=0)
-        before, words = _scan_words(index, block, here, WARPS)
-        r0 = _find_row(words[0], before, selectors, 0, WARPS)
-        r1 = _find_row(words[1], before, selectors, 1, WARPS)
-        r2 = _find_row(words[2], before, selectors, 2, WARPS)
-        r3 = _find_row(words[3], before, selectors, 3, WARPS)
-        if ADDS:  # all are loaded before any is stored, or each load would wait for the store before it
-            s0 = _load_row(r0, out, first, last, IS_PART)
-            s1 = _load_row(r1, out, first, last, IS_PART)
-            s2 = _load_row(r2, out, first, last, IS_PART)
-            s3 = _load_row(r3, out, first, last, IS_PART)
-        else:
-            s0, s1, s2, s3 = r0, r1, r2, r3  # not read
-        _pack_row(v0, r0, s0, out, first, last, ADDS, IS_PART, WARPS)
-        _pack_row(v1, r1, s1, out, first, last, ADDS, IS_PART, WARPS)
-        _pack_row(v2, r2, s2, out, first, last, ADDS, IS_PART, WARPS)
-        _pack_row(v3, r3, s3, out, first, last, ADDS, IS_PART, WARPS)
+        # All are read, in order and 16 bytes at a time: of 16 neighbours, one memory sector, some number is left. And
+        # all are loaded before any is stored, or each load would wait for the store before it.
+        values, rows, sums = (), (), ()
+        for number in tl.static_range(4):
+            values += (tl.load(at + 256 * number, mask=places + 256 * number < here, other=0),)
+        before, words = _scan_words(bits, prefix, block, here, WARPS)
+        for number in tl.static_range(4):
+            rows += (_find_row(words[number], before, selectors, number, WARPS),)
+            if ADDS:
+                sums += (_load_row(rows[number], out, first, last, IS_PART),)
+        for number in tl.static_range(4):
+            added = sums[number] if ADDS else None
+            _pack_row(values[number], rows[number], added, out, first, last, IS_PART, WARPS)
 
 
 @triton.jit
@@ -292,7 +269,7 @@ def _unpack_row(loaded, row, at, mask, first, last, IS_PART: tl.constexpr, WARPS
 
 @triton.jit(do_not_specialize=["first", "last", "first_block"])
 def _expand(  # type: ignore[no-untyped-def]
-    left, index, selectors, dense, skip, failed, size, first, last, first_block,
+    left, bits, prefix, selectors, dense, skip, failed, size, first, last, first_block,
     IS_PART: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Write WARPS * TURNS blocks of dense numbers: those that are left, and zeros between them.
@@ -311,90 +288,40 @@ def _expand(  # type: ignore[no-untyped-def]
     for turn in range(TURNS):
         block = (first_block + (tl.program_id(0) * TURNS + turn) * WARPS).to(tl.int64)
         here = tl.minimum(size - block * 1024, WARPS * 1024).to(tl.int32)
-        before, words = _scan_words(index, block, here, WARPS)
-        r0 = _find_row(words[0], before, selectors, 0, WARPS)
-        r1 = _find_row(words[1], before, selectors, 1, WARPS)
-        r2 = _find_row(words[2], before, selectors, 2, WARPS)
-        r3 = _find_row(words[3], before, selectors, 3, WARPS)
-        l0 = _load_row(r0, left, first, last, IS_PART)  # all are loaded before any is stored
-        l1 = _load_row(r1, left, first, last, IS_PART)
-        l2 = _load_row(r2, left, first, last, IS_PART)
-        l3 = _load_row(r3, left, first, last, IS_PART)
+        before, words = _scan_words(bits, prefix, block, here, WARPS)
         at = dense + block * 1024 + places
-        _unpack_row(l0, r0, at, writes & (places < here), first, last, IS_PART, WARPS)
-        _unpack_row(l1, r1, at + 256, writes & (places + 256 < here), first, last, IS_PART, WARPS)
-        _unpack_row(l2, r2, at + 512, writes & (places + 512 < here), first, last, IS_PART, WARPS)
-        _unpack_row(l3, r3, at + 768, writes & (places + 768 < here), first, last, IS_PART, WARPS)
-
-
-@triton.jit
-def _compress_positions(dense, index, out, count, ADDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the dense numbers at `index` to `out`, or add them to it.
-
-    Synchronization: none. Each number of `out` is written by one program.
-    """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = at < count
-    values = tl.load(dense + tl.load(index + at, mask=there, other=0), mask=there, other=0)
-    if ADDS:
-        sums = values.to(tl.float32) + tl.load(out + at, mask=there, other=0).to(tl.float32)
-        tl.store(out + at, sums.to(out.dtype.element_ty), mask=there)
-    else:
-        tl.store(out + at, values.to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _expand_positions(left, index, dense, skip, failed, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the numbers that are left to their dense places. While `skip` or `failed` is not 0, nothing is written.
-
-    Synchronization: none. Positions differ, so each dense number is written by at most one program.
-    """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = at < count
-    if skip is not None:
-        there &= tl.load(skip) == 0
-    if failed is not None:
-        there &= tl.load(failed) == 0
-    values = tl.load(left + at, mask=there, other=0)
-    tl.store(dense + tl.load(index + at, mask=there, other=0), values.to(dense.dtype.element_ty), mask=there)
+        rows, loaded = (), ()
+        for number in tl.static_range(4):
+            rows += (_find_row(words[number], before, selectors, number, WARPS),)
+            loaded += (_load_row(rows[number], left, first, last, IS_PART),)
+        for number in tl.static_range(4):
+            mask = writes & (places + 256 * number < here)
+            _unpack_row(loaded[number], rows[number], at + 256 * number, mask, first, last, IS_PART, WARPS)
 
 
 def launch_compress(
-    dense: Tensor, index: Bitmap, out: Tensor, part: LeftRange, *, adds: bool, warps: int = WARPS, turns: int = TURNS
-) -> None:
+    dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, adds: bool, warps: int = WARPS,
+    turns: int = TURNS,
+) -> None:  # fmt: skip
     """Compress `dense` [size] to `out` [part.last - part.first] by a bitmap with prefix sums; adds: to what it has.
 
     warps, turns: of a program, which takes as many blocks as their product.
     """
     launch_kernel(
-        _compress, triton.cdiv(part.blocks, warps * turns), dense, index, find_selectors(dense.device)[0], out,
+        _compress, triton.cdiv(part.blocks, warps * turns), dense, bits, prefix, find_selectors(dense.device)[0], out,
         part.end(dense), part.first, part.last, part.first_block,
         ADDS=adds, IS_PART=part.is_part, WARPS=warps, TURNS=turns, num_warps=warps,
     )  # fmt: skip
 
 
 def launch_expand(
-    left: Tensor, index: Bitmap, dense: Tensor, part: LeftRange, *, skip: Tensor | None, failed: Tensor | None,
+    left: Tensor, bits: Tensor, prefix: Tensor, dense: Tensor, part: LeftRange, flags: Sequence[Tensor], *,
     warps: int = WARPS, turns: int = TURNS,
 ) -> None:  # fmt: skip
-    """Expand `left` [part.last - part.first] into `dense` [size]. skip, failed: int32 [1], or None. Others: as
-    `launch_compress`."""
+    """Expand `left` [part.last - part.first] into `dense` [size]. flags: at most two, int32 [1], of which one that is
+    not 0 has nothing written. Others: as `launch_compress`."""
     launch_kernel(
-        _expand, triton.cdiv(part.blocks, warps * turns), left, index, find_selectors(dense.device)[1], dense, skip,
-        failed, part.end(dense), part.first, part.last, part.first_block,
+        _expand, triton.cdiv(part.blocks, warps * turns), left, bits, prefix, find_selectors(dense.device)[1], dense,
+        *flags, *[None] * (2 - len(flags)), part.end(dense), part.first, part.last, part.first_block,
         IS_PART=part.is_part, WARPS=warps, TURNS=turns, num_warps=warps,
     )  # fmt: skip
-
-
-def launch_compress_positions(dense: Tensor, index: Tensor, out: Tensor, *, adds: bool) -> None:
-    """Compress `dense` to `out` by int32 positions, of as many numbers."""
-    programs = triton.cdiv(len(index), POSITIONS)
-    launch_kernel(_compress_positions, programs, dense, index, out, len(index), ADDS=adds, BLOCK=POSITIONS)
-
-
-def launch_expand_positions(
-    left: Tensor, index: Tensor, dense: Tensor, *, skip: Tensor | None, failed: Tensor | None
-) -> None:
-    """Write `left` to the int32 positions `index` of `dense`; all else of it is left as it is."""
-    programs = triton.cdiv(len(index), POSITIONS)
-    launch_kernel(_expand_positions, programs, left, index, dense, skip, failed, len(index), BLOCK=POSITIONS)
