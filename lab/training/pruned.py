@@ -163,10 +163,10 @@ def measure_largest(setting: PrunedSetting) -> list[dict[str, Any]]:
         torch.cuda.set_per_process_memory_fraction(
             min(1.0, LIMIT / torch.cuda.get_device_properties(grid.device).total_memory)
         )
-    small: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256, "max_seq_len": 32} if setting.cpu else {}
+    small: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256, "max_seq_len": 32}
     for name, layers, hidden, samples in (("7B, 8192 tokens", 32, 4096, 4), ("13B, 2048 tokens", 40, 5120, 1)):
         config = GPTConfig(layers=layers, hidden=hidden, heads=hidden // 128, vocab=50304, max_seq_len=2048, bias=False)
-        config = replace(config, **small)
+        config = replace(config, **small) if setting.cpu else config
         row: dict[str, Any] = {"part": "largest", "name": name, "sparsity": PRUNED}
         try:
             found, step = _measure_state(config, grid, PRUNED, "bitmap", samples, recompute="full")

@@ -142,7 +142,7 @@ def _scan_words(bits, prefix, block, size, WARPS: tl.constexpr):  # type: ignore
     at = warp[:, None] * 32 + lane // 4
     of_rows = ()
     for number in tl.static_range(4):
-        of_rows += (tl.load(words + at + 8 * number, mask=at * 32 + 256 * number < size, other=0),)
+        of_rows += (tl.load(words + at + 8 * number, mask=at * 32 + 256 * number < size, other=0),)  # type: ignore[assignment]
     return before[:, None] + tl.cumsum(count, axis=1) - count, of_rows
 
 
@@ -192,7 +192,7 @@ def _load_half(at, rank, count, first, last, IS_PART: tl.constexpr):  # type: ig
     """The numbers of each half row that are left, and zeros after them."""
     loaded = ()
     for k in tl.static_range(4):
-        loaded += (tl.load(at + k, mask=_is_there(k, rank, count, first, last, IS_PART), other=0),)
+        loaded += (tl.load(at + k, mask=_is_there(k, rank, count, first, last, IS_PART), other=0),)  # type: ignore[assignment]
     return loaded
 
 
@@ -245,12 +245,12 @@ def _compress(  # type: ignore[no-untyped-def]
         # all are loaded before any is stored, or each load would wait for the store before it.
         values, rows, sums = (), (), ()
         for number in tl.static_range(4):
-            values += (tl.load(at + 256 * number, mask=places + 256 * number < here, other=0),)
+            values += (tl.load(at + 256 * number, mask=places + 256 * number < here, other=0),)  # type: ignore[assignment]
         before, words = _scan_words(bits, prefix, block, here, WARPS)
         for number in tl.static_range(4):
-            rows += (_find_row(words[number], before, selectors, number, WARPS),)
+            rows += (_find_row(words[number], before, selectors, number, WARPS),)  # type: ignore[assignment]
             if ADDS:
-                sums += (_load_row(rows[number], out, first, last, IS_PART),)
+                sums += (_load_row(rows[number], out, first, last, IS_PART),)  # type: ignore[assignment]
         for number in tl.static_range(4):
             added = sums[number] if ADDS else None
             _pack_row(values[number], rows[number], added, out, first, last, IS_PART, WARPS)
@@ -292,8 +292,8 @@ def _expand(  # type: ignore[no-untyped-def]
         at = dense + block * 1024 + places
         rows, loaded = (), ()
         for number in tl.static_range(4):
-            rows += (_find_row(words[number], before, selectors, number, WARPS),)
-            loaded += (_load_row(rows[number], left, first, last, IS_PART),)
+            rows += (_find_row(words[number], before, selectors, number, WARPS),)  # type: ignore[assignment]
+            loaded += (_load_row(rows[number], left, first, last, IS_PART),)  # type: ignore[assignment]
         for number in tl.static_range(4):
             mask = writes & (places + 256 * number < here)
             _unpack_row(loaded[number], rows[number], at + 256 * number, mask, first, last, IS_PART, WARPS)
