@@ -96,10 +96,10 @@ def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
 
 
 def launch_sparse(name: str) -> Launch:
-    half, bytes_, part = FLOATS.bfloat16(), FLOATS.to(torch.uint8), (4096, 8, 90, 1)
+    half, index = FLOATS.bfloat16(), sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS, LONGS)
     flags = (WORDS, WORDS) if name == "_expand" else ()
     end = (True, 1, 1) if name == "_expand" else (True, True, 1, 1)
-    arguments = half, bytes_, WORDS, LONGS, half, *flags, *part, *end
+    arguments = half, index, half, *flags, 4096, 8, 90, 1, *end
     return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 1})
 
 

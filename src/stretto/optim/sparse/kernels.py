@@ -10,7 +10,7 @@ where a copy's bandwidth leaves time for 9 (compiled for sm_90; a number by itse
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,6 +43,14 @@ class LeftRange(NamedTuple):
     def end(self, dense: Tensor) -> int:
         """The dense place at which the blocks end."""
         return min(dense.numel(), (self.first_block + self.blocks) * BLOCK)
+
+
+class Bitmap(NamedTuple):
+    """Kernel argument: a mask's bits, how many numbers are left before each block, and selectors of rows."""
+
+    bits: Any
+    prefix: Any
+    selectors: Any
 
 
 @functools.cache
@@ -129,16 +137,16 @@ def _pick(c, place):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scan_words(bits, prefix, block, size, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scan_words(index, block, size, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """How many numbers are left before each word of 32, [WARPS, 32], and each lane's words of its four rows.
 
     Synchronization: none between warps; bitmap and prefix sums are read only.
     """
     warp, lane = tl.arange(0, WARPS), tl.arange(0, 32)[None, :]
-    words = bits.to(tl.pointer_type(tl.int32)) + block * 32
+    words = index.bits.to(tl.pointer_type(tl.int32)) + block * 32
     at = warp[:, None] * 32 + lane
     count = _count_bits(tl.load(words + at, mask=at * 32 < size, other=0))
-    before = tl.load(prefix + block + warp, mask=warp * 1024 < size, other=0)
+    before = tl.load(index.prefix + block + warp, mask=warp * 1024 < size, other=0)
     at = warp[:, None] * 32 + lane // 4
     of_rows = ()
     for number in tl.static_range(4):
@@ -229,7 +237,7 @@ def _place(WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["first", "last", "first_block"])
 def _compress(  # type: ignore[no-untyped-def]
-    dense, bits, prefix, selectors, out, size, first, last, first_block,
+    dense, index, out, size, first, last, first_block,
     ADDS: tl.constexpr, IS_PART: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of WARPS * TURNS blocks that are left to `out`, or add them to it.
@@ -246,9 +254,9 @@ def _compress(  # type: ignore[no-untyped-def]
         values, rows, sums = (), (), ()
         for number in tl.static_range(4):
             values += (tl.load(at + 256 * number, mask=places + 256 * number < here, other=0),)  # type: ignore[assignment]
-        before, words = _scan_words(bits, prefix, block, here, WARPS)
+        before, words = _scan_words(index, block, here, WARPS)
         for number in tl.static_range(4):
-            rows += (_find_row(words[number], before, selectors, number, WARPS),)  # type: ignore[assignment]
+            rows += (_find_row(words[number], before, index.selectors, number, WARPS),)  # type: ignore[assignment]
             if ADDS:
                 sums += (_load_row(rows[number], out, first, last, IS_PART),)  # type: ignore[assignment]
         for number in tl.static_range(4):
@@ -269,7 +277,7 @@ def _unpack_row(loaded, row, at, mask, first, last, IS_PART: tl.constexpr, WARPS
 
 @triton.jit(do_not_specialize=["first", "last", "first_block"])
 def _expand(  # type: ignore[no-untyped-def]
-    left, bits, prefix, selectors, dense, skip, failed, size, first, last, first_block,
+    left, index, dense, skip, failed, size, first, last, first_block,
     IS_PART: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Write WARPS * TURNS blocks of dense numbers: those that are left, and zeros between them.
@@ -288,11 +296,11 @@ def _expand(  # type: ignore[no-untyped-def]
     for turn in range(TURNS):
         block = (first_block + (tl.program_id(0) * TURNS + turn) * WARPS).to(tl.int64)
         here = tl.minimum(size - block * 1024, WARPS * 1024).to(tl.int32)
-        before, words = _scan_words(bits, prefix, block, here, WARPS)
+        before, words = _scan_words(index, block, here, WARPS)
         at = dense + block * 1024 + places
         rows, loaded = (), ()
         for number in tl.static_range(4):
-            rows += (_find_row(words[number], before, selectors, number, WARPS),)  # type: ignore[assignment]
+            rows += (_find_row(words[number], before, index.selectors, number, WARPS),)  # type: ignore[assignment]
             loaded += (_load_row(rows[number], left, first, last, IS_PART),)  # type: ignore[assignment]
         for number in tl.static_range(4):
             mask = writes & (places + 256 * number < here)
@@ -307,8 +315,9 @@ def launch_compress(
 
     warps, turns: of a program, which takes as many blocks as their product.
     """
+    index = Bitmap(bits, prefix, find_selectors(dense.device)[0])
     launch_kernel(
-        _compress, triton.cdiv(part.blocks, warps * turns), dense, bits, prefix, find_selectors(dense.device)[0], out,
+        _compress, triton.cdiv(part.blocks, warps * turns), dense, index, out,
         part.end(dense), part.first, part.last, part.first_block,
         ADDS=adds, IS_PART=part.is_part, WARPS=warps, TURNS=turns, num_warps=warps,
     )  # fmt: skip
@@ -320,8 +329,9 @@ def launch_expand(
 ) -> None:  # fmt: skip
     """Expand `left` [part.last - part.first] into `dense` [size]. flags: at most two, int32 [1], of which one that is
     not 0 has nothing written. Others: as `launch_compress`."""
+    index = Bitmap(bits, prefix, find_selectors(dense.device)[1])
     launch_kernel(
-        _expand, triton.cdiv(part.blocks, warps * turns), left, bits, prefix, find_selectors(dense.device)[1], dense,
+        _expand, triton.cdiv(part.blocks, warps * turns), left, index, dense,
         *flags, *[None] * (2 - len(flags)), part.end(dense), part.first, part.last, part.first_block,
         IS_PART=part.is_part, WARPS=warps, TURNS=turns, num_warps=warps,
     )  # fmt: skip
