@@ -83,6 +83,7 @@ def check_kernels(dtype_name: str) -> None:
             assert torch.equal(made.expand(torch.ones(made.count, dtype=dtype), wide), mask.to(dtype))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)])
 def test_the_kernels_do_what_the_cpu_does(interpret: Any, dtype: str) -> None:
