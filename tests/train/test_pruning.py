@@ -95,7 +95,8 @@ def test_integer_gradients_give_the_bits_on_any_ranks_and_z_carries_what_is_left
     assert all(max(of_layer) - min(of_layer) <= 2 * sizes["z"] for of_layer in zip(*shares, strict=True))
 
 
-@pytest.mark.parametrize("sizes", [{"z": 2}, pytest.param({"data": 2}, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [{"z": 2}, {"data": 2}])
 def test_convolutions_are_pruned_as_linears_are(ranks: Any, sizes: dict[str, int]) -> None:
     for found in ranks(2).run(train_convolutions, sizes):
         assert max(found["differences"].values()) == 0, found["differences"]
