@@ -24,7 +24,7 @@ BLOCK = 1024
 """Dense numbers of a warp, and of one prefix sum."""
 WARPS = 1
 """Warps of a program, each with its own block: `stretto bench sparse --variants` times others."""
-TURNS = 1
+COMPRESS_TURNS, ADD_TURNS, EXPAND_TURNS = 2, 4, 1
 """Blocks that a warp takes one after another."""
 
 
@@ -309,13 +309,14 @@ def _expand(  # type: ignore[no-untyped-def]
 
 def launch_compress(
     dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, adds: bool, warps: int = WARPS,
-    turns: int = TURNS,
+    turns: int | None = None,
 ) -> None:  # fmt: skip
     """Compress `dense` [size] to `out` [part.last - part.first] by a bitmap with prefix sums; adds: to what it has.
 
     warps, turns: of a program, which takes as many blocks as their product.
     """
     index = Bitmap(bits, prefix, find_selectors(dense.device)[0])
+    turns = turns or (ADD_TURNS if adds else COMPRESS_TURNS)
     launch_kernel(
         _compress, triton.cdiv(part.blocks, warps * turns), dense, index, out,
         part.end(dense), part.first, part.last, part.first_block,
@@ -325,7 +326,7 @@ def launch_compress(
 
 def launch_expand(
     left: Tensor, bits: Tensor, prefix: Tensor, dense: Tensor, part: LeftRange, flags: Sequence[Tensor], *,
-    warps: int = WARPS, turns: int = TURNS,
+    warps: int = WARPS, turns: int = EXPAND_TURNS,
 ) -> None:  # fmt: skip
     """Expand `left` [part.last - part.first] into `dense` [size]. flags: at most two, int32 [1], of which one that is
     not 0 has nothing written. Others: as `launch_compress`."""
