@@ -14,11 +14,13 @@ import torch.distributed as dist
 from tests.parallel.experts.training import gpt
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 from stretto.models import GPT
 from stretto.optim import Muon, RowParts, hidden_matrices
+from stretto.optim.matrix_owners import Exchange
 from stretto.optim.muon import NewtonSchulz
-from stretto.parallel import Grid, gather, parallelize
+from stretto.parallel import Grid, gather, no_sync, parallelize
 from stretto.train.optimizer import find_row_parts
 
 SEED = random.randrange(2**31)
@@ -91,6 +93,9 @@ def draw(step):
     return torch.randint(CONFIG.vocab, (2, BATCH, SEQ), generator=torch.Generator().manual_seed(step))
 
 
+FACTORS = {2: 0.5}  # of a step's gradients, as clipping has
+
+
 def train_plainly(steps):
     """Weights of a plain loop, with another Newton-Schulz and torch's AdamW."""
     model, momenta = make_model(), {}
@@ -101,6 +106,8 @@ def train_plainly(steps):
     for step in range(steps):
         model.zero_grad()
         model(*draw(step)).backward()
+        for parameter in model.parameters():
+            parameter.grad *= FACTORS.get(step, 1)
         adamw.step()
         for name, weight in matrices.items():
             momenta[name] = 0.95 * momenta.get(name, 0.0) + 0.05 * weight.grad
@@ -120,10 +127,11 @@ def train_on_grid(sizes, steps):
     parts = [rows_of_qkv(CONFIG) if name.endswith("qkv.weight") else () for name in matrices]
     groups = [{"params": list(matrices.values()), "use_muon": True, "row_parts": parts}, {"params": others}]
     optimizer = Muon(groups, lr=LR, weight_decay=DECAY, grid=grid)
+    optimizer.overlap_with(model)
     size, part = grid.size("batch"), grid.coordinate("batch")
     for step in range(steps):
         model(*(one.chunk(size)[part] for one in draw(step))).backward()
-        optimizer.step()
+        optimizer.step(scale=torch.tensor(FACTORS[step]) if step in FACTORS else None)
         optimizer.zero_grad()
     distances = [(gather(p) - expected[n]).norm() / expected[n].norm() for n, p in model.named_parameters()]
     return float(max(distances))
@@ -142,8 +150,145 @@ GRIDS = [
 
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 def test_weights_on_a_grid_are_one_ranks(ranks, sizes):
-    for distance in ranks(8).run(train_on_grid, sizes, 3):
+    for distance in ranks(8).run(train_on_grid, sizes, 4):
         assert distance < 1e-9
+
+
+class Overlapped:
+    """A model of 2 blocks on a grid, and its Muon, with rounds of a few matrices."""
+
+    def __init__(self, sizes, *, hides=True, **options):
+        self.grid = Grid(**sizes)
+        self.model = parallelize(make_model(), self.grid, dtype=torch.float64)
+        self.matrices = hidden_matrices(self.model)
+        others = [p for n, p in self.model.named_parameters() if n not in self.matrices]
+        groups = [{"params": list(self.matrices.values()), "use_muon": True}, {"params": others}]
+        self.optimizer = Muon(groups, lr=LR, grid=self.grid)
+        if hides:
+            self.optimizer.overlap_with(self.model, **options)
+        self.draws = 0
+
+    def backward(self):
+        self.draws += 1
+        size, part = self.grid.size("batch"), self.grid.coordinate("batch")
+        loss = self.model(*(one.chunk(size)[part] for one in draw(self.draws)))
+        loss.backward()
+        return loss.detach()
+
+    def step(self, **options):
+        self.optimizer.step(**options)
+        self.optimizer.zero_grad()
+
+    def late(self):
+        return [name for name, parameter in self.matrices.items() if parameter.late_write is not None]
+
+
+def fail(*_):
+    raise ArithmeticError
+
+
+def raise_in_backward(run):
+    handle = run.model.blocks[0].register_full_backward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        run.backward()
+    handle.remove()
+    run.optimizer.zero_grad()
+
+
+def go_through(hides):
+    """Numbers that a training reads in all ways, of steps that are skipped, scaled, accumulated, dropped and failed."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stretto.optim.matrix_owners._ROUND", 100)
+        for sizes in ({"x": 2, "z": 2}, {"data": 2, "z": 2}):
+            run = Overlapped(sizes, hides=hides)
+            matrices, optimizer = list(run.matrices.values()), run.optimizer
+            for number in range(2):  # a step, and one whose exchange starts in its backward pass
+                run.backward()
+                run.step()
+                found += [matrices[-1 - number].to_local().detach().clone(), matrices[number].full_tensor()]
+            run.backward()
+            optimizer.zero_grad()  # a step that does not come
+            run.backward()
+            run.step(skip=torch.tensor(True))
+            found += [p.clone() for p in run.model.state_dict().values()]
+            run.backward()
+            run.step(scale=torch.tensor(0.25), skip=torch.tensor(False))
+            run.model.load_state_dict(run.model.state_dict())
+            with no_sync(run.model):
+                run.backward()
+            run.backward()
+            run.step()
+            run.backward()
+            run.backward()  # the first one has sent its gradients, and is sent again with this one's
+            run.step()
+            found.append(next(iter(matrices)).norm().full_tensor())
+            with torch.no_grad():
+                found.append(run.model(*(one.chunk(4)[0] for one in draw(0))))
+            matrices[0].requires_grad_(False)
+            run.backward()
+            run.step()
+            raise_in_backward(run)
+            matrices[0].requires_grad_(True)
+            for _ in range(2):
+                found.append(run.backward())
+                run.step()
+            found.append(copy.deepcopy(optimizer).param_groups[0]["params"][0].full_tensor())
+            found += [optimizer.state[p]["momentum_buffer"].full_tensor() for p in matrices]
+            found += [gather(p) for p in run.model.parameters()]
+    return [each.to_local() if isinstance(each, DTensor) else each for each in found]
+
+
+def compare_hidden():
+    pairs = list(zip(go_through(True), go_through(False), strict=True))
+    return len(pairs), [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
+
+
+def test_a_hidden_exchange_changes_no_bits_however_weights_are_read(ranks):
+    for count, different in ranks(4).run(compare_hidden):
+        assert count > 50
+        assert different == []
+
+
+def watch_a_step(sizes, scale):
+    """How many gradients were final when each round was sent, and which weights were late when each block began."""
+    sent, late = [], {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stretto.optim.matrix_owners._ROUND", 100)
+        run = Overlapped(sizes)
+        listener, start = run.optimizer._overlap.exchange, Exchange._start
+
+        def note_start(exchange):
+            sent.append(len(listener._final) if torch._C._current_graph_task_id() != -1 else None)
+            start(exchange)
+
+        run.backward()
+        run.step(scale=scale)
+        patch.setattr(Exchange, "_start", note_start)
+        run.backward()
+        run.step(scale=scale)
+        for number, block in enumerate(run.model.blocks):
+            block.register_forward_pre_hook(lambda *_, number=number: late.__setitem__(number, run.late()))
+        after = run.late()
+        run.model.eval()
+        with torch.no_grad():
+            run.model(*draw(0))
+    return sent, after, late, len(run.matrices), run.late()
+
+
+@pytest.mark.parametrize("scale", [None, torch.tensor(0.5)], ids=["no factor", "clipped"])
+def test_matrices_are_exchanged_in_the_backward_pass_and_written_when_they_are_gathered(ranks, scale):
+    for sent, after, late, matrices, left in ranks(2).run(watch_a_step, {"z": 2}, scale):
+        if scale is None:
+            assert sent[0] < matrices / 2  # the other gradients were still to come
+            assert None not in sent
+        else:  # in the order in which they are needed
+            assert set(sent) == {None}
+            assert any(name.startswith("blocks.1") for name in late[0])
+            assert late[1]
+        assert len(after) == matrices
+        assert not any(name.startswith("blocks.0.attention") for name in late[1])
+        assert left == []
 
 
 def make_wrongly():

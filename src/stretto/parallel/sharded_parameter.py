@@ -91,6 +91,8 @@ class ShardedParameter(TensorOnGrid):
         is_view = operator.is_view and own != []
         kinds = [type(tensor) for tensor in own]
         for tensor in own:
+            if tensor.late_write is not None:
+                tensor.late_write()
             tensor.__class__ = DTensor  # type: ignore[assignment]
         try:
             found = func(*args, **kwargs)
@@ -156,6 +158,8 @@ class ShardedParameter(TensorOnGrid):
         DTensor would have each shard take a part of its own rank's gradient: another one where a term outside of the
         forward pass depends on a rank's own rows. grad_placements: what each rank's gradient is, and no average then.
         """
+        if self.late_write is not None:
+            self.late_write()
         whole = super().full_tensor(grad_placements=grad_placements)
         if grad_placements is None and whole.requires_grad:
             for dim, placement in enumerate(self.placements):
