@@ -513,6 +513,42 @@ def test_what_hugging_face_models_fuse_is_known():
             assert not found or [tuple(part) for part in find_row_parts(model, found[0])] == parts, (family, ending)
 
 
+OF_MIXERS = {
+    "Dbrx": (
+        {"d_model": 32, "n_heads": 4, "n_layers": 1, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}}
+        | {"ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 1}},
+        {"Wqkv.weight": (32, 16, 16), "experts.mlp.w1": (16,) * 4, "experts.mlp.w2": (16,) * 4},
+    ),
+    "CodeGen": ({"n_embd": 32, "n_head": 4, "n_layer": 1, "rotary_dim": 4}, {"qkv_proj.weight": (8, 8, 8)}),
+    "Mamba2": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 4},
+        {"in_proj.weight": (64, 64, 8, 8, 8)},
+    ),
+    "Qwen3Next": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "layer_types": ["linear_attention"], "moe_intermediate_size": 16}
+        | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "num_experts": 2}
+        | {"linear_value_head_dim": 8, "num_experts_per_tok": 1, "shared_expert_intermediate_size": 16},
+        {"in_proj_qkvz.weight": (8, 8, 16, 16), "in_proj_ba.weight": (2, 2), "experts.gate_up_proj": (16, 16)},
+    ),
+}
+
+
+def test_what_mixers_and_experts_in_rows_fuse_is_known_and_adapters_of_embeddings_are_no_matrices():
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    for family, (sizes, weights) in OF_MIXERS.items():
+        with torch.device("meta"):
+            config = getattr(transformers, f"{family}Config")(vocab_size=16, **sizes)
+            model = getattr(transformers, f"{family}ForCausalLM")(config)
+        for ending, expected in weights.items():
+            (name,) = (name for name in hidden_matrices(model) if name.endswith(ending))
+            parts = find_row_parts(model, name)
+            assert tuple(part.stop - part.start for part in parts) == expected, (family, name)
+            assert {part.period for part in parts} == {sum(expected)}, (family, name)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["embed_tokens", "out_proj", "lm_head"]))
+    adapters = {name.split(".")[-4] for name in hidden_matrices(adapted) if "lora" in name}
+    assert adapters == {"out_proj"}
+
+
 def test_fused_weights_that_nobody_knows_are_one_matrix_with_a_warning(caplog):
     model = nn.ModuleDict({"qkv": nn.Linear(4, 12), "attention": nn.MultiheadAttention(4, 2)})
     model.config = SimpleNamespace(model_type="own", num_attention_heads=2, hidden_size=4)

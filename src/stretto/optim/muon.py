@@ -69,7 +69,7 @@ class RowParts(NamedTuple):
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters for which Muon is meant, by name: weights [a, b], and experts' [e, a, b].
 
-    Embeddings and output heads are left out: a head is the model's `get_output_embeddings()`, a parallelized head, or a
+    Embeddings, with adapters of these (PEFT), and output heads are left out: a head is the model's `get_output_embeddings()`, a parallelized head, or a
     module called head, lm_head, embed_out, output_projection, score, classifier or qa_outputs. Weights of three dims
     are those under "experts", whose biases [e, a] are left out, as are decays A_log [a, b] of state-space models.
     """
@@ -78,7 +78,10 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     others = {
         id(parameter)
         for name, module in model.named_modules()
-        if isinstance(module, _TABLES) or module is head or name.rpartition(".")[2] in _HEADS
+        if isinstance(module, _TABLES)
+        or isinstance(getattr(module, "base_layer", None), _TABLES)
+        or module is head
+        or name.rpartition(".")[2] in _HEADS
         for parameter in module.parameters()
     }
     return {
