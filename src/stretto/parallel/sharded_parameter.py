@@ -89,10 +89,11 @@ class ShardedParameter(TensorOnGrid):
         if own and (operator.needs_whole or func.overloadpacket is torch.ops.aten.new_empty):
             return _run_whole(func, own[0], args, kwargs)
         is_view = operator.is_view and own != []
-        kinds = [type(tensor) for tensor in own]
         for tensor in own:
             if tensor.late_write is not None:
                 tensor.late_write()
+        kinds = [type(tensor) for tensor in own]
+        for tensor in own:
             tensor.__class__ = DTensor  # type: ignore[assignment]
         try:
             found = func(*args, **kwargs)
