@@ -238,6 +238,8 @@ def _predict(workload: TransformerWorkload, ways: Mapping[str, Way], cluster: Cl
         try:
             if way.by_blocks:
                 raise ValueError("the planner predicts models with roles")
+            if way.optimizer == "exposed muon":
+                raise ValueError("the planner predicts a hidden exchange")
             batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
             parts = check_sizes(way.grid).batch_parts * workload.micro_batches
             batch["micro_batch"] = max(1, workload.batch // parts)

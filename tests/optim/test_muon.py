@@ -195,57 +195,64 @@ def raise_in_backward(run):
     run.optimizer.zero_grad()
 
 
-def go_through(hides):
+def go_through(hides, sizes):
     """Numbers that a training reads in all ways, of steps that are skipped, scaled, accumulated, dropped and failed."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stretto.optim.matrix_owners._ROUND", 100)
-        for sizes in ({"x": 2, "z": 2}, {"data": 2, "z": 2}):
-            run = Overlapped(sizes, hides=hides)
-            matrices, optimizer = list(run.matrices.values()), run.optimizer
-            for number in range(2):  # a step, and one whose exchange starts in its backward pass
-                run.backward()
-                run.step()
-                found += [matrices[-1 - number].to_local().detach().clone(), matrices[number].full_tensor()]
-            run.backward()
-            optimizer.zero_grad()  # a step that does not come
-            run.backward()
-            run.step(skip=torch.tensor(True))
-            found += [p.clone() for p in run.model.state_dict().values()]
-            run.backward()
-            run.step(scale=torch.tensor(0.25), skip=torch.tensor(False))
-            run.model.load_state_dict(run.model.state_dict())
-            with no_sync(run.model):
-                run.backward()
+        run = Overlapped(sizes, hides=hides)
+        matrices, optimizer = list(run.matrices.values()), run.optimizer
+        for number in range(2):  # a step, and one whose exchange starts in its backward pass
             run.backward()
             run.step()
+            found += [matrices[-1 - number].to_local().detach().clone(), matrices[number].full_tensor()]
+        run.backward()
+        optimizer.zero_grad()  # a step that does not come
+        run.backward()
+        run.step(skip=torch.tensor(True))
+        found += [p.clone() for p in run.model.state_dict().values()]
+        run.backward()
+        run.step(scale=torch.tensor(0.25), skip=torch.tensor(False))
+        run.model.load_state_dict(run.model.state_dict())
+        with no_sync(run.model):
             run.backward()
-            run.backward()  # the first one has sent its gradients, and is sent again with this one's
+        run.backward()
+        run.step()
+        run.backward()
+        run.backward()  # the first one has sent its gradients, and is sent again with this one's
+        run.step()
+        found.append(next(iter(matrices)).norm().full_tensor())
+        with torch.no_grad():
+            found.append(run.model(*(one.chunk(4)[0] for one in draw(0))))
+        matrices[0].requires_grad_(False)
+        run.backward()
+        run.step()
+        raise_in_backward(run)
+        matrices[0].requires_grad_(True)
+        for _ in range(2):
+            found.append(run.backward())
             run.step()
-            found.append(next(iter(matrices)).norm().full_tensor())
-            with torch.no_grad():
-                found.append(run.model(*(one.chunk(4)[0] for one in draw(0))))
-            matrices[0].requires_grad_(False)
-            run.backward()
-            run.step()
-            raise_in_backward(run)
-            matrices[0].requires_grad_(True)
-            for _ in range(2):
-                found.append(run.backward())
-                run.step()
-            found.append(copy.deepcopy(optimizer).param_groups[0]["params"][0].full_tensor())
-            found += [optimizer.state[p]["momentum_buffer"].full_tensor() for p in matrices]
-            found += [gather(p) for p in run.model.parameters()]
+        found.append(copy.deepcopy(optimizer).param_groups[0]["params"][0].full_tensor())
+        found += [optimizer.state[p]["momentum_buffer"].full_tensor() for p in matrices]
+        found += [gather(p) for p in run.model.parameters()]
     return [each.to_local() if isinstance(each, DTensor) else each for each in found]
 
 
-def compare_hidden():
-    pairs = list(zip(go_through(True), go_through(False), strict=True))
+def compare_hidden(sizes):
+    pairs = list(zip(go_through(True, sizes), go_through(False, sizes), strict=True))
     return len(pairs), [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
 
 
-def test_a_hidden_exchange_changes_no_bits_however_weights_are_read(ranks):
-    for count, different in ranks(4).run(compare_hidden):
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"data": 2, "z": 2}, marks=pytest.mark.long),
+        pytest.param({"x": 2, "z": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_a_hidden_exchange_changes_no_bits_however_weights_are_read(ranks, sizes):
+    for count, different in ranks(4).run(compare_hidden, sizes):
         assert count > 50
         assert different == []
 
@@ -296,6 +303,24 @@ def make_wrongly():
     model = parallelize(make_model(), grid, dtype=torch.float64)
     with pytest.raises(ValueError, match="grid=grid"):
         Muon(list(hidden_matrices(model).values()))
+    for in_backward in (True, False):
+        run = Overlapped({"z": dist.get_world_size()}, in_backward=in_backward)
+        for number in range(2):
+            run.backward()
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
+            if number and in_backward:
+                with pytest.raises(RuntimeError, match="changed between backward"):
+                    run.step()
+            else:
+                run.step()
+    with pytest.raises(ValueError, match="add matrices before overlap_with"):
+        run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True})
+    with pytest.raises(ValueError, match="takes a model that"):
+        run.optimizer.overlap_with(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no parameters of this model"):
+        run.optimizer.overlap_with(model)
+    with pytest.raises(ValueError, match="and all its matrices"):
+        run.optimizer.overlap_with(run.model, list(run.matrices.values())[1:])
 
 
 def test_bad_input_is_refused(ranks):

@@ -2,7 +2,7 @@
 """Weights of transformers' models that fuse several matrices: queries, keys and values; gate and up; experts."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from stretto.huggingface.pretrained_model import is_conv1d, unwrap
 
 _HEADS_APART = "bloom", "gpt_neox", "gpt_neox_japanese", "persimmon"  # each head's query, key and value lie together
 _OF_ATTENTION = "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "W_pack", "c_attn", "att_proj", "qkv_linear"
-_HALVES = {  # by the beginning of a module's class: of its linear of this name, two matrices
+_HALVES: dict[str, str | tuple[str, ...]] = {  # by the beginning of a module's class: of its linear of this name, two matrices
     "Wi": "ModernBert",
     "input_linear": "GraniteMoe",
     "kv_proj": "JetMoeAttention",
@@ -55,7 +55,8 @@ def fused_matrices(model: nn.Module, name: str, shape: Sequence[int]) -> FusedMa
             sizes = (inputs,) * 3  # of image encoders, all of which reshape to [3, heads, head_dim]
         is_known = sizes != ()
     elif type(module).__name__ == "DbrxExpertGLU":  # the rows of one expert after another's
-        sizes = (outputs // module.moe_num_experts,) * module.moe_num_experts
+        experts = int(cast(Any, module).moe_num_experts)
+        sizes = (outputs // experts,) * experts
     else:
         sizes, is_known = _of_others(model, parts, outputs)
     return FusedMatrices(_ranges(sizes, outputs), is_transposed, is_known and not (sizes and outputs % sum(sizes)))

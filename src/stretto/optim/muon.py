@@ -69,9 +69,10 @@ class RowParts(NamedTuple):
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters for which Muon is meant, by name: weights [a, b], and experts' [e, a, b].
 
-    Embeddings, with adapters of these (PEFT), and output heads are left out: a head is the model's `get_output_embeddings()`, a parallelized head, or a
-    module called head, lm_head, embed_out, output_projection, score, classifier or qa_outputs. Weights of three dims
-    are those under "experts", whose biases [e, a] are left out, as are decays A_log [a, b] of state-space models.
+    Embeddings, with adapters of these (PEFT), and output heads are left out: a head is the model's
+    `get_output_embeddings()`, a parallelized head, or a module called head, lm_head, embed_out, output_projection,
+    score, classifier or qa_outputs. Weights of three dims are those under "experts", whose biases [e, a] are left out,
+    as are decays A_log [a, b] of state-space models.
     """
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None

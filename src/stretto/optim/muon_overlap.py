@@ -190,8 +190,9 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _sample(gradient: Tensor) -> Tensor:
-    """Some numbers of a gradient, by which another one is told from it, in fp64."""
-    return gradient.detach().reshape(-1)[:: max(1, gradient.numel() // _SAMPLES)].double()
+    """Copies of some numbers of a gradient, by which another one is told from it, in fp64."""
+    some = gradient.detach().reshape(-1)[:: max(1, gradient.numel() // _SAMPLES)]
+    return some.to(torch.float64, copy=True)
 
 
 _CHANGED = (
