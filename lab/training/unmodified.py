@@ -177,8 +177,8 @@ def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
             ways[f"{_name(grid)}, fp8 {recipe}, compiled"] = Way("stretto", grid=grid, options={"fp8": recipe})
     if ranks > 1:
         name = f"Stretto z={ranks}"
-        for text, peer in (("Muon on gathered matrices", "gathered muon"), ("Muon by all-to-all", "exchanged muon")):
-            ways[f"FSDP2, {text}, compiled"] = Way("torch", optimizer=peer)
+        ways["FSDP2, Muon on gathered matrices, compiled"] = Way("torch", optimizer="gathered muon")
+        ways["FSDP2, Muon by all-to-all, compiled"] = Way("torch", optimizer="exchanged muon")
         for text, clips in (("Muon", True), ("Muon, not clipped", False)):
             ways[f"{name}, {text}, compiled"] = Way("stretto", grid=grids[0], optimizer="hidden muon", clips=clips)
         ways[f"{name}, Muon exposed, compiled"] = Way("stretto", grid=grids[0], optimizer="exposed muon")

@@ -38,6 +38,7 @@ from stretto.parallel import CapturedStep, Grid, clip_scale, gradient_norm, no_s
 
 LEARNING_RATE = 1e-5
 PLACEMENTS: tuple[Placement, Placement] = Shard(1), Replicate()  # of activations between and within layers
+OptimizerOfWay = Literal["adamw", "hidden muon", "exposed muon", "gathered muon", "exchanged muon"]
 _PEERS_OF_MUON = {"gathered muon": orthogonalize_gathered, "exchanged muon": orthogonalize_exchanged}
 MASKED = -100  # of a label: it does not count in the loss
 
@@ -102,7 +103,7 @@ class Way:
     is_symmetric: bool = False
     exchanges: bool = False
     by_blocks: bool = False
-    optimizer: Literal["adamw", "hidden muon", "exposed muon", "gathered muon", "exchanged muon"] = "adamw"
+    optimizer: OptimizerOfWay = "adamw"
     clips: bool = True
     grid: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -166,7 +167,7 @@ def _build_stretto(workload: TransformerWorkload, way: Way, groups: Groups) -> S
         optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, writes_copies=True)
     else:
         matrices = hidden_matrices(model)
-        groups_of_muon = [
+        groups_of_muon: list[dict[str, Any]] = [
             {"params": list(matrices.values()), "use_muon": True},
             {"params": [parameter for name, parameter in model.named_parameters() if name not in matrices]},
         ]

@@ -365,8 +365,8 @@ class Muon(AdamW):
             self._late = LateUpdates(exchange, apply, [overlap.parameters[number] for number in numbers])
             return
         for number in range(len(exchange.owners.rounds)):
-            for place, update in exchange.take(number):
-                apply(place, update)
+            for place, made in exchange.take(number):
+                apply(place, made)
 
     def _begin(
         self, numbers: tuple[int, ...], shard_of: Callable[[int], Tensor], *, last_first: bool = False
