@@ -24,7 +24,7 @@ class MuonCurvesSetting:
     """Settings of `python -m lab muon-curves`. Raises ValueError for settings that cannot work."""
 
     steps: Annotated[int, Option("Steps of each run.", least=10)] = 500
-    rates: Annotated[tuple[float, ...], Option("Learning rates that both optimizers try.")] = (0.003, 0.01)
+    rates: Annotated[tuple[float, ...], Option("Learning rates that both optimizers try.")] = (0.003,)
 
 
 @dataclass(frozen=True)

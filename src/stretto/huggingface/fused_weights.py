@@ -12,7 +12,8 @@ from stretto.huggingface.pretrained_model import is_conv1d, unwrap
 
 _HEADS_APART = "bloom", "gpt_neox", "gpt_neox_japanese", "persimmon"  # each head's query, key and value lie together
 _OF_ATTENTION = "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "W_pack", "c_attn", "att_proj", "qkv_linear"
-_HALVES: dict[str, str | tuple[str, ...]] = {  # by the beginning of a module's class: of its linear of this name, two matrices
+# By the beginning of a module's class: of its linear of this name, two matrices.
+_HALVES: dict[str, str | tuple[str, ...]] = {
     "Wi": "ModernBert",
     "input_linear": "GraniteMoe",
     "kv_proj": "JetMoeAttention",
