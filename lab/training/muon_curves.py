@@ -72,7 +72,6 @@ def plot_curves(data: dict[str, Any], picture: Path) -> None:
             style = styles[rates.index(label.split()[-1]) % len(styles)]
             panel.plot(range(1, len(losses) + 1), running_mean(np.array(losses)), color=colour, ls=style, label=label)
         panel.set(xlabel="step", ylabel="loss (nats a byte)")
-        panel.legend()
         drawn.title = "Muon beside AdamW"
         drawn.subtitle = describe_origin(data)
         drawn.caption = "The demo's GPT of two layers; running means over a fiftieth of the curve."
