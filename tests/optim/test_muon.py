@@ -305,6 +305,12 @@ def test_matrices_are_exchanged_in_the_backward_pass_and_written_when_they_are_g
         assert left == []
 
 
+def test_weights_that_no_gather_asks_for_are_written_before_the_forward_pass(ranks):
+    for _, after, late, matrices, _ in ranks(2).run(watch_a_step, {"x": 2}, torch.tensor(0.5)):
+        assert len(after) == matrices
+        assert late[0] == []
+
+
 def make_wrongly():
     grid = Grid(data=dist.get_world_size())
     model = parallelize(make_model(), grid, dtype=torch.float64)
