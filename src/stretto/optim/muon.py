@@ -247,7 +247,7 @@ class Muon(AdamW):
         others before it. With `step(scale=...)`, as for clipping, the exchange starts in `step`: what is sent depends
         on the factor. `in_backward=False` starts it there always, for gradients that are changed in place.
 
-        After `step`, whatever reads weights through the model, `state_dict`, `to_local` or (torch 2.13) any operator
+        After `step`, whatever reads weights through the model, `state_dict`, `to_local` or any operator
         reads the new ones. Call `synchronize` before others: kernels of your own on addresses taken earlier. In a CUDA
         graph (`stretto.parallel.CapturedStep`), weights are written before the step ends.
 
