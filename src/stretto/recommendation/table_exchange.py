@@ -81,6 +81,7 @@ class OptimizedTables:
     device: torch.device
     dtype: torch.dtype
     operators: Any | None
+    caches: None = None
 
     def requires_grad_(self, requires_grad: bool) -> None:
         """Set whether the tables get gradients."""

@@ -41,8 +41,14 @@ def distributed_state(tables: "ShardedTables") -> dict[str, Tensor]:
 def _boxes(tables: "ShardedTables") -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
     """Name, whole shape, offsets and values of each tensor."""
     states = [{} for _ in tables.shards] if tables.optimizer is None else tables.optimizer.states
-    for shard, weight, of_table in zip(tables.shards, tables.weights, states, strict=True):
+    caches = tables.caches
+    if caches is not None:
+        caches.flush()
+    for place, (shard, weight, of_table) in enumerate(zip(tables.shards, tables.weights, states, strict=True)):
         size, name = tables.placement.tables[shard.table], f"tables.{shard.table}.weight"
+        if caches is not None and place in caches:  # all rows are in host memory, also those to be loaded
+            weight, *rest = caches[place].held
+            of_table = dict(zip(of_table, rest, strict=True))
         yield f"model.{name}", (size.rows, size.dim), (shard.row, shard.column), weight.detach()
         for key, state in of_table.items():
             dims = state.dim()

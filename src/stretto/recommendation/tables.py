@@ -28,6 +28,7 @@ from stretto.recommendation.pooled_exchange import (
     pool_and_exchange,
 )
 from stretto.recommendation.sharded_lookup import CombineShards, ShardColumns, look_up_replicated
+from stretto.recommendation.table_cache import CachedTables, RowCache
 from stretto.recommendation.table_optimizer import TableOptimizer
 
 
@@ -39,6 +40,8 @@ class ShardedTables(nn.ModuleDict):
     ValueError on all ranks where one refuses its batch, or local batches differ in size.
     `exchange` is its first half, `pool` its second. `fuse_update` has the backward pass update the tables, of which
     the operator of stretto.ops does those that are not replicated where it runs (`operators`).
+    caches: of tables that are larger than the GPU, by number (`placement.cached`). `exchange` fetches their rows: make
+    that of the next batch while this one is computed. Their `weight` is the cache; checkpoints have whole tables.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class ShardedTables(nn.ModuleDict):
         implementation: Implementation,
         device: torch.device,
         dtype: torch.dtype,
+        caches: Mapping[int, RowCache] | None = None,
     ) -> None:
         super().__init__({str(number): table for number, table in tables.items()})
         self.placement, self.group, self.dtype, self.device = placement, group, dtype, device
@@ -61,6 +65,12 @@ class ShardedTables(nn.ModuleDict):
         # What is the same on all ranks, and another for other tables.
         self.name = hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
         self.dims = tuple(sum(shard.columns for shard in of_rank) for of_rank in placement.shards)
+        places = {shard.table: place for place, shard in enumerate(self.shards)}
+        of_places = {places[table]: cache for table, cache in (caches or {}).items()}
+        self.caches = CachedTables(of_places, len(places) - len(placement.replicated), device) if caches else None
+        if caches:
+            self.register_state_dict_pre_hook(_refuse_state_dict)
+            self.register_load_state_dict_pre_hook(_refuse_state_dict)
         self._columns = None if placement.is_whole else ShardColumns.of(placement, device)
         needs_host = device.type == "cuda" and group.size() > 1
         self._host_group: dist.ProcessGroup | None = None
@@ -74,13 +84,20 @@ class ShardedTables(nn.ModuleDict):
 
     def exchange(self, indices: Tensor, offsets: Tensor) -> TableLookups:
         """All samples' bags for this rank's shards, from this rank's samples' for all tables."""
-        return exchange_indices(indices, offsets, self.placement, self.group, host_group=self._host_group)
+        lookups = exchange_indices(indices, offsets, self.placement, self.group, host_group=self._host_group)
+        return lookups if self.caches is None else self.caches.fetch(lookups)
 
     def pool(self, lookups: TableLookups) -> Tensor:
         """This rank's samples' vectors from all tables."""
         weights, optimizer = self.weights, self.optimizer
         shared = len(weights) - len(self.placement.replicated)
         parts = []
+        of_operator = None if optimizer is None else optimizer.update_of_operator
+        caches = self.caches
+        if caches is not None:
+            if optimizer is None and torch.is_grad_enabled():
+                raise ValueError("cached tables get no gradients, but are updated: call fuse_update, or use no_grad")
+            lookups, of_operator = caches.use(lookups, of_operator)
         if sum(self.dims):
             exchanged = pool_and_exchange(
                 lookups,
@@ -90,7 +107,7 @@ class ShardedTables(nn.ModuleDict):
                 dtype=self.dtype,
                 operators=self.operators,
                 name=self.name,
-                update=None if optimizer is None else optimizer.update_of_operator,
+                update=of_operator,
             )
             parts.append(exchanged)
         if lookups.replicated is not None:
@@ -99,6 +116,11 @@ class ShardedTables(nn.ModuleDict):
         pooled = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         if self._columns is not None:
             pooled = CombineShards.apply(pooled, self._columns)
+        if caches is not None and lookups.cached is not None:
+            number = lookups.cached.number
+            caches.end(number, is_last=not pooled.requires_grad)
+            if pooled.requires_grad:
+                pooled.register_hook(lambda _: caches.begin_update(number))
         if optimizer is not None and pooled.requires_grad:
             pooled.register_hook(lambda _: optimizer.begin())
         return pooled
@@ -126,6 +148,9 @@ class ShardedTables(nn.ModuleDict):
         if self.optimizer is not None:
             raise ValueError(f"the tables have an optimizer already, {self.optimizer.kind}: fuse_update is called once")
         self.optimizer = TableOptimizer(self, kind, **options)
+        for place, states in enumerate(self.optimizer.states):
+            if self.caches is not None and place in self.caches:
+                self.caches[place].add_states(list(states.values()))
         return self.optimizer
 
 
@@ -151,6 +176,9 @@ def distribute_tables(
     Each rank then calls the model with its own samples, equally many on every rank, and divides their summed loss by
     the global batch size. When `backward()` returns, gradients are fully reduced: each table's sparse gradient is on
     its owner, and all other gradients are all-reduced.
+
+    Tables that `placement.cached` names are in host memory, with a cache on the GPU; they start from the random numbers
+    of a CPU, and all else is as if they were on the GPU, bit for bit. They need `fuse_update`.
 
     Raises ValueError for another model or grid, a placement of other tables, or an implementation that is not there.
     """
@@ -178,16 +206,22 @@ def distribute_tables(
     choose_operators(implementation, dtype, grid.device, widths)
 
     initializer = MetaInitializer(model, grid.device, seed)
+    of_host = MetaInitializer(model, torch.device("cpu"), seed)
     mine = {shard.table: shard for shard in placement.shards[grid.coordinate("data")]}
     mine |= {table: placement.whole(table) for table in placement.replicated}
     for name, module in model.named_modules():
         owner, _, number = name.partition(".")
         if owner != "tables" or (number and int(number) in mine):
-            _materialize(module, initializer.real(name, module))
+            is_cached = owner == "tables" and number and placement.cache_of(mine[int(number)])
+            _materialize(module, (of_host if is_cached else initializer).real(name, module))
+    caches = {}
     for table, shard in mine.items():
         _keep_shard(tables[table], shard)
+        if rows := placement.cache_of(shard):
+            caches[table] = RowCache(tables[table].weight.detach(), rows, grid.device)
+            tables[table].weight = nn.Parameter(caches[table].weight)
     sharded = ShardedTables(
-        {table: tables[table] for table in mine}, placement, group, implementation, grid.device, dtype
+        {table: tables[table] for table in mine}, placement, group, implementation, grid.device, dtype, caches
     )
     grid.gradients.add("sum")
     model.tables = sharded
@@ -228,6 +262,10 @@ def _keep_shard(table: nn.EmbeddingBag, shard: TableShard) -> None:
     if whole.shape != (shard.rows, shard.columns):
         box = whole.detach()[shard.row : shard.row + shard.rows, shard.column : shard.column + shard.columns]
         table.weight = nn.Parameter(box.clone(memory_format=torch.contiguous_format), whole.requires_grad)
+
+
+def _refuse_state_dict(*_: Any) -> None:
+    raise ValueError("these tables are caches of host memory: stretto.recommendation.distributed_state has them whole")
 
 
 class ReplicatedGradients:

@@ -95,6 +95,18 @@ class TableBlock(NamedTuple):
     column: int = 0
 
 
+class CachedRows(NamedTuple):
+    """The look-ups of a call whose tables are caches of larger ones: its indices are slots of the caches.
+
+    rows: [total], of the indices' dtype: the rows of the larger tables. slots: for each table int32 [its rows], 1 plus
+    the slot of each row, and 0 for one that is not in the cache; None for a table that is no cache. Gradients are then
+    added up in order of rows, and random bits are those of rows, so that results are those of the larger tables.
+    """
+
+    rows: Tensor
+    slots: Sequence[Tensor | None]
+
+
 class TableUpdate(NamedTuple):
     """An optimizer's step on this rank's tables: an argument of `embedding_all_to_all_update`.
 
@@ -110,7 +122,7 @@ class TableUpdate(NamedTuple):
     rounding; the call advances it. Adam takes it, and so does is_stochastic: fp16 and bf16 rows are then rounded to
     one of their two neighbours, so that the mean is the number, by random bits that are a hash of seed, step, and the
     number's table, row and column. blocks: which part of which table each is, for that hash; default: whole tables 0,
-    1, ... of this rank.
+    1, ... of this rank. cached: of tables that are caches; not under torch.compile.
     """
 
     optimizer: str
@@ -119,6 +131,7 @@ class TableUpdate(NamedTuple):
     clock: Tensor | None = None
     blocks: Sequence[TableBlock] = ()
     is_stochastic: bool = False
+    cached: CachedRows | None = None
 
     def addresses(self, tables: int) -> list[tuple[int, int]]:
         """Return the addresses of each table's two states; 0 for one that the optimizer does not have."""
@@ -389,14 +402,17 @@ def reduce_rows(
     parts = zip(addresses, staged.bases[:-1], dims, strict=True)
     action, settings, corrections, clock, failed = "store", None, None, None, None
     if step is None:
-        words = tuple((*part, last, 0, 0, 0, 0) for part, last in zip(parts, lasts, strict=True))
+        words = tuple((*part, last, 0, 0, 0, 0, 0) for part, last in zip(parts, lasts, strict=True))
         meta, places = copy_to_device(words, device), tuple[int, ...]()
     else:
         action, settings, corrections = step.optimizer, step.settings, _correct_means(step)
         clock = step.clock if step.is_stochastic else None
         states = step.addresses(len(dims))
         blocks = step.blocks or [TableBlock(place) for place in range(len(dims))]
-        words = tuple((*part, *both, *block) for part, both, block in zip(parts, states, blocks, strict=True))
+        slots = [None] * len(dims) if step.cached is None else step.cached.slots
+        found = [0 if of_table is None else of_table.data_ptr() for of_table in slots]
+        described = zip(parts, states, blocks, found, strict=True)
+        words = tuple((*part, *both, *block, address) for part, both, block, address in described)
         meta, failed = cache_on_device(words, device), failures.failure_flag(device)
         # Memory that is allocated for a call begins at a multiple of 16 bytes; tables may have any address.
         places = tuple(address // itemsize for address in addresses)
@@ -404,7 +420,8 @@ def reduce_rows(
             places += tuple(address // 4 for both in states for address in both)
     multiple = common_multiple((*dims, *places), itemsize)
     by_table = settings is not None and settings.dim() == 2
-    target = _describe_target(tuple(dims), multiple, action, by_number, by_table, device)
+    is_cached = step is not None and step.cached is not None
+    target = _describe_target(tuple(dims), multiple, action, by_number, by_table, is_cached, device)
     hold_for_replays(target.tables_of)
     target = target._replace(
         meta=meta, settings=settings, corrections=corrections, clock=clock, failed=failed, permit=staged.permit
@@ -412,7 +429,7 @@ def reduce_rows(
     block = target.block.value
     cuts = (segments.total - 1) // config.limit
     partials = torch.empty((cuts + 2) * 2 * block, dtype=torch.float32, device=device)
-    constants = action, by_number, by_table, block, target.multiple.value
+    constants = action, by_number, by_table, block, target.multiple.value, is_cached
     pointers = settings, corrections, clock, staged.permit
     kinds = staged.kind, gradients.dtype, tuple(map(tiles.kind_of, pointers)), constants
     arguments = segments, target, gradients, partials, config.limit
@@ -431,10 +448,16 @@ def reduce_rows(
 
 @functools.lru_cache(maxsize=64)
 def _describe_target(
-    dims: tuple[int, ...], multiple: int, action: str, by_number: bool, by_table: bool, device: torch.device
+    dims: tuple[int, ...],
+    multiple: int,
+    action: str,
+    by_number: bool,
+    by_table: bool,
+    is_cached: bool,
+    device: torch.device,
 ) -> Target:
     """Make a target without addresses and settings."""
-    constants = (action, by_number, by_table, round_up_to_power(max(dims)), multiple)
+    constants = (action, by_number, by_table, round_up_to_power(max(dims)), multiple, is_cached)
     tables_of = _find_tables_of(dims, device)
     return Target(None, tables_of, None, None, None, None, None, *(tl.constexpr(value) for value in constants))
 
@@ -495,6 +518,10 @@ def update_tables(
             raise ValueError(
                 f"embedding_all_to_all_update: tables {first} and {place} are one table, so they have one state"
             )
+    if step.cached is not None:
+        rows, slots = step.cached
+        numbers = (here if of_table is None else len(of_table) for here, of_table in zip(lookups.rows, slots, strict=True))
+        lookups = lookups._replace(indices=rows, rows=tuple(numbers))
     staged = stage_gradients(grad, lookups, placement, group, firsts=firsts)
     if staged is not None:
         reduce_rows(staged, lookups.dims, tables.addresses, [0] * len(firsts), step)

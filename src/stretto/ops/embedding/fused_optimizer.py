@@ -68,7 +68,9 @@ def embedding_all_to_all_update(
     require_step(update, known.rows, known.dims, known.dtype, device)
     if traces:
         detached = [table.detach() for table in tables]
-        optimizer, settings, states, clock, blocks, is_stochastic = update
+        if update.cached is not None:
+            raise ValueError(f"{_OPERATOR}: caches are not updated under torch.compile: leave them out of its graphs")
+        optimizer, settings, states, clock, blocks, is_stochastic, _ = update
         rest = list(chain.from_iterable(blocks)), is_stochastic, mode, count, name, group_name
         torch.ops.stretto.embedding_all_to_all_update(
             grad, indices, offsets, detached, list(states), settings, clock, weights, optimizer, *rest
@@ -172,6 +174,8 @@ def require_step(
         raise ValueError(f"{_OPERATOR}: the clock is int64 [2] on {device}: steps and seed; not {_describe(clock)}")
     if step.is_stochastic and dtype == torch.float32:
         raise ValueError(f"{_OPERATOR}: fp32 tables are not rounded: leave is_stochastic out")
+    if step.cached is not None and len(step.cached.slots) != len(rows):
+        raise ValueError(f"{_OPERATOR}: there are {len(step.cached.slots)} slots of {len(rows)} tables: one for each")
     if step.blocks and len(step.blocks) != len(rows):
         raise ValueError(f"{_OPERATOR}: there are {len(step.blocks)} blocks of {len(rows)} tables: give one for each")
 
