@@ -13,6 +13,7 @@ from tests.stress.exchange import compile_all_to_all
 from torch import Tensor
 
 from stretto import ops
+from stretto.memory.pinned import allocate_pinned
 from stretto.ops.embedding import backward
 from stretto.ops.embedding.forward import look_up_alone, look_up_and_send
 from stretto.ops.embedding.forward_kernel import ORDERS
@@ -288,6 +289,35 @@ class EmbeddingCase(StressCase):
                 kept.channel.check()
 
 
+class MoveCase(StressCase):
+    """Rows that go from host memory to the GPU and to other places there, of one number and of many."""
+
+    entries = 4
+
+    def __init__(self, team: Team) -> None:
+        self._calls = []
+        for entry, columns in enumerate((1, 4, 100, 1500)):
+            rows = 5000 if team.is_cuda else 30
+            held = allocate_pinned(2 * rows * columns * 4, team.device).view(torch.float32).view(2 * rows, columns)
+            held.copy_(team.integers((2 * rows, columns), "held", entry, team.rank, low=-9, high=9))
+            chosen, places = (
+                torch.randperm(2 * rows, generator=team.draw(name, entry, team.rank), device=team.device)[:rows]
+                for name in ("chosen", "places")
+            )
+            expected = torch.zeros(held.shape, device=team.device)
+            expected[places] = held.to(team.device)[chosen]
+            self._calls.append((held, chosen, places, expected))
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
+        from stretto.ops.embedding.move_rows import move_rows
+
+        held, chosen, places, expected = self._calls[entry]
+        here = torch.zeros_like(expected)
+        move_rows(held, here, chosen, places)
+        return [Check(here, expected)]
+
+
 def list_configurations() -> list[Configuration]:
     """All configurations of the embedding look-ups."""
     found: dict[str, tuple[str, LookUp, tuple[str, ...]]] = {}
@@ -335,7 +365,8 @@ def list_configurations() -> list[Configuration]:
         "update/sgd-copies": ("the same, pushed by copy engines", LookUp("sgd", by_copies=True), (*COPIED, *SORTED)),
         "update/adagrad": ("row-wise adagrad", LookUp("adagrad"), (*PUSHED, *SORTED)),
     }
-    configurations = []
+    moved = ("ops.embedding.move_rows.move_tiles",)
+    configurations = [Configuration("embedding/moved", FAMILY, moved, "rows between host memory and the GPU", MoveCase)]
     for name, (covers, look_up, kernels) in found.items():
         make: Callable[[Team], StressCase] = partial(EmbeddingCase, look_up, name=name)
         is_put = look_up.action == "put"

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from stretto.recommendation.model import DLRM
     from stretto.recommendation.model_config import DLRMConfig
     from stretto.recommendation.placement import TablePlacement, TableSize, place_tables
-    from stretto.recommendation.table_planner import TablePlan, TableRates, plan_tables
+    from stretto.recommendation.table_cache import measure_hit_rates
+    from stretto.recommendation.table_planner import HitRates, TablePlan, TableRates, plan_tables
     from stretto.recommendation.table_state import distributed_state
     from stretto.recommendation.tables import ShardedTables, distribute_tables
 
@@ -41,6 +42,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "HitRates",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
@@ -53,6 +55,7 @@ __all__ = [
     "distribute_embeddings",
     "distribute_tables",
     "distributed_state",
+    "measure_hit_rates",
     "place_tables",
     "plan_tables",
 ]

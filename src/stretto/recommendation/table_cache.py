@@ -3,6 +3,7 @@
 
 RowCache        a table's (or a shard's) rows in host memory, and a cache of them with the optimizer's states
 CachedTables    a rank's caches: fetches a batch's rows, for which its look-ups then name slots
+measure_hit_rates   of batches' ids, for `plan_tables`
 
 A batch is fetched when its indices are there (`ShardedTables.exchange`), so that the next batch's rows come while this
 one is computed. Rows of these two batches stay; others leave when their slots are needed, the longest unused first, and
@@ -19,6 +20,7 @@ from torch import Tensor
 from stretto.memory.pinned import allocate_pinned
 from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.recommendation.pooled_exchange import FusedUpdate, TableLookups
+from stretto.recommendation.table_planner import HitRates
 
 
 class RowCache:
@@ -176,7 +178,8 @@ class CachedTables:
         if cached.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(cached.ready)
-            cached.slots.record_stream(stream)
+            for tensor in (cached.slots, lookups.indices, lookups.offsets):
+                tensor.record_stream(stream)
         if update is not None:
             from stretto.ops.embedding.backward import CachedRows  # takes Triton, as what made the update does
 
@@ -219,3 +222,22 @@ class CachedTables:
 
     def _is_stale(self, number: int) -> bool:
         return number < self._kept
+
+
+def measure_hit_rates(batches: Sequence[Tensor]) -> HitRates:
+    """Hit rates of caches of a table's hottest rows, from its ids in two or more successive global batches.
+
+    The first half of the batches tells which rows are hot, and the second half is looked up.
+    """
+    if len(batches) < 2:
+        raise ValueError(f"{len(batches)} batches: the first half tells what is hot, so give at least two")
+    half = len(batches) // 2
+    ids, counts = torch.cat(list(batches[:half])).unique(return_counts=True)
+    asked = torch.cat(list(batches[half:]))
+    places = torch.empty_like(ids)
+    places[counts.argsort(descending=True, stable=True)] = torch.arange(len(ids), device=ids.device)
+    at = torch.searchsorted(ids, asked).clamp(max=len(ids) - 1)
+    found = places[at][ids[at] == asked].sort().values
+    sizes = [1 << power for power in range(len(ids).bit_length()) if 1 << power < len(ids)] + [len(ids)]
+    hits = torch.searchsorted(found, torch.tensor(sizes, device=found.device)) / max(len(asked), 1)
+    return HitRates(tuple(sizes), tuple(hits.tolist()), max(len(batch.unique()) for batch in batches))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies chosen rows of one tensor to chosen rows of another; on GPUs either may be in pinned host memory."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,12 +37,8 @@ def move_rows(source: Tensor, target: Tensor, rows: Tensor, places: Tensor) -> N
 
     On a GPU its kernel reads and writes pinned host memory itself: the host neither waits nor copies.
     """
-    if rows.device.type == "cpu":
-        target[places] = source[rows]
-        return
     dim = source[0].numel()
     block = min(round_up_to_power(dim), _BLOCK)
     tile = max(_BLOCK // block, 1)
     programs = max(min(-(-len(rows) // tile), _PROGRAMS * count_multiprocessors(rows.device)), 1)
-    with torch.cuda.device(rows.device):
-        launch_kernel(move_tiles, programs, source, target, rows, places, len(rows), dim, tile, block, num_warps=4)
+    launch_kernel(move_tiles, programs, source, target, rows, places, len(rows), dim, tile, block, num_warps=4)
