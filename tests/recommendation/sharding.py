@@ -69,6 +69,9 @@ def gather(tables: ShardedTables) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     for of_rank in every:
         for name, (shape, offsets, values) in of_rank.items():
+            if not values.is_floating_point():  # of tables that grow, which are on one rank
+                whole[name] = values
+                continue
             into = whole.setdefault(name, torch.full(shape, math.nan, dtype=values.dtype))
             box = into[tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))]
             assert box.isnan().all() or torch.equal(box, values), f"replicas of {name} differ"

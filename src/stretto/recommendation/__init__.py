@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stretto.recommendation.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from stretto.recommendation.model import DLRM
     from stretto.recommendation.model_config import DLRMConfig
-    from stretto.recommendation.placement import TablePlacement, TableSize, place_tables
+    from stretto.recommendation.placement import Growth, TablePlacement, TableSize, place_tables
     from stretto.recommendation.table_cache import measure_hit_rates
     from stretto.recommendation.table_planner import HitRates, TablePlan, TableRates, plan_tables
     from stretto.recommendation.table_state import distributed_state
@@ -42,6 +42,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "Growth",
     "HitRates",
     "JaggedTensor",
     "KeyedJaggedTensor",

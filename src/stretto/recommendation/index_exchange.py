@@ -155,7 +155,7 @@ def _check_indices(
     names: Sequence[str] | None,
 ) -> None:
     sizes = torch.tensor(ends).diff()
-    limits = torch.tensor([table.rows for table in placement.tables]).repeat_interleave(sizes)
+    limits = torch.tensor([table.ids for table in placement.tables]).repeat_interleave(sizes)
     bad = (indices < 0) | (indices >= limits.to(indices.device, non_blocking=True))
     if not bool(bad.any()):
         return
@@ -165,7 +165,7 @@ def _check_indices(
     name = names[table] if names else f"table {table}"
     raise ValueError(
         f"index {int(indices[place])} at position {place} ({name}, sample {sample} of rank {rank}) is outside "
-        f"of the table, which has rows 0 to {placement.tables[table].rows - 1}"
+        f"of the table, which has rows 0 to {placement.tables[table].ids - 1}"
     )
 
 

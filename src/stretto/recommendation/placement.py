@@ -16,12 +16,37 @@ QUANTUM = 4  # columns of a shard are a multiple of it where the table's are eno
 
 
 @dataclass(frozen=True)
+class Growth:
+    """How a table gives its rows to ids, from 0 to below `ids`, such as hashes (`growing`).
+
+    min_count: look-ups after which an id gets a row. evicts: whose row is taken for a new one: the id that was looked
+    up longest ago, or least often.
+    """
+
+    ids: int = 2**63 - 1
+    min_count: int = 1
+    evicts: Literal["least-recent", "least-frequent"] = "least-recent"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ids < 2**63 or self.min_count < 1:
+            raise ValueError(f"{self}: ids are 1 to {2**63 - 1}, and min_count is at least 1")
+        if self.evicts not in (known := ("least-recent", "least-frequent")):
+            raise ValueError(f"evicts is {self.evicts!r}{name_known(self.evicts, known)}")
+
+
+@dataclass(frozen=True)
 class TableSize:
-    """An embedding table, and how many of its rows a sample looks up on average."""
+    """An embedding table, and how many of its rows a sample looks up on average. growth: of one that grows."""
 
     rows: int
     dim: int
     pooling: float = 1.0
+    growth: Growth | None = None
+
+    @property
+    def ids(self) -> int:
+        """Ids are from 0 to below this."""
+        return self.rows if self.growth is None else self.growth.ids
 
     @property
     def numbers(self) -> int:
@@ -140,7 +165,14 @@ class TablePlacement:
             if self.cached and not 0 <= self.cached[table] < 2**31 - 1:
                 raise ValueError(f"table {table} has a cache of {self.cached[table]} rows: 0 to {2**31 - 2} would do")
             if self.cached and self.cached[table] and kind == "replicated":
-                raise ValueError(f"table {table} is replicated, so it has no cache: kind 'row' would do, or 0 cached rows")
+                raise ValueError(
+                    f"table {table} is replicated, so it has no cache: kind 'row' would do, or 0 cached rows"
+                )
+            if size.growth is not None and (kind != "table" or (self.cached and self.cached[table]) or size.rows < 2):
+                raise ValueError(
+                    f"table {table} grows, so it is whole on one rank's GPU and has two rows or more: kind 'table' "
+                    f"would do, not {kind!r} with {self.cached[table] if self.cached else 0} cached of {size.rows} rows"
+                )
             parts = size.dim if kind == "column" else size.rows
             if kind not in get_args(ShardingKind):
                 raise ValueError(

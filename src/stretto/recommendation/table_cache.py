@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stretto.memory.pinned import allocate_pinned
 from stretto.parallel.comm.autograd import at_end_of_backward
+from stretto.recommendation.growing import GrowingRows
 from stretto.recommendation.pooled_exchange import FusedUpdate, TableLookups
 from stretto.recommendation.table_planner import HitRates
 
@@ -30,17 +31,16 @@ class RowCache:
     rows: int64 [slots], the row in each slot. hits, looked_up: counts of look-ups since the last `reset_counts`.
     """
 
-    def __init__(self, table: Tensor, slots: int, device: torch.device) -> None:
-        """table: [rows, dim], copied to memory that the device reads. slots: how many rows the device keeps."""
-        rows = len(table)
-        self.weight = torch.zeros(slots, table.shape[1], dtype=table.dtype, device=device)
+    def __init__(self, rows: int, dim: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        """A table of zeros, in memory that the device reads; fill `held[0]`. slots: how many rows the device keeps."""
+        self.weight = torch.zeros(slots, dim, dtype=dtype, device=device)
         self.slots = torch.zeros(rows, dtype=torch.int32, device=device)
         self.rows = torch.zeros(slots, dtype=torch.int64, device=device)
         self._last_used = torch.zeros(slots, dtype=torch.int64, device=device)
         self._filled = 0  # slots from here on were never used
         self.hits = self.looked_up = 0
         self._pairs: list[tuple[Tensor, Tensor]] = []  # in host memory, on the device
-        self._add(self.weight, rows).copy_(table)
+        self._add(self.weight, rows)
 
     def add_states(self, states: Sequence[Tensor]) -> None:
         """Keep an optimizer's states of the slots, zeros so far, for all rows."""
@@ -75,12 +75,11 @@ class RowCache:
         self._write_back(every)
         self._filled = 0
 
-    def _add(self, here: Tensor, rows: int) -> Tensor:
+    def _add(self, here: Tensor, rows: int) -> None:
         size = (rows, *here.shape[1:])
         num_bytes = rows * here[0].numel() * here.element_size()
         there = allocate_pinned(num_bytes, here.device).view(here.dtype).view(size)
         self._pairs.append((there, here))
-        return there
 
     def _load(self, rows: Tensor, number: int, kept: int) -> None:
         """Load rows that are not here, each once; others leave for them."""
@@ -130,26 +129,30 @@ class CachedLookups:
 
 
 class CachedTables:
-    """The caches of a rank's tables, by their places among its shards.
+    """The caches of a rank's tables, and the rows of those that grow, by their places among its shards.
 
     A batch's rows are fetched on the stream that is current then. It waits for what earlier batches do with slots that
     it needs, and not for the batch before: `ShardedTables.exchange` on a side stream overlaps with that one's step.
     """
 
-    def __init__(self, caches: Mapping[int, RowCache], tables: int, device: torch.device) -> None:
+    def __init__(self, caches: Mapping[int, RowCache | GrowingRows], tables: int, device: torch.device) -> None:
         """tables: of the rank's shards, those that are no caches included."""
-        self._caches, self._device = dict(caches), device
-        self._slots = tuple(caches[place].slots if place in caches else None for place in range(tables))
+        self._device = device
+        self._caches = {place: cache for place, cache in caches.items() if isinstance(cache, RowCache)}
+        self._growing = {place: table for place, table in caches.items() if isinstance(table, GrowingRows)}
+        self._slots = tuple(self._caches[place].slots if place in self._caches else None for place in range(tables))
         self._number = 0  # the last batch that was fetched
         self._kept = 0  # the first batch that has all of its rows for certain
         self._ended = 0  # the last batch that needs its rows no more
         self._done: dict[int, torch.cuda.Event] = {}  # when the last kernel of a batch ends that uses its rows
 
-    def __getitem__(self, place: int) -> RowCache:
-        return self._caches[place]
+    def find(self, place: int) -> RowCache | GrowingRows | None:
+        """The cache of a table, or its rows, if it grows; None for another one."""
+        return self._caches.get(place) or self._growing.get(place)
 
-    def __contains__(self, place: int) -> bool:
-        return place in self._caches
+    def rows_of(self, place: int, slots: Tensor) -> Tensor:
+        """The rows of the whole table that are in these slots."""
+        return self._caches[place].rows[slots] if place in self._caches else slots
 
     def fetch(self, lookups: TableLookups) -> TableLookups:
         """Fetch the rows of a batch. ValueError if a cache is too small for it and the batch before."""
@@ -170,7 +173,10 @@ class CachedTables:
         return replace(lookups, cached=CachedLookups(number, slots, ready))
 
     def use(self, lookups: TableLookups, update: FusedUpdate | None) -> tuple[TableLookups, FusedUpdate | None]:
-        """The look-ups by slots, and an update of these; they are fetched again if newer ones may have taken slots."""
+        """The look-ups by slots, and an update of these; they are fetched again if newer ones may have taken slots.
+
+        Tables grow, unless gradients are disabled.
+        """
         if lookups.cached is None or self._is_stale(lookups.cached.number):
             lookups = self.fetch(lookups)
         cached = lookups.cached
@@ -180,10 +186,14 @@ class CachedTables:
             stream.wait_event(cached.ready)
             for tensor in (cached.slots, lookups.indices, lookups.offsets):
                 tensor.record_stream(stream)
+        rows = lookups.indices.clone() if self._growing else lookups.indices
+        for place, table in self._growing.items():
+            part = slice(*lookups.ends[place : place + 2])
+            rows[part] = cached.slots[part] = table.fetch(rows[part], grows=torch.is_grad_enabled())
         if update is not None:
             from stretto.ops.embedding.backward import CachedRows  # takes Triton, as what made the update does
 
-            update = replace(update, cached=CachedRows(lookups.indices, self._slots))
+            update = replace(update, cached=CachedRows(rows, self._slots))
         return replace(lookups, indices=cached.slots), update
 
     def begin_update(self, number: int) -> None:

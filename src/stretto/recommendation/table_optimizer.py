@@ -150,8 +150,8 @@ class TableOptimizer:
         )
         if self.is_stochastic:
             shard = self.shards[place]
-            if self._caches is not None and place in self._caches:
-                rows = self._caches[place].rows[rows]
+            if self._caches is not None:
+                rows = self._caches.rows_of(place, rows)
             bits = draw_bits(self._now, shard.table, rows + shard.row, shard.column, shard.columns)
             return [round_at_random(updated, bits, table.dtype), *states]
         return [updated.to(table.dtype), *states]

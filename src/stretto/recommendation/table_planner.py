@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from stretto.cluster import Cluster
 
 _FP32, _INDEX = 4, 8  # bytes
-_SLOT, _TRACKED = 4, 16  # bytes of GPU memory: of a row of a cached table, and of a row in the cache besides its numbers
+_SLOT, _TRACKED = (
+    4,
+    16,
+)  # bytes of GPU memory: of a row of a cached table, and of a row in the cache besides its numbers
 _FILLED = 0.9  # the part of the ranks' memory that caches fill: shards are of unequal sizes
 STATES = {"sgd": (0, 0), "rowwise-adagrad": (1, 0), "full-adagrad": (0, 1), "adam": (0, 2)}
 """The number of states that an optimizer has of a row, and of a number."""
@@ -193,8 +196,8 @@ class TablePlan:
             for rank, (load, seconds) in enumerate(zip(self.loads, self.seconds, strict=True))
         ]  # fmt: skip
         return {
-            "kinds": kinds, "cached_rows": list(placement.cached), "ranks": ranks, "imbalance": self.imbalance, "reasons": list(self.reasons),
-            "rates": self.rates.source,
+            "kinds": kinds, "cached_rows": list(placement.cached), "ranks": ranks, "imbalance": self.imbalance,
+            "reasons": list(self.reasons), "rates": self.rates.source,
         }  # fmt: skip
 
 
@@ -316,7 +319,9 @@ class _TableSearch:
     optimizer: str
     rates: TableRates
     ranks_per_node: int
-    caches: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # of a table: rows, part of look-ups that miss
+    caches: Mapping[int, tuple[int, float]] = field(
+        default_factory=dict
+    )  # of a table: rows, part of look-ups that miss
 
     def with_caches(self, hit_rates: Mapping[int, HitRates], memory: float) -> tuple["_TableSearch", list[str]]:
         """The search with the caches with which tables fit, and why; the memory goes where it saves the most misses."""
@@ -324,9 +329,7 @@ class _TableSearch:
         budget = _FILLED * self.ranks * memory
         if sum(whole) <= budget:
             return self, []
-        rows = {
-            table: min(2 * rates.distinct, self.tables[table].rows) for table, rates in sorted(hit_rates.items())
-        }
+        rows = {table: min(2 * rates.distinct, self.tables[table].rows) for table, rates in sorted(hit_rates.items())}
         used = sum(whole[table] for table in range(len(whole)) if table not in rows)
         used += sum(self._cache_memory(table, count) for table, count in rows.items())
 
@@ -337,7 +340,9 @@ class _TableSearch:
             return saved * size.pooling * size.dim / self._memory(to - rows[table], size.dim)
 
         while True:
-            left = {table: int((budget - used) / (self._memory(1, self.tables[table].dim) + _TRACKED)) for table in rows}
+            left = {
+                table: int((budget - used) / (self._memory(1, self.tables[table].dim) + _TRACKED)) for table in rows
+            }
             steps = [
                 (gain(table, to), table, to)
                 for table, rates in hit_rates.items()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from stretto.recommendation.growing import GrowingRows
 from stretto.train.checkpoint.storage import LocalBox, ShardedState
 
 if TYPE_CHECKING:
@@ -46,8 +47,13 @@ def _boxes(tables: "ShardedTables") -> Iterator[tuple[str, tuple[int, ...], tupl
         caches.flush()
     for place, (shard, weight, of_table) in enumerate(zip(tables.shards, tables.weights, states, strict=True)):
         size, name = tables.placement.tables[shard.table], f"tables.{shard.table}.weight"
-        if caches is not None and place in caches:  # all rows are in host memory, also those to be loaded
-            weight, *rest = caches[place].held
+        cache = None if caches is None else caches.find(place)
+        if isinstance(cache, GrowingRows):
+            for key, state in cache.state().items():  # int64, which checkpoints have as bytes
+                numbers = state.view(torch.uint8)
+                yield f"model.tables.{shard.table}.{key}", tuple(numbers.shape), (0,), numbers
+        elif cache is not None:  # all rows are in host memory, also those to be loaded
+            weight, *rest = cache.held
             of_table = dict(zip(of_table, rest, strict=True))
         yield f"model.{name}", (size.rows, size.dim), (shard.row, shard.column), weight.detach()
         for key, state in of_table.items():

@@ -19,6 +19,7 @@ from stretto.parallel.comm.autograd import at_end_of_backward
 from stretto.parallel.comm.collectives import Pending, start_all_reduce
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import MetaInitializer
+from stretto.recommendation.growing import GrowingRows
 from stretto.recommendation.index_exchange import exchange_indices
 from stretto.recommendation.placement import TablePlacement, TableShard, TableSize, place_tables
 from stretto.recommendation.pooled_exchange import (
@@ -40,8 +41,9 @@ class ShardedTables(nn.ModuleDict):
     ValueError on all ranks where one refuses its batch, or local batches differ in size.
     `exchange` is its first half, `pool` its second. `fuse_update` has the backward pass update the tables, of which
     the operator of stretto.ops does those that are not replicated where it runs (`operators`).
-    caches: of tables that are larger than the GPU, by number (`placement.cached`). `exchange` fetches their rows: make
-    that of the next batch while this one is computed. Their `weight` is the cache; checkpoints have whole tables.
+    caches: of tables that are larger than the GPU (`placement.cached`), or grow (`TableSize.growth`), by number.
+    `exchange` fetches their rows: make that of the next batch while this one is computed. The `weight` of a larger one
+    is its cache; checkpoints have whole tables.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class ShardedTables(nn.ModuleDict):
         implementation: Implementation,
         device: torch.device,
         dtype: torch.dtype,
-        caches: Mapping[int, RowCache] | None = None,
+        caches: Mapping[int, RowCache | GrowingRows] | None = None,
     ) -> None:
         super().__init__({str(number): table for number, table in tables.items()})
         self.placement, self.group, self.dtype, self.device = placement, group, dtype, device
@@ -96,7 +98,7 @@ class ShardedTables(nn.ModuleDict):
         caches = self.caches
         if caches is not None:
             if optimizer is None and torch.is_grad_enabled():
-                raise ValueError("cached tables get no gradients, but are updated: call fuse_update, or use no_grad")
+                raise ValueError("tables that are cached or grow get no gradients: call fuse_update, or use no_grad")
             lookups, of_operator = caches.use(lookups, of_operator)
         if sum(self.dims):
             exchanged = pool_and_exchange(
@@ -149,8 +151,9 @@ class ShardedTables(nn.ModuleDict):
             raise ValueError(f"the tables have an optimizer already, {self.optimizer.kind}: fuse_update is called once")
         self.optimizer = TableOptimizer(self, kind, **options)
         for place, states in enumerate(self.optimizer.states):
-            if self.caches is not None and place in self.caches:
-                self.caches[place].add_states(list(states.values()))
+            cache = None if self.caches is None else self.caches.find(place)
+            if cache is not None:
+                cache.add_states(list(states.values()))
         return self.optimizer
 
 
@@ -214,12 +217,17 @@ def distribute_tables(
         if owner != "tables" or (number and int(number) in mine):
             is_cached = owner == "tables" and number and placement.cache_of(mine[int(number)])
             _materialize(module, (of_host if is_cached else initializer).real(name, module))
-    caches = {}
+    caches = dict[int, RowCache | GrowingRows]()
     for table, shard in mine.items():
         _keep_shard(tables[table], shard)
+        growth = placement.tables[table].growth
+        if growth is not None:
+            caches[table] = GrowingRows(tables[table].weight.detach(), growth, table)
         if rows := placement.cache_of(shard):
-            caches[table] = RowCache(tables[table].weight.detach(), rows, grid.device)
-            tables[table].weight = nn.Parameter(caches[table].weight)
+            weight = tables[table].weight.detach()
+            caches[table] = cache = RowCache(*weight.shape, rows, weight.dtype, grid.device)
+            cache.held[0].copy_(weight)
+            tables[table].weight = nn.Parameter(cache.weight)
     sharded = ShardedTables(
         {table: tables[table] for table in mine}, placement, group, implementation, grid.device, dtype, caches
     )
@@ -265,7 +273,7 @@ def _keep_shard(table: nn.EmbeddingBag, shard: TableShard) -> None:
 
 
 def _refuse_state_dict(*_: Any) -> None:
-    raise ValueError("these tables are caches of host memory: stretto.recommendation.distributed_state has them whole")
+    raise ValueError("tables that are cached or grow are more than parameters: distributed_state has them whole")
 
 
 class ReplicatedGradients:

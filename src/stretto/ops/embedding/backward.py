@@ -520,7 +520,9 @@ def update_tables(
             )
     if step.cached is not None:
         rows, slots = step.cached
-        numbers = (here if of_table is None else len(of_table) for here, of_table in zip(lookups.rows, slots, strict=True))
+        numbers = (
+            here if of_table is None else len(of_table) for here, of_table in zip(lookups.rows, slots, strict=True)
+        )
         lookups = lookups._replace(indices=rows, rows=tuple(numbers))
     staged = stage_gradients(grad, lookups, placement, group, firsts=firsts)
     if staged is not None:

@@ -87,17 +87,19 @@ class Segments(NamedTuple):
 class Target(NamedTuple):
     """Kernel argument: where the segments' sums go.
 
-    meta: int64 [tables, 9]: address, first key, dim, address of the table's state (fp32 [rows], or [rows, dim] unless
-    it is adagrad's; with by_number instead the number of the table's first segment), address of its second state,
-    what of which table it is: number, first row, first column, and the address of its `CachedRows.slots`, or 0. tables_of: int32, the table of each QUANTUM of columns.
-    settings: fp32 [2], learning rate and epsilon, or [tables, 6]: also weight decay, the largest norm of a row's
-    gradient, and how fast adam's means forget (1 - beta). corrections: fp32 [tables, 2], 1 - beta ** steps, for adam.
-    clock: int64 [2], steps before this one and the seed of stochastic rounding, or None to round to the nearest.
-    failed: int32 [1], the process's failure flag, for optimizers: while it is set, nothing is updated. permit: int32
-    [1], 0 for a look-up that ranks did not make together, whose backward pass stores and updates nothing; or None.
-    Compiled in: action, one of `ACTIONS`; by_number: a target's rows are segments (sparse gradients), not the table's
-    rows; by_table: settings are [tables, 6]; is_cached: some tables are caches, whose rows are found by slots; block, the power of two that holds every dim; multiple, which divides
-    every dim and every address (in elements), also those of states [rows, dim].
+    meta: int64 [tables, 9]: address, first key, dim, address of the table's state (fp32 [rows], or [rows, dim]
+    unless it is adagrad's; with by_number instead the number of the table's first segment), address of its second
+    state, what of which table it is: number, first row, first column, and the address of its `CachedRows.slots`, or
+    0. tables_of: int32, the table of each QUANTUM of columns. settings: fp32 [2], learning rate and epsilon, or
+    [tables, 6]: also weight decay, the largest norm of a row's gradient, and how fast adam's means forget (1 -
+    beta). corrections: fp32 [tables, 2], 1 - beta ** steps, for adam. clock: int64 [2], steps before this one and
+    the seed of stochastic rounding, or None to round to the nearest. failed: int32 [1], the process's failure flag,
+    for optimizers: while it is set, nothing is updated. permit: int32 [1], 0 for a look-up that ranks did not make
+    together, whose backward pass stores and updates nothing; or None.
+    Compiled in: action, one of `ACTIONS`; by_number: a target's rows are segments (sparse gradients), not the
+    table's rows; by_table: settings are [tables, 6]; is_cached: some tables are caches, whose rows are found by
+    slots; block, the power of two that holds every dim; multiple, which divides every dim and every address (in
+    elements), also those of states [rows, dim].
     """
 
     meta: Any
