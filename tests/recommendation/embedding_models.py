@@ -22,6 +22,7 @@ from stretto.recommendation import (
     KeyedJaggedTensor,
     PoolingType,
     distribute_embeddings,
+    distributed_state,
 )
 
 BATCH, STEPS = 12, 3
@@ -168,6 +169,24 @@ def compare_optimizers(kind: str, torchs: type[torch.optim.Optimizer], **options
         plain.zero_grad()
     assert all(parameter.grad is None for module in modules for parameter in module.parameters())
     require_weights(model, plain, 1e-9)
+
+
+def save_or_resume(folder: str, owners: dict[str, int] | None, resumes: bool) -> dict[str, Tensor]:
+    """Two steps by optimizers in the backward pass, saved or loaded, then a third; this rank's tables and states."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model: Any = distribute_embeddings(make_model(torch.float64), Grid(data=ranks, device="cpu"), owners=owners)
+    modules = [model.pooled, model.weighted, model.rows, model.bag, model.row]
+    for number, module in enumerate(modules):
+        module.fuse_update("adam" if number % 2 else "rowwise-adagrad", lr=0.1)
+    if resumes:
+        dcp.load(distributed_state(model), checkpoint_id=folder)
+    for step in range(2 if resumes else 0, 3):
+        if step == 2 and not resumes:
+            dcp.save(distributed_state(model), checkpoint_id=folder)
+        batch = local_part(make_batch(step), rank, ranks)
+        (model(*batch[:2]) - batch[2]).square().mean().backward()
+        model.zero_grad()  # all but the tables stays as it was
+    return {name: getattr(tensor, "held", tensor).clone() for name, tensor in distributed_state(model).items()}
 
 
 def require_weights(model: nn.Module, plain: nn.Module, tolerance: float) -> None:

@@ -74,6 +74,20 @@ def test_state_dicts_have_torchrecs_names_and_load_on_any_placement(ranks: MakeR
     }
 
 
+def test_optimizer_states_are_saved_and_resume_on_any_placement(ranks: MakeRanks, tmp_path: Path) -> None:
+    saved = ranks(3).run(embedding_models.save_or_resume, str(tmp_path), None, resumes=False)
+    expected = {name: value for of_rank in saved for name, value in of_rank.items()}
+    assert {"model.bag.weight", "optimizer.pooled.embedding_bags.t1.weight.sum"} <= expected.keys()
+    assert expected["optimizer.rows.rows.float64.clock"].tolist() == [3, 0]
+    tables = ("t1", "t2", "t3", "w1", "w2", "s1", "s2", "bag", "row")
+    for count, owners in ((2, dict.fromkeys(tables, 1)), (1, None)):
+        of_ranks = ranks(count).run(embedding_models.save_or_resume, str(tmp_path), owners, resumes=True)
+        found = {name: value for of_rank in of_ranks for name, value in of_rank.items()}
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=name)
+
+
 @LONG
 def test_a_model_on_meta_starts_with_the_same_weights_on_any_number_of_ranks(ranks: MakeRanks) -> None:
     (alone,), several = (

@@ -111,6 +111,22 @@ def test_kernels_update_cut_and_replicated_tables_as_the_library_does(
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_groups_that_average_their_tables_are_one_group_with_sgd_and_drift_between_averages(ranks: MakeRanks) -> None:
+    (alone,) = ranks(1).run(sharding.update, [("tttttt", "sgd-plain")], 4)[0]
+    found, drifts = ranks(4).run(sharding.replicate, "rtrcte", "sgd", 1, 4)[0]
+    for name, value in alone[0].items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=name)
+    assert min(drifts) > 1e-3
+    seldom, drifts = ranks(4).run(sharding.replicate, "trtrtt", "rowwise-adagrad", 2, 4)[0]
+    assert drifts[0] == 0
+    assert 0 < drifts[1] == drifts[2] != drifts[3]
+    assert any(name.endswith("sum") for name in seldom)
+    words = ranks(4).run(sharding.refuse_replicas)[0]
+    assert words[0].startswith("replicas is 3 and sync_every 0, but groups are equal parts of 4 ranks")
+    assert words[0].endswith("replicas=2 and sync_every=1 would do")
+    assert words[1].startswith("tables that are cached or grow have one copy: replicas=1 would do, not 2")
+
+
 def test_stochastic_rounding_has_the_same_bits_on_every_placement(ranks: MakeRanks) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         ((alone, _),) = ranks(1).run(sharding.update, [("tttttt", "adam")], STEPS, dtype)[0]

@@ -115,7 +115,7 @@ def test_what_caches_do_not_serve_is_refused_in_words(ranks: MakeRanks) -> None:
     for found, expected in zip(
         words,
         (
-            "tables that are cached or grow get no gradients: call fuse_update",
+            "tables that are cached, grow or have replicas get no gradients: call fuse_update",
             "tables that are cached or grow are more than parameters: distributed_state has them whole",
             "a cache of 10 rows is too small for two batches of 11 different rows: a cache of 11 would do",
             "2 batches were looked up in cached tables, or a checkpoint was made, since the one of this backward pass",

@@ -5,7 +5,7 @@
 have all of their tables at first; `distribute_embeddings` puts one in their place that has this rank's.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stretto.optim.row_update import RowOptimizer
 from stretto.recommendation.jagged import FeatureBags, result_type
+from stretto.recommendation.placement import TableShard
 from stretto.recommendation.pooled_exchange import PoolingMode
 from stretto.recommendation.table_exchange import TableExchange, TableSpec
 from stretto.recommendation.table_optimizer import TableOptimizer
@@ -193,8 +194,14 @@ class TableModule(nn.Module):
         kind and options are those of `ShardedTables.fuse_update`; lr_factors: by the tables' names. Returns the
         optimizer, whose `set_lr(lr)` changes the learning rate of later backward passes.
         """
-        weights = {number: self.get_parameter(self._exchange.specs[number].key) for number in self._own}
-        return CollectionOptimizer(self._exchange.fuse_update(kind, weights, lr_factors or {}, **options))
+        return CollectionOptimizer(self._exchange.fuse_update(kind, self._weights(), lr_factors or {}, **options))
+
+    def boxes(self) -> Iterator[tuple[str, tuple[int, int], TableShard | None, dict[str, Tensor]]]:
+        """This rank's tables and the states of their optimizer, for checkpoints (`TableExchange.boxes`)."""
+        return self._exchange.boxes(self._weights())
+
+    def _weights(self) -> dict[int, nn.Parameter]:
+        return {number: self.get_parameter(self._exchange.specs[number].key) for number in self._own}
 
     def _look_up(self, bags: FeatureBags) -> list[Tensor]:
         # No `get_parameter`: `parallelize` has modules hold plain tensors while they run.

@@ -5,7 +5,7 @@
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -171,18 +171,38 @@ class TableExchange:
             factors = {
                 tables.index(found[name]): factor for name, factor in lr_factors.items() if found[name] in tables
             }
-            sizes = tuple(TableSize(self.specs[table].rows, self.specs[table].dim) for table in tables)
-            by_rank = tuple(
-                tuple(place for place, table in enumerate(tables) if self._owners[table] == rank)
-                for rank in range(self._group.size())
-            )
-            placement = TablePlacement(sizes, by_rank)
+            placement = self._place(tables)
             own = [weights[table] for table in tables if table in weights]
             shards = placement.shards[self._group.rank()]
             held = OptimizedTables(placement, group.dims, shards, own, self._device, group.dtype, group.operators)
             made.append(TableOptimizer(held, kind, lr_factors=factors, **options))
         self._optimizers = made
         return made
+
+    def boxes(
+        self, weights: Mapping[int, nn.Parameter]
+    ) -> Iterator[tuple[str, tuple[int, int], TableShard | None, dict[str, Tensor]]]:
+        """For a checkpoint, of each of this rank's tables: its weight's key, its shape, which part of it this rank has,
+        and that part ("") with the optimizer's states by their names. Without a part: what is not of one table."""
+        for index, group in enumerate(self._groups):
+            tables = self._tables_of(group)
+            optimizer = self._optimizers[index] if self._optimizers else None
+            own = self._place(tables).shards[self._group.rank()]
+            for place, shard in enumerate(own):
+                spec = self.specs[tables[shard.table]]
+                states = {} if optimizer is None else optimizer.states[place]
+                tensors = {"": weights[tables[shard.table]].detach(), **states}
+                yield spec.key, (spec.rows, spec.dim), shard, tensors
+            if optimizer is not None:
+                kind = f"{group.mode or 'rows'}.{str(group.dtype).removeprefix('torch.')}"
+                yield kind, (0, 0), None, {"clock": optimizer.clock}
+
+    def _place(self, tables: Sequence[int]) -> TablePlacement:
+        """The placement of some tables, by their places among these."""
+        sizes = tuple(TableSize(self.specs[table].rows, self.specs[table].dim) for table in tables)
+        ranks = range(self._group.size())
+        owned = tuple(tuple(at for at, table in enumerate(tables) if self._owners[table] == rank) for rank in ranks)
+        return TablePlacement(sizes, owned)
 
     def _tables_of(self, group: _FeatureGroup) -> list[int]:
         return sorted({self._tables[number] for number in group.numbers})

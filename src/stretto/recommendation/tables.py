@@ -15,7 +15,7 @@ from stretto.collectives.two_level import exchange_hosts, name_nodes
 from stretto.memory import group_timeout
 from stretto.memory.shared_groups import SharedGroups
 from stretto.optim.row_update import RowOptimizer
-from stretto.parallel.comm.autograd import at_end_of_backward
+from stretto.parallel.comm.autograd import at_end_of_backward, scale_gradient
 from stretto.parallel.comm.collectives import Pending, start_all_reduce
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import MetaInitializer
@@ -31,6 +31,7 @@ from stretto.recommendation.pooled_exchange import (
 from stretto.recommendation.sharded_lookup import CombineShards, ShardColumns, look_up_replicated
 from stretto.recommendation.table_cache import CachedTables, RowCache
 from stretto.recommendation.table_optimizer import TableOptimizer
+from stretto.recommendation.table_replicas import TableReplicas, require_replicas
 
 
 class ShardedTables(nn.ModuleDict):
@@ -55,6 +56,7 @@ class ShardedTables(nn.ModuleDict):
         device: torch.device,
         dtype: torch.dtype,
         caches: Mapping[int, RowCache | GrowingRows] | None = None,
+        replicas: TableReplicas | None = None,
     ) -> None:
         super().__init__({str(number): table for number, table in tables.items()})
         self.placement, self.group, self.dtype, self.device = placement, group, dtype, device
@@ -63,6 +65,7 @@ class ShardedTables(nn.ModuleDict):
         widths = [shard.columns for of_rank in placement.shards for shard in of_rank]
         self.operators = choose_operators(implementation, dtype, device, widths)
         self.optimizer: TableOptimizer | None = None
+        self.replicas = replicas
         self.replicated_gradients: ReplicatedGradients | None = None  # of the model's other parameters
         # What is the same on all ranks, and another for other tables.
         self.name = hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
@@ -77,9 +80,9 @@ class ShardedTables(nn.ModuleDict):
         needs_host = device.type == "cuda" and group.size() > 1
         self._host_group: dist.ProcessGroup | None = None
         if needs_host:
-            members = dist.get_process_group_ranks(group)
+            parts = [dist.get_process_group_ranks(group)] if replicas is None else replicas.partition
             limit = timedelta(seconds=group_timeout(group))
-            self._host_group = SharedGroups().get([members], "table indices", backend="gloo", timeout=limit)
+            self._host_group = SharedGroups().get(parts, "table indices", backend="gloo", timeout=limit)
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
         return self.pool(self.exchange(indices, offsets))
@@ -94,11 +97,13 @@ class ShardedTables(nn.ModuleDict):
         weights, optimizer = self.weights, self.optimizer
         shared = len(weights) - len(self.placement.replicated)
         parts = []
+        if optimizer is None and torch.is_grad_enabled() and (self.caches is not None or self.replicas is not None):
+            raise ValueError(
+                "tables that are cached, grow or have replicas get no gradients: call fuse_update, or use no_grad"
+            )
         of_operator = None if optimizer is None else optimizer.update_of_operator
         caches = self.caches
         if caches is not None:
-            if optimizer is None and torch.is_grad_enabled():
-                raise ValueError("tables that are cached or grow get no gradients: call fuse_update, or use no_grad")
             lookups, of_operator = caches.use(lookups, of_operator)
         if sum(self.dims):
             exchanged = pool_and_exchange(
@@ -125,7 +130,21 @@ class ShardedTables(nn.ModuleDict):
                 pooled.register_hook(lambda _: caches.begin_update(number))
         if optimizer is not None and pooled.requires_grad:
             pooled.register_hook(lambda _: optimizer.begin())
+        if self.replicas is not None:
+            replicas = self.replicas
+            if pooled.requires_grad:
+                pooled.register_hook(lambda _: at_end_of_backward(lambda: replicas.step(self._averaged())))
+            pooled = scale_gradient(pooled, replicas.count)
         return pooled
+
+    def average_replicas(self) -> None:
+        """Average the groups' tables, if there are several groups: before a checkpoint or an evaluation. Collective."""
+        if self.replicas is not None:
+            self.replicas.average(self._averaged())
+
+    def _averaged(self) -> list[Tensor]:
+        states = [] if self.optimizer is None else self.optimizer.states
+        return [*self.weights, *(state for of_table in states for state in of_table.values())]
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -165,6 +184,8 @@ def distribute_tables(
     pooling: Sequence[float] | None = None,
     implementation: Implementation = "auto",
     seed: int = 0,
+    replicas: int = 1,
+    sync_every: int = 1,
 ) -> TablePlacement:
     """Distribute a model's embedding tables over all ranks, in place, and replicate its other modules.
 
@@ -183,6 +204,9 @@ def distribute_tables(
     Tables that `placement.cached` names are in host memory, with a cache on the GPU; they start from the random numbers
     of a CPU, and all else is as if they were on the GPU, bit for bit. They need `fuse_update`.
 
+    replicas: how many groups of ranks have all tables each, which they average every `sync_every` steps
+    (`table_replicas`); placements are for the ranks of a group. Such tables need `fuse_update`, too.
+
     Raises ValueError for another model or grid, a placement of other tables, or an implementation that is not there.
     """
     tables = _check_model(model)
@@ -197,11 +221,17 @@ def distribute_tables(
         TableSize(table.num_embeddings, table.embedding_dim, rate)
         for table, rate in zip(tables, pooling or [1.0] * len(tables), strict=True)
     )
+    require_replicas(replicas, sync_every, ranks)
+    ranks //= replicas
     placement = placement or place_tables(sizes, ranks)
+    if replicas > 1 and (placement.cached or any(size.growth for size in placement.tables)):
+        raise ValueError(f"tables that are cached or grow have one copy: replicas=1 would do, not {replicas}")
     group = grid.group("data")
     nodes = None
     if "table-row" in placement.kinds:
         nodes = name_nodes([host for _, host in exchange_hosts(group, group_timeout(group))])
+        first = grid.coordinate("data") // ranks * ranks
+        nodes = nodes[first : first + ranks]
     placement.check([(size.rows, size.dim) for size in sizes], ranks, nodes)
     dtype = tables[0].weight.dtype
     # Before anything is allocated.
@@ -210,7 +240,9 @@ def distribute_tables(
 
     initializer = MetaInitializer(model, grid.device, seed)
     of_host = MetaInitializer(model, torch.device("cpu"), seed)
-    mine = {shard.table: shard for shard in placement.shards[grid.coordinate("data")]}
+    copies = TableReplicas(group, replicas, sync_every, grid.device) if replicas > 1 else None
+    group = group if copies is None else copies.group
+    mine = {shard.table: shard for shard in placement.shards[group.rank()]}
     mine |= {table: placement.whole(table) for table in placement.replicated}
     for name, module in model.named_modules():
         owner, _, number = name.partition(".")
@@ -225,11 +257,11 @@ def distribute_tables(
             caches[table] = GrowingRows(tables[table].weight.detach(), growth, table)
         if rows := placement.cache_of(shard):
             weight = tables[table].weight.detach()
-            caches[table] = cache = RowCache(*weight.shape, rows, weight.dtype, grid.device)
+            caches[table] = cache = RowCache(shard.rows, shard.columns, rows, weight.dtype, grid.device)
             cache.held[0].copy_(weight)
             tables[table].weight = nn.Parameter(cache.weight)
     sharded = ShardedTables(
-        {table: tables[table] for table in mine}, placement, group, implementation, grid.device, dtype, caches
+        {table: tables[table] for table in mine}, placement, group, implementation, grid.device, dtype, caches, copies
     )
     grid.gradients.add("sum")
     model.tables = sharded
