@@ -26,6 +26,7 @@ _SLOT, _TRACKED = (
     4,
     16,
 )  # bytes of GPU memory: of a row of a cached table, and of a row in the cache besides its numbers
+_BATCHES = 3  # of whose rows a cache has room for at least: two are in flight, and batches differ
 _FILLED = 0.9  # the part of the ranks' memory that caches fill: shards are of unequal sizes
 STATES = {"sgd": (0, 0), "rowwise-adagrad": (1, 0), "full-adagrad": (0, 1), "adam": (0, 2)}
 """The number of states that an optimizer has of a row, and of a number."""
@@ -54,7 +55,7 @@ H200_ROWS = (RowRate(512, 11.77e9, 2.57e9), RowRate(1024, 4.99e9, 1.33e9))
 class HitRates:
     """Measured of a table: the part of look-ups that find their row in a cache of so many rows, both ascending.
 
-    distinct: different rows of a global batch, of which a cache holds two (`table_cache`).
+    distinct: different rows of a global batch. A cache holds those of two batches at least (`table_cache`).
     """
 
     rows: tuple[int, ...]
@@ -329,7 +330,9 @@ class _TableSearch:
         budget = _FILLED * self.ranks * memory
         if sum(whole) <= budget:
             return self, []
-        rows = {table: min(2 * rates.distinct, self.tables[table].rows) for table, rates in sorted(hit_rates.items())}
+        rows = {
+            table: min(_BATCHES * rates.distinct, self.tables[table].rows) for table, rates in sorted(hit_rates.items())
+        }
         used = sum(whole[table] for table in range(len(whole)) if table not in rows)
         used += sum(self._cache_memory(table, count) for table, count in rows.items())
 
