@@ -44,18 +44,20 @@ def cached(cases: list[Case], rows: tuple[int, ...], *, prefetches: bool) -> lis
     return [case._replace(cached=rows, prefetches=prefetches) for case in cases]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_cached_tables_have_the_bits_of_tables_on_the_device(ranks: MakeRanks, dtype: torch.dtype) -> None:
-    expected = ranks(2).run(caching.update, CASES, 7, dtype, "library")
-    for rows, prefetches in (((20, 0, 20, 0), False), ((40, 0, 40, 0), True)):
-        found = ranks(2).run(caching.update, cached(CASES, rows, prefetches=prefetches), 7, dtype, "library")
-        compare(found, expected)
+def test_cached_tables_have_the_bits_of_tables_on_the_device(ranks: MakeRanks) -> None:
+    for dtype, cases, rows in (
+        (torch.float64, CASES[:2], (20, 0, 20, 0)),
+        (torch.bfloat16, CASES[2:], (40, 0, 40, 0)),
+    ):
+        expected = ranks(2).run(caching.update, cases, 6, dtype, "library")
+        mine = cached(cases, rows, prefetches=dtype == torch.bfloat16)
+        compare(ranks(2).run(caching.update, mine, 6, dtype, "library"), expected)
 
 
 @pytest.mark.long
 def test_kernels_update_caches_to_the_bits_of_tables_on_the_device(interpreted_pool: Pool) -> None:
     cases = [CASES[2], *cached(CASES[2:3], (40, 0, 40, 0), prefetches=True)]
-    found = interpreted_pool.run(2, caching.update, cases, 4, torch.bfloat16, "kernel", timeout=120)
+    found = interpreted_pool.run(2, caching.update, cases, 2, torch.bfloat16, "kernel", timeout=120)
     compare([of_rank[1:] for of_rank in found], [of_rank[:1] for of_rank in found])
 
 
