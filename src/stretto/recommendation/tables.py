@@ -90,7 +90,7 @@ class ShardedTables(nn.ModuleDict):
     def exchange(self, indices: Tensor, offsets: Tensor) -> TableLookups:
         """All samples' bags for this rank's shards, from this rank's samples' for all tables."""
         lookups = exchange_indices(indices, offsets, self.placement, self.group, host_group=self._host_group)
-        return lookups if self.caches is None else self.caches.fetch(lookups)
+        return lookups if self.caches is None or lookups.cached is not None else self.caches.fetch(lookups)
 
     def pool(self, lookups: TableLookups) -> Tensor:
         """This rank's samples' vectors from all tables."""

@@ -133,6 +133,15 @@ class TableUpdate(NamedTuple):
     is_stochastic: bool = False
     cached: CachedRows | None = None
 
+    def find_rows(self, lookups: LookupInput) -> LookupInput:
+        """The look-ups by rows of the larger tables, where tables are caches: their gradients are added up so."""
+        if self.cached is None:
+            return lookups
+        rows, slots = self.cached
+        numbers = zip(lookups.rows, slots, strict=True)
+        whole = tuple(here if of_table is None else len(of_table) for here, of_table in numbers)
+        return lookups._replace(indices=rows, rows=whole)
+
     def addresses(self, tables: int) -> list[tuple[int, int]]:
         """Return the addresses of each table's two states; 0 for one that the optimizer does not have."""
         count = len(self.states) // max(tables, 1)
@@ -518,13 +527,7 @@ def update_tables(
             raise ValueError(
                 f"embedding_all_to_all_update: tables {first} and {place} are one table, so they have one state"
             )
-    if step.cached is not None:
-        rows, slots = step.cached
-        numbers = (
-            here if of_table is None else len(of_table) for here, of_table in zip(lookups.rows, slots, strict=True)
-        )
-        lookups = lookups._replace(indices=rows, rows=tuple(numbers))
-    staged = stage_gradients(grad, lookups, placement, group, firsts=firsts)
+    staged = stage_gradients(grad, step.find_rows(lookups), placement, group, firsts=firsts)
     if staged is not None:
         reduce_rows(staged, lookups.dims, tables.addresses, [0] * len(firsts), step)
     if step.clock is not None:
