@@ -6,17 +6,27 @@ distributed_state   for torch.distributed.checkpoint, in scripts; also of collec
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from stretto.recommendation.embedding_collections import TableModule
 from stretto.recommendation.growing import GrowingRows
+from stretto.recommendation.placement import TableShard
 from stretto.recommendation.tables import ShardedTables
 from stretto.train.checkpoint.storage import LocalBox, ShardedState
+
+
+@runtime_checkable
+class DistributedModule(Protocol):
+    """A module that `distribute_embeddings` has made."""
+
+    is_distributed: bool
+
+    def boxes(self) -> Iterator[tuple[str, tuple[int, int], TableShard | None, dict[str, Tensor]]]:
+        """As `TableExchange.boxes`."""
 
 
 def table_state(tables: ShardedTables) -> dict[str, ShardedState]:
@@ -39,7 +49,7 @@ def distributed_state(model: nn.Module) -> dict[str, Tensor]:
             found["optimizer.tables.clock"] = model.optimizer.clock
         return found
     for name, module in model.named_modules():
-        if not isinstance(module, TableModule) or not module.is_distributed:
+        if not isinstance(module, DistributedModule) or not module.is_distributed:
             continue
         prefix = f"{name}." if name else ""
         for key, shape, shard, tensors in module.boxes():
