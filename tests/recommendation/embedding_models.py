@@ -4,6 +4,7 @@
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from stretto.recommendation import (
     KeyedJaggedTensor,
     PoolingType,
     distribute_embeddings,
+    prefetch_embeddings,
 )
+from stretto.recommendation.index_exchange import IndexExchange
 
 BATCH, STEPS = 12, 3
 ROWS = {"clicks": 5, "country": 7, "items": 10, "unused": 3}  # of the smallest table that a feature is looked up in
@@ -309,3 +312,83 @@ def half_precision() -> list[torch.dtype]:
     features = local_part(make_batch(0), rank, ranks)[0]
     torch.testing.assert_close(module(features).values(), plain(features).values())
     return [module(features).values().dtype, *(p.dtype for p in module.parameters())]
+
+
+def prefetch(device: str = "cpu") -> list[str]:
+    """Train with ids sent ahead and without: the same bits. Then the errors of what only rank 1 does wrongly."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    grid = Grid(data=ranks, device=device)
+    ahead = {
+        "pooled": lambda batch: batch[0],
+        "rows": lambda batch: batch[0],
+    }  # the weights of "weighted" are a layer's
+    sizes = [BATCH, 0, 2 * BATCH, BATCH]
+    batches = [local_part(make_batch(step, size), rank, ranks, grid.device) for step, size in enumerate(sizes)]
+    events: list[str] = []
+    send = IndexExchange._send
+
+    def note(exchange: Any) -> Any:
+        events.append("send")
+        return send(exchange)
+
+    def train(given: Any) -> tuple[list[float], nn.Module]:
+        model = distribute_embeddings(make_model(torch.float64), grid)
+        model.pooled.fuse_update("full-adagrad", lr=0.1)  # type: ignore[operator, union-attr]
+        sgd, losses = torch.optim.SGD(model.over.parameters(), lr=0.5), []
+        for features, ids, targets in given(model):
+            events.append("step")
+            loss = (model(features, ids) - targets).square().sum()
+            events.append("backward")
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            losses.append(loss.item())
+        return losses, model
+
+    with mock.patch.object(IndexExchange, "_send", note):
+        losses, model = train(lambda model: prefetch_embeddings(model, batches, ahead))
+    # Five exchanges a step: those of the bags, the single rows and the weighted ones, and two that are a step ahead.
+    assert events[: events.index("backward")].count("send") == 7
+    plain, other = train(lambda _: batches)
+    assert losses == plain
+    assert len(plain) == len(sizes)
+    for one, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(whole(one), whole(theirs))
+
+    def fail_after(count: int, error: Exception) -> Any:
+        for number in range(count):
+            yield batches[number]
+        if rank == 1:
+            raise error
+        yield from batches[count:]
+
+    outside = KeyedJaggedTensor([*ROWS], batches[3][0].values() + 100, batches[3][0].weights(), batches[3][0].lengths())
+    wrong = (outside, *batches[3][1:]) if rank == 1 else batches[3]
+    cases: list[tuple[Any, Any, int]] = [
+        (fail_after(2, OSError("disk")), ahead, 2 + (rank != 1)),  # the others are told by the collection
+        ([*batches[:2], wrong, batches[0]], ahead, 3),
+        (batches[: 3 if rank else 4], ahead, 3 + (rank == 0)),
+        (iter(batches), {"pooled": lambda batch: batch[0].permute([0, 1, 2, 3])}, 1),
+        (iter(batches), {"weighted": lambda batch: require_gradients(batch[0])}, 1),
+        (iter(batches), {"poled": ahead["pooled"]}, 0),
+        (iter([1]), None, 0),
+    ]
+    messages = []
+    for given, features, steps_done in cases:
+        count = 0
+        with pytest.raises((ValueError, OSError)) as error:  # noqa: PT012
+            for features_of, ids, _ in prefetch_embeddings(model, given, features):
+                count += 1
+                model(require_gradients(features_of), ids) if "weighted" in (features or {}) else model(
+                    features_of, ids
+                )
+        assert count == steps_done, f"{len(messages)}: {error.value}"
+        messages.append(str(error.value))
+    model(*batches[0][:2]).sum().backward()
+    return messages
+
+
+def require_gradients(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        features.keys(), features.values(), features.weights().clone().requires_grad_(), features.lengths()
+    )

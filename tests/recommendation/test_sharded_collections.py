@@ -66,6 +66,23 @@ def test_what_one_rank_is_given_wrongly_all_refuse_by_name_and_go_on(ranks: Make
         assert from_other == message if "batches" in words else "rank 1 has rejected its own batch" in from_other
 
 
+def test_ids_that_are_sent_ahead_give_the_same_bits_and_errors_at_their_step(ranks: MakeRanks) -> None:
+    other, own = ranks(2).run(embedding_models.prefetch)
+    refused = "rank 1 has rejected its own batch"
+    expected = [
+        ("disk", refused),
+        ("index 10. at position 0 .* of rank 1", refused),
+        ("rank 1 has no batch left, but rank 0 has one", None),
+        ("pooled was not called with the features of its batch", None),
+        ("these weights of ids need gradients", None),
+        ("no collection is named 'poled'; did you mean 'pooled'", None),
+        (r"a batch \(int\) has 0 KeyedJaggedTensors", None),
+    ]
+    for message, from_other, (words, others) in zip(own, other, expected, strict=True):
+        assert re.search(words, message)
+        assert re.search(others or words, from_other)
+
+
 def test_state_dicts_have_torchrecs_names_and_load_on_any_placement(ranks: MakeRanks, tmp_path: Path) -> None:
     names = ranks(2).run(embedding_models.save_and_load, str(tmp_path))
     assert {"pooled.embedding_bags.t1.weight", "rows.embeddings.s2.weight", "bag.weight", "over.0.bias"} <= {

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.optim.row_update import RowOptimizer
+from stretto.recommendation.index_exchange import IndexExchange
 from stretto.recommendation.jagged import FeatureBags, result_type
 from stretto.recommendation.pooled_exchange import PoolingMode
 from stretto.recommendation.table_exchange import TableExchange, TableSpec
@@ -237,6 +238,22 @@ class _Collection(TableModule):
             table.reset_parameters()
         self._configs: list[Any] = list(tables)
         self.hold(TableExchange(describe_tables(made, tables, self.attribute)), dict(enumerate(made.values())))  # type: ignore[arg-type]
+
+    def send_ahead(self, features: Any, refused: Exception | None = None) -> IndexExchange:
+        """Begin to exchange the ids of a later call with these very features (`prefetch_embeddings`). Collective.
+
+        refused: why this rank has no features, of which the exchange notifies the others.
+        """
+        is_weighted = isinstance(self, EmbeddingBagCollection) and self.is_weighted()
+        return self._exchange.send_ahead(features, refused, is_weighted=is_weighted)
+
+    def was_left(self, exchange: IndexExchange) -> bool:
+        """True if no call has taken what was sent ahead."""
+        return any(other is exchange for *_, other in self._exchange.ahead)
+
+    def drop_ahead(self) -> None:
+        """Forget what was sent ahead."""
+        self._exchange.ahead.clear()
 
     @property
     def device(self) -> torch.device:

@@ -21,7 +21,7 @@ from stretto.memory.shared_groups import SharedGroups
 from stretto.optim.row_update import RowOptimizer
 from stretto.parallel.comm.autograd import scale_gradient
 from stretto.parallel.comm.collectives import NO_GROUP
-from stretto.recommendation.index_exchange import exchange_indices
+from stretto.recommendation.index_exchange import IndexExchange, side_stream
 from stretto.recommendation.jagged import FeatureBags, select_features
 from stretto.recommendation.placement import TablePlacement, TableShard, TableSize
 from stretto.recommendation.pooled_exchange import (
@@ -34,6 +34,8 @@ from stretto.recommendation.pooled_exchange import (
 )
 from stretto.recommendation.table_optimizer import TableOptimizer
 from stretto.suggestions import name_known
+
+_NO_BAGS = FeatureBags(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), None, 0)
 
 
 class TableSpec(NamedTuple):
@@ -147,6 +149,7 @@ class TableExchange:
         self.is_fused = all(each.operators is not None for each in self._groups)
         self._owners, self._device = owners, device
         self._optimizers: list[TableOptimizer] = []  # of the groups
+        self.ahead: list[tuple[Any, FeatureBags, IndexExchange]] = []  # what was sent ahead, with its features
         self._host_group: dist.ProcessGroup | None = None
         if device.type == "cuda" and group.size() > 1:
             members, limit = dist.get_process_group_ranks(group), timedelta(seconds=group_timeout(group))
@@ -188,22 +191,40 @@ class TableExchange:
 
     def select(self, features: Any, *, is_weighted: bool = False) -> FeatureBags:
         """The bags of a KeyedJaggedTensor. ValueError on all ranks where one refuses its own."""
+        for place, (given, bags, exchange) in enumerate(self.ahead):
+            if given is features:
+                del self.ahead[place]
+                return bags._replace(exchange=exchange)
         try:
             return select_features(features, self.features, is_weighted=is_weighted)
         except ValueError as error:
-            none = torch.empty(0, dtype=torch.int64)
-            exchange_indices(none, none, self._placement, self._group, host_group=self._host_group, refused=error)
+            self._begin(_NO_BAGS, error).wait()
             raise
 
-    def look_up(self, bags: FeatureBags, weights: Mapping[int, Tensor]) -> list[Tensor]:
-        """Vectors of this rank's samples, for each feature in order of table: [batch, dim], or [ids, dim] unpooled.
+    def send_ahead(self, features: Any, refused: Exception | None, *, is_weighted: bool) -> IndexExchange:
+        """Begin the exchange for a later `select` of the same object. refused: why there are no features."""
+        bags = _NO_BAGS
+        if refused is None:
+            try:
+                bags = select_features(features, self.features, is_weighted=is_weighted)
+                if bags.weights is not None and bags.weights.requires_grad:
+                    raise ValueError(
+                        "these weights of ids need gradients, so they depend on the step before, and cannot be sent "
+                        "ahead of it: leave their collection out of features="
+                    )
+            except ValueError as error:
+                refused = error
+        exchange = self._begin(bags, refused, side_stream(self._device))
+        self.ahead.append((features, bags, exchange))
+        return exchange
 
-        weights: of this rank's tables, by their numbers.
-        """
+    def _begin(
+        self, bags: FeatureBags, refused: Exception | None = None, stream: "torch.cuda.Stream | None" = None
+    ) -> IndexExchange:
         factors = bags.weights
         if factors is not None:  # they are this rank's own: their gradients are not averaged
             factors = scale_gradient(factors, 1 / self._scale)
-        lookups = exchange_indices(
+        return IndexExchange(
             bags.indices,
             bags.offsets,
             self._placement,
@@ -212,7 +233,16 @@ class TableExchange:
             weights=factors,
             names=self._names,
             checks_device=not self.is_fused,
+            refused=refused,
+            stream=stream,
         )
+
+    def look_up(self, bags: FeatureBags, weights: Mapping[int, Tensor]) -> list[Tensor]:
+        """Vectors of this rank's samples, for each feature in order of table: [batch, dim], or [ids, dim] unpooled.
+
+        weights: of this rank's tables, by their numbers.
+        """
+        lookups = (bags.exchange or self._begin(bags)).wait()
         owned = self._placement.owned[self._group.rank()]
         found: dict[int, Tensor] = {}
         for index, group in enumerate(self._groups):
@@ -225,6 +255,8 @@ class TableExchange:
                 found |= self._look_up_rows(group, part, lookups.sizes, own, weights, optimizer)
             else:
                 found |= self._pool(group, part, own, weights, optimizer)
+        for *_, exchange in self.ahead:  # now, as the backward pass has collectives of its own
+            exchange.issue()
         by_place = dict(zip(self._order, range(len(self._order)), strict=True))
         return [found[by_place[place]] for place in range(len(self._order))]
 
