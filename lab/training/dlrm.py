@@ -43,9 +43,7 @@ class DlrmSetting:
     tables: Annotated[int | None, Option("How many tables, for paper.", least=1)] = None
     ranks: Ranks = None
     batch: Annotated[int, Option("Global batch in samples.", least=1)] = 65536
-    implementations: Annotated[tuple[str, ...], Option("library, kernel, ahead, graph, with commas.")] = get_args(
-        Implementation
-    )
+    implementations: Annotated[tuple[str, ...], Option("library, kernel, ahead, graph, with commas.")] = IMPLEMENTATIONS
     is_jagged: Annotated[bool, Option("Bags from none to twice the pooling.", "--jagged/--no-jagged")] = False
     warm_up: WarmUp = 3
     repeats: Repeats = 10
