@@ -22,7 +22,7 @@ from stretto.recommendation.embedding_collections import (
 from stretto.recommendation.placement import TableSize, place_tables
 from stretto.recommendation.pooled_exchange import Implementation
 from stretto.recommendation.table_exchange import TableExchange, TableSpec
-from stretto.suggestions import did_you_mean
+from stretto.suggestions import did_you_mean, require_type
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -61,6 +61,8 @@ def distribute_embeddings(
     to replace, for options of an embedding that are not supported, for tables that other modules share, for axes other
     than data and z, and for what `parallelize` refuses; the model is then unchanged.
     """
+    require_type(model, nn.Module, "model")
+    require_type(grid, Grid, "grid")
     for axis in ("x", "y", "context", "pipe"):
         if grid.size(axis) > 1:
             raise ValueError(

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from stretto.recommendation.embedding_collections import EmbeddingBagCollection, EmbeddingCollection
 from stretto.recommendation.index_exchange import EndOfBatches, IndexExchange
-from stretto.suggestions import did_you_mean
+from stretto.suggestions import did_you_mean, require_type
 
 Batch = TypeVar("Batch")
 _Collections = Mapping[str, EmbeddingBagCollection | EmbeddingCollection]
@@ -34,6 +34,7 @@ def prefetch_embeddings(
     where ranks have unequally many batches, where weights of ids need gradients (they depend on the step before), and
     where a collection was called with other features than those that were sent ahead.
     """
+    require_type(model, nn.Module, "model")
     collections = {
         name: module
         for name, module in model.named_modules()
