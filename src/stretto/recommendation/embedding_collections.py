@@ -20,6 +20,7 @@ from stretto.recommendation.jagged import FeatureBags, result_type
 from stretto.recommendation.pooled_exchange import PoolingMode
 from stretto.recommendation.table_exchange import TableExchange, TableSpec
 from stretto.recommendation.table_optimizer import TableOptimizer
+from stretto.recommendation.table_state import TensorBox
 
 
 class PoolingType(Enum):
@@ -81,13 +82,34 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
 
 class EmbeddingTable(nn.Module):
-    """A table's weight. init: fills it (`reset_parameters`)."""
+    """A table's weight. init: fills it (`reset_parameters`).
+
+    shape, offsets: of a table that is cut, the whole's, and where this part begins; its state dicts then have a
+    `TensorBox`, and take that or the whole table.
+    """
 
     reduces_own_gradients = False  # read by stretto.parallel.forward_passes; True for tables that ranks share out
+    shape: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] = ()
 
     def __init__(self, weight: Tensor, init: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__()
         self.weight, self.init = nn.Parameter(weight, weight.requires_grad), init
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.shape is not None:
+            destination[f"{prefix}weight"] = TensorBox(self.weight.detach(), self.shape, self.offsets)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        key = f"{prefix}weight"
+        given = state_dict.get(key)
+        if isinstance(given, TensorBox):
+            state_dict[key] = given.held
+        elif given is not None and self.shape is not None and given.shape == self.shape:
+            for dim, (start, size) in enumerate(zip(self.offsets, self.weight.shape, strict=True)):
+                state_dict[key] = state_dict[key].narrow(dim, start, size)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def reset_parameters(self) -> None:
         """Fill the weight, unless it is on the meta device."""

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from stretto.parallel.comm.autograd import scale_gradient
 from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.recommendation.index_exchange import IndexExchange, side_stream
 from stretto.recommendation.jagged import FeatureBags, select_features
-from stretto.recommendation.placement import TablePlacement, TableShard, TableSize
+from stretto.recommendation.placement import ShardingKind, TablePlacement, TableShard, TableSize
 from stretto.recommendation.pooled_exchange import (
     Implementation,
     PoolingMode,
@@ -32,6 +32,7 @@ from stretto.recommendation.pooled_exchange import (
     exchange_parts,
     pool_and_exchange,
 )
+from stretto.recommendation.sharded_lookup import CombineShards, ShardColumns
 from stretto.recommendation.table_optimizer import TableOptimizer
 from stretto.suggestions import name_known
 
@@ -60,7 +61,9 @@ class TableSpec(NamedTuple):
 class _FeatureGroup(NamedTuple):
     """Successive features whose tables are of one dtype and mode: they are pooled and exchanged in one call.
 
-    numbers: of the features. order: these, in order of rank. dims: how wide the vectors of each rank are together.
+    numbers: of the features. order: these, as their vectors stand. dims: how wide the vectors of each rank are
+    together. columns: of tables that are cut, how parts become vectors. divides: the tables are cut by rows, and the
+    sum of the parts is divided by the number of ids, not each part.
     """
 
     numbers: range
@@ -70,6 +73,8 @@ class _FeatureGroup(NamedTuple):
     order: tuple[int, ...]
     dims: tuple[int, ...]
     name: str
+    columns: ShardColumns | None
+    divides: bool
 
 
 @dataclass
@@ -93,7 +98,8 @@ class OptimizedTables:
 class TableExchange:
     """Looks features up in tables that ranks own. Collective over `group`, forward and backward.
 
-    owners: the rank of each table (default: rank 0). averages: gradients of the tables are averaged over the ranks, not
+    owners: the ranks of each table (default: rank 0), several where it is cut. kinds: of pooled tables "table" (whole),
+    "row" or "column"; default: all are whole. averages: gradients of the tables are averaged over the ranks, not
     summed. name: another one for each module of a group. Features are numbered by dtype and mode of their tables;
     `features` are their names in that order, in which `look_up` takes bags.
     """
@@ -101,19 +107,28 @@ class TableExchange:
     def __init__(
         self,
         specs: Sequence[TableSpec],
-        owners: Sequence[int] | None = None,
+        owners: Sequence[Sequence[int]] | None = None,
         group: dist.ProcessGroup = NO_GROUP,
         device: torch.device | None = None,
         *,
+        kinds: Sequence[ShardingKind] = (),
         implementation: Implementation = "library",
         averages: bool = False,
         name: str = "",
     ) -> None:
-        owners, device = owners or [0] * len(specs), device or torch.device("cpu")
+        owners, device = owners or [[0]] * len(specs), device or torch.device("cpu")
+        kinds = kinds or ["table"] * len(specs)
+        for spec, sharding in zip(specs, kinds, strict=True):
+            if sharding not in ("table", "row", "column") or (spec.mode is None and sharding != "table"):
+                raise ValueError(
+                    f"table {spec.name!r} has kind {sharding!r}: pooled tables are 'table' (whole), 'row' or 'column', "
+                    "others 'table'"
+                )
         self.specs, self._group, self.is_distributed = specs, group, isinstance(group, dist.ProcessGroup)
         self._scale = 1 / group.size() if averages else 1.0
         of_table = [(table, feature) for table, spec in enumerate(specs) for feature in spec.features]
-        kind = [(spec.mode or "", str(spec.dtype)) for spec in specs]
+        divides = [spec.mode == "mean" and sharding == "row" for spec, sharding in zip(specs, kinds, strict=True)]
+        kind = [(spec.mode or "", str(spec.dtype), by_ids) for spec, by_ids in zip(specs, divides, strict=True)]
         self._order = sorted(range(len(of_table)), key=lambda place: kind[of_table[place][0]])
         self._tables = [of_table[place][0] for place in self._order]
         self.features = [of_table[place][1] for place in self._order]
@@ -122,32 +137,38 @@ class TableExchange:
             for table, feature in zip(self._tables, self.features, strict=True)
         ]
         owned = tuple(
-            tuple(number for number, table in enumerate(self._tables) if owners[table] == rank)
+            tuple(number for number, table in enumerate(self._tables) if rank in owners[table])
             for rank in range(group.size())
         )
         sizes = tuple(TableSize(specs[table].rows, specs[table].dim) for table in self._tables)
-        self._placement = TablePlacement(sizes, owned)
+        self._placement = TablePlacement(sizes, owned, tuple(kinds[table] for table in self._tables))
+        self._placement.check([(size.rows, size.dim) for size in sizes], group.size())
         self._groups = []
-        for (mode, _), numbers in groupby(range(len(self._tables)), key=lambda number: kind[self._tables[number]]):
+        for (mode, *_), numbers in groupby(range(len(self._tables)), key=lambda number: kind[self._tables[number]]):
             found = [*numbers]
-            by_rank = [[number for number in of_rank if number in found] for of_rank in owned]
+            first, own = found[0], slice(found[0], found[-1] + 1)
+            by_rank = tuple(tuple(number - first for number in of_rank if number in found) for of_rank in owned)
+            placement = TablePlacement(sizes[own], by_rank, self._placement.kinds[own])
+            widths = [[shard.columns for shard in of_rank] for of_rank in placement.shards]
             dtype = specs[self._tables[found[0]]].dtype
             operators = None
             if mode:
-                operators = choose_operators(implementation, dtype, device, [sizes[number].dim for number in found])
+                operators = choose_operators(implementation, dtype, device, [*chain.from_iterable(widths)])
             self._groups.append(
                 _FeatureGroup(
                     range(found[0], found[-1] + 1),
                     specs[self._tables[found[0]]].mode,
                     dtype,
                     operators,
-                    tuple(number for of_rank in by_rank for number in of_rank),
-                    tuple(sum(sizes[number].dim for number in of_rank) for of_rank in by_rank),
+                    tuple(first + number for number in placement.order),
+                    tuple(map(sum, widths)),
                     f"{mode} {dtype} of {hashlib.sha256(repr((name, self._placement)).encode()).hexdigest()[:16]}",
+                    None if placement.is_whole else ShardColumns.of(placement, device),
+                    divides[self._tables[first]],
                 )
             )
         self.is_fused = all(each.operators is not None for each in self._groups)
-        self._owners, self._device = owners, device
+        self._owners, self._kinds, self._device = owners, kinds, device
         self._optimizers: list[TableOptimizer] = []  # of the groups
         self.ahead: list[tuple[Any, FeatureBags, IndexExchange]] = []  # what was sent ahead, with its features
         self._host_group: dist.ProcessGroup | None = None
@@ -175,16 +196,22 @@ class TableExchange:
             }
             sizes = tuple(TableSize(self.specs[table].rows, self.specs[table].dim) for table in tables)
             by_rank = tuple(
-                tuple(place for place, table in enumerate(tables) if self._owners[table] == rank)
+                tuple(place for place, table in enumerate(tables) if rank in self._owners[table])
                 for rank in range(self._group.size())
             )
-            placement = TablePlacement(sizes, by_rank)
+            placement = TablePlacement(sizes, by_rank, tuple(self._kinds[table] for table in tables))
             own = [weights[table] for table in tables if table in weights]
             shards = placement.shards[self._group.rank()]
             held = OptimizedTables(placement, group.dims, shards, own, self._device, group.dtype, group.operators)
             made.append(TableOptimizer(held, kind, lr_factors=factors, **options))
         self._optimizers = made
         return made
+
+    def find_shard(self, table: int) -> TableShard:
+        """This rank's part of a table, of which it has one."""
+        rank = self._group.rank()
+        shards = zip(self._placement.owned[rank], self._placement.shards[rank], strict=True)
+        return next(shard for number, shard in shards if self._tables[number] == table)
 
     def _tables_of(self, group: _FeatureGroup) -> list[int]:
         return sorted({self._tables[number] for number in group.numbers})
@@ -254,7 +281,7 @@ class TableExchange:
             if group.mode is None:
                 found |= self._look_up_rows(group, part, lookups.sizes, own, weights, optimizer)
             else:
-                found |= self._pool(group, part, own, weights, optimizer)
+                found |= self._pool(group, part, own, weights, optimizer, bags)
         for *_, exchange in self.ahead:  # now, as the backward pass has collectives of its own
             exchange.issue()
         by_place = dict(zip(self._order, range(len(self._order)), strict=True))
@@ -267,6 +294,7 @@ class TableExchange:
         own: Sequence[int],
         weights: Mapping[int, Tensor],
         optimizer: TableOptimizer | None,
+        bags: FeatureBags,
     ) -> dict[int, Tensor]:
         update = None if optimizer is None else optimizer.update_of_operator
         if update is not None:
@@ -281,12 +309,18 @@ class TableExchange:
             operators=group.operators,
             name=group.name,
             update=update,
-            mode=group.mode or "sum",
+            mode="sum" if group.divides else group.mode or "sum",
             sparse=optimizer is not None or self.specs[self._tables[group.numbers[0]]].sparse,
         )
+        if group.columns is not None:
+            pooled = CombineShards.apply(pooled, group.columns)
         pooled = self._follow(pooled, optimizer)
         widths = [self._placement.tables[number].dim for number in group.order]
-        return dict(zip(group.order, pooled.split(widths, dim=1), strict=True))
+        found = dict(zip(group.order, pooled.split(widths, dim=1), strict=True))
+        if group.divides:
+            counts = bags.offsets.diff().view(len(self._tables), -1).clamp(min=1).unsqueeze(2).to(pooled.device)
+            found = {number: vectors / counts[number] for number, vectors in found.items()}
+        return found
 
     def _follow(self, vectors: Tensor, optimizer: TableOptimizer | None) -> Tensor:
         """The group's vectors, whose gradient has the optimizer begin a step, and is averaged."""
