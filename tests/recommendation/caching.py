@@ -19,9 +19,11 @@ from stretto.recommendation import (
     ShardedTables,
     TablePlacement,
     TableSize,
+    begin_exchange,
     distribute_tables,
     distributed_state,
 )
+from stretto.recommendation.index_exchange import IndexExchange
 from stretto.recommendation.table_cache import RowCache
 from stretto.recommendation.table_state import table_state
 from stretto.train.checkpoint import checkpoint_path, load_state, save_state
@@ -105,6 +107,12 @@ def exchange(tables: ShardedTables, number: int) -> Any:
     return tables.exchange(indices.to(tables.device), offsets)
 
 
+def send(tables: ShardedTables, number: int) -> IndexExchange:
+    """The look-ups of a batch, on their way beside the current stream."""
+    indices, offsets = batch(number, grows=tables.placement.tables[-1].growth is not None)
+    return begin_exchange(tables, indices.to(tables.device), offsets)
+
+
 def update(
     cases: list[Case], steps: int, dtype: torch.dtype, implementation: Any, device: str = "cpu"
 ) -> list[tuple[dict[str, Tensor], list[Tensor], dict[int, float]]]:
@@ -112,17 +120,16 @@ def update(
     found = []
     for case in cases:
         tables = make(case, dtype, implementation, device)
-        side = torch.cuda.Stream() if device == "cuda" else None
         vectors, lookups = [], exchange(tables, 0)
         for number in range(steps):
             if case.prefetches:
-                with torch.cuda.stream(side):  # nothing on a CPU
-                    following = exchange(tables, number + 1)
+                following = send(tables, number + 1)
+                following.issue()
             if number == steps // 2:  # an evaluation in between
                 with torch.no_grad():
                     assert not tables.pool(lookups).requires_grad
             vectors.append(step(tables, number, lookups).cpu().clone())
-            lookups = following if case.prefetches else exchange(tables, number + 1)
+            lookups = following.wait() if case.prefetches else exchange(tables, number + 1)
         rates = {} if tables.caches is None else tables.caches.hit_rates()
         found.append((gather(tables), vectors, rates))
     return found

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from stretto.recommendation import DLRM, TablePlacement, TableSize
-from stretto.recommendation.index_exchange import exchange_indices
 from stretto.train.checkpoint import checkpoint_path
 from tests.conftest import Ranks
 from tests.pool import Pool
@@ -229,10 +228,3 @@ def test_shards_are_equal_boxes_that_cover_their_tables() -> None:
     assert placement.explain().splitlines()[0].endswith("tables 0/0 of 3 by row, 1/0 of 2 by column")
     assert sum(placement.work_shares()) == pytest.approx(1)
     assert placement.explain().splitlines()[-1] == "every rank: tables 2"
-
-
-def test_weights_of_indices_in_cut_tables_are_refused() -> None:
-    placement = TablePlacement((TableSize(4, 4),) * 2, ((0, 1), (1,)), ("table", "row"))
-    nothing: Any = None
-    with pytest.raises(ValueError, match="weights of indices are for whole tables, but table 1 is 'row'"):
-        exchange_indices(torch.zeros(1), torch.zeros(3), placement, nothing, weights=torch.ones(1))

@@ -21,6 +21,7 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layout import ParameterLayout, has_layout, layout_of
+from stretto.suggestions import require_type
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 DEFAULT_MOMENTUM = 0.95
@@ -68,6 +69,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     module called head, lm_head, embed_out, output_projection, score, classifier or qa_outputs. Weights of three dims
     are those under "experts", whose biases [e, a] are left out, as are decays A_log [a, b] of state-space models.
     """
+    require_type(model, nn.Module, "model")
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
     others = {

@@ -67,6 +67,14 @@ class TableLookups:
             include_last_offset=True,
         )
 
+    def record_stream(self, stream: "torch.cuda.Stream") -> None:
+        """Keep the tensors' memory until the stream's work so far has ended."""
+        for tensor in (self.indices, self.offsets, self.weights):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)
+        if self.replicated is not None:
+            self.replicated.record_stream(stream)
+
     def of_tables(self, first: int, last: int) -> "TableLookups":
         """The look-ups in the tables from `first` to before `last`."""
         if (first, last) == (0, len(self.ends) - 1):

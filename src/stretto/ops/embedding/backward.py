@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host side of the embedding backward pass: exchange gradients on a side stream, sort lookups, reduce rows.
 
-    stage_gradients     push gradients to the tables' owners (side stream); fill zeros, sort this rank's lookups
+    sort_ahead          sort this rank's lookups beside what follows the forward pass
+    stage_gradients     push gradients to the tables' owners (side stream); fill zeros, sort lookups if they are not yet
     reduce_rows         once both are done: add up each row's gradients, and store or apply the sum
     find_gradients      both, for dense or sparse gradients
     update_tables       both, for a fused step of an optimizer
@@ -51,7 +52,7 @@ from stretto.ops.embedding.output_ring import find_capture, limit_channels, roun
 from stretto.ops.embedding.placement import AGREED, GRADIENTS, EmbeddingPlacement, common_multiple, find_permit
 from stretto.ops.embedding.pooling_kernel import Bags, KernelTables
 from stretto.ops.embedding.table_set import TableSet
-from stretto.ops.operator import find_group, find_kept, is_kept
+from stretto.ops.operator import find_group, find_kept, find_known, is_kept
 
 _CHANNELS = 8  # the most signals for each rank's rows of the gradient
 _launches: defaultdict[torch.device, tiles.Launches] = defaultdict(tiles.Launches)
@@ -167,6 +168,23 @@ class StagedGradients(NamedTuple):
     permit: Tensor | None = None
 
 
+class SortedLookups(NamedTuple):
+    """Lookups that were sorted on a stream of their own, without gradients. ready: on a GPU, the sort's end."""
+
+    staged: StagedGradients
+    ready: "torch.cuda.Event | None"
+
+    def take(self) -> StagedGradients:
+        """What was sorted, for the current stream."""
+        if self.ready is not None:
+            current = torch.cuda.current_stream(self.staged.uniques.device)
+            current.wait_event(self.ready)
+            for tensor in (*self.staged.segments, self.staged.uniques):
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(current)
+        return self.staged
+
+
 class _Staging(NamedTuple):
     """Symmetric memory that peers push gradients into: the global batch's, for the columns of this rank's tables.
 
@@ -223,12 +241,13 @@ def stage_gradients(
     *,
     permit: Tensor | None = None,
     need: int = AGREED,
+    ahead: SortedLookups | None = None,
 ) -> StagedGradients | None:
     """Push grad [batch / world, width] to the tables' owners; concurrently fill `zeros` and sort this rank's lookups.
 
     firsts: see `sort_lookups`. permit: the permit of the look-up; default: the placement's last. need: the bits of it
-    without which nothing is pushed, and later stored. Returns None where this rank has no lookups, and so has only
-    pushed.
+    without which nothing is pushed, and later stored. ahead: what `sort_ahead` has returned. Returns None where this
+    rank has no lookups, and so has only pushed.
     """
     if placement.batch == 0 or placement.width == 0:
         fill_zeros(zeros)
@@ -249,10 +268,46 @@ def stage_gradients(
     staged = None
     if lookups.dims and lookups.indices.numel():
         # The forward pass has already reported errors in the input, so the errors recorded by this sort are not read.
-        staged = sort_lookups(lookups, placement, staging.own, config, staging.index_errors, firsts)
+        if ahead is None:
+            staged = sort_lookups(lookups, placement, staging.own, config, staging.index_errors, firsts)
+        else:
+            staged = ahead.take()._replace(gradients=staging.own)
         staged = staged._replace(permit=permit)
     tiles.join_copies(staging.channel)
     return staged
+
+
+def sort_ahead(
+    lookups: LookupInput, placement: EmbeddingPlacement, group: str, firsts: tuple[int, ...]
+) -> SortedLookups | None:
+    """Sort this rank's lookups for `stage_gradients` on a stream of their own, after the current one's work so far.
+
+    None where there are none, and while a CUDA graph is captured, which may have no backward pass to join the stream.
+    """
+    device = lookups.offsets.device
+    if not (lookups.dims and lookups.indices.numel() and placement.batch) or find_capture(device) is not None:
+        return None
+    config = choose_backward_config(round_up_to_power(max(lookups.dims)) * placement.dtype.itemsize, device)
+    errors = find_known(
+        group, device, ("embedding sort", placement), lambda: IndexErrors(placement.rank, device)
+    )  # not read
+    width = placement.widths[placement.rank]
+    like = torch.empty(0, width, dtype=placement.dtype, device=device)
+    if device.type == "cpu":
+        return SortedLookups(sort_lookups(lookups, placement, like, config, errors, firsts), None)
+    side = _sort_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        staged = sort_lookups(lookups, placement, like, config, errors, firsts)
+    for tensor in lookups[:3]:
+        if tensor is not None:
+            tensor.record_stream(side)
+    return SortedLookups(staged, side.record_event())
+
+
+@functools.cache
+def _sort_stream(device: torch.device) -> "torch.cuda.Stream":
+    return torch.cuda.Stream(device)
 
 
 def _allocate(group: str, device: torch.device, size: int) -> tiles.BlockChannel:
@@ -516,6 +571,7 @@ def update_tables(
     group: str,
     tables: TableSet,
     step: TableUpdate,
+    ahead: SortedLookups | None = None,
 ) -> None:
     """Make an optimizer's step on the rows that were looked up; all ranks call it. See `embedding_all_to_all_update`.
 
@@ -527,7 +583,7 @@ def update_tables(
             raise ValueError(
                 f"embedding_all_to_all_update: tables {first} and {place} are one table, so they have one state"
             )
-    staged = stage_gradients(grad, step.find_rows(lookups), placement, group, firsts=firsts)
+    staged = stage_gradients(grad, step.find_rows(lookups), placement, group, firsts=firsts, ahead=ahead)
     if staged is not None:
         reduce_rows(staged, lookups.dims, tables.addresses, [0] * len(firsts), step)
     if step.clock is not None:
