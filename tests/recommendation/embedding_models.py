@@ -27,6 +27,7 @@ from stretto.recommendation import (
     prefetch_embeddings,
 )
 from stretto.recommendation.index_exchange import IndexExchange
+from stretto.recommendation.table_state import TensorBox
 
 BATCH, STEPS = 12, 3
 ROWS = {"clicks": 5, "country": 7, "items": 10, "unused": 3}  # of the smallest table that a feature is looked up in
@@ -176,10 +177,11 @@ def compare_optimizers(
     require_weights(model, plain, 1e-9)
 
 
-def save_or_resume(folder: str, owners: dict[str, int] | None, resumes: bool) -> dict[str, Tensor]:
-    """Two steps by optimizers in the backward pass, saved or loaded, then a third; this rank's tables and states."""
+def save_or_resume(folder: str, resumes: bool, **options: Any) -> dict[str, tuple[Any, Any, Tensor]]:
+    """Two steps by optimizers in the backward pass, saved or loaded, then a third; this rank's tables and states:
+    their whole shapes, and its parts of them."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model: Any = distribute_embeddings(make_model(torch.float64), Grid(data=ranks, device="cpu"), owners=owners)
+    model: Any = distribute_embeddings(make_model(torch.float64), Grid(data=ranks, device="cpu"), **options)
     modules = [model.pooled, model.weighted, model.rows, model.bag, model.row]
     for number, module in enumerate(modules):
         module.fuse_update("adam" if number % 2 else "rowwise-adagrad", lr=0.1)
@@ -191,7 +193,12 @@ def save_or_resume(folder: str, owners: dict[str, int] | None, resumes: bool) ->
         batch = local_part(make_batch(step), rank, ranks)
         (model(*batch[:2]) - batch[2]).square().mean().backward()
         model.zero_grad()  # all but the tables stays as it was
-    return {name: getattr(tensor, "held", tensor).clone() for name, tensor in distributed_state(model).items()}
+    return {
+        name: (tensor.shape, tensor.place.offsets, tensor.held)
+        if isinstance(tensor, TensorBox)
+        else (tensor.shape, (0,), tensor)
+        for name, tensor in distributed_state(model).items()
+    }
 
 
 def require_weights(model: nn.Module, plain: nn.Module, tolerance: float) -> None:

@@ -113,14 +113,24 @@ def test_state_dicts_have_torchrecs_names_and_load_on_any_placement(ranks: MakeR
 
 
 def test_optimizer_states_are_saved_and_resume_on_any_placement(ranks: MakeRanks, tmp_path: Path) -> None:
-    saved = ranks(3).run(embedding_models.save_or_resume, str(tmp_path), None, resumes=False)
-    expected = {name: value for of_rank in saved for name, value in of_rank.items()}
+    def run(count: int, resumes: bool, **options: Any) -> dict[str, torch.Tensor]:
+        whole = dict[str, torch.Tensor]()
+        for of_rank in ranks(count).run(embedding_models.save_or_resume, str(tmp_path), resumes, **options):
+            for name, (shape, offsets, values) in of_rank.items():
+                into = whole.setdefault(name, torch.empty(shape, dtype=values.dtype))
+                into[tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))] = values
+        return whole
+
+    expected = run(3, False)
     assert {"model.bag.weight", "optimizer.pooled.embedding_bags.t1.weight.sum"} <= expected.keys()
     assert expected["optimizer.rows.rows.float64.clock"].tolist() == [3, 0]
     tables = ("t1", "t2", "t3", "w1", "w2", "s1", "s2", "bag", "row")
-    for count, owners in ((2, dict.fromkeys(tables, 1)), (1, None)):
-        of_ranks = ranks(count).run(embedding_models.save_or_resume, str(tmp_path), owners, resumes=True)
-        found = {name: value for of_rank in of_ranks for name, value in of_rank.items()}
+    for count, options in (
+        (2, {"owners": dict.fromkeys(tables, 1)}),
+        (3, {"kinds": {"t1": "row", "t2": "row", "w1": "column", "bag": "column"}}),
+        (1, {}),
+    ):
+        found = run(count, True, **options)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=name)
