@@ -108,6 +108,7 @@ ON_TWO = [
 ]
 
 
+@pytest.mark.long
 def test_tokens_and_log_probabilities_are_those_of_transformers(ranks: MakeRanks) -> None:
     check(ranks(2).run(run_cases, ON_TWO, timeout=300), ON_TWO)
 
@@ -321,6 +322,7 @@ def draw() -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_drawn_tokens_depend_on_the_request_alone(ranks: MakeRanks) -> None:
     first, second = ranks(2).run(draw)
     assert first == second

@@ -55,6 +55,7 @@ def compare():
     return errors
 
 
+@pytest.mark.long
 def test_results_are_those_of_whole_sequences(interpret):
     (errors,) = interpret(1, compare)
     assert max(errors) < 1, errors
@@ -92,6 +93,7 @@ def mix(dtype):
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_an_invariant_token_has_the_same_bits_in_every_batch_and_chunk(interpret):
     assert interpret(1, mix, torch.bfloat16) == [[]]
 

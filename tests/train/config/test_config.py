@@ -215,7 +215,6 @@ def test_features_of_gpus_raise_on_a_cpu(option: str) -> None:
     [
         ("train.dtype=fp32", "train.dtype is 'fp32', in which the weights are kept"),
         ("train.optimizer=sgd", "train.optimizer is 'sgd', and only adamw writes them"),
-        ("grid.z=2", "grid.z is 2, and there are copies only of weights that z does not cut"),
         ("train.reshard=after_forward", "train.reshard is 'after_forward'"),
     ],
 )
@@ -325,6 +324,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 numbers = st.floats(min_value=1e-300, max_value=1e300, allow_nan=False)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=50)
 @given(
     paths=texts | st.lists(texts, min_size=1), lr=numbers, clip=st.none() | numbers, micro=st.sampled_from([None, 2])
