@@ -189,6 +189,10 @@ def test_gradients_are_those_of_the_other_operators(ranks):
 )
 def test_tiles_follow_the_sizes(m, n, leaf, expected):
     assert choose_blocks(m, n, leaf, 2, 132)[:3] == expected
+    for shared in (99 << 10, 163 << 10, 227 << 10):  # of a block
+        for itemsize in (2, 4):
+            blocks = choose_blocks(m, n, leaf, itemsize, 132, shared=shared)
+            assert (blocks.m + blocks.n) * blocks.k * itemsize * blocks.num_stages <= shared - (16 << 10)
 
 
 def draw_groups(k, dtype):

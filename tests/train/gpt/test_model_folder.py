@@ -54,6 +54,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("opt", True, ["train.micro_batch=2"]),  # has no roles: sharded by blocks
         ("opt", True, ["train.recompute=full"]),
         ("mistral", False, ["train.shard_sequence=true"]),
+        ("qwen3", False, ["train.shard_sequence=true", "train.invariant=true"]),
         ("qwen3", True, []),
         ("gpt_neox", False, []),  # transformers renames its head when it reads the file
         ("gpt_oss", False, ["train.micro_batch=2"]),  # attention sinks, experts
