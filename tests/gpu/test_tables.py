@@ -16,7 +16,7 @@ from tests.ops.embedding.test_optimizers import CASES, update_by_kernels
 from tests.recommendation import caching, sharding
 from tests.recommendation.caching import Case
 
-pytestmark = pytest.mark.ranks(2, 4, own=(1, 2, 4), among=(1, 2, 4, 8))
+pytestmark = pytest.mark.ranks(2, own=(1, 2, 4), among=(1, 2, 4, 8))
 KINDS = ("tttttt", "rrtrte", "rnetrr")
 
 

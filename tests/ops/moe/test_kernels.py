@@ -120,11 +120,12 @@ def sum_weigh_and_multiply(cases):
                 assert torch.equal(one.nan_to_num(7), expected.nan_to_num(7))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cases",
     [
         [(SIZES[0], dtype) for dtype in DTYPES] + list(zip(SIZES[1:], DTYPES, strict=True)),
-        pytest.param(list(product(SIZES, DTYPES)), marks=pytest.mark.long),
+        pytest.param(list(product(SIZES, DTYPES)), marks=pytest.mark.exhaustive),
     ],
     ids=["some", "all"],
 )
@@ -149,6 +150,7 @@ def differentiate_twice():
             assert check(moe.gated_activation, gated)
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_finite_differences(interpret):
     interpret(1, differentiate_twice)
 
@@ -174,6 +176,38 @@ def gate():
 
 def test_gated_silu_and_its_gradient_are_rounded_once(interpret):
     interpret(1, gate)
+
+
+def weigh():
+    """The largest error of each result of weighed rows, plain and gated, in units of its rounding, by the kernel."""
+    for (tokens, _, inner), dtype, width in product([*SIZES, (2, 1, 1030)], DTYPES, (1, 2)):
+        rows, grad = draw(SEED, tokens, width * inner).to(dtype) * 2, draw(SEED + 1, tokens, inner).to(dtype)
+        factors = draw(SEED + 2, tokens).to(permutation.sum_dtype(dtype))
+        with by_kernels()[1]:
+            found = activation.differentiate_weighed(rows, grad, factors)
+        assert [one.dtype for one in found] == [dtype, dtype, factors.dtype]
+        wide, factor = rows.double().requires_grad_(), factors.double().requires_grad_()
+        values = silu(wide[:, :inner]) * wide[:, inner:] if width == 2 and inner else wide
+        weighed = values * factor[:, None]
+        expected = torch.autograd.grad(weighed, (wide, factor), grad.double())
+        given = grad.double().abs()
+        sizes = (
+            expected[0].abs() + 3 * (given * factors.abs()[:, None]).repeat(1, width) * wide.abs().roll(inner, 1),
+            weighed.abs(),
+            (given * values.abs()).sum(1),
+        )
+        for one, right, size in zip(found, (expected[0], weighed, expected[1]), sizes, strict=True):
+            assert (
+                (one.double() - right).abs() <= 4 * torch.finfo(dtype).eps * size + 1e-7 * (dtype.itemsize == 2)
+            ).all()
+        plain = activation.differentiate_weighed(rows, grad, factors)  # by torch's operators
+        if width == 1:
+            assert torch.equal(found.of_rows, plain.of_rows)
+            assert torch.equal(found.weighed, plain.weighed)
+
+
+def test_weighed_rows_are_differentiated_in_one_pass(interpret):
+    interpret(1, weigh)
 
 
 def exchange_by_kernels(max_rows):
@@ -266,6 +300,7 @@ def compile_layer():
     return sorted(name for name in seen if "grouped" not in name)
 
 
+@pytest.mark.long
 def test_a_layer_of_one_rank_compiles_with_kernels_in_its_graph(interpret):
     assert interpret(1, compile_layer) == [
         ["experts_mlp", "experts_mlp_gradient", "moe_spread_tokens", "moe_sum_copies", "moe_weigh_and_multiply"]
@@ -284,6 +319,7 @@ def check_operators():
     torch.library.opcheck(operators.gated_silu_gradient.default, (draw(SEED, 3, 4), draw(SEED, 3, 2)))
 
 
+@pytest.mark.long
 def test_torch_finds_nothing_wrong_with_the_operators(interpret):
     interpret(1, check_operators)
 

@@ -89,6 +89,7 @@ def compare_orders():
     return wrong
 
 
+@pytest.mark.long
 def test_tiles_of_near_ranks_come_first_with_the_parts_that_they_wait_for(interpret):
     assert interpret(1, compare_orders) == [[]]
 
@@ -189,7 +190,7 @@ def return_in_parts():
 
     everyones = places.send_weights(weights)
     side = mock.MagicMock()
-    divides = {"_LEAST_COLUMNS": 16, "_LEAST_NUMBERS": 0, "SideStream": lambda _: side}
+    divides = {"_LEAST_COLUMNS": 16, "_LEAST_NUMBERS": 0, "_LEAST_OF_PART": 1, "SideStream": lambda _: side}
     with mock.patch.object(module_of_places, "grouped_matmul", product):
         whole = places.multiply_and_give_back(lambda: rows, weight, everyones)
         with mock.patch.multiple(module_of_places, **divides), mock.patch.object(Places, "room", 22):
@@ -215,7 +216,7 @@ def launch_in_order(kind):
     return launches[0]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["product", "gate", "gate gradient"])
 def test_kernels_that_wait_are_compiled_to_pipelined_loops_without_spills(kind, tmp_path):
     from stretto.tiles.compile_only import compile_kernel, count_shared_bytes

@@ -306,7 +306,7 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
             place = next_place
         whole = segment_mask & begins & ends
         mask = column_mask & whole[:, None]
-        _apply(target, pointers, mask, row, slot, table, state, dim, held, first, second, total, whole)
+        _apply(target, pointers, mask, (row, slot), table, state, dim, held, first, second, total, whole)
         part = tl.where(start % LIMIT == 0, start // LIMIT * 2 + 1, end // LIMIT * 2)
         pointers = partials + (part * target.block)[:, None] + columns[None, :]
         tl.store(pointers, total, mask=(segment_mask & ((begins & ends) == 0))[:, None])
@@ -346,7 +346,9 @@ def combine_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, ROW
             target, staging, table, tl.load(segments.keys + one), number, segment_mask
         )
         held, first, second = _read(target, pointers, mask, slot, table, state, dim, segment_mask)
-        _apply(target, pointers, mask, row, slot, table, state, dim, held, first, second, total[None, :], segment_mask)
+        _apply(
+            target, pointers, mask, (row, slot), table, state, dim, held, first, second, total[None, :], segment_mask
+        )
 
 
 @triton.jit
@@ -418,12 +420,13 @@ def _read(target, pointers, mask, slot, table, state, dim, segment_mask):  # typ
 
 
 @triton.jit
-def _apply(target, pointers, mask, row, slot, table, state, dim, held, first, second, total, segment_mask):  # type: ignore[no-untyped-def]
+def _apply(target, pointers, mask, places, table, state, dim, held, first, second, total, segment_mask):  # type: ignore[no-untyped-def]
     """Store segments' sums, fp32 [segments, block], or make a step of an optimizer on their rows.
 
-    row, slot: as `_locate` returned them: states are at the slot, random bits are the row's. state: the address of the
-    table's state; held, first, second: what `_read` returned.
+    places: row and slot, as `_locate` returned them: states are at the slot, random bits are the row's. state: the
+    address of the table's state; held, first, second: what `_read` returned.
     """
+    row, slot = places
     if target.permit is not None:
         agrees = tl.load(target.permit) != 0
         mask = mask & agrees
