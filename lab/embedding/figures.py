@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,24 +111,23 @@ def _list_runs(
     study: str, default: LaunchConfig, look_up: Callable[[LaunchConfig], Tensor], look_up_each: Callable[[], None]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The launches of a study, by name."""
+    changed: dict[str, LaunchConfig] = {}
     match study:
         case "occupancy":
             for programs in (1, 2, 4, 8, 16, 32):
-                yield (
-                    f"{programs} a multiprocessor",
-                    lambda programs=programs: look_up(default._replace(programs=programs)),
-                )
+                changed[f"{programs} a multiprocessor"] = default._replace(programs=programs)
         case "slice":
             for size in (4, 8, 16, 32, 64, 128, 256):
                 if size >= default.bags:
-                    yield f"{size} samples", lambda size=size: look_up(default._replace(slice=size))
+                    changed[f"{size} samples"] = default._replace(slice=size)
         case "order":
-            for order in ("remote_first", "oblivious"):
-                yield order, lambda order=order: look_up(default._replace(order=order))
+            changed |= {order: default._replace(order=order) for order in ("remote_first", "oblivious")}
         case _:
-            yield "persistent", lambda: look_up(default)
-            yield "a program a slice", lambda: look_up(default._replace(programs=_MANY))
-            yield "a kernel a table", look_up_each
+            changed |= {"persistent": default, "a program a slice": default._replace(programs=_MANY)}
+    for what, config in changed.items():
+        yield what, partial(look_up, config)
+    if study == "launches":
+        yield "a kernel a table", look_up_each
 
 
 def _time(run: Callable[[], Any], setting: FiguresSetting, device: torch.device) -> list[float]:
