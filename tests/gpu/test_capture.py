@@ -129,3 +129,39 @@ def test_weights_that_the_optimizer_casts_are_those_that_a_forward_pass_would(
     run_ranks: Callable[..., list[Any]], world: int
 ) -> None:
     run_ranks(world, compare_copies)
+
+
+def replay_after_workspaces_were_freed() -> None:
+    """Steps of products that need cuBLAS's workspaces, forward and backward, as Inductor's own graphs leave them."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16384, 64, device=device, dtype=torch.bfloat16)  # few columns and a long sum: split over it
+    given = torch.randn(8, 16384, device=device, dtype=torch.bfloat16)
+
+    def compute(x: Tensor) -> tuple[Tensor, ...]:
+        layer.zero_grad()
+        y = layer(x)
+        y.float().square().sum().backward()
+        assert layer.weight.grad is not None
+        return y.detach(), layer.weight.grad
+
+    step = CapturedStep(compute)
+    results = [[one.clone() for one in step(given)] for _ in range(5)]
+    torch._C._cuda_clearCublasWorkspaces()
+    others = [torch.zeros(1 << 20, dtype=torch.int32, device=device) for _ in range(64)]  # take what was freed
+    torch.cuda.synchronize()
+    results.append([one.clone() for one in step(given)])
+    torch.cuda.synchronize()
+    assert not any(one.any().item() for one in others)
+    for found in results[1:]:
+        assert all(map(torch.equal, found, results[0]))
+    del others
+    torch.cuda.empty_cache()
+    step(given)
+    torch.cuda.synchronize()
+    step.close()
+
+
+@pytest.mark.ranks(1, own=(1,), among=(1,))
+def test_replays_use_workspaces_of_their_own(run_ranks: Callable[..., list[Any]], world: int) -> None:
+    run_ranks(world, replay_after_workspaces_were_freed)

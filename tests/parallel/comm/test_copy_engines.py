@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Overlap, checkpoint_activations, gather_once, no_sync, parallelize
-from stretto.parallel.comm import copy_engine_gather, copy_engine_scatter, weight_gathering
+from stretto.parallel.comm import copy_engine_gather, copy_engine_scatter, gradient_reducer, weight_gathering
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, CopyEngineGatherer
 from stretto.parallel.comm.copy_engine_scatter import MAX_STARTED, CopyEngineReduceScatter, ScatterRing
@@ -176,6 +176,32 @@ def note_what_starts() -> str:
             loss.backward()
             setup.update()
     return found
+
+
+def note_sums() -> str:
+    """What a backward pass does with gradients whose ring is small: comes with one, begins to send it, sums one."""
+    setup, events = Setup(1, 2, is_pushed=True), []
+    reducer, scatter = gradient_reducer.GradientReducer, copy_engine_scatter.CopyEngineReduceScatter
+    come, start, finish = reducer.reduce_scatter_gradient, scatter.start, scatter.finish
+
+    def note(event: str, function: Any, *arguments: Any, **options: Any) -> Any:
+        events.append(event)
+        return function(*arguments, **options)
+
+    with (
+        mock.patch.object(copy_engine_scatter, "SCATTER_RING_BYTES", 1),
+        mock.patch.object(reducer, "reduce_scatter_gradient", lambda *each, **how: note("g", come, *each, **how)),
+        mock.patch.object(scatter, "start", lambda *each: note("s", start, *each)),
+        mock.patch.object(scatter, "finish", lambda *each: note("f", finish, *each)),
+    ):
+        setup.loss().backward()
+    return "".join(events)
+
+
+def test_room_is_made_before_the_next_gradient_needs_it(interpret):
+    for events in interpret(2, note_sums):
+        assert "sf" in events  # the ring is full at times
+        assert not re.search("gf+s", events)
 
 
 def test_a_pass_begins_with_the_embedding_and_the_first_weights_and_copies_the_others_under_these(interpret):
