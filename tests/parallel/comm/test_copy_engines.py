@@ -125,13 +125,14 @@ def train(x: int, z: int, is_pushed: bool, dtype: torch.dtype | None, straggles:
     return {"shards": setup.shards()} | counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("x", "z", "dtype", "straggles", "tolerance"),
     # Over two ranks both ways add the same two numbers; in bf16 the group rounds their sum, and pushes do not.
     [
-        (1, 2, None, True, 0),
-        pytest.param(2, 2, torch.bfloat16, False, 1e-2, marks=pytest.mark.long),
-        pytest.param(1, 3, None, True, 1e-6, marks=pytest.mark.long),
+        pytest.param(1, 2, None, True, 0, marks=pytest.mark.exhaustive),
+        (2, 2, torch.bfloat16, False, 1e-2),
+        pytest.param(1, 3, None, True, 1e-6, marks=pytest.mark.exhaustive),
     ],
 )
 def test_training_is_the_same_and_only_embedding_and_head_go_through_the_group(
@@ -204,6 +205,7 @@ def test_room_is_made_before_the_next_gradient_needs_it(interpret):
         assert not re.search("gf+s", events)
 
 
+@pytest.mark.long
 def test_a_pass_begins_with_the_embedding_and_the_first_weights_and_copies_the_others_under_these(interpret):
     assert interpret(2, note_what_starts) == ["gcccc" + "ttt" + "ccccc" + "tttttt"] * 2
 
@@ -218,9 +220,68 @@ def hold_two_graphs(is_pushed: bool) -> list[torch.Tensor]:
     return setup.shards()
 
 
+@pytest.mark.long
 def test_two_passes_may_be_alive_at_once(interpret):
     for ours, other in zip(*(interpret(2, hold_two_graphs, way) for way in (True, False)), strict=True):
         assert all(map(torch.equal, ours, other))
+
+
+def write_copies(writes: bool) -> dict[str, Any]:
+    """Steps of an optimizer that writes what copy engines send, and what the passes cast all the same."""
+    setup, casts = Setup(1, 2, is_pushed=True, dtype=torch.bfloat16), []
+    real = torch._foreach_copy_
+
+    def note(into: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        casts.append(len(shards))
+        real(into, shards)
+
+    def step(rate: float) -> None:
+        with torch.no_grad():
+            for parameter in setup.model.parameters():
+                copy = parameter.low_precision_weight if writes else None
+                written = None if copy is None else copy.open(parameter)
+                shard = parameter.to_local()
+                shard.sub_(parameter.grad.to_local(), alpha=rate)
+                torch.autograd.graph.increment_version(parameter)
+                if written is not None:
+                    written.copy_(shard)
+                    copy.close(parameter)
+                parameter.grad = None
+
+    losses, counts = [], []
+    with mock.patch.object(torch, "_foreach_copy_", note):
+        for number in range(5):
+            casts.clear()
+            loss = setup.loss()
+            counts.append(sum(casts))
+            losses.append(float(loss))
+            loss.backward()
+            if number < 4:
+                step(0.1)
+            if number == 2:  # by somebody else: every copy is cast again
+                with torch.no_grad():
+                    for parameter in setup.model.parameters():
+                        parameter.mul_(0.9)
+        pushed = setup.pushed
+        assert pushed is not None
+        late = setup.loss()
+        if writes:
+            for parameter in setup.model.parameters():
+                if parameter.low_precision_weight is not None:
+                    parameter.low_precision_weight.open(parameter)
+            with pytest.raises(RuntimeError, match="written over by a forward pass or an optimizer's copy"):
+                late.backward()
+        pushed.stop()
+        for parameter in setup.model.parameters():
+            assert parameter.low_precision_weight is None or parameter.low_precision_weight.open(parameter) is None
+    return {"losses": losses, "casts": counts, "shards": setup.shards()}
+
+
+def test_an_optimizer_writes_weights_where_they_are_sent_from(interpret):
+    for ours, plain in zip(*(interpret(2, write_copies, writes) for writes in (True, False)), strict=True):
+        assert ours["losses"] == plain["losses"]
+        assert all(map(torch.equal, ours["shards"], plain["shards"]))
+        assert (ours["casts"], plain["casts"]) == ([WEIGHTS, 0, 0, WEIGHTS, 0], [WEIGHTS] * 5)
 
 
 def change_before_backward() -> str:
@@ -294,7 +355,8 @@ def checkpoint_later(is_pushed: bool, how: str) -> dict[str, Any]:
     return {"shards": setup.shards(), "pushed": setup.num_pushed}
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["stretto", "reentrant", "not reentrant"])
 def test_activation_checkpointing_ends_it_and_frees_its_memory(interpret, how):
     for ours, other in zip(*(interpret(2, checkpoint_later, way, how) for way in (True, False)), strict=True):
@@ -323,7 +385,8 @@ def train_in_micro_batches(is_pushed: bool, once: bool, checkpoints: bool) -> di
     return {"shards": setup.shards(), "copies": len(copies), "gathers": setup.gathers, "pushed": setup.num_pushed}
 
 
-@pytest.mark.parametrize("checkpoints", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("checkpoints", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_step_gathers_each_weight_once_for_all_micro_batches(interpret, checkpoints):
     plain, pushed, each_time = (
         interpret(2, train_in_micro_batches, is_pushed, once, checkpoints)
@@ -351,6 +414,7 @@ def train_blocks(is_pushed: bool, once: bool) -> list[torch.Tensor]:
     return setup.shards()
 
 
+@pytest.mark.long
 def test_blocks_are_gathered_once_too(interpret):
     runs = [
         interpret(2, train_blocks, is_pushed, once) for is_pushed, once in ((True, True), (False, True), (False, False))
@@ -377,6 +441,7 @@ def change_in_a_step() -> list[bool]:
     return [torch.equal(*pair) for pair in zip(*losses, strict=True)]
 
 
+@pytest.mark.long
 def test_a_weight_that_is_changed_inside_is_gathered_again(interpret):
     assert interpret(2, change_in_a_step) == [[True] * 4] * 2
 
@@ -442,6 +507,7 @@ def scatter_many(seed: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3, pytest.param(4, marks=pytest.mark.exhaustive)]
 )
@@ -579,6 +645,7 @@ def take_at_once() -> list[bool]:
     return [torch.equal(whole, gather_rows(local(w.parameter).detach(), w.rows, pushed.group)) for whole, w in last]
 
 
+@pytest.mark.long
 def test_a_weight_is_taken_when_all_of_it_has_come(interpret):
     assert interpret(3, take_at_once) == [[True] * WEIGHTS] * 3
 
