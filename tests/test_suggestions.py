@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of what a misspelt name or path was probably meant to be."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import stretto
+from stretto import optim, parallel, recommendation
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.models.gpt_config import PRESETS
+from stretto.ops.operator import is_traced, require_operands
 from stretto.suggestions import are_missing, did_you_mean, did_you_mean_file, name_known, similar_names
 
 
@@ -56,3 +63,27 @@ def test_a_missing_file_is_compared_with_those_of_its_folder(tmp_path: Path):
     assert did_you_mean_file(tmp_path / "ring.tmol") == f"; did you mean {tmp_path / 'ring.toml'}?"
     assert did_you_mean_file(tmp_path / "nothing-like-it.xml", (".xml",)) == ""
     assert did_you_mean_file(tmp_path / "nowhere" / "ring.xml") == ""
+
+
+def test_what_is_no_module_grid_or_tensor_is_refused_by_name() -> None:
+    layer, grid = nn.Linear(1, 1), 3
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
+        (stretto.parallelize, (3, grid), "model is 3, of type int, but must be a Module"),
+        (stretto.parallelize, (layer, grid), "grid is 3, of type int, but must be a Grid"),
+        (parallel.validate, (3, {}), "model is 3"),
+        (parallel.checkpoint_activations, (3,), "model is 3"),
+        (parallel.balance_experts, (3,), "model is 3"),
+        (parallel.clip_grad_norm_, ([], 1.0, grid), "grid is 3"),
+        (parallel.gradient_norm, ([], grid), "grid is 3"),
+        (parallel.cut_sequences, ([], grid), "grid is 3"),
+        (parallel.mean_over_batch, (torch.zeros(()), 1, grid), "grid is 3"),
+        (optim.hidden_matrices, (3,), "model is 3"),
+        (recommendation.distribute_embeddings, (3, grid), "model is 3"),
+        (recommendation.distribute_embeddings, (layer, grid), "grid is 3"),
+        (recommendation.prefetch_embeddings, (3, []), "model is 3"),
+        (is_traced, (torch.zeros(1), None, 3), "takes tensors, not 3 of type int"),
+        (require_operands, ("an operator", 3, torch.zeros(1), None), "takes tensors, not 3 of type int"),
+    ]
+    for function, arguments, words in calls:
+        with pytest.raises(TypeError, match=words):
+            function(*arguments)

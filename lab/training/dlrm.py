@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab dlrm`: a DLRM's training step with fused look-up and all-to-all, and with PyTorch's functions.
 
-Both run in one job, interleaved, with the same model, batches and optimizers; only `implementation` differs. "library"
-is the baseline of Punniyamurthy et al.: nn.functional.embedding_bag a table, all_to_all_single and cat, with row-wise
-Adagrad on the sparse gradients. "kernel" updates the tables in the fused backward pass.
+All run in one job, interleaved, with the same model, batches and optimizers. "library" is the baseline of
+Punniyamurthy et al.: nn.functional.embedding_bag a table, all_to_all_single and cat, with row-wise Adagrad on the
+sparse gradients. "kernel" updates the tables in the fused backward pass. "ahead" is the kernel, with the next batch's
+indices exchanged beside the step, as `stretto train` does; "graph" also replays the step as a CUDA graph. What a step
+takes longer than one whose indices were exchanged before it is the exposed exchange.
 """
 
 import itertools
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast, get_args
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -22,12 +24,14 @@ from lab.pictures import describe_origin
 from stretto.bench.harness import run_ranks, time_steps
 from stretto.bench.settings import Needs, Option, Ranks, Repeats, Rounds, WarmUp
 from stretto.bench.training.runs import Stepped, TrainingRun, measure
-from stretto.parallel import Grid
-from stretto.recommendation import DLRM, DLRMConfig, ShardedTables, distribute_tables
+from stretto.parallel import CapturedStep, Grid
+from stretto.recommendation import DLRM, DLRMConfig, ShardedTables, begin_exchange, distribute_tables
 from stretto.recommendation.data import SyntheticClicks
+from stretto.recommendation.index_exchange import IndexExchange
+from stretto.recommendation.pooled_exchange import TableLookups
 from stretto.train.data import rank_rows
 
-Implementation = Literal["library", "kernel"]
+IMPLEMENTATIONS = ("library", "kernel", "ahead", "graph")
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class DlrmSetting:
     tables: Annotated[int | None, Option("How many tables, for paper.", least=1)] = None
     ranks: Ranks = None
     batch: Annotated[int, Option("Global batch in samples.", least=1)] = 65536
-    implementations: Annotated[tuple[str, ...], Option("library, kernel, with commas.")] = get_args(Implementation)
+    implementations: Annotated[tuple[str, ...], Option("library, kernel, ahead, graph, with commas.")] = IMPLEMENTATIONS
     is_jagged: Annotated[bool, Option("Bags from none to twice the pooling.", "--jagged/--no-jagged")] = False
     warm_up: WarmUp = 3
     repeats: Repeats = 10
@@ -48,8 +52,11 @@ class DlrmSetting:
 
     def __post_init__(self) -> None:
         for name in self.implementations:
-            if name not in get_args(Implementation):
-                raise ValueError(f"there is no implementation {name!r} to measure: there are library and kernel")
+            if name not in IMPLEMENTATIONS:
+                known = ", ".join(IMPLEMENTATIONS)
+                raise ValueError(f"there is no implementation {name!r} to measure: there are {known}")
+            if name == "graph" and self.is_jagged:
+                raise ValueError("graph replays steps of one size: leave --jagged out, or graph")
         if self.ranks is not None and self.batch % self.ranks:
             raise ValueError(f"a batch of {self.batch} cannot be cut into {self.ranks} parts")
         self.config()
@@ -76,6 +83,7 @@ class Row:
     less_time: float = column("less time than library", "{:.1%}")
     forward_milliseconds: float = column("look-up and exchange (ms)", "{:.2f}")
     indices_milliseconds: float = column("indices' exchange (ms)", "{:.2f}")
+    exposed_milliseconds: float = column("of it exposed (ms)", "{:.2f}")
     peak_memory_gib: float = column("peak memory (GiB)", "{:.1f}")
     loss: float = column("loss", "{:.6f}")
     last_loss: float = column("last loss", "{:.6f}")
@@ -114,33 +122,67 @@ class _Step:
         config = setting.config()
         with torch.device("meta"):
             model = DLRM(config)
-        distribute_tables(model, grid, pooling=config.pooling, implementation=name)
+        implementation: Any = "library" if name == "library" else "kernel"
+        distribute_tables(model, grid, pooling=config.pooling, implementation=implementation)
         assert isinstance(model.tables, ShardedTables)
         self._model, self._tables, self._setting = model, model.tables, setting
         self._batches, self._turn = itertools.cycle(batches), batches[0]
+        self._is_ahead = name in ("ahead", "graph")
+        self._sent: tuple[_ClicksBatch, IndexExchange] | None = None
         fused = grid.device.type == "cuda"
         parameters = nn.ModuleList([model.bottom, model.top]).parameters()
-        self._optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=fused)
+        self._optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=fused, capturable=fused)
         model.tables.fuse_update("rowwise-adagrad", lr=0.02)
+        self._captured = CapturedStep(self._run) if name == "graph" else None
 
     def __call__(self) -> Stepped:
-        batch, samples = next(self._batches), self._setting.batch
-        loss = self._model(batch.dense, batch.indices, batch.offsets, labels=batch.labels, num_samples=samples)
+        if not self._is_ahead:
+            batch = next(self._batches)
+            return self._train(batch, self._tables.exchange(batch.indices, batch.offsets))
+        (batch, exchange), self._sent = self._sent or self._send(), self._send()
+        lookups = exchange.wait()
+        if self._captured is not None:
+            self._sent[1].issue()
+        return self._train(batch, lookups)
+
+    def _send(self) -> tuple[_ClicksBatch, IndexExchange]:
+        batch = next(self._batches)
+        return batch, begin_exchange(self._tables, batch.indices, batch.offsets)
+
+    def _train(self, batch: _ClicksBatch, lookups: TableLookups) -> Stepped:
+        self._lookups = lookups
+        given = batch.dense, lookups.indices, lookups.offsets, batch.labels
+        (loss,) = (self._captured or self._run)(*given)
+        # This rank's part of the loss; the mean over ranks is reported.
+        return Stepped(loss * dist.get_world_size(), torch.zeros(()))
+
+    def _run(self, dense: Tensor, indices: Tensor, offsets: Tensor, labels: Tensor) -> tuple[Tensor]:
+        lookups = replace(self._lookups, indices=indices, offsets=offsets)
+        loss = self._model(dense, lookups, None, labels=labels, num_samples=self._setting.batch)
+        if self._sent is not None:
+            self._sent[1].issue()
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        # This rank's part of the loss; the mean over ranks is reported.
-        return Stepped(loss.detach() * dist.get_world_size(), torch.zeros(()))
+        return (loss.detach(),)
 
-    @torch.no_grad()
     def time_lookups(self) -> dict[str, float]:
-        """Milliseconds of the forward look-up with its exchange, and of the indices' exchange before it."""
+        """Milliseconds of the forward look-up with its exchange, of the indices' exchange before it, and of what the
+        latter adds to a step."""
         times = {"warm_up": self._setting.warm_up, "repeats": self._setting.repeats}
         given = self._turn.indices, self._turn.offsets
-        exchange = time_steps(lambda: self._tables.exchange(*given), **times)
-        lookups = self._tables.exchange(*given)
-        forward = time_steps(lambda: self._tables.pool(lookups), **times)
-        return {"forward_milliseconds": forward * 1e3, "indices_milliseconds": exchange * 1e3}
+        whole = time_steps(self, **times)
+        with torch.no_grad():
+            exchange = time_steps(lambda: self._tables.exchange(*given), **times)
+            lookups = self._tables.exchange(*given)
+            forward = time_steps(lambda: self._tables.pool(lookups), **times)
+        self._sent = None
+        without = time_steps(lambda: self._train(self._turn, lookups), **times)
+        return {
+            "forward_milliseconds": forward * 1e3,
+            "indices_milliseconds": exchange * 1e3,
+            "exposed_milliseconds": (whole - without) * 1e3,
+        }
 
 
 def _make_batches(setting: DlrmSetting, grid: Grid) -> list[_ClicksBatch]:
@@ -171,7 +213,12 @@ def plot_dlrm(data: dict[str, Any], picture: Path) -> None:
     from stretto.report.style import EXPOSED, STRETTO, Look
 
     rows = [row for row in data["rows"] if "step_milliseconds" in row][::-1]
-    names = {"library": "PyTorch's functions", "kernel": "Stretto's fused operator"}
+    names = {
+        "library": "PyTorch's functions",
+        "kernel": "Stretto's fused operator",
+        "ahead": "and indices a step ahead",
+        "graph": "and a CUDA graph",
+    }
     looks: tuple[Look, Look] = (STRETTO, EXPOSED)
     with drawing(picture, 8, 0.4 * len(rows) + 0.6) as drawn:
         panel = drawn.panels(1, 1)[0, 0]

@@ -26,6 +26,12 @@ def similar_names(given: str, known: Iterable[str]) -> list[str]:
     return [by_letters[letters] for letters in best]
 
 
+def require_type(value: object, kind: type, argument: str) -> None:
+    """TypeError that names the argument and what it takes, unless a value is of this kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{argument} is {value!r:.60}, of type {type(value).__name__}, but must be a {kind.__name__}")
+
+
 def did_you_mean(given: object, known: Iterable[str]) -> str:
     """The end of an error message: "; did you mean 'this'?", or nothing where no known name is similar."""
     return _ask([repr(name) for name in similar_names(str(given), known)])

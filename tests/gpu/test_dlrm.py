@@ -13,10 +13,11 @@ from stretto.recommendation.pooled_exchange import _find_operators
 from stretto.recommendation.training.config import DLRMTrainConfig
 from stretto.train.config import make_config
 from stretto.train.trainer import train
-from tests.gpu.sharing import GpuRanks
+from tests.gpu.sharing import GpuRanks, is_shared
 
 pytestmark = pytest.mark.ranks(2, own=(1, 2, 4), among=(1, 2, 4, 8))
 IMPLEMENTATIONS = ("library", "kernel") if _find_operators() is not None else ("library",)
+FIXED = ["data.jagged=false", "train.implementation=kernel"]  # bags of one size, so that a step can be captured
 
 
 def configure(out: Path, device: str, *overrides: str) -> DLRMTrainConfig:
@@ -41,12 +42,19 @@ def train_on_gpus(folder: Path) -> None:
         options = [f"ranks={world}", f"train.implementation={name}", f"train.resume={checkpoint}"]
         train(configure(folder / name, "cuda", *options), display="none")
         train(configure(folder / f"{name} again", "cuda", *options), display="none")
+    if is_shared(world) or "kernel" not in IMPLEMENTATIONS:  # gloo's collectives cannot be captured
+        return
+    checkpoint = folder / "fixed cpu" / "checkpoints" / "step-00000002"
+    options = [f"ranks={world}", f"train.resume={checkpoint}", *FIXED]
+    train(configure(folder / "fixed", "cuda", *options), display="none")
+    train(configure(folder / "graph", "cuda", *options, "train.cuda_graph=true"), display="none")
 
 
 @pytest.fixture(scope="module")
 def folder(gpu_pool: GpuRanks, tmp_path_factory: pytest.TempPathFactory, world: int) -> Path:
     folder = tmp_path_factory.mktemp("dlrm")
     train(configure(folder / "cpu", "cpu"), display="none")
+    train(configure(folder / "fixed cpu", "cpu", FIXED[0]), display="none")
     gpu_pool.run(world, train_on_gpus, folder, timeout=150)
     return folder
 
@@ -66,3 +74,12 @@ def test_losses_and_auc_are_those_of_the_cpu(folder: Path, name: str) -> None:
 def test_the_same_run_has_the_same_bits(folder: Path, name: str) -> None:
     once, again = metrics_of(folder / name), metrics_of(folder / f"{name} again")
     assert [line["loss"] for line in once] == [line["loss"] for line in again]
+
+
+def test_a_replayed_step_has_the_bits_of_a_launched_one(folder: Path, world: int) -> None:
+    if is_shared(world):
+        pytest.skip("ranks that share a GPU have gloo, which no graph captures")
+    expected, launched, replayed = (metrics_of(folder / name) for name in ("fixed cpu", "fixed", "graph"))
+    assert [line["loss"] for line in launched] == pytest.approx([line["loss"] for line in expected[2:]], abs=1e-4)
+    assert [line["loss"] for line in replayed] == [line["loss"] for line in launched]
+    assert replayed[-1]["auc"] == launched[-1]["auc"]

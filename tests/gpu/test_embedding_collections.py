@@ -23,3 +23,8 @@ def test_what_one_gpu_is_given_wrongly_all_refuse_and_go_on(gpu_pool: GpuRanks, 
     if world > 1:
         messages = gpu_pool.run(world, embedding_models.refuse_and_go_on, "cuda", timeout=60)
         assert "feature 'country' of table 't2'" in messages[1][0]
+
+
+def test_ids_that_are_sent_ahead_on_a_stream_of_their_own_give_the_same_bits(gpu_pool: GpuRanks, world: int) -> None:
+    if world == 2:
+        gpu_pool.run(world, embedding_models.prefetch, "cuda", timeout=60)

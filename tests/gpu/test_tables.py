@@ -13,7 +13,8 @@ from stretto.optim.row_update import STATE_NAMES
 from stretto.parallel import Grid
 from tests.gpu.sharing import GpuRanks
 from tests.ops.embedding.test_optimizers import CASES, update_by_kernels
-from tests.recommendation import sharding
+from tests.recommendation import caching, sharding
+from tests.recommendation.caching import Case
 
 pytestmark = pytest.mark.ranks(2, own=(1, 2, 4), among=(1, 2, 4, 8))
 KINDS = ("tttttt", "rrtrte", "rnetrr")
@@ -82,6 +83,26 @@ def test_steps_of_a_graph_count_and_round_as_eager_ones(gpu_pool: GpuRanks, worl
     for rows, clock in gpu_pool.run(world, update_in_graphs, timeout=120):
         assert clock == [3, 9]
         assert rows[0] == rows[1]
+
+
+def update_cached(dtype: torch.dtype, implementation: str) -> list[list[Any]]:
+    """Tables on the GPU, and the same in host memory whose next batch is fetched on a stream beside the step."""
+    resident = [Case("rtrt", "adam"), Case("tttt", "rowwise-adagrad")]
+    cached = [case._replace(cached=(40, 0, 40, 0), prefetches=True) for case in resident]
+    return [caching.update(cases, 7, dtype, implementation, "cuda") for cases in (resident, cached)]
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "library"])
+def test_tables_that_are_cached_have_the_bits_of_tables_on_the_gpu(
+    gpu_pool: GpuRanks, world: int, implementation: str
+) -> None:
+    dtype = torch.bfloat16 if implementation == "kernel" else torch.float32
+    for resident, cached in gpu_pool.run(world, update_cached, dtype, implementation, timeout=120):
+        for (expected, expected_vectors, _), (tensors, vectors, rates) in zip(resident, cached, strict=True):
+            assert all(rate < 1 for rate in rates.values())
+            for name, value in expected.items():
+                assert torch.equal(tensors[name], value), name
+            assert all(map(torch.equal, vectors, expected_vectors))
 
 
 def run_cases() -> list[tuple[float, int]]:

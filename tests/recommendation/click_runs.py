@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from stretto.recommendation import pooled_exchange
+from stretto.recommendation.data import ClickBatch
 from stretto.recommendation.training.config import DLRMTrainConfig
 from stretto.recommendation.training.task import DLRMTask
 from stretto.train.config import make_config
@@ -36,6 +38,20 @@ def configure(out: Path, *overrides: str) -> DLRMTrainConfig:
 
 def train_quietly(config: DLRMTrainConfig) -> None:
     train(config, display="none")
+
+
+def train_with_a_bad_disk(config: DLRMTrainConfig, step: int, rank: int) -> str:
+    """The error of this rank where `rank` cannot read the samples of `step`."""
+    own_read = DLRMTask._read_step
+
+    def read(run: DLRMTask, number: int) -> ClickBatch:
+        if number == step and rank == torch.distributed.get_rank():
+            raise OSError("the disk is gone")
+        return own_read(run, number)
+
+    with mock.patch.object(DLRMTask, "_read_step", read), pytest.raises((OSError, ValueError)) as error:
+        train(config, display="none")
+    return str(error.value)
 
 
 def train_and_stop(config: DLRMTrainConfig, step: int, rank: int) -> None:

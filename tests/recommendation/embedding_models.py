@@ -4,6 +4,7 @@
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,11 @@ from stretto.recommendation import (
     KeyedJaggedTensor,
     PoolingType,
     distribute_embeddings,
+    distributed_state,
+    prefetch_embeddings,
 )
+from stretto.recommendation.index_exchange import IndexExchange
+from stretto.recommendation.table_state import TensorBox
 
 BATCH, STEPS = 12, 3
 ROWS = {"clicks": 5, "country": 7, "items": 10, "unused": 3}  # of the smallest table that a feature is looked up in
@@ -146,11 +151,13 @@ def compare(device: str = "cpu", tolerance: float = 1e-12, **options: Any) -> di
     return {name: [key for key, _ in module.named_parameters()] for name, module in model.named_children()}
 
 
-def compare_optimizers(kind: str, torchs: type[torch.optim.Optimizer], **options: Any) -> None:
+def compare_optimizers(
+    kind: str, torchs: type[torch.optim.Optimizer], kinds: dict[str, Any] | None = None, **options: Any
+) -> None:
     """Train with an optimizer in the backward pass, and alone with torch's on the rows of the whole batch."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plain, model = make_model(torch.float64), make_model(torch.float64)
-    model = distribute_embeddings(model, Grid(data=ranks, device="cpu"))
+    model = distribute_embeddings(model, Grid(data=ranks, device="cpu"), kinds=kinds)
     modules = [model.pooled, model.weighted, model.rows, model.bag, model.row]
     made = [module.fuse_update(kind, lr=9.0, **options) for module in modules]
     for optimizer in made:
@@ -170,22 +177,48 @@ def compare_optimizers(kind: str, torchs: type[torch.optim.Optimizer], **options
     require_weights(model, plain, 1e-9)
 
 
+def save_or_resume(folder: str, resumes: bool, **options: Any) -> dict[str, tuple[Any, Any, Tensor]]:
+    """Two steps by optimizers in the backward pass, saved or loaded, then a third; this rank's tables and states:
+    their whole shapes, and its parts of them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model: Any = distribute_embeddings(make_model(torch.float64), Grid(data=ranks, device="cpu"), **options)
+    modules = [model.pooled, model.weighted, model.rows, model.bag, model.row]
+    for number, module in enumerate(modules):
+        module.fuse_update("adam" if number % 2 else "rowwise-adagrad", lr=0.1)
+    if resumes:
+        dcp.load(distributed_state(model), checkpoint_id=folder)
+    for step in range(2 if resumes else 0, 3):
+        if step == 2 and not resumes:
+            dcp.save(distributed_state(model), checkpoint_id=folder)
+        batch = local_part(make_batch(step), rank, ranks)
+        (model(*batch[:2]) - batch[2]).square().mean().backward()
+        model.zero_grad()  # all but the tables stays as it was
+    return {
+        name: (tensor.shape, tensor.place.offsets, tensor.held)
+        if isinstance(tensor, TensorBox)
+        else (tensor.shape, (0,), tensor)
+        for name, tensor in distributed_state(model).items()
+    }
+
+
 def require_weights(model: nn.Module, plain: nn.Module, tolerance: float) -> None:
     for name, parameter in model.named_parameters():
-        expected = plain.get_parameter(name).detach()
+        expected, holder = plain.get_parameter(name).detach(), model.get_submodule(name.rpartition(".")[0])
+        if (begin := getattr(holder, "offsets", ())) and holder.shape is not None:
+            expected = expected[begin[0] : begin[0] + len(parameter), begin[1] : begin[1] + parameter.shape[1]]
         torch.testing.assert_close(
             whole(parameter).cpu(), expected, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
-def compare_kernel(device: str = "cpu") -> None:
+def compare_kernel(device: str = "cpu", kinds: dict[str, Any] | None = None) -> None:
     """A step by the fused operator, of one module with gradients and of one updated by it, in fp32; an empty batch."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     grid, size = Grid(data=ranks, device=device), 2 * ranks
     plain = make_model(torch.float32, everything=False)
     steps(plain, lambda step: make_batch(step, size, torch.float32), 1)
     model: Any = make_model(torch.float32, everything=False)
-    model = distribute_embeddings(model, grid, implementation="kernel")
+    model = distribute_embeddings(model, grid, implementation="kernel", kinds=kinds)
     assert model.pooled.is_fused
     model.weighted.fuse_update("sgd", lr=0.5)
     steps(model, lambda step: local_part(make_batch(step, size, torch.float32), rank, ranks, grid.device), 1)
@@ -227,6 +260,30 @@ def refuse_and_go_on(device: str = "cpu") -> list[str]:
     model(*empty[:2]).sum().backward()
     model(*good[:2]).sum().backward()
     return messages
+
+
+def save_and_load_parts(folder: str) -> None:
+    """Load a whole state dict, and save it, by tables that are cut; load it by tables that are cut otherwise."""
+    grid, source = Grid(data=dist.get_world_size(), device="cpu"), make_model(torch.float64).state_dict()
+    for number, kinds in enumerate(CUTS):
+        model = distribute_embeddings(make_model(torch.float64), grid, kinds=kinds)
+        model.requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.zero_()
+        if number == 0:
+            model.load_state_dict(source)
+            dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+            continue
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+        require_weights(model, make_model(torch.float64), 0)
+
+
+CUTS: list[dict[str, Any]] = [
+    {"t1": "row", "t2": "row", "t3": "column", "w1": "row", "w2": "column"},
+    {"t1": "column", "t2": "column", "w1": "column", "w2": "row"},
+]
 
 
 def save_and_load(folder: str) -> list[str]:
@@ -309,3 +366,83 @@ def half_precision() -> list[torch.dtype]:
     features = local_part(make_batch(0), rank, ranks)[0]
     torch.testing.assert_close(module(features).values(), plain(features).values())
     return [module(features).values().dtype, *(p.dtype for p in module.parameters())]
+
+
+def prefetch(device: str = "cpu") -> list[str]:
+    """Train with ids sent ahead and without: the same bits. Then the errors of what only rank 1 does wrongly."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    grid = Grid(data=ranks, device=device)
+    ahead = {
+        "pooled": lambda batch: batch[0],
+        "rows": lambda batch: batch[0],
+    }  # the weights of "weighted" are a layer's
+    sizes = [BATCH, 0, 2 * BATCH, BATCH]
+    batches = [local_part(make_batch(step, size), rank, ranks, grid.device) for step, size in enumerate(sizes)]
+    events: list[str] = []
+    send = IndexExchange._send
+
+    def note(exchange: Any) -> Any:
+        events.append("send")
+        return send(exchange)
+
+    def train(given: Any) -> tuple[list[float], nn.Module]:
+        model = distribute_embeddings(make_model(torch.float64), grid)
+        model.pooled.fuse_update("full-adagrad", lr=0.1)  # type: ignore[operator, union-attr]
+        sgd, losses = torch.optim.SGD(model.over.parameters(), lr=0.5), []
+        for features, ids, targets in given(model):
+            events.append("step")
+            loss = (model(features, ids) - targets).square().sum()
+            events.append("backward")
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            losses.append(loss.item())
+        return losses, model
+
+    with mock.patch.object(IndexExchange, "_send", note):
+        losses, model = train(lambda model: prefetch_embeddings(model, batches, ahead))
+    # Five exchanges a step: those of the bags, the single rows and the weighted ones, and two that are a step ahead.
+    assert events[: events.index("backward")].count("send") == 7
+    plain, other = train(lambda _: batches)
+    assert losses == plain
+    assert len(plain) == len(sizes)
+    for one, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(whole(one), whole(theirs))
+
+    def fail_after(count: int, error: Exception) -> Any:
+        for number in range(count):
+            yield batches[number]
+        if rank == 1:
+            raise error
+        yield from batches[count:]
+
+    outside = KeyedJaggedTensor([*ROWS], batches[3][0].values() + 100, batches[3][0].weights(), batches[3][0].lengths())
+    wrong = (outside, *batches[3][1:]) if rank == 1 else batches[3]
+    cases: list[tuple[Any, Any, int]] = [
+        (fail_after(2, OSError("disk")), ahead, 2 + (rank != 1)),  # the others are told by the collection
+        ([*batches[:2], wrong, batches[0]], ahead, 3),
+        (batches[: 3 if rank else 4], ahead, 3 + (rank == 0)),
+        (iter(batches), {"pooled": lambda batch: batch[0].permute([0, 1, 2, 3])}, 1),
+        (iter(batches), {"weighted": lambda batch: require_gradients(batch[0])}, 1),
+        (iter(batches), {"poled": ahead["pooled"]}, 0),
+        (iter([1]), None, 0),
+    ]
+    messages = []
+    for given, features, steps_done in cases:
+        count = 0
+        with pytest.raises((ValueError, OSError)) as error:  # noqa: PT012
+            for features_of, ids, _ in prefetch_embeddings(model, given, features):
+                count += 1
+                model(require_gradients(features_of), ids) if "weighted" in (features or {}) else model(
+                    features_of, ids
+                )
+        assert count == steps_done, f"{len(messages)}: {error.value}"
+        messages.append(str(error.value))
+    model(*batches[0][:2]).sum().backward()
+    return messages
+
+
+def require_gradients(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        features.keys(), features.values(), features.weights().clone().requires_grad_(), features.lengths()
+    )

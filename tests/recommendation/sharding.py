@@ -3,6 +3,7 @@
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,15 +48,17 @@ def place(kinds: str, world: int) -> TablePlacement:
 
 
 def make_tables(
-    kinds: str, dtype: torch.dtype = torch.float64, implementation: Any = "auto", device: str = "cpu"
+    kinds: str,
+    dtype: torch.dtype = torch.float64,
+    implementation: Any = "auto",
+    device: str = "cpu",
+    **options: Any,
 ) -> ShardedTables:
     world = dist.get_world_size()
     with torch.device("meta"):
         model = dlrm.DLRM(dlrm.CONFIG).to(dtype)
-    placement = place(kinds, world)
-    distribute_tables(
-        model, Grid(data=world, device=device), placement=placement, implementation=implementation, seed=3
-    )
+    grid, placement = Grid(data=world, device=device), place(kinds, world // options.get("replicas", 1))
+    distribute_tables(model, grid, placement=placement, implementation=implementation, seed=3, **options)
     assert isinstance(model.tables, ShardedTables)
     return model.tables
 
@@ -69,6 +72,9 @@ def gather(tables: ShardedTables) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     for of_rank in every:
         for name, (shape, offsets, values) in of_rank.items():
+            if not values.is_floating_point():  # of tables that grow, which are on one rank
+                whole[name] = values
+                continue
             into = whole.setdefault(name, torch.full(shape, math.nan, dtype=values.dtype))
             box = into[tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))]
             assert box.isnan().all() or torch.equal(box, values), f"replicas of {name} differ"
@@ -105,7 +111,7 @@ def update(
     found = []
     for kinds, kind in cases:
         tables = make_tables(kinds, dtype, implementation, device)
-        optimizer = tables.fuse_update(kind, **({"lr": 0.3} | OPTIONS[kind]))
+        optimizer = tables.fuse_update(kind.removesuffix("-plain"), **({"lr": 0.3} | OPTIONS.get(kind, {})))
         vectors = []
         for number in range(steps):
             own = look_up(tables, number, dtype)
@@ -116,6 +122,19 @@ def update(
         assert optimizer.clock.tolist() == [steps, 0]
         found.append((gather(tables), vectors))
     return found
+
+
+def replicate(kinds: str, kind: str, every: int, steps: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Tables and states of two groups that average them, and their drift after each step."""
+    tables = make_tables(kinds, implementation="library", replicas=2, sync_every=every)
+    tables.fuse_update(kind, lr=0.3)
+    assert tables.replicas is not None
+    assert tables.group.size() == dist.get_world_size() // 2
+    drifts = []
+    for number in range(steps):
+        look_up(tables, number, torch.float64)
+        drifts.append(float(tables.replicas.drift))
+    return gather(tables), drifts  # which averages once more, or replicas would differ
 
 
 def gradients(kinds: str) -> dict[str, Tensor]:
@@ -163,6 +182,21 @@ def refuse(kinds: str, kind: str, options: dict[str, Any]) -> str:
         tables.fuse_update(kind, **options)
     assert tables.optimizer is None
     return str(error.value)
+
+
+def refuse_replicas() -> list[str]:
+    """The errors of groups that cannot be."""
+    words = []
+    for replicas, every, cached in ((3, 0, ()), (2, 1, (5,) * 6)):
+        with torch.device("meta"):
+            model = dlrm.DLRM(dlrm.CONFIG)
+        placement = replace(place("tttttt", 2), cached=cached)
+        with pytest.raises(ValueError) as error:
+            distribute_tables(
+                model, Grid(data=4, device="cpu"), placement=placement, replicas=replicas, sync_every=every
+            )
+        words.append(str(error.value))
+    return words
 
 
 def refuse_placement(placement: TablePlacement, nodes: str) -> str:

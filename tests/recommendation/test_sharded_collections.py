@@ -40,12 +40,33 @@ def test_training_is_that_of_one_rank(ranks: MakeRanks, world: int, options: dic
         assert sum(len(of_rank[module]) for of_rank in owned) == tables, f"{module}: each table is on one rank"
 
 
+@pytest.mark.parametrize(("world", "cut"), [(3, 0), pytest.param(2, 1, marks=LONG), pytest.param(1, 0, marks=LONG)])
+def test_tables_that_are_cut_train_as_on_one_rank_and_their_weights_of_ids_get_gradients(
+    ranks: MakeRanks, world: int, cut: int
+) -> None:
+    owned = ranks(world).run(embedding_models.compare, kinds=embedding_models.CUTS[cut])
+    assert {len(of_rank["weighted"]) for of_rank in owned} == {2}
+
+
+@pytest.mark.exhaustive
+def test_the_fused_operator_looks_up_tables_that_are_cut(interpret: Callable[..., list[Any]]) -> None:
+    kinds = {"t1": "row", "t2": "column", "w1": "row", "w2": "row"}
+    interpret(2, embedding_models.compare_kernel, "cpu", kinds)
+
+
+def test_parts_of_tables_are_saved_as_one_and_load_into_other_parts(ranks: MakeRanks, tmp_path: Path) -> None:
+    ranks(3).run(embedding_models.save_and_load_parts, str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("kind", "torchs", "options"),
-    [("full-adagrad", torch.optim.Adagrad, {"eps": 1e-6}), pytest.param("sgd", torch.optim.SGD, {}, marks=LONG)],
+    [
+        ("full-adagrad", torch.optim.Adagrad, {"eps": 1e-6, "kinds": embedding_models.CUTS[0]}),
+        pytest.param("sgd", torch.optim.SGD, {}, marks=LONG),
+    ],
 )
 def test_optimizers_in_the_backward_pass_are_torchs(
-    ranks: MakeRanks, kind: str, torchs: type[torch.optim.Optimizer], options: dict[str, float]
+    ranks: MakeRanks, kind: str, torchs: type[torch.optim.Optimizer], options: dict[str, Any]
 ) -> None:
     ranks(3).run(embedding_models.compare_optimizers, kind, torchs, **options)
 
@@ -69,12 +90,53 @@ def test_what_one_rank_is_given_wrongly_all_refuse_by_name_and_go_on(ranks: Make
         assert from_other == message if "batches" in words else "rank 1 has rejected its own batch" in from_other
 
 
+def test_ids_that_are_sent_ahead_give_the_same_bits_and_errors_at_their_step(ranks: MakeRanks) -> None:
+    other, own = ranks(2).run(embedding_models.prefetch)
+    refused = "rank 1 has rejected its own batch"
+    expected = [
+        ("disk", refused),
+        ("index 10. at position 0 .* of rank 1", refused),
+        ("rank 1 has no batch left, but rank 0 has one", None),
+        ("pooled was not called with the features of its batch", None),
+        ("these weights of ids need gradients", None),
+        ("no collection is named 'poled'; did you mean 'pooled'", None),
+        (r"a batch \(int\) has 0 KeyedJaggedTensors", None),
+    ]
+    for message, from_other, (words, others) in zip(own, other, expected, strict=True):
+        assert re.search(words, message)
+        assert re.search(others or words, from_other)
+
+
 def test_state_dicts_have_torchrecs_names_and_load_on_any_placement(ranks: MakeRanks, tmp_path: Path) -> None:
     names = ranks(2).run(embedding_models.save_and_load, str(tmp_path))
     assert {"pooled.embedding_bags.t1.weight", "rows.embeddings.s2.weight", "bag.weight", "over.0.bias"} <= {
         *names[0],
         *names[1],
     }
+
+
+def test_optimizer_states_are_saved_and_resume_on_any_placement(ranks: MakeRanks, tmp_path: Path) -> None:
+    def run(count: int, resumes: bool, **options: Any) -> dict[str, torch.Tensor]:
+        whole = dict[str, torch.Tensor]()
+        for of_rank in ranks(count).run(embedding_models.save_or_resume, str(tmp_path), resumes, **options):
+            for name, (shape, offsets, values) in of_rank.items():
+                into = whole.setdefault(name, torch.empty(shape, dtype=values.dtype))
+                into[tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))] = values
+        return whole
+
+    expected = run(3, False)
+    assert {"model.bag.weight", "optimizer.pooled.embedding_bags.t1.weight.sum"} <= expected.keys()
+    assert expected["optimizer.rows.rows.float64.clock"].tolist() == [3, 0]
+    tables = ("t1", "t2", "t3", "w1", "w2", "s1", "s2", "bag", "row")
+    for count, options in (
+        (2, {"owners": dict.fromkeys(tables, 1)}),
+        (3, {"kinds": {"t1": "row", "t2": "row", "w1": "column", "bag": "column"}}),
+        (1, {}),
+    ):
+        found = run(count, True, **options)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=name)
 
 
 @LONG
@@ -119,6 +181,8 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (lambda: Tied(sparse=True), {"modules": ["frist"]}, "no module with embeddings is named 'frist'.*first"),
     (lambda: Tied(sparse=True), {"owners": {}}, "owners has no rank for table 'first'"),
     (lambda: Tied(sparse=True), {"owners": {"first": 1}}, "'first' is on rank 1, but ranks are 0 to 0"),
+    (lambda: Tied(sparse=True), {"kinds": {"first": "row"}}, "table 'first' has kind 'row': pooled tables are"),
+    (lambda: Tied(sparse=True), {"owners": {"first": [0, 0]}}, r"'first' is on ranks \[0, 0\], but whole on one"),
     (lambda: Tied(sparse=True), {"pooling": {"fist": 1}}, "pooling: no table is named 'fist'"),
     (lambda: Tied(sparse=True), {"blocks": ["lost"]}, "no submodule is named 'lost'"),
     (lambda: nn.Linear(1, 1), {}, "Linear has no EmbeddingBagCollection"),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from stretto.recommendation import DLRM, TablePlacement, TableSize
-from stretto.recommendation.index_exchange import exchange_indices
 from stretto.train.checkpoint import checkpoint_path
 from tests.conftest import Ranks
 from tests.pool import Pool
@@ -110,6 +109,22 @@ def test_kernels_update_cut_and_replicated_tables_as_the_library_does(
             torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=name)
         for one, other in zip(our_vectors, their_vectors, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_that_average_their_tables_are_one_group_with_sgd_and_drift_between_averages(ranks: MakeRanks) -> None:
+    (alone,) = ranks(1).run(sharding.update, [("tttttt", "sgd-plain")], 4)[0]
+    found, drifts = ranks(4).run(sharding.replicate, "rtrcte", "sgd", 1, 4)[0]
+    for name, value in alone[0].items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=name)
+    assert min(drifts) > 1e-3
+    seldom, drifts = ranks(4).run(sharding.replicate, "trtrtt", "rowwise-adagrad", 2, 4)[0]
+    assert drifts[0] == 0
+    assert 0 < drifts[1] == drifts[2] != drifts[3]
+    assert any(name.endswith("sum") for name in seldom)
+    words = ranks(4).run(sharding.refuse_replicas)[0]
+    assert words[0].startswith("replicas is 3 and sync_every 0, but groups are equal parts of 4 ranks")
+    assert words[0].endswith("replicas=2 and sync_every=1 would do")
+    assert words[1].startswith("tables that are cached or grow have one copy: replicas=1 would do, not 2")
 
 
 @pytest.mark.long
@@ -216,10 +231,3 @@ def test_shards_are_equal_boxes_that_cover_their_tables() -> None:
     assert placement.explain().splitlines()[0].endswith("tables 0/0 of 3 by row, 1/0 of 2 by column")
     assert sum(placement.work_shares()) == pytest.approx(1)
     assert placement.explain().splitlines()[-1] == "every rank: tables 2"
-
-
-def test_weights_of_indices_in_cut_tables_are_refused() -> None:
-    placement = TablePlacement((TableSize(4, 4),) * 2, ((0, 1), (1,)), ("table", "row"))
-    nothing: Any = None
-    with pytest.raises(ValueError, match="weights of indices are for whole tables, but table 1 is 'row'"):
-        exchange_indices(torch.zeros(1), torch.zeros(3), placement, nothing, weights=torch.ones(1))

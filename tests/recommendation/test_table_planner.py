@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from stretto.cli import app
 from stretto.cluster import Cluster
-from stretto.recommendation import DLRMConfig, TableRates, TableSize, place_tables, plan_tables
+from stretto.recommendation import DLRMConfig, HitRates, TableRates, TableSize, place_tables, plan_tables
 from stretto.recommendation.table_planner import RowRate
 
 MLPERF = DLRMConfig.preset("mlperf-v2")
@@ -43,6 +43,34 @@ def test_a_table_larger_than_a_rank_is_cut_and_what_fits_nowhere_is_refused() ->
         plan_tables(sizes, 4, optimizer="adamw")
     with pytest.raises(ValueError, match="0 tables on 4 ranks"):
         plan_tables([], 4)
+
+
+def test_tables_that_do_not_fit_are_cached_where_the_fewest_rows_miss() -> None:
+    sizes = [TableSize(10**6, 64, 1), TableSize(10**6, 64, 10), TableSize(10**6, 64, 1), TableSize(1000, 64, 1)]
+    rates = HitRates((1000, 100_000), (0.5, 0.9), 2000)
+    of_table = 10**6 * (64 * 4 + 4)
+    plan = plan_tables(sizes, 2, batch=4096, memory=1.15 * of_table, hit_rates={0: rates, 1: rates, 2: rates})
+    cached = plan.placement.cached
+    assert cached[1] == cached[3] == 0  # the one that is looked up most is on GPUs
+    assert min(cached[0], cached[2]) == 100_000 < max(cached)
+    plan.placement.check([(size.rows, size.dim) for size in sizes], 2)
+    assert max(load.memory for load in plan.loads) <= 1.15 * of_table
+    assert sum(load.host for load in plan.loads) == pytest.approx(
+        sum(2 * (1 - rates.at(rows, 10**6)) * 4096 * 260 for rows in cached if rows)
+    )
+    text = plan.explain()
+    assert "table 0: in host memory with a cache of " in text
+    assert "of its look-ups hit" in text
+    assert "from host memory and back" in text
+    slow = plan_tables(
+        sizes, 2, batch=4096, memory=1.15 * of_table, hit_rates={0: rates, 2: rates}, rates=TableRates(host=1e6)
+    )
+    assert max(slow.seconds) == pytest.approx(max(load.host for load in slow.loads) / 1e6)  # the link is the slowest
+    with pytest.raises(
+        ValueError, match=r"do not fit into .* or more ranks, or hit_rates=, with which tables are cached"
+    ):
+        plan_tables(sizes, 2, memory=of_table)
+    assert plan_tables(sizes, 2, memory=2 * of_table, hit_rates={0: rates}).placement.cached == ()
 
 
 def test_states_of_the_optimizer_are_counted() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stretto.recommendation import DLRM, TablePlacement, TableSize, distribute_tables, place_tables
-from stretto.recommendation.index_exchange import check_offsets
+from stretto.recommendation.index_exchange import _shorten, check_offsets
 from stretto.recommendation.pooled_exchange import choose_operators
 from tests.conftest import Ranks
 from tests.recommendation import dlrm
@@ -67,7 +67,7 @@ def test_every_owner_gets_the_bags_of_the_whole_batch_in_its_order(ranks: MakeRa
     _, indices, offsets, _ = dlrm.make_batch(0)
     for owned, lookups in ranks(4).run(dlrm.exchange, dtype):
         assert lookups.batch == dlrm.BATCH
-        assert lookups.indices.dtype == lookups.offsets.dtype == dtype
+        assert lookups.indices.dtype == lookups.offsets.dtype == torch.int32  # its tables have fewer rows than 2^31
         for place, table in enumerate(owned):
             assert lookups.ends[place] == lookups.offsets[place * dlrm.BATCH]
             for sample in range(dlrm.BATCH):
@@ -186,3 +186,8 @@ def test_nothing_to_place_is_refused() -> None:
         place_tables([], 2)
     with pytest.raises(ValueError, match=r"table 1 is .*rows=0"):
         place_tables([TableSize(1, 1), TableSize(0, 1)], 2)
+
+
+def test_an_index_that_no_table_has_is_none_as_32_bits_either() -> None:
+    given = torch.tensor([2**32 + 3, -(2**40), 5, 2**31 - 2])
+    assert _shorten(given).tolist() == [2**31 - 1, -1, 5, 2**31 - 2]

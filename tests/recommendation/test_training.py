@@ -372,3 +372,25 @@ def test_the_batch_of_a_step_whose_loss_is_nan_is_saved(ranks: MakeRanks, tmp_pa
         assert np.array_equal(saved["samples"], own)
         for name in ("dense", "labels", "indices", "offsets"):
             assert np.array_equal(saved[name], getattr(expected, name)), name
+
+
+@pytest.mark.long
+def test_samples_that_one_rank_cannot_read_end_all_at_their_own_step(ranks: MakeRanks, tmp_path: Path) -> None:
+    config = click_runs.configure(tmp_path, "ranks=2")
+    other, own = ranks(2).run(click_runs.train_with_a_bad_disk, config, 3, 1)
+    assert "rank 1 has rejected its own batch" in other
+    assert "the disk is gone" in own
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.jagged=true", "data.jagged is true, so that steps differ in size; data.jagged=false"),
+        ("train.sharding=auto", "train.sharding is 'auto', which may cut tables by rows; train.sharding='table'"),
+        ("train.implementation=library", "PyTorch's functions wait for the GPU; train.implementation='kernel'"),
+    ],
+)
+def test_a_step_that_no_graph_holds_is_refused(tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"train.cuda_graph is on, but {words}"):
+        click_runs.configure(tmp_path, "train.cuda_graph=true", "data.jagged=false", override)

@@ -23,7 +23,7 @@ from tests.tiles.machine_code import make_channel
 
 from stretto import tiles
 from stretto.ops import cross_entropy, fp8_casts, rms_norm, rotary
-from stretto.ops.embedding import backward_kernel, forward_kernel
+from stretto.ops.embedding import backward_kernel, forward_kernel, move_rows
 from stretto.ops.joint.kernel import add_rows
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
 from stretto.ops.moe import (
@@ -258,6 +258,9 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     },
     "ops.embedding.forward_kernel.begin_pooling": launch_begin_of_pooling,
     "ops.embedding.forward_kernel.pool_alone": launch_pooling_alone,
+    "ops.embedding.move_rows.move_tiles": lambda: Launch(
+        move_rows.move_tiles, (FLOATS, FLOATS.clone(), LONGS, LONGS, 4096, 128, 8, 128), {"num_warps": 4}
+    ),
     "ops.embedding.forward_kernel.pool_and_send": lambda: Launch(
         forward_kernel.pool_and_send, embedding.forward_arguments(weighted=True), {"num_warps": 1, "num_stages": 1}
     ),

@@ -184,8 +184,18 @@ def is_traced(*tensors: Tensor | None, in_modes: bool = True) -> bool:
         or torch._C._get_tracing_state() is not None  # by torch.jit.trace
         or (in_modes and is_in_torch_dispatch_mode())
         or torch._C._are_functorch_transforms_active()
-        or not _PLAIN.issuperset(map(type, tensors))
+        or (not _PLAIN.issuperset(map(type, tensors)) and _require_tensors(tensors))
     )
+
+
+def _require_tensors(tensors: Sequence[object]) -> bool:
+    """True. TypeError for what is neither a tensor nor None."""
+    for tensor in tensors:
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"an operator of stretto.ops takes tensors, not {tensor!r:.60} of type {type(tensor).__name__}"
+            )
+    return True
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
@@ -239,6 +249,7 @@ def require_operands(
 
     weight may also be the transpose of a contiguous tensor. fp64 is for implementation="library" alone.
     """
+    _require_tensors((x, weight, bias))
     require_matrices(operator, x, weight)
     if x.dtype == FP8:
         raise ValueError(

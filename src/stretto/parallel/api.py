@@ -15,6 +15,7 @@ from torch import nn
 from stretto.execution import ExecutionKeywords, ExecutionOptions
 from stretto.parallel.grid import GradientReduction, Grid
 from stretto.parallel.state import ShardingRequest
+from stretto.suggestions import require_type
 
 if TYPE_CHECKING:
     from stretto.parallel.roles.plan import Role
@@ -80,6 +81,8 @@ def parallelize(
     from stretto.parallel.precision import Precision
     from stretto.parallel.resolve import refuse_sharded, resolve
 
+    require_type(model, nn.Module, "model")
+    require_type(grid, Grid, "grid")
     refuse_sharded(model)
     precision = Precision(dtype, reduce_dtype)
     if gradients not in (None, "sum", "mean"):
@@ -104,4 +107,5 @@ def validate(
     """Raise the ValueError that `parallelize` would, for a grid of these sizes. Needs no process group."""
     from stretto.parallel.resolve import resolve
 
+    require_type(model, nn.Module, "model")
     resolve(model, sizes, roles=roles, local_attributes=local_attributes, blocks=blocks)

@@ -41,6 +41,7 @@ from stretto.parallel.layers.linear import ParallelLinear
 from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.pipeline.cutting import PassedBy
 from stretto.parallel.state import state_of
+from stretto.suggestions import require_type
 
 # Runs a block as torch's `checkpoint` does: its forward, or a part of that, and its arguments.
 _Runner = Callable[..., Any]
@@ -54,6 +55,7 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full", names: Seq
     Weights gathered over z are freed after use, and gathered again when a block is recomputed. Raises ValueError for an
     unknown mode, if there are no blocks, or if they cannot be computed again together.
     """
+    require_type(model, nn.Module, "model")
     mode = Recomputation.parse(recompute)
     if not mode.is_on:
         return

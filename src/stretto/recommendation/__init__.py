@@ -25,11 +25,14 @@ if TYPE_CHECKING:
         EmbeddingConfig,
         PoolingType,
     )
+    from stretto.recommendation.index_exchange import begin_exchange
     from stretto.recommendation.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from stretto.recommendation.model import DLRM
     from stretto.recommendation.model_config import DLRMConfig
-    from stretto.recommendation.placement import TablePlacement, TableSize, place_tables
-    from stretto.recommendation.table_planner import TablePlan, TableRates, plan_tables
+    from stretto.recommendation.placement import Growth, TablePlacement, TableSize, place_tables
+    from stretto.recommendation.prefetch import prefetch_embeddings
+    from stretto.recommendation.table_cache import measure_hit_rates
+    from stretto.recommendation.table_planner import HitRates, TablePlan, TableRates, plan_tables
     from stretto.recommendation.table_state import distributed_state
     from stretto.recommendation.tables import ShardedTables, distribute_tables
 
@@ -41,6 +44,8 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "Growth",
+    "HitRates",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
@@ -50,11 +55,14 @@ __all__ = [
     "TablePlan",
     "TableRates",
     "TableSize",
+    "begin_exchange",
     "distribute_embeddings",
     "distribute_tables",
     "distributed_state",
+    "measure_hit_rates",
     "place_tables",
     "plan_tables",
+    "prefetch_embeddings",
 ]
 
 __getattr__, __dir__ = attach(__name__)

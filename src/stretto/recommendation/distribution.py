@@ -19,10 +19,10 @@ from stretto.recommendation.embedding_collections import (
     TableModule,
     describe_tables,
 )
-from stretto.recommendation.placement import TableSize, place_tables
+from stretto.recommendation.placement import ShardingKind, TableSize, place_tables
 from stretto.recommendation.pooled_exchange import Implementation
 from stretto.recommendation.table_exchange import TableExchange, TableSpec
-from stretto.suggestions import did_you_mean
+from stretto.suggestions import did_you_mean, require_type
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -32,7 +32,8 @@ def distribute_embeddings(
     grid: Grid,
     *,
     modules: Sequence[str] | None = None,
-    owners: Mapping[str, int] | None = None,
+    owners: Mapping[str, int | Sequence[int]] | None = None,
+    kinds: Mapping[str, ShardingKind] | None = None,
     pooling: Mapping[str, float] | None = None,
     implementation: Implementation = "auto",
     gradients: GradientReduction = "mean",
@@ -49,7 +50,9 @@ def distribute_embeddings(
     of their sum. Collective, as are the calls of the model.
 
     modules: names of the modules to replace (default: all of these kinds). owners: the rank of each table, by the
-    table's name in its collection, or the module's in the model (default: `place_tables`). pooling: the mean number of
+    table's name in its collection, or the module's in the model (default: `place_tables`). kinds: by such names, tables
+    of an EmbeddingBagCollection that are cut, by "row" or "column", in equal parts: over the ranks that `owners` lists,
+    or over all; the results are those of whole tables, up to rounding. pooling: the mean number of
     ids in a bag, by such names, for which tables are placed. implementation: "kernel" pools by
     `stretto.ops.embedding_all_to_all`, "library" by PyTorch's functions, "auto" by the kernel on GPUs where it takes
     dtype and dim; rows that are not pooled go by PyTorch's functions. sparse: whether tables get sparse gradients
@@ -61,6 +64,8 @@ def distribute_embeddings(
     to replace, for options of an embedding that are not supported, for tables that other modules share, for axes other
     than data and z, and for what `parallelize` refuses; the model is then unchanged.
     """
+    require_type(model, nn.Module, "model")
+    require_type(grid, Grid, "grid")
     for axis in ("x", "y", "context", "pipe"):
         if grid.size(axis) > 1:
             raise ValueError(
@@ -72,10 +77,11 @@ def distribute_embeddings(
         specs = {name: [spec._replace(sparse=sparse) for spec in of_module] for name, of_module in specs.items()}
     _refuse_shared(model, found)
     group = grid.group("batch")
-    ranks = _place(specs, owners, pooling, group.size())
+    ranks = _place(specs, owners, kinds or {}, pooling, group.size())
     exchanges = {
         name: TableExchange(
-            specs[name], ranks[name], group, grid.device, implementation=implementation,
+            specs[name], ranks[name], group, grid.device,
+            kinds=[(kinds or {}).get(spec.name, "table") for spec in specs[name]], implementation=implementation,
             averages=gradients == "mean", name=f"{name} of {type(model).__name__}",
         )
         for name in found
@@ -160,14 +166,15 @@ def _refuse_shared(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
 
 def _place(
     specs: Mapping[str, Sequence[TableSpec]],
-    owners: Mapping[str, int] | None,
+    owners: Mapping[str, int | Sequence[int]] | None,
+    kinds: Mapping[str, ShardingKind],
     pooling: Mapping[str, float] | None,
     ranks: int,
-) -> dict[str, list[int]]:
-    """The rank of each table of each module."""
+) -> dict[str, list[list[int]]]:
+    """The ranks of each table of each module."""
     tables = [spec for of_module in specs.values() for spec in of_module]
     known = {spec.name for spec in tables}
-    for argument, given in (("owners", owners), ("pooling", pooling)):
+    for argument, given in (("owners", owners), ("kinds", kinds), ("pooling", pooling)):
         for table in given or {}:
             if table not in known:
                 near = did_you_mean(table, known) or f": they are {', '.join(known)}"
@@ -177,16 +184,27 @@ def _place(
             TableSize(spec.rows, spec.dim, (pooling or {}).get(spec.name, 1.0) * len(spec.features)) for spec in tables
         ]
         placement = place_tables(sizes, ranks)
-        chosen = [placement.owner(number) for number in range(len(tables))]
+        every = [*range(ranks)]
+        chosen = [
+            every if kinds.get(spec.name, "table") != "table" else [placement.owner(number)]
+            for number, spec in enumerate(tables)
+        ]
     else:
         if missing := known - {*owners}:
             raise ValueError(
                 f"owners has no rank for table {sorted(missing)[0]!r}: give each table one, or leave owners out"
             )
-        for table, rank in owners.items():
-            if not 0 <= rank < ranks:
-                raise ValueError(f"owners: table {table!r} is on rank {rank}, but ranks are 0 to {ranks - 1}")
-        chosen = [owners[spec.name] for spec in tables]
+        listed = {table: [given] if isinstance(given, int) else sorted(given) for table, given in owners.items()}
+        for table, found in listed.items():
+            for rank in found:
+                if not 0 <= rank < ranks:
+                    raise ValueError(f"owners: table {table!r} is on rank {rank}, but ranks are 0 to {ranks - 1}")
+            if len(found) != 1 and (not found or kinds.get(table, "table") == "table"):
+                raise ValueError(
+                    f"owners: table {table!r} is on ranks {found}, but whole on one: kinds={{{table!r}: 'row'}} would "
+                    "cut it"
+                )
+        chosen = [listed[spec.name] for spec in tables]
     left = iter(chosen)
     return {name: [next(left) for _ in of_module] for name, of_module in specs.items()}
 
@@ -195,14 +213,14 @@ def _own_tables(
     name: str,
     module: nn.Module,
     exchange: TableExchange,
-    ranks: Sequence[int],
+    ranks: Sequence[Sequence[int]],
     group: dist.ProcessGroup,
     initializer: MetaInitializer,
 ) -> dict[int, EmbeddingTable]:
     """This rank's tables, on the grid's device."""
     own = {}
     for number, spec in enumerate(exchange.specs):
-        if ranks[number] != group.rank():
+        if group.rank() not in ranks[number]:
             continue
         inner = spec.key.rpartition(".")[0]
         holder, weight = module.get_submodule(inner), module.get_parameter(spec.key)
@@ -210,7 +228,13 @@ def _own_tables(
             holder = EmbeddingTable(weight, spec.init)
         real: Any = initializer.real(".".join(filter(None, (name, inner))), holder)
         made = real.weight.detach().to(initializer.device)
-        own[number] = EmbeddingTable(made.requires_grad_(weight.requires_grad), spec.init)
+        shard = exchange.find_shard(number)
+        is_cut = made.shape != (shard.rows, shard.columns)
+        if is_cut:  # in memory of its own
+            made = made[shard.row : shard.row + shard.rows, shard.column : shard.column + shard.columns].clone()
+        own[number] = EmbeddingTable(made.contiguous().requires_grad_(weight.requires_grad), spec.init)
+        if is_cut:
+            own[number].shape, own[number].offsets = (spec.rows, spec.dim), (shard.row, shard.column)
         own[number].reduces_own_gradients = True
     return own
 

@@ -5,7 +5,7 @@
 have all of their tables at first; `distribute_embeddings` puts one in their place that has this rank's.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from stretto.optim.row_update import RowOptimizer
+from stretto.recommendation.index_exchange import IndexExchange
 from stretto.recommendation.jagged import FeatureBags, result_type
+from stretto.recommendation.placement import TableShard
 from stretto.recommendation.pooled_exchange import PoolingMode
 from stretto.recommendation.table_exchange import TableExchange, TableSpec
 from stretto.recommendation.table_optimizer import TableOptimizer
+from stretto.recommendation.table_state import TensorBox
 
 
 class PoolingType(Enum):
@@ -80,13 +83,34 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
 
 class EmbeddingTable(nn.Module):
-    """A table's weight. init: fills it (`reset_parameters`)."""
+    """A table's weight. init: fills it (`reset_parameters`).
+
+    shape, offsets: of a table that is cut, the whole's, and where this part begins; its state dicts then have a
+    `TensorBox`, and take that or the whole table.
+    """
 
     reduces_own_gradients = False  # read by stretto.parallel.forward_passes; True for tables that ranks share out
+    shape: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] = ()
 
     def __init__(self, weight: Tensor, init: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__()
         self.weight, self.init = nn.Parameter(weight, weight.requires_grad), init
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.shape is not None:
+            destination[f"{prefix}weight"] = TensorBox(self.weight.detach(), self.shape, self.offsets)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        key = f"{prefix}weight"
+        given = state_dict.get(key)
+        if isinstance(given, TensorBox):
+            state_dict[key] = given.held
+        elif given is not None and self.shape is not None and given.shape == self.shape:
+            for dim, (start, size) in enumerate(zip(self.offsets, self.weight.shape, strict=True)):
+                state_dict[key] = state_dict[key].narrow(dim, start, size)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def reset_parameters(self) -> None:
         """Fill the weight, unless it is on the meta device."""
@@ -193,8 +217,14 @@ class TableModule(nn.Module):
         kind and options are those of `ShardedTables.fuse_update`; lr_factors: by the tables' names. Returns the
         optimizer, whose `set_lr(lr)` changes the learning rate of later backward passes.
         """
-        weights = {number: self.get_parameter(self._exchange.specs[number].key) for number in self._own}
-        return CollectionOptimizer(self._exchange.fuse_update(kind, weights, lr_factors or {}, **options))
+        return CollectionOptimizer(self._exchange.fuse_update(kind, self._weights(), lr_factors or {}, **options))
+
+    def boxes(self) -> Iterator[tuple[str, tuple[int, int], TableShard | None, dict[str, Tensor]]]:
+        """This rank's tables and the states of their optimizer, for checkpoints (`TableExchange.boxes`)."""
+        return self._exchange.boxes(self._weights())
+
+    def _weights(self) -> dict[int, nn.Parameter]:
+        return {number: self.get_parameter(self._exchange.specs[number].key) for number in self._own}
 
     def _look_up(self, bags: FeatureBags) -> list[Tensor]:
         # No `get_parameter`: `parallelize` has modules hold plain tensors while they run.
@@ -237,6 +267,22 @@ class _Collection(TableModule):
             table.reset_parameters()
         self._configs: list[Any] = list(tables)
         self.hold(TableExchange(describe_tables(made, tables, self.attribute)), dict(enumerate(made.values())))  # type: ignore[arg-type]
+
+    def send_ahead(self, features: Any, refused: Exception | None = None) -> IndexExchange:
+        """Begin to exchange the ids of a later call with these very features (`prefetch_embeddings`). Collective.
+
+        refused: why this rank has no features, of which the exchange notifies the others.
+        """
+        is_weighted = isinstance(self, EmbeddingBagCollection) and self.is_weighted()
+        return self._exchange.send_ahead(features, refused, is_weighted=is_weighted)
+
+    def was_left(self, exchange: IndexExchange) -> bool:
+        """True if no call has taken what was sent ahead."""
+        return any(other is exchange for *_, other in self._exchange.ahead)
+
+    def drop_ahead(self) -> None:
+        """Forget what was sent ahead."""
+        self._exchange.ahead.clear()
 
     @property
     def device(self) -> torch.device:

@@ -1,107 +1,249 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges look-up indices: the first all-to-all of a distributed DLRM, from a rank's samples to tables' owners."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.parallel.comm.collectives import all_to_all
+from stretto.parallel.comm.collectives import Pending, all_to_all, start_all_to_all
 from stretto.recommendation.placement import TablePlacement
 from stretto.recommendation.pooled_exchange import TableLookups, exchange_parts
 from stretto.recommendation.sharded_lookup import cut_bags, select_tables
 
-_REFUSED = -1  # sent in place of the number of samples by a rank that refuses its batch
+if TYPE_CHECKING:
+    from stretto.recommendation.tables import ShardedTables
+
+_REFUSED, _ENDED = -1, -2  # sent in place of the number of samples by a rank that refuses its batch, or has none left
+_MAX_BY_32_BITS = torch.iinfo(torch.int32).max
+
+
+class EndOfBatches(Exception):
+    """No rank has a batch left."""
 
 
 def exchange_indices(
-    indices: Tensor,
-    offsets: Tensor,
+    indices: "Tensor | IndexExchange | TableLookups",
+    offsets: Tensor | None,
     placement: TablePlacement,
     group: dist.ProcessGroup,
-    *,
-    host_group: dist.ProcessGroup | None = None,
-    weights: Tensor | None = None,
-    names: Sequence[str] | None = None,
-    checks_device: bool = False,
-    refused: ValueError | None = None,
+    **options: Any,
 ) -> TableLookups:
     """Exchange bags of this rank's samples for all tables for those of all samples for this rank's shards. Collective.
 
+    Begins an `IndexExchange` of these arguments and waits for it; or, given one as `indices`, waits for that; or
+    returns the look-ups that it is given.
+    """
+    if isinstance(indices, TableLookups):
+        return indices
+    if isinstance(indices, IndexExchange):
+        return indices.wait()
+    assert offsets is not None
+    return IndexExchange(indices, offsets, placement, group, **options).wait()
+
+
+class IndexExchange:
+    """An exchange of a batch's indices that has begun; `wait` returns the look-ups.
+
     indices [total] and offsets [tables x local batch + 1] are feature-major; offsets may be on the CPU, which saves
-    waiting for a GPU. The local batch is as large on all ranks. Sends how large it is and how many indices there are
-    for each shard (over `host_group`, if the indices are on a GPU, so that the host knows without waiting for it), then
-    the bags' lengths, then the indices.
+    waiting for a GPU. The local batch is as large on all ranks. Making it sends how large that is and how many indices
+    there are for each shard (over `host_group`, if the indices are on a GPU, so that the host knows without waiting for
+    it). `issue`, for which the host waits for those numbers, sends the bags' lengths and the indices, both as 32 bits
+    if the tables' rows allow it. All ranks make, and issue, their exchanges in one order.
 
     weights: [total], a factor for each index, which is sent along; on all ranks or on none. If those of any rank need
     gradients, all get them. names: of the tables, for errors. checks_device: check indices on a GPU, too, for which the
-    host waits. refused: why this rank has no batch to send, which is raised once the other ranks know.
+    host waits. refused: why this rank has no batch to send, which is raised once the other ranks know; `EndOfBatches`
+    if it has none left. fetch: called with the look-ups, on the stream, for what is sent with them (rows of caches).
+    stream: of a GPU, on which the exchange runs beside the current one; None: the current one.
 
-    Raises ValueError on all ranks: for offsets that are not such (of another count, falling, or not those of
-    `indices`), for an index on a CPU that is outside of its table (on a GPU the look-up refuses it), with table, sample
-    and rank; and where the ranks' batches differ in size.
+    `wait` raises what was refused, and on all ranks ValueError: for offsets that are not such (of another count,
+    falling, or not those of `indices`), for an index on a CPU that is outside of its table (on a GPU the look-up
+    refuses it), with table, sample and rank; where the ranks' batches differ in size; and where only some have one.
     """
-    if weights is not None and not placement.is_whole:
-        table = next(table for table, kind in enumerate(placement.kinds) if kind != "table")
-        raise ValueError(f"weights of indices are for whole tables, but table {table} is {placement.kind(table)!r}")
-    world, mine = group.size(), placement.shards[group.rank()]
-    if weights is not None and not placement.is_whole:
-        raise ValueError("weights are exchanged for whole tables only: place each table on one rank")
-    if world == 1 and refused:
-        raise refused
-    if world == 1 and placement.is_whole:
-        batch, ends = _check(indices, offsets, placement, 0, names, checks_device)
-        offsets = offsets.to(indices.device, non_blocking=True)
-        return TableLookups(indices, offsets.to(indices.dtype), tuple(ends), batch, weights)
-    try:
-        if refused:
-            raise refused
-        batch, ends = _check(indices, offsets, placement, group.rank(), names, checks_device)
-        lengths = offsets.diff().to(indices.device, indices.dtype, non_blocking=True).view(len(ends) - 1, batch)
-    except ValueError as error:  # the others are notified in the exchange in which they wait for this rank
-        refused, batch, ends = error, _REFUSED, [0] * (1 + len(placement.tables))
-        lengths = indices.new_zeros(len(placement.tables), 0)
-    bags = cut_bags(indices, lengths, ends, placement)
 
-    owned = [len(of_rank) for of_rank in placement.shards]
-    header = batch, int(weights is not None and weights.requires_grad)
-    there = torch.tensor([number for of_rank in bags for number in (*header, *(shard.total for shard in of_rank))])
-    here = there.new_empty(world * (2 + len(mine)))
-    all_to_all(here, there, [2 + len(mine)] * world, [2 + count for count in owned], host_group or group)
-    batches, need_gradients, *by_table = here.view(world, 2 + len(mine)).T.tolist()
-    if refused:
-        raise refused
+    def __init__(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        placement: TablePlacement,
+        group: dist.ProcessGroup,
+        *,
+        host_group: dist.ProcessGroup | None = None,
+        weights: Tensor | None = None,
+        names: Sequence[str] | None = None,
+        checks_device: bool = False,
+        refused: Exception | None = None,
+        stream: "torch.cuda.Stream | None" = None,
+        fetch: Callable[[TableLookups], TableLookups] | None = None,
+    ) -> None:
+        self._placement, self._group, self._stream, self._fetch = placement, group, stream, fetch
+        self._refused, self._found, self._ready = refused, None, None
+        self._is_issued = is_local = group.size() == 1 and placement.is_whole  # then nothing is sent
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            for tensor in (indices, offsets, weights):
+                if tensor is not None and tensor.is_cuda:
+                    tensor.record_stream(stream)
+        with on_stream(stream):
+            if refused is None:
+                try:
+                    batch, ends = _check(indices, offsets, placement, group.rank(), names, checks_device)
+                except ValueError as error:
+                    self._refused = error
+            if is_local:
+                if self._refused is None:
+                    offsets = offsets.to(indices.device, non_blocking=True).to(indices.dtype)
+                    self._found = TableLookups(indices, offsets, tuple(ends), batch, weights)
+                return
+            if self._refused is None:
+                # The same dtype on all ranks: what the tables need.
+                is_short = all(size.ids <= _MAX_BY_32_BITS for size in placement.tables)
+                indices = _shorten(indices) if is_short else indices.long()
+                lengths = _to_device(offsets.diff().to(indices.dtype), indices.device).view(len(ends) - 1, batch)
+            else:  # the others are notified in the exchange in which they wait for this rank
+                batch = _ENDED if isinstance(refused, EndOfBatches) else _REFUSED
+                ends, lengths = [0] * (1 + len(placement.tables)), indices.new_zeros(len(placement.tables), 0)
+                indices, weights = indices[:0], None if weights is None else weights[:0]
+            self._indices, self._lengths, self._ends, self._weights = indices, lengths, ends, weights
+            self._bags = cut_bags(indices, lengths, ends, placement, weights)
+        counts = [[shard.total for shard in of_rank] for of_rank in self._bags]
+        header = batch, int(weights is not None and weights.requires_grad)
+        there = torch.tensor([number for of_rank in counts for number in (*header, *of_rank)])
+        here = there.new_empty(group.size() * (2 + len(placement.shards[group.rank()])))
+        receives, sends = [len(here) // group.size()] * group.size(), [2 + len(of_rank) for of_rank in counts]
+        self._header = Pending(there)
+        if group.size() > 1:
+            self._header = start_all_to_all(here, there, receives, sends, host_group or group)
+
+    def wait(self) -> TableLookups:
+        """The look-ups, once, which the current stream may use; a GPU's stream waits for them, and not the host."""
+        self.issue()
+        refused, found = self._refused, self._found
+        self._refused = self._found = None
+        if refused is not None:
+            raise refused
+        assert found is not None, "these look-ups were taken already"
+        if self._ready is not None:
+            current = torch.cuda.current_stream(self._ready.device)
+            current.wait_event(self._ready)
+            found.record_stream(current)
+        return found
+
+    def issue(self) -> None:
+        """Send the indices, unless they were sent already. Errors are raised by `wait`."""
+        fetch, self._fetch, is_sent, self._is_issued = self._fetch, None, self._is_issued, True
+        if not is_sent or fetch is not None:
+            try:
+                with on_stream(self._stream):
+                    self._found = self._found if is_sent else self._send()
+                    if fetch is not None and self._found is not None:
+                        self._found = fetch(self._found)
+            except Exception as error:
+                if error is not self._refused and not isinstance(error, (ValueError, EndOfBatches)):
+                    raise
+                self._refused = error
+            self._indices = self._lengths = self._weights = self._bags = None  # type: ignore[assignment]
+        if self._stream is not None and self._ready is None:
+            self._ready = self._stream.record_event()
+
+    def _send(self) -> TableLookups:
+        placement, group, bags, lengths = self._placement, self._group, self._bags, self._lengths
+        world, mine = group.size(), placement.shards[group.rank()]
+        batches, need_gradients, *by_table = self._header.wait().view(world, -1).T.tolist()
+        if self._refused and not isinstance(self._refused, EndOfBatches):
+            raise self._refused
+        _compare(batches)
+        batch = batches[0]
+        counts = [[of_table[rank] for of_table in by_table] for rank in range(world)]
+        owned = [len(of_rank) for of_rank in placement.shards]
+        leaving = torch.cat([lengths.new_empty(0), *(shard.lengths for of_rank in bags for shard in of_rank)])
+        arrived = leaving.new_empty(world * len(mine) * batch)
+        all_to_all(arrived, leaving, [len(mine) * batch] * world, [count * batch for count in owned], group)
+        by_source = arrived.view(world, len(mine), batch)
+
+        leaving = torch.cat([self._indices[:0], *(shard.indices for of_rank in bags for shard in of_rank)])
+        arrived = leaving.new_empty(sum(map(sum, counts)))
+        sent = [sum(shard.total for shard in of_rank) for of_rank in bags]
+        all_to_all(arrived, leaving, [sum(of_source) for of_source in counts], sent, group)
+        if len(arrived) > _MAX_BY_32_BITS:  # offsets need 64 bits, and PyTorch's functions take both of one dtype
+            arrived, by_source = arrived.long(), by_source.long()
+        found = _feature_major(arrived, by_source, counts)
+        weights, ends = self._weights, self._ends
+        if weights is not None:
+            leaving = torch.cat([weights[:0], *(shard.weights for of_rank in bags for shard in of_rank)])
+            arrived = exchange_parts(leaving, [*map(sum, counts)], sent, group, needs_grad=any(need_gradients))
+            weights = torch.cat([arrived[:0], *_by_table(arrived, counts)])
+        sizes = tuple(stop - start for start, stop in pairwise(ends))
+        replicated = None
+        if placement.replicated:
+            replicated = select_tables(self._indices, lengths, ends, placement.replicated, self._weights)
+        return replace(found, weights=weights, counts=tuple(map(tuple, counts)), sizes=sizes, replicated=replicated)
+
+
+@cache
+def side_stream(device: torch.device) -> "torch.cuda.Stream | None":
+    """The stream of a GPU on which exchanges run beside a step; None for a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def begin_exchange(
+    tables: "ShardedTables", indices: Tensor, offsets: Tensor, refused: Exception | None = None
+) -> IndexExchange:
+    """Begin `tables.exchange(indices, offsets)` beside the current stream; `tables` takes it in place of indices."""
+    return IndexExchange(
+        indices,
+        offsets,
+        tables.placement,
+        tables.group,
+        host_group=tables._host_group,
+        refused=refused,
+        stream=side_stream(tables.device),
+        fetch=None if tables.caches is None else tables.caches.fetch,
+    )
+
+
+def on_stream(stream: "torch.cuda.Stream | None") -> AbstractContextManager[object]:
+    """Run what a `with` statement launches on this stream; on a CPU, nothing."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _compare(batches: Sequence[int]) -> None:
+    """ValueError unless all ranks have equally large batches, and EndOfBatches if none has any."""
     if _REFUSED in batches:
         raise ValueError(f"rank {batches.index(_REFUSED)} has rejected its own batch: see its error")
+    if set(batches) == {_ENDED}:
+        raise EndOfBatches
+    if _ENDED in batches:
+        first = next(rank for rank, batch in enumerate(batches) if batch != _ENDED)
+        raise ValueError(
+            f"rank {batches.index(_ENDED)} has no batch left, but rank {first} has one: give all ranks equally many "
+            "batches, some of them empty"
+        )
     if len(set(batches)) > 1:  # before anything is split by them: backends abort, or wait forever
         raise ValueError(
             f"the ranks' batches have {', '.join(map(str, batches))} samples, but must all have as many: share the "
             "global batch out equally, and leave out or fill up a last one that the ranks do not divide"
         )
-    counts = [[of_table[rank] for of_table in by_table] for rank in range(world)]
 
-    leaving = torch.cat([lengths.new_empty(0), *(shard.lengths for of_rank in bags for shard in of_rank)])
-    arrived = leaving.new_empty(world * len(mine) * batch)
-    all_to_all(arrived, leaving, [len(mine) * batch] * world, [count * batch for count in owned], group)
-    by_source = arrived.view(world, len(mine), batch)
 
-    leaving = torch.cat([indices[:0], *(shard.indices for of_rank in bags for shard in of_rank)])
-    arrived = leaving.new_empty(sum(map(sum, counts)))
-    sent = [sum(shard.total for shard in of_rank) for of_rank in bags]
-    all_to_all(arrived, leaving, [sum(of_source) for of_source in counts], sent, group)
-    found = _feature_major(arrived, by_source, counts)
-    if weights is not None:
-        leaving = torch.cat([weights[ends[table] : ends[table + 1]] for table in placement.order])
-        arrived = exchange_parts(leaving, [*map(sum, counts)], sent, group, needs_grad=any(need_gradients))
-        weights = torch.cat([arrived[:0], *_by_table(arrived, counts)])
-    sizes = tuple(stop - start for start, stop in pairwise(ends))
-    found = replace(found, weights=weights, counts=tuple(map(tuple, counts)), sizes=sizes)
-    if not placement.replicated:
-        return found
-    return replace(found, replicated=select_tables(indices, lengths, ends, placement.replicated))
+def _shorten(indices: Tensor) -> Tensor:
+    """The same as int32. What no table has stays outside of all tables: the least, and the largest number."""
+    if indices.dtype == torch.int32:
+        return indices
+    return indices.clamp(-1, _MAX_BY_32_BITS).to(torch.int32)
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy for which the host does not wait."""
+    is_sent = device.type == "cuda" and tensor.device.type == "cpu"
+    return tensor.pin_memory().to(device, non_blocking=True) if is_sent else tensor.to(device)
 
 
 def check_offsets(indices: Tensor, offsets: Tensor, tables: int, *, least: int = 1) -> int:
@@ -155,7 +297,7 @@ def _check_indices(
     names: Sequence[str] | None,
 ) -> None:
     sizes = torch.tensor(ends).diff()
-    limits = torch.tensor([table.rows for table in placement.tables]).repeat_interleave(sizes)
+    limits = torch.tensor([table.ids for table in placement.tables]).repeat_interleave(sizes)
     bad = (indices < 0) | (indices >= limits.to(indices.device, non_blocking=True))
     if not bool(bad.any()):
         return
@@ -165,7 +307,7 @@ def _check_indices(
     name = names[table] if names else f"table {table}"
     raise ValueError(
         f"index {int(indices[place])} at position {place} ({name}, sample {sample} of rank {rank}) is outside "
-        f"of the table, which has rows 0 to {placement.tables[table].rows - 1}"
+        f"of the table, which has rows 0 to {placement.tables[table].ids - 1}"
     )
 
 

@@ -347,12 +347,16 @@ _VARIABLE = (
 
 
 class FeatureBags(NamedTuple):
-    """Bags of chosen features, one after another, of `batch` samples each; offsets [features x batch + 1]."""
+    """Bags of chosen features, one after another, of `batch` samples each; offsets [features x batch + 1].
+
+    exchange: the `IndexExchange` that has begun to send them, if one has.
+    """
 
     indices: Tensor
     offsets: Tensor
     weights: Tensor | None
     batch: int
+    exchange: Any = None
 
 
 def select_features(features: Any, names: Sequence[str], *, is_weighted: bool) -> FeatureBags:

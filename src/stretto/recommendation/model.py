@@ -9,6 +9,7 @@ the order of the pooled vectors that they return.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,8 @@ class DLRM(nn.Module):
     """A deep learning recommendation model.
 
     `model(dense, indices, offsets)`: dense [batch, config.dense]; indices [total], int32 or int64, all bags of the
-    first table first; offsets [tables x batch + 1], the start of each bag, which may be on the CPU. Returns logits
+    first table first; offsets [tables x batch + 1], the start of each bag, which may be on the CPU. Distributed tables
+    also take, in place of indices, an exchange that has begun (`begin_exchange`), and no offsets. Returns logits
     [batch]. `model(..., labels=labels)`, 0 or 1 each, returns the mean binary cross-entropy, or the sum divided by
     `num_samples` if that is given: a rank divides its part by the size of the whole batch.
     """
@@ -101,8 +103,8 @@ class DLRM(nn.Module):
     def forward(
         self,
         dense: Tensor,
-        indices: Tensor,
-        offsets: Tensor,
+        indices: Any,
+        offsets: Tensor | None,
         *,
         labels: Tensor | None = None,
         num_samples: int | None = None,

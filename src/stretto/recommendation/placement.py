@@ -16,12 +16,37 @@ QUANTUM = 4  # columns of a shard are a multiple of it where the table's are eno
 
 
 @dataclass(frozen=True)
+class Growth:
+    """How a table gives its rows to ids, from 0 to below `ids`, such as hashes (`growing`).
+
+    min_count: look-ups after which an id gets a row. evicts: whose row is taken for a new one: the id that was looked
+    up longest ago, or least often.
+    """
+
+    ids: int = 2**63 - 1
+    min_count: int = 1
+    evicts: Literal["least-recent", "least-frequent"] = "least-recent"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ids < 2**63 or self.min_count < 1:
+            raise ValueError(f"{self}: ids are 1 to {2**63 - 1}, and min_count is at least 1")
+        if self.evicts not in (known := ("least-recent", "least-frequent")):
+            raise ValueError(f"evicts is {self.evicts!r}{name_known(self.evicts, known)}")
+
+
+@dataclass(frozen=True)
 class TableSize:
-    """An embedding table, and how many of its rows a sample looks up on average."""
+    """An embedding table, and how many of its rows a sample looks up on average. growth: of one that grows."""
 
     rows: int
     dim: int
     pooling: float = 1.0
+    growth: Growth | None = None
+
+    @property
+    def ids(self) -> int:
+        """Ids are from 0 to below this."""
+        return self.rows if self.growth is None else self.growth.ids
 
     @property
     def numbers(self) -> int:
@@ -52,11 +77,19 @@ class TablePlacement:
 
     kinds: of each table; () where all are "table". A table that is cut has equal parts (up to a row, or `QUANTUM`
     columns), in order of its ranks. Replicated tables are in no rank's `owned`. A rank may own none.
+    cached: for each table, how many rows of each of its parts the GPU keeps, as a cache of host memory (`table_cache`);
+    0, or as many as the part has, for a table that is on the GPU. () if all are.
     """
 
     tables: tuple[TableSize, ...]
     owned: tuple[tuple[int, ...], ...]
     kinds: tuple[ShardingKind, ...] = ()
+    cached: tuple[int, ...] = ()
+
+    def cache_of(self, shard: TableShard) -> int:
+        """How many rows of a part its rank's GPU keeps as a cache; 0 if it keeps all."""
+        rows = self.cached[shard.table] if self.cached else 0
+        return rows if rows < shard.rows else 0
 
     def kind(self, table: int) -> ShardingKind:
         """How a table lies on its ranks."""
@@ -125,8 +158,21 @@ class TablePlacement:
             raise ValueError(f"the placement has {len(self.kinds)} kinds for {len(shapes)} tables: give one for each")
         if (planned := [(size.rows, size.dim) for size in self.tables]) != list(shapes):
             raise ValueError(f"the placement is for tables of shapes {planned}, but they have {list(shapes)}")
+        if self.cached and len(self.cached) != len(shapes):
+            raise ValueError(f"the placement has {len(self.cached)} caches for {len(shapes)} tables: give one for each")
         for table, size in enumerate(self.tables):
             kind, owners = self.kind(table), self.owners(table)
+            if self.cached and not 0 <= self.cached[table] < 2**31 - 1:
+                raise ValueError(f"table {table} has a cache of {self.cached[table]} rows: 0 to {2**31 - 2} would do")
+            if self.cached and self.cached[table] and kind == "replicated":
+                raise ValueError(
+                    f"table {table} is replicated, so it has no cache: kind 'row' would do, or 0 cached rows"
+                )
+            if size.growth is not None and (kind != "table" or (self.cached and self.cached[table]) or size.rows < 2):
+                raise ValueError(
+                    f"table {table} grows, so it is whole on one rank's GPU and has two rows or more: kind 'table' "
+                    f"would do, not {kind!r} with {self.cached[table] if self.cached else 0} cached of {size.rows} rows"
+                )
             parts = size.dim if kind == "column" else size.rows
             if kind not in get_args(ShardingKind):
                 raise ValueError(
@@ -172,7 +218,7 @@ class TablePlacement:
         """A line a rank: its tables (`3/0 of 4 by row` is a part of table 3), their bytes, its part of the look-ups."""
         lines = []
         for rank, (of_rank, work) in enumerate(zip(self.shards, self.work_shares(), strict=True)):
-            size = sum(shard.rows * shard.columns for shard in of_rank) * itemsize
+            size = sum((self.cache_of(shard) or shard.rows) * shard.columns for shard in of_rank) * itemsize
             size += sum(self.tables[table].numbers for table in self.replicated) * itemsize
             names = ", ".join(map(self._name, of_rank)) or "none"
             lines.append(f"rank {rank}: {show_bytes(size)}, {work:.1%} of the look-ups; tables {names}")
@@ -181,10 +227,11 @@ class TablePlacement:
         return "\n".join(lines)
 
     def _name(self, shard: TableShard) -> str:
-        kind = self.kind(shard.table)
+        kind, rows = self.kind(shard.table), self.cache_of(shard)
+        cache = f" (cache of {rows / shard.rows:.1%})" if rows else ""
         if kind == "table":
-            return str(shard.table)
-        return f"{shard.table}/{shard.part} of {len(self.owners(shard.table))} by {kind}"
+            return f"{shard.table}{cache}"
+        return f"{shard.table}/{shard.part} of {len(self.owners(shard.table))} by {kind}{cache}"
 
 
 def place_tables(tables: Sequence[TableSize], ranks: int) -> TablePlacement:

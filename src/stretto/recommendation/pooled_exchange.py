@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch.nn import functional as F
 
 from stretto.parallel.comm.collectives import all_to_all, collective
 from stretto.parallel.comm.kept_outputs import keep_output
+
+if TYPE_CHECKING:
+    from stretto.recommendation.table_cache import CachedLookups
 
 Implementation = Literal["auto", "kernel", "library"]
 PoolingMode = Literal["sum", "mean"]
@@ -32,7 +35,7 @@ class TableLookups:
     batch + 1], where each bag begins. ends: offsets[::global batch] on the host, where each table's begin. batch: the
     global batch. weights: [total], a factor for each index. counts: how many indices each rank has sent for each table,
     [rank][table]. sizes: how many this rank has sent, for each table of all ranks. replicated: this rank's samples'
-    look-ups in the tables that every rank has, if there are any.
+    look-ups in the tables that every rank has, if there are any. cached: what `table_cache` has fetched for them.
     """
 
     indices: Tensor
@@ -43,6 +46,7 @@ class TableLookups:
     counts: tuple[tuple[int, ...], ...] = ()
     sizes: tuple[int, ...] = ()
     replicated: "TableLookups | None" = None
+    cached: "CachedLookups | None" = None
 
     def pool(self, number: int, table: Tensor, mode: PoolingMode = "sum", *, sparse: bool = False) -> Tensor:
         """Pool the bags' rows of the `number`th table by PyTorch's function: [batch, dim]."""
@@ -63,6 +67,14 @@ class TableLookups:
             include_last_offset=True,
         )
 
+    def record_stream(self, stream: "torch.cuda.Stream") -> None:
+        """Keep the tensors' memory until the stream's work so far has ended."""
+        for tensor in (self.indices, self.offsets, self.weights):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)
+        if self.replicated is not None:
+            self.replicated.record_stream(stream)
+
     def of_tables(self, first: int, last: int) -> "TableLookups":
         """The look-ups in the tables from `first` to before `last`."""
         if (first, last) == (0, len(self.ends) - 1):
@@ -82,7 +94,7 @@ class TableLookups:
 class FusedUpdate:
     """Update of the looked-up rows by the operator's backward pass, in place of gradients; made by `TableOptimizer`.
 
-    The arguments of `embedding_all_to_all_update` of these names.
+    The arguments of `embedding_all_to_all_update` of these names, and of one call `cached` (`table_cache`).
     """
 
     optimizer: str
@@ -91,6 +103,7 @@ class FusedUpdate:
     clock: Tensor | None = None
     blocks: tuple[Any, ...] = ()
     is_stochastic: bool = False
+    cached: Any = None
 
     def of_tables(self, places: Sequence[int], count: int) -> "FusedUpdate":
         """The update of these of the `count` tables; one may come several times."""

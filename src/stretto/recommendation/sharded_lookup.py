@@ -21,52 +21,65 @@ from stretto.recommendation.pooled_exchange import TableLookups
 
 
 class ShardBags(NamedTuple):
-    """A rank's bags for one shard: lengths [local batch], and the indices, in rows of the shard; total: how many."""
+    """A rank's bags for one shard: lengths [local batch], and the indices, in rows of the shard; total: how many.
+
+    weights: a factor for each index, if there are any.
+    """
 
     lengths: Tensor
     indices: Tensor
     total: int
+    weights: Any = None
 
 
-def cut_bags(indices: Tensor, lengths: Tensor, ends: Sequence[int], placement: TablePlacement) -> list[list[ShardBags]]:
+def cut_bags(
+    indices: Tensor, lengths: Tensor, ends: Sequence[int], placement: TablePlacement, weights: Tensor | None = None
+) -> list[list[ShardBags]]:
     """Return each rank's shards' bags of this rank's samples.
 
-    indices: of all tables. lengths: [tables, local batch], on their device. ends: where each table's indices begin.
-    Shards of columns get the whole bags, those of rows the indices of their rows. If indices of tables that are cut by
-    rows are on a GPU, the host waits for it once.
+    indices: of all tables, and their weights. lengths: [tables, local batch], on their device. ends: where each table's
+    indices begin. Shards of columns get the whole bags, those of rows the indices of their rows. If indices of tables
+    that are cut by rows are on a GPU, the host waits for it once.
     """
     by_rows = [table for table in range(len(placement.tables)) if placement.kind(table) in ("row", "table-row")]
-    cut: dict[int, tuple[Tensor, Tensor]] = {}
+    cut: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for table in by_rows:
         starts = [placement.shards[rank][placement.owned[rank].index(table)].row for rank in placement.owners(table)]
         cut[table] = _cut_rows(indices[ends[table] : ends[table + 1]], lengths[table], starts)
     # [parts, local batch] each; one copy to the host for all.
-    counts = torch.cat([of_parts.sum(1) for of_parts, _ in cut.values()]).tolist() if cut else []
+    counts = torch.cat([of_parts.sum(1) for of_parts, *_ in cut.values()]).tolist() if cut else []
     totals, position = dict[int, list[int]](), 0
-    for table, (of_parts, _) in cut.items():
+    for table, (of_parts, *_) in cut.items():
         totals[table] = counts[position : position + len(of_parts)]
         position += len(of_parts)
-    parts = {table: moved.split(totals[table]) for table, (_, moved) in cut.items()}
+    parts = {table: moved.split(totals[table]) for table, (_, moved, _) in cut.items()}
+    factors = {}
+    if weights is not None:
+        for table, (*_, order) in cut.items():
+            factors[table] = weights[ends[table] : ends[table + 1]][order].split(totals[table])
 
     def bags(table: int, part: int) -> ShardBags:
         if table in cut:
-            return ShardBags(cut[table][0][part], parts[table][part], totals[table][part])
+            own = None if weights is None else factors[table][part]
+            return ShardBags(cut[table][0][part], parts[table][part], totals[table][part], own)
         start, stop = ends[table : table + 2]
-        return ShardBags(lengths[table], indices[start:stop], stop - start)
+        own = None if weights is None else weights[start:stop]
+        return ShardBags(lengths[table], indices[start:stop], stop - start, own)
 
     return [[bags(shard.table, shard.part) for shard in of_rank] for of_rank in placement.shards]
 
 
-def _cut_rows(indices: Tensor, lengths: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the lengths of each part's bags, [parts, local batch], and a table's indices in order of parts, in their
-    rows. A part's indices keep their order. One below 0 goes to the first part, one above the rows to the last."""
+def _cut_rows(indices: Tensor, lengths: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the lengths of each part's bags, [parts, local batch], a table's indices in order of parts, in their rows,
+    and which index stands where. A part's indices keep their order. One below 0 goes to the first part, one above the
+    rows to the last."""
     firsts = torch.tensor(starts, dtype=indices.dtype).to(indices.device, non_blocking=True)
     part = torch.bucketize(indices, firsts[1:], right=True)
     samples = torch.arange(len(lengths), device=indices.device)
     bag = part * len(lengths) + samples.repeat_interleave(lengths, output_size=len(indices))
     counts = lengths.new_zeros(len(starts) * len(lengths)).index_add_(0, bag, torch.ones_like(bag, dtype=lengths.dtype))
     order = part.argsort(stable=True)
-    return counts.view(len(starts), -1), (indices - firsts[part])[order]
+    return counts.view(len(starts), -1), (indices - firsts[part])[order], order
 
 
 class ShardColumns(NamedTuple):
@@ -205,7 +218,9 @@ def _pairs(parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(parts[::2], parts[1::2], strict=True))
 
 
-def select_tables(indices: Tensor, lengths: Tensor, ends: Sequence[int], tables: Sequence[int]) -> TableLookups:
+def select_tables(
+    indices: Tensor, lengths: Tensor, ends: Sequence[int], tables: Sequence[int], weights: Tensor | None = None
+) -> TableLookups:
     """Return the look-ups of this rank's samples in some tables. Arguments as in `cut_bags`."""
     sizes = [stop - start for start, stop in pairwise(ends)]
     found = [0]
@@ -214,4 +229,6 @@ def select_tables(indices: Tensor, lengths: Tensor, ends: Sequence[int], tables:
     chosen = torch.cat([indices[ends[table] : ends[table + 1]] for table in tables])
     offsets = lengths.new_zeros(len(tables) * lengths.shape[1] + 1)
     torch.cumsum(torch.cat([lengths[table] for table in tables]), 0, out=offsets[1:])
-    return TableLookups(chosen, offsets, tuple(found), lengths.shape[1])
+    if weights is not None:
+        weights = torch.cat([weights[ends[table] : ends[table + 1]] for table in tables])
+    return TableLookups(chosen, offsets, tuple(found), lengths.shape[1], weights)

@@ -5,10 +5,10 @@
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,9 @@ from stretto.memory.shared_groups import SharedGroups
 from stretto.optim.row_update import RowOptimizer
 from stretto.parallel.comm.autograd import scale_gradient
 from stretto.parallel.comm.collectives import NO_GROUP
-from stretto.recommendation.index_exchange import exchange_indices
+from stretto.recommendation.index_exchange import IndexExchange, side_stream
 from stretto.recommendation.jagged import FeatureBags, select_features
-from stretto.recommendation.placement import TablePlacement, TableShard, TableSize
+from stretto.recommendation.placement import ShardingKind, TablePlacement, TableShard, TableSize
 from stretto.recommendation.pooled_exchange import (
     Implementation,
     PoolingMode,
@@ -32,8 +32,11 @@ from stretto.recommendation.pooled_exchange import (
     exchange_parts,
     pool_and_exchange,
 )
+from stretto.recommendation.sharded_lookup import CombineShards, ShardColumns
 from stretto.recommendation.table_optimizer import TableOptimizer
 from stretto.suggestions import name_known
+
+_NO_BAGS = FeatureBags(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), None, 0)
 
 
 class TableSpec(NamedTuple):
@@ -58,7 +61,9 @@ class TableSpec(NamedTuple):
 class _FeatureGroup(NamedTuple):
     """Successive features whose tables are of one dtype and mode: they are pooled and exchanged in one call.
 
-    numbers: of the features. order: these, in order of rank. dims: how wide the vectors of each rank are together.
+    numbers: of the features. order: these, as their vectors stand. dims: how wide the vectors of each rank are
+    together. columns: of tables that are cut, how parts become vectors. divides: the tables are cut by rows, and the
+    sum of the parts is divided by the number of ids, not each part.
     """
 
     numbers: range
@@ -68,6 +73,8 @@ class _FeatureGroup(NamedTuple):
     order: tuple[int, ...]
     dims: tuple[int, ...]
     name: str
+    columns: ShardColumns | None
+    divides: bool
 
 
 @dataclass
@@ -81,6 +88,7 @@ class OptimizedTables:
     device: torch.device
     dtype: torch.dtype
     operators: Any | None
+    caches: None = None
 
     def requires_grad_(self, requires_grad: bool) -> None:
         """Set whether the tables get gradients."""
@@ -91,7 +99,8 @@ class OptimizedTables:
 class TableExchange:
     """Looks features up in tables that ranks own. Collective over `group`, forward and backward.
 
-    owners: the rank of each table (default: rank 0). averages: gradients of the tables are averaged over the ranks, not
+    owners: the ranks of each table (default: rank 0), several where it is cut. kinds: of pooled tables "table" (whole),
+    "row" or "column"; default: all are whole. averages: gradients of the tables are averaged over the ranks, not
     summed. name: another one for each module of a group. Features are numbered by dtype and mode of their tables;
     `features` are their names in that order, in which `look_up` takes bags.
     """
@@ -99,19 +108,28 @@ class TableExchange:
     def __init__(
         self,
         specs: Sequence[TableSpec],
-        owners: Sequence[int] | None = None,
+        owners: Sequence[Sequence[int]] | None = None,
         group: dist.ProcessGroup = NO_GROUP,
         device: torch.device | None = None,
         *,
+        kinds: Sequence[ShardingKind] = (),
         implementation: Implementation = "library",
         averages: bool = False,
         name: str = "",
     ) -> None:
-        owners, device = owners or [0] * len(specs), device or torch.device("cpu")
+        owners, device = owners or [[0]] * len(specs), device or torch.device("cpu")
+        kinds = kinds or ["table"] * len(specs)
+        for spec, sharding in zip(specs, kinds, strict=True):
+            if sharding not in ("table", "row", "column") or (spec.mode is None and sharding != "table"):
+                raise ValueError(
+                    f"table {spec.name!r} has kind {sharding!r}: pooled tables are 'table' (whole), 'row' or 'column', "
+                    "others 'table'"
+                )
         self.specs, self._group, self.is_distributed = specs, group, isinstance(group, dist.ProcessGroup)
         self._scale = 1 / group.size() if averages else 1.0
         of_table = [(table, feature) for table, spec in enumerate(specs) for feature in spec.features]
-        kind = [(spec.mode or "", str(spec.dtype)) for spec in specs]
+        divides = [spec.mode == "mean" and sharding == "row" for spec, sharding in zip(specs, kinds, strict=True)]
+        kind = [(spec.mode or "", str(spec.dtype), by_ids) for spec, by_ids in zip(specs, divides, strict=True)]
         self._order = sorted(range(len(of_table)), key=lambda place: kind[of_table[place][0]])
         self._tables = [of_table[place][0] for place in self._order]
         self.features = [of_table[place][1] for place in self._order]
@@ -120,33 +138,40 @@ class TableExchange:
             for table, feature in zip(self._tables, self.features, strict=True)
         ]
         owned = tuple(
-            tuple(number for number, table in enumerate(self._tables) if owners[table] == rank)
+            tuple(number for number, table in enumerate(self._tables) if rank in owners[table])
             for rank in range(group.size())
         )
         sizes = tuple(TableSize(specs[table].rows, specs[table].dim) for table in self._tables)
-        self._placement = TablePlacement(sizes, owned)
+        self._placement = TablePlacement(sizes, owned, tuple(kinds[table] for table in self._tables))
+        self._placement.check([(size.rows, size.dim) for size in sizes], group.size())
         self._groups = []
-        for (mode, _), numbers in groupby(range(len(self._tables)), key=lambda number: kind[self._tables[number]]):
+        for (mode, *_), numbers in groupby(range(len(self._tables)), key=lambda number: kind[self._tables[number]]):
             found = [*numbers]
-            by_rank = [[number for number in of_rank if number in found] for of_rank in owned]
+            first, own = found[0], slice(found[0], found[-1] + 1)
+            by_rank = tuple(tuple(number - first for number in of_rank if number in found) for of_rank in owned)
+            placement = TablePlacement(sizes[own], by_rank, self._placement.kinds[own])
+            widths = [[shard.columns for shard in of_rank] for of_rank in placement.shards]
             dtype = specs[self._tables[found[0]]].dtype
             operators = None
             if mode:
-                operators = choose_operators(implementation, dtype, device, [sizes[number].dim for number in found])
+                operators = choose_operators(implementation, dtype, device, [*chain.from_iterable(widths)])
             self._groups.append(
                 _FeatureGroup(
                     range(found[0], found[-1] + 1),
                     specs[self._tables[found[0]]].mode,
                     dtype,
                     operators,
-                    tuple(number for of_rank in by_rank for number in of_rank),
-                    tuple(sum(sizes[number].dim for number in of_rank) for of_rank in by_rank),
+                    tuple(first + number for number in placement.order),
+                    tuple(map(sum, widths)),
                     f"{mode} {dtype} of {hashlib.sha256(repr((name, self._placement)).encode()).hexdigest()[:16]}",
+                    None if placement.is_whole else ShardColumns.of(placement, device),
+                    divides[self._tables[first]],
                 )
             )
         self.is_fused = all(each.operators is not None for each in self._groups)
-        self._owners, self._device = owners, device
+        self._owners, self._kinds, self._device = owners, kinds, device
         self._optimizers: list[TableOptimizer] = []  # of the groups
+        self.ahead: list[tuple[Any, FeatureBags, IndexExchange]] = []  # what was sent ahead, with its features
         self._host_group: dist.ProcessGroup | None = None
         if device.type == "cuda" and group.size() > 1:
             members, limit = dist.get_process_group_ranks(group), timedelta(seconds=group_timeout(group))
@@ -170,12 +195,7 @@ class TableExchange:
             factors = {
                 tables.index(found[name]): factor for name, factor in lr_factors.items() if found[name] in tables
             }
-            sizes = tuple(TableSize(self.specs[table].rows, self.specs[table].dim) for table in tables)
-            by_rank = tuple(
-                tuple(place for place, table in enumerate(tables) if self._owners[table] == rank)
-                for rank in range(self._group.size())
-            )
-            placement = TablePlacement(sizes, by_rank)
+            placement = self._place(tables)
             own = [weights[table] for table in tables if table in weights]
             shards = placement.shards[self._group.rank()]
             held = OptimizedTables(placement, group.dims, shards, own, self._device, group.dtype, group.operators)
@@ -183,27 +203,76 @@ class TableExchange:
         self._optimizers = made
         return made
 
+    def boxes(
+        self, weights: Mapping[int, nn.Parameter]
+    ) -> Iterator[tuple[str, tuple[int, int], TableShard | None, dict[str, Tensor]]]:
+        """For a checkpoint, of each of this rank's tables: its weight's key, its shape, which part of it this rank has,
+        and that part ("") with the optimizer's states by their names. Without a part: what is not of one table."""
+        for index, group in enumerate(self._groups):
+            tables = self._tables_of(group)
+            optimizer = self._optimizers[index] if self._optimizers else None
+            own = self._place(tables).shards[self._group.rank()]
+            for place, shard in enumerate(own):
+                spec = self.specs[tables[shard.table]]
+                states = {} if optimizer is None else optimizer.states[place]
+                tensors = {"": weights[tables[shard.table]].detach(), **states}
+                yield spec.key, (spec.rows, spec.dim), shard, tensors
+            if optimizer is not None:
+                kind = f"{group.mode or 'rows'}.{str(group.dtype).removeprefix('torch.')}"
+                yield kind, (0, 0), None, {"clock": optimizer.clock}
+
+    def _place(self, tables: Sequence[int]) -> TablePlacement:
+        """The placement of some tables, by their places among these."""
+        sizes = tuple(TableSize(self.specs[table].rows, self.specs[table].dim) for table in tables)
+        ranks = range(self._group.size())
+        owned = tuple(tuple(at for at, table in enumerate(tables) if rank in self._owners[table]) for rank in ranks)
+        return TablePlacement(sizes, owned, tuple(self._kinds[table] for table in tables))
+
+    def find_shard(self, table: int) -> TableShard:
+        """This rank's part of a table, of which it has one."""
+        rank = self._group.rank()
+        shards = zip(self._placement.owned[rank], self._placement.shards[rank], strict=True)
+        return next(shard for number, shard in shards if self._tables[number] == table)
+
     def _tables_of(self, group: _FeatureGroup) -> list[int]:
         return sorted({self._tables[number] for number in group.numbers})
 
     def select(self, features: Any, *, is_weighted: bool = False) -> FeatureBags:
         """The bags of a KeyedJaggedTensor. ValueError on all ranks where one refuses its own."""
+        for place, (given, bags, exchange) in enumerate(self.ahead):
+            if given is features:
+                del self.ahead[place]
+                return bags._replace(exchange=exchange)
         try:
             return select_features(features, self.features, is_weighted=is_weighted)
         except ValueError as error:
-            none = torch.empty(0, dtype=torch.int64)
-            exchange_indices(none, none, self._placement, self._group, host_group=self._host_group, refused=error)
+            self._begin(_NO_BAGS, error).wait()
             raise
 
-    def look_up(self, bags: FeatureBags, weights: Mapping[int, Tensor]) -> list[Tensor]:
-        """Vectors of this rank's samples, for each feature in order of table: [batch, dim], or [ids, dim] unpooled.
+    def send_ahead(self, features: Any, refused: Exception | None, *, is_weighted: bool) -> IndexExchange:
+        """Begin the exchange for a later `select` of the same object. refused: why there are no features."""
+        bags = _NO_BAGS
+        if refused is None:
+            try:
+                bags = select_features(features, self.features, is_weighted=is_weighted)
+                if bags.weights is not None and bags.weights.requires_grad:
+                    raise ValueError(
+                        "these weights of ids need gradients, so they depend on the step before, and cannot be sent "
+                        "ahead of it: leave their collection out of features="
+                    )
+            except ValueError as error:
+                refused = error
+        exchange = self._begin(bags, refused, side_stream(self._device))
+        self.ahead.append((features, bags, exchange))
+        return exchange
 
-        weights: of this rank's tables, by their numbers.
-        """
+    def _begin(
+        self, bags: FeatureBags, refused: Exception | None = None, stream: "torch.cuda.Stream | None" = None
+    ) -> IndexExchange:
         factors = bags.weights
         if factors is not None:  # they are this rank's own: their gradients are not averaged
             factors = scale_gradient(factors, 1 / self._scale)
-        lookups = exchange_indices(
+        return IndexExchange(
             bags.indices,
             bags.offsets,
             self._placement,
@@ -212,7 +281,16 @@ class TableExchange:
             weights=factors,
             names=self._names,
             checks_device=not self.is_fused,
+            refused=refused,
+            stream=stream,
         )
+
+    def look_up(self, bags: FeatureBags, weights: Mapping[int, Tensor]) -> list[Tensor]:
+        """Vectors of this rank's samples, for each feature in order of table: [batch, dim], or [ids, dim] unpooled.
+
+        weights: of this rank's tables, by their numbers.
+        """
+        lookups = (bags.exchange or self._begin(bags)).wait()
         owned = self._placement.owned[self._group.rank()]
         found: dict[int, Tensor] = {}
         for index, group in enumerate(self._groups):
@@ -224,7 +302,9 @@ class TableExchange:
             if group.mode is None:
                 found |= self._look_up_rows(group, part, lookups.sizes, own, weights, optimizer)
             else:
-                found |= self._pool(group, part, own, weights, optimizer)
+                found |= self._pool(group, part, own, weights, optimizer, bags)
+        for *_, exchange in self.ahead:  # now, as the backward pass has collectives of its own
+            exchange.issue()
         by_place = dict(zip(self._order, range(len(self._order)), strict=True))
         return [found[by_place[place]] for place in range(len(self._order))]
 
@@ -235,6 +315,7 @@ class TableExchange:
         own: Sequence[int],
         weights: Mapping[int, Tensor],
         optimizer: TableOptimizer | None,
+        bags: FeatureBags,
     ) -> dict[int, Tensor]:
         update = None if optimizer is None else optimizer.update_of_operator
         if update is not None:
@@ -249,12 +330,18 @@ class TableExchange:
             operators=group.operators,
             name=group.name,
             update=update,
-            mode=group.mode or "sum",
+            mode="sum" if group.divides else group.mode or "sum",
             sparse=optimizer is not None or self.specs[self._tables[group.numbers[0]]].sparse,
         )
+        if group.columns is not None:
+            pooled = CombineShards.apply(pooled, group.columns)
         pooled = self._follow(pooled, optimizer)
         widths = [self._placement.tables[number].dim for number in group.order]
-        return dict(zip(group.order, pooled.split(widths, dim=1), strict=True))
+        found = dict(zip(group.order, pooled.split(widths, dim=1), strict=True))
+        if group.divides:
+            counts = bags.offsets.diff().view(len(self._tables), -1).clamp(min=1).unsqueeze(2).to(pooled.device)
+            found = {number: vectors / counts[number] for number, vectors in found.items()}
+        return found
 
     def _follow(self, vectors: Tensor, optimizer: TableOptimizer | None) -> Tensor:
         """The group's vectors, whose gradient has the optimizer begin a step, and is averaged."""

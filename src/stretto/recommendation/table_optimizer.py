@@ -57,6 +57,7 @@ class TableOptimizer:
         self._is_cut = any(tables.dims)  # some rank has tables that the operator looks up
         self.shards: tuple[TableShard, ...] = tables.shards
         self.weights = tables.weights
+        self._caches = tables.caches
         self._shared = len(self.weights) - len(tables.placement.replicated)  # the first replicated table
         device, dtype = tables.device, tables.dtype
         self.is_stochastic = stochastic_rounding and dtype.itemsize == 2
@@ -149,6 +150,8 @@ class TableOptimizer:
         )
         if self.is_stochastic:
             shard = self.shards[place]
+            if self._caches is not None:
+                rows = self._caches.rows_of(place, rows)
             bits = draw_bits(self._now, shard.table, rows + shard.row, shard.column, shard.columns)
             return [round_at_random(updated, bits, table.dtype), *states]
         return [updated.to(table.dtype), *states]

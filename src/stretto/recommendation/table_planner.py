@@ -3,11 +3,13 @@
 
 plan_tables     searches for the placement whose slowest rank is the fastest, within a limit of memory
 TableRates      rows a second by their size, and links; `TableRates.of_cluster` of a machine
+HitRates        how often a cache of a table's hottest rows has what is looked up; `measure_hit_rates` of batches
 TablePlan       the placement, each rank's load, and what the search has changed and why
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import add, sub
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
     from stretto.cluster import Cluster
 
 _FP32, _INDEX = 4, 8  # bytes
+_SLOT, _TRACKED = (
+    4,
+    16,
+)  # bytes of GPU memory: of a row of a cached table, and of a row in the cache besides its numbers
+_BATCHES = 3  # of whose rows a cache has room for at least: two are in flight, and batches differ
+_FILLED = 0.9  # the part of the ranks' memory that caches fill: shards are of unequal sizes
 STATES = {"sgd": (0, 0), "rowwise-adagrad": (1, 0), "full-adagrad": (0, 1), "adam": (0, 2)}
 """The number of states that an optimizer has of a row, and of a number."""
 
@@ -44,14 +52,33 @@ H200_ROWS = (RowRate(512, 11.77e9, 2.57e9), RowRate(1024, 4.99e9, 1.33e9))
 
 
 @dataclass(frozen=True)
+class HitRates:
+    """Measured of a table: the part of look-ups that find their row in a cache of so many rows, both ascending.
+
+    distinct: different rows of a global batch. A cache holds those of two batches at least (`table_cache`).
+    """
+
+    rows: tuple[int, ...]
+    hits: tuple[float, ...]
+    distinct: int
+
+    def at(self, rows: float, of: int) -> float:
+        """The hit rate of a cache of `rows` of a table's `of` rows: on a line between those measured."""
+        points = [(0, 0.0), *((one, hit) for one, hit in zip(self.rows, self.hits, strict=True) if one < of), (of, 1.0)]
+        low, high = next((two for two in pairwise(points) if two[1][0] >= rows), points[-2:])
+        return low[1] + (high[1] - low[1]) * (rows - low[0]) / max(high[0] - low[0], 1)
+
+
+@dataclass(frozen=True)
 class TableRates:
-    """Rates of a GPU and its links: rows a second, ascending by size; bytes/s of memory, and of a GPU's links in its
-    node and between nodes."""
+    """Rates of a GPU and its links: rows a second, ascending by size; bytes/s of memory, of a GPU's links in its node
+    and between nodes, and of its link to host memory, both ways together."""
 
     rows: tuple[RowRate, ...] = H200_ROWS
     memory: float = 4.8e12
     in_node: float = 325e9
     between_nodes: float = 50e9
+    host: float = 101e9
     source: str = "4x H200, lab/results/embedding"
 
     @classmethod
@@ -64,7 +91,8 @@ class TableRates:
         rows = tuple(RowRate(one.row_bytes, one.looked_up * ratio, one.updated * ratio) for one in H200_ROWS)
         measured = cls.source if ratio == 1 else f"{cls.source}, times {ratio:.2f} for its memory's bandwidth"
         links = of_node or between or cluster.require("in_node.bandwidth")
-        return cls(rows, memory, links, between or links, measured)
+        host = cluster.host_link_or_default.duplex_bandwidth or cls.host
+        return cls(rows, memory, links, between or links, host, measured)
 
     def seconds_a_row(self, row_bytes: float) -> tuple[float, float]:
         """Seconds to look a row up, and to update it.
@@ -89,7 +117,8 @@ class TableRates:
 
 class RankLoad(NamedTuple):
     """A rank's load in a step. memory: bytes of tables and states. sent: bytes to ranks of its node, and of others,
-    of the forward pass; the backward pass brings as many back. shared: seconds of replicated tables."""
+    of the forward pass; the backward pass brings as many back. shared: seconds of replicated tables. host: bytes of
+    cached tables' rows from host memory and back, which are fetched under the step before."""
 
     memory: float = 0.0
     look_up: float = 0.0
@@ -97,6 +126,7 @@ class RankLoad(NamedTuple):
     sent: float = 0.0
     sent_between: float = 0.0
     shared: float = 0.0
+    host: float = 0.0
 
     def plus(self, other: "RankLoad") -> "RankLoad":
         """The load with another one."""
@@ -109,7 +139,7 @@ class RankLoad(NamedTuple):
     def seconds(self, rates: TableRates) -> float:
         """Of a step: the exchange hides under the look-up, its way back comes before the update."""
         exchange = self.sent / rates.in_node + self.sent_between / rates.between_nodes
-        return max(self.look_up, exchange) + exchange + self.update + self.shared
+        return max(max(self.look_up, exchange) + exchange + self.update + self.shared, self.host / rates.host)
 
 
 @dataclass(frozen=True)
@@ -147,6 +177,7 @@ class TablePlan:
         lines = self.placement.explain().splitlines()
         lines = [
             f"{line}; {seconds * 1e3:.3g} ms, {show_bytes(load.sent + load.sent_between)} sent"
+            + (f", {show_bytes(load.host)} from host memory and back" if load.host else "")
             for line, load, seconds in zip(lines, self.loads, self.seconds, strict=False)
         ] + lines[len(self.loads) :]
         return "\n".join(
@@ -161,13 +192,13 @@ class TablePlan:
             {
                 "tables": list(placement.owned[rank]), "seconds": seconds, "memory_bytes": load.memory,
                 "sent_bytes": load.sent + load.sent_between, "look_up_seconds": load.look_up,
-                "update_seconds": load.update,
+                "update_seconds": load.update, "host_bytes": load.host,
             }
             for rank, (load, seconds) in enumerate(zip(self.loads, self.seconds, strict=True))
         ]  # fmt: skip
         return {
-            "kinds": kinds, "ranks": ranks, "imbalance": self.imbalance, "reasons": list(self.reasons),
-            "rates": self.rates.source,
+            "kinds": kinds, "cached_rows": list(placement.cached), "ranks": ranks, "imbalance": self.imbalance,
+            "reasons": list(self.reasons), "rates": self.rates.source,
         }  # fmt: skip
 
 
@@ -182,13 +213,16 @@ def plan_tables(
     rates: TableRates | None = None,
     ranks_per_node: int | None = None,
     memory: float | None = None,
+    hit_rates: Mapping[int, HitRates] | None = None,
 ) -> TablePlan:
     """Search for the kinds and ranks of tables with which the slowest rank is the fastest. Deterministic.
 
     batch: global. itemsize: bytes of a number. optimizer, clips (rows' gradients): what needs whole rows excludes cuts
     by columns. memory: bytes of a rank for tables and states; default: twice an even share. Starts from whole tables,
     the longest first to the rank where it adds least; then, while it gains, changes the kind of a table of the slowest
-    rank and places all anew. ValueError without tables or ranks, and if not even cut tables fit into the memory.
+    rank and places all anew. hit_rates: of tables that may be cached: if all tables take more than the ranks' memory,
+    some are in host memory with a cache, such that the fewest bytes move. ValueError without tables or ranks, and if
+    not even cut tables and the smallest caches fit into the memory.
     """
     check_sizes(tables, ranks)
     if batch < 1 or optimizer not in STATES:
@@ -197,8 +231,11 @@ def plan_tables(
         tuple(tables), ranks, batch, itemsize, optimizer, rates or TableRates(), ranks_per_node or ranks
     )
     limit = 2 * search.even_memory() if memory is None else memory
+    reasons = list[str]()
+    if hit_rates and memory is not None:
+        search, reasons = search.with_caches(hit_rates, memory)
     choices = [_Choice()] * len(tables)
-    reasons, best = list[str](), search.place(choices, limit, swaps=True)
+    best = search.place(choices, limit, swaps=True)
     rows_only = optimizer == "rowwise-adagrad" or clips
     while True:
         options = [
@@ -223,9 +260,18 @@ def plan_tables(
         raise ValueError(
             f"the tables and their states do not fit into {show_bytes(memory)} a rank, even if they are cut: "
             f"{show_bytes(max(load.memory for load in best.loads))} a rank would do, or more ranks"
+            + ("" if search.caches else ", or hit_rates=, with which tables are cached")
         )
     kinds = tuple(choice.kind for choice in choices)
-    placement = TablePlacement(tuple(tables), best.owned, () if set(kinds) == {"table"} else kinds)
+    cached = tuple(
+        math.ceil(search.caches[table][0] / (choices[table].ranks if choices[table].kind != "column" else 1))
+        if table in search.caches
+        else 0
+        for table in range(len(tables))
+    )
+    placement = TablePlacement(
+        tuple(tables), best.owned, () if set(kinds) == {"table"} else kinds, cached if any(cached) else ()
+    )
     return TablePlan(placement, best.loads, search.rates, tuple(reasons))
 
 
@@ -274,6 +320,67 @@ class _TableSearch:
     optimizer: str
     rates: TableRates
     ranks_per_node: int
+    caches: Mapping[int, tuple[int, float]] = field(
+        default_factory=dict
+    )  # of a table: rows, part of look-ups that miss
+
+    def with_caches(self, hit_rates: Mapping[int, HitRates], memory: float) -> tuple["_TableSearch", list[str]]:
+        """The search with the caches with which tables fit, and why; the memory goes where it saves the most misses."""
+        whole = [self._memory(size.rows, size.dim) for size in self.tables]
+        budget = _FILLED * self.ranks * memory
+        if sum(whole) <= budget:
+            return self, []
+        rows = {
+            table: min(_BATCHES * rates.distinct, self.tables[table].rows) for table, rates in sorted(hit_rates.items())
+        }
+        used = sum(whole[table] for table in range(len(whole)) if table not in rows)
+        used += sum(self._cache_memory(table, count) for table, count in rows.items())
+
+        def gain(table: int, to: int) -> float:
+            """Look-ups of a sample that a larger cache saves, for each byte that it takes."""
+            size, rates = self.tables[table], hit_rates[table]
+            saved = rates.at(to, size.rows) - rates.at(rows[table], size.rows)
+            return saved * size.pooling * size.dim / self._memory(to - rows[table], size.dim)
+
+        while True:
+            left = {
+                table: int((budget - used) / (self._memory(1, self.tables[table].dim) + _TRACKED)) for table in rows
+            }
+            steps = [
+                (gain(table, to), table, to)
+                for table, rates in hit_rates.items()
+                for to in (*rates.rows, rows[table] + left[table], self.tables[table].rows)
+                if rows[table] < to <= self.tables[table].rows
+                and used + self._cache_memory(table, to) - self._cache_memory(table, rows[table]) <= budget
+            ]
+            if not steps:
+                break
+            _, table, to = max(steps)
+            used += self._cache_memory(table, to) - self._cache_memory(table, rows[table])
+            rows[table] = to
+        caches = {
+            table: (count, 1 - hit_rates[table].at(count, self.tables[table].rows))
+            for table, count in rows.items()
+            if count < self.tables[table].rows
+        }
+        found = replace(self, caches=caches)
+        reasons = [
+            f"table {table}: in host memory with a cache of {count:,} of its {self.tables[table].rows:,} rows, for all "
+            f"tables take {show_bytes(sum(whole))} and the ranks have {show_bytes(self.ranks * memory)}: "
+            f"{1 - misses:.1%} of its look-ups hit, {show_bytes(found._host(table))} a step move to the GPUs and back"
+            for table, (count, misses) in caches.items()
+        ]
+        return found, reasons
+
+    def _cache_memory(self, table: int, rows: int) -> float:
+        """Bytes of GPU memory of a cache of so many rows, and of what finds them."""
+        size = self.tables[table]
+        return self._memory(rows, size.dim) + (_SLOT * size.rows + _TRACKED * rows if rows < size.rows else 0)
+
+    def _host(self, table: int) -> float:
+        """Bytes of a step that a cached table's rows and states move, to the GPU and back."""
+        size, (_, misses) = self.tables[table], self.caches.get(table, (0, 0.0))
+        return 2 * misses * self.batch * size.pooling * self._memory(1, size.dim)
 
     def even_memory(self) -> float:
         """Bytes of a rank if all tables and states were shared out evenly."""
@@ -284,7 +391,7 @@ class _TableSearch:
         size, counts = self.tables[table], range(2, self.ranks + 1)
         if self.ranks > 8:
             counts = sorted({1 << power for power in range(1, self.ranks.bit_length())} | {self.ranks})  # type: ignore[assignment]
-        found = [_Choice(), _Choice("replicated", self.ranks)]
+        found = [_Choice(), *([] if table in self.caches else [_Choice("replicated", self.ranks)])]
         for count in counts:
             if count <= min(self.ranks, size.rows):
                 found.append(_Choice("row", count))
@@ -376,7 +483,7 @@ class _TableSearch:
         received = self._spread(self.batch / self.ranks * width * self.itemsize)
         most = RankLoad(
             load.memory, load.look_up, load.update, max(load.sent, received[0]), max(load.sent_between, received[1]),
-            load.shared,
+            load.shared, load.host,
         )  # fmt: skip
         return most.seconds(self.rates)
 
@@ -400,12 +507,14 @@ class _TableSearch:
         rows = self.batch * size.pooling * part
         vectors = self.batch * columns * self.itemsize
         inside, between = self._spread(vectors + rows * _INDEX)
+        kept = self._cache_memory(table, self.caches.get(table, (size.rows, 0.0))[0]) * part * columns / size.dim
         return RankLoad(
-            self._memory(size.rows * part, columns),
+            kept,
             rows * look_up + vectors / self.rates.memory,
             rows * update + vectors / self.rates.memory,
             inside,
             between,
+            host=self._host(table) / choice.ranks,
         )
 
     def _replica(self, table: int) -> RankLoad:

@@ -15,10 +15,11 @@ from stretto.collectives.two_level import exchange_hosts, name_nodes
 from stretto.memory import group_timeout
 from stretto.memory.shared_groups import SharedGroups
 from stretto.optim.row_update import RowOptimizer
-from stretto.parallel.comm.autograd import at_end_of_backward
+from stretto.parallel.comm.autograd import at_end_of_backward, scale_gradient
 from stretto.parallel.comm.collectives import Pending, start_all_reduce
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import MetaInitializer
+from stretto.recommendation.growing import GrowingRows
 from stretto.recommendation.index_exchange import exchange_indices
 from stretto.recommendation.placement import TablePlacement, TableShard, TableSize, place_tables
 from stretto.recommendation.pooled_exchange import (
@@ -28,7 +29,9 @@ from stretto.recommendation.pooled_exchange import (
     pool_and_exchange,
 )
 from stretto.recommendation.sharded_lookup import CombineShards, ShardColumns, look_up_replicated
+from stretto.recommendation.table_cache import CachedTables, RowCache
 from stretto.recommendation.table_optimizer import TableOptimizer
+from stretto.recommendation.table_replicas import TableReplicas, require_replicas
 
 
 class ShardedTables(nn.ModuleDict):
@@ -39,6 +42,9 @@ class ShardedTables(nn.ModuleDict):
     ValueError on all ranks where one refuses its batch, or local batches differ in size.
     `exchange` is its first half, `pool` its second. `fuse_update` has the backward pass update the tables, of which
     the operator of stretto.ops does those that are not replicated where it runs (`operators`).
+    caches: of tables that are larger than the GPU (`placement.cached`), or grow (`TableSize.growth`), by number.
+    `exchange` fetches their rows: make that of the next batch while this one is computed. The `weight` of a larger one
+    is its cache; checkpoints have whole tables.
     """
 
     def __init__(
@@ -49,6 +55,8 @@ class ShardedTables(nn.ModuleDict):
         implementation: Implementation,
         device: torch.device,
         dtype: torch.dtype,
+        caches: Mapping[int, RowCache | GrowingRows] | None = None,
+        replicas: TableReplicas | None = None,
     ) -> None:
         super().__init__({str(number): table for number, table in tables.items()})
         self.placement, self.group, self.dtype, self.device = placement, group, dtype, device
@@ -57,30 +65,46 @@ class ShardedTables(nn.ModuleDict):
         widths = [shard.columns for of_rank in placement.shards for shard in of_rank]
         self.operators = choose_operators(implementation, dtype, device, widths)
         self.optimizer: TableOptimizer | None = None
+        self.replicas = replicas
         self.replicated_gradients: ReplicatedGradients | None = None  # of the model's other parameters
         # What is the same on all ranks, and another for other tables.
         self.name = hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
         self.dims = tuple(sum(shard.columns for shard in of_rank) for of_rank in placement.shards)
+        places = {shard.table: place for place, shard in enumerate(self.shards)}
+        of_places = {places[table]: cache for table, cache in (caches or {}).items()}
+        self.caches = CachedTables(of_places, len(places) - len(placement.replicated), device) if caches else None
+        if caches:
+            self.register_state_dict_pre_hook(_refuse_state_dict)
+            self.register_load_state_dict_pre_hook(_refuse_state_dict)
         self._columns = None if placement.is_whole else ShardColumns.of(placement, device)
         needs_host = device.type == "cuda" and group.size() > 1
         self._host_group: dist.ProcessGroup | None = None
         if needs_host:
-            members = dist.get_process_group_ranks(group)
+            parts = [dist.get_process_group_ranks(group)] if replicas is None else replicas.partition
             limit = timedelta(seconds=group_timeout(group))
-            self._host_group = SharedGroups().get([members], "table indices", backend="gloo", timeout=limit)
+            self._host_group = SharedGroups().get(parts, "table indices", backend="gloo", timeout=limit)
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
         return self.pool(self.exchange(indices, offsets))
 
     def exchange(self, indices: Tensor, offsets: Tensor) -> TableLookups:
         """All samples' bags for this rank's shards, from this rank's samples' for all tables."""
-        return exchange_indices(indices, offsets, self.placement, self.group, host_group=self._host_group)
+        lookups = exchange_indices(indices, offsets, self.placement, self.group, host_group=self._host_group)
+        return lookups if self.caches is None or lookups.cached is not None else self.caches.fetch(lookups)
 
     def pool(self, lookups: TableLookups) -> Tensor:
         """This rank's samples' vectors from all tables."""
         weights, optimizer = self.weights, self.optimizer
         shared = len(weights) - len(self.placement.replicated)
         parts = []
+        if optimizer is None and torch.is_grad_enabled() and (self.caches is not None or self.replicas is not None):
+            raise ValueError(
+                "tables that are cached, grow or have replicas get no gradients: call fuse_update, or use no_grad"
+            )
+        of_operator = None if optimizer is None else optimizer.update_of_operator
+        caches = self.caches
+        if caches is not None:
+            lookups, of_operator = caches.use(lookups, of_operator)
         if sum(self.dims):
             exchanged = pool_and_exchange(
                 lookups,
@@ -90,7 +114,7 @@ class ShardedTables(nn.ModuleDict):
                 dtype=self.dtype,
                 operators=self.operators,
                 name=self.name,
-                update=None if optimizer is None else optimizer.update_of_operator,
+                update=of_operator,
             )
             parts.append(exchanged)
         if lookups.replicated is not None:
@@ -99,9 +123,28 @@ class ShardedTables(nn.ModuleDict):
         pooled = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         if self._columns is not None:
             pooled = CombineShards.apply(pooled, self._columns)
+        if caches is not None and lookups.cached is not None:
+            number = lookups.cached.number
+            caches.end(number, is_last=not pooled.requires_grad)
+            if pooled.requires_grad:
+                pooled.register_hook(lambda _: caches.begin_update(number))
         if optimizer is not None and pooled.requires_grad:
             pooled.register_hook(lambda _: optimizer.begin())
+        if self.replicas is not None:
+            replicas = self.replicas
+            if pooled.requires_grad:
+                pooled.register_hook(lambda _: at_end_of_backward(lambda: replicas.step(self._averaged())))
+            pooled = scale_gradient(pooled, replicas.count)
         return pooled
+
+    def average_replicas(self) -> None:
+        """Average the groups' tables, if there are several groups: before a checkpoint or an evaluation. Collective."""
+        if self.replicas is not None:
+            self.replicas.average(self._averaged())
+
+    def _averaged(self) -> list[Tensor]:
+        states = [] if self.optimizer is None else self.optimizer.states
+        return [*self.weights, *(state for of_table in states for state in of_table.values())]
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -126,6 +169,10 @@ class ShardedTables(nn.ModuleDict):
         if self.optimizer is not None:
             raise ValueError(f"the tables have an optimizer already, {self.optimizer.kind}: fuse_update is called once")
         self.optimizer = TableOptimizer(self, kind, **options)
+        for place, states in enumerate(self.optimizer.states):
+            cache = None if self.caches is None else self.caches.find(place)
+            if cache is not None:
+                cache.add_states(list(states.values()))
         return self.optimizer
 
 
@@ -137,6 +184,8 @@ def distribute_tables(
     pooling: Sequence[float] | None = None,
     implementation: Implementation = "auto",
     seed: int = 0,
+    replicas: int = 1,
+    sync_every: int = 1,
 ) -> TablePlacement:
     """Distribute a model's embedding tables over all ranks, in place, and replicate its other modules.
 
@@ -152,6 +201,12 @@ def distribute_tables(
     the global batch size. When `backward()` returns, gradients are fully reduced: each table's sparse gradient is on
     its owner, and all other gradients are all-reduced.
 
+    Tables that `placement.cached` names are in host memory, with a cache on the GPU; they start from the random numbers
+    of a CPU, and all else is as if they were on the GPU, bit for bit. They need `fuse_update`.
+
+    replicas: how many groups of ranks have all tables each, which they average every `sync_every` steps
+    (`table_replicas`); placements are for the ranks of a group. Such tables need `fuse_update`, too.
+
     Raises ValueError for another model or grid, a placement of other tables, or an implementation that is not there.
     """
     tables = _check_model(model)
@@ -166,11 +221,17 @@ def distribute_tables(
         TableSize(table.num_embeddings, table.embedding_dim, rate)
         for table, rate in zip(tables, pooling or [1.0] * len(tables), strict=True)
     )
+    require_replicas(replicas, sync_every, ranks)
+    ranks //= replicas
     placement = placement or place_tables(sizes, ranks)
+    if replicas > 1 and (placement.cached or any(size.growth for size in placement.tables)):
+        raise ValueError(f"tables that are cached or grow have one copy: replicas=1 would do, not {replicas}")
     group = grid.group("data")
     nodes = None
     if "table-row" in placement.kinds:
         nodes = name_nodes([host for _, host in exchange_hosts(group, group_timeout(group))])
+        first = grid.coordinate("data") // ranks * ranks
+        nodes = nodes[first : first + ranks]
     placement.check([(size.rows, size.dim) for size in sizes], ranks, nodes)
     dtype = tables[0].weight.dtype
     # Before anything is allocated.
@@ -178,16 +239,29 @@ def distribute_tables(
     choose_operators(implementation, dtype, grid.device, widths)
 
     initializer = MetaInitializer(model, grid.device, seed)
-    mine = {shard.table: shard for shard in placement.shards[grid.coordinate("data")]}
+    of_host = MetaInitializer(model, torch.device("cpu"), seed)
+    copies = TableReplicas(group, replicas, sync_every, grid.device) if replicas > 1 else None
+    group = group if copies is None else copies.group
+    mine = {shard.table: shard for shard in placement.shards[group.rank()]}
     mine |= {table: placement.whole(table) for table in placement.replicated}
     for name, module in model.named_modules():
         owner, _, number = name.partition(".")
         if owner != "tables" or (number and int(number) in mine):
-            _materialize(module, initializer.real(name, module))
+            is_cached = owner == "tables" and number and placement.cache_of(mine[int(number)])
+            _materialize(module, (of_host if is_cached else initializer).real(name, module))
+    caches = dict[int, RowCache | GrowingRows]()
     for table, shard in mine.items():
         _keep_shard(tables[table], shard)
+        growth = placement.tables[table].growth
+        if growth is not None:
+            caches[table] = GrowingRows(tables[table].weight.detach(), growth, table)
+        if rows := placement.cache_of(shard):
+            weight = tables[table].weight.detach()
+            caches[table] = cache = RowCache(shard.rows, shard.columns, rows, weight.dtype, grid.device)
+            cache.held[0].copy_(weight)
+            tables[table].weight = nn.Parameter(cache.weight)
     sharded = ShardedTables(
-        {table: tables[table] for table in mine}, placement, group, implementation, grid.device, dtype
+        {table: tables[table] for table in mine}, placement, group, implementation, grid.device, dtype, caches, copies
     )
     grid.gradients.add("sum")
     model.tables = sharded
@@ -228,6 +302,10 @@ def _keep_shard(table: nn.EmbeddingBag, shard: TableShard) -> None:
     if whole.shape != (shard.rows, shard.columns):
         box = whole.detach()[shard.row : shard.row + shard.rows, shard.column : shard.column + shard.columns]
         table.weight = nn.Parameter(box.clone(memory_format=torch.contiguous_format), whole.requires_grad)
+
+
+def _refuse_state_dict(*_: Any) -> None:
+    raise ValueError("tables that are cached or grow are more than parameters: distributed_state has them whole")
 
 
 class ReplicatedGradients:

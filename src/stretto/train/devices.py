@@ -3,7 +3,6 @@
 
 from stretto.cluster.detection import count_gpus
 from stretto.cluster.local_ranks import count_ranks_here
-from stretto.train.config.gpt import TrainConfig
 from stretto.train.config.options import AnyConfig
 
 
@@ -28,8 +27,8 @@ def resolve_device(config: AnyConfig) -> AnyConfig:
             f"{remedy} would do"
         )
     device = config.device if config.device != "auto" else "cuda" if gpus >= ranks_here else "cpu"
-    if isinstance(config, TrainConfig) and device != "cuda":
+    if device != "cuda":
         for name in ("cuda_graph", "writes_copies"):
-            if getattr(config.train, name):
+            if getattr(config.train, name, False):
                 raise ValueError(f"train.{name} is on, but this run's device is the CPU; train.{name}=false would do")
     return config.model_copy(update={"device": device})

@@ -80,7 +80,7 @@ def train(config: JobConfig, *, display: Display = "auto") -> None:
         require_loggers(config.train)
     else:
         config = preflight(config)  # of a program that calls this: before anything is made or written
-    is_captured = isinstance(config, TrainConfig) and config.train.cuda_graph
+    is_captured = getattr(config.train, "cuda_graph", False)
     os.environ.update(device_waits.environment(times_nccl=not is_captured))  # before the process group is made
     # A process group that the caller has initialized keeps the caller's time limit.
     timeout = None if is_callers_group else config.train.timeout
@@ -185,7 +185,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
             reporter.print_message(_describe_prediction(predicted))
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
         tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
-        _measure_waits(grid, is_captured=isinstance(config, TrainConfig) and config.train.cuda_graph)
+        _measure_waits(grid, is_captured=getattr(config.train, "cuda_graph", False))
         try:
             bytes_sent = _train_steps(task, start, stop, saver, recorder, reporter, tracer, replicas)
         except DivergenceError as error:

@@ -230,7 +230,7 @@ def look_up_many_sets_of_tables(after_capture):
         shape = (number + 1, 4 * (number + 1))
         launch_config.describe_tables(find_tables([torch.empty(shape)], torch.device("cpu")), 0, 1, shape[1], 1)
         backward._describe_rows((number,), (4,), 4, torch.device("cpu"))
-        backward._describe_target((shape[1],), 4, "sgd", False, False, torch.device("cpu"))
+        backward._describe_target((shape[1],), 4, "sgd", False, False, False, torch.device("cpu"))
     gc.collect()
     return sum(word() is not None for word in words), len(words)
 

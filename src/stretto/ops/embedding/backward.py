@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host side of the embedding backward pass: exchange gradients on a side stream, sort lookups, reduce rows.
 
-    stage_gradients     push gradients to the tables' owners (side stream); fill zeros, sort this rank's lookups
+    sort_ahead          sort this rank's lookups beside what follows the forward pass
+    stage_gradients     push gradients to the tables' owners (side stream); fill zeros, sort lookups if they are not yet
     reduce_rows         once both are done: add up each row's gradients, and store or apply the sum
     find_gradients      both, for dense or sparse gradients
     update_tables       both, for a fused step of an optimizer
@@ -53,7 +54,7 @@ from stretto.ops.embedding.placement import AGREED, GRADIENTS, EmbeddingPlacemen
 from stretto.ops.embedding.pooling_kernel import Bags, KernelTables
 from stretto.ops.embedding.scheduled import ScheduledMoves, find_way
 from stretto.ops.embedding.table_set import TableSet
-from stretto.ops.operator import find_group, find_kept, is_kept
+from stretto.ops.operator import find_group, find_kept, find_known, is_kept
 
 _CHANNELS = 8  # the most signals for each rank's rows of the gradient
 _launches: defaultdict[torch.device, tiles.Launches] = defaultdict(tiles.Launches)
@@ -97,6 +98,18 @@ class TableBlock(NamedTuple):
     column: int = 0
 
 
+class CachedRows(NamedTuple):
+    """The look-ups of a call whose tables are caches of larger ones: its indices are slots of the caches.
+
+    rows: [total], of the indices' dtype: the rows of the larger tables. slots: for each table int32 [its rows], 1 plus
+    the slot of each row, and 0 for one that is not in the cache; None for a table that is no cache. Gradients are then
+    added up in order of rows, and random bits are those of rows, so that results are those of the larger tables.
+    """
+
+    rows: Tensor
+    slots: Sequence[Tensor | None]
+
+
 class TableUpdate(NamedTuple):
     """An optimizer's step on this rank's tables: an argument of `embedding_all_to_all_update`.
 
@@ -112,7 +125,7 @@ class TableUpdate(NamedTuple):
     rounding; the call advances it. Adam takes it, and so does is_stochastic: fp16 and bf16 rows are then rounded to
     one of their two neighbours, so that the mean is the number, by random bits that are a hash of seed, step, and the
     number's table, row and column. blocks: which part of which table each is, for that hash; default: whole tables 0,
-    1, ... of this rank.
+    1, ... of this rank. cached: of tables that are caches; not under torch.compile.
     """
 
     optimizer: str
@@ -121,6 +134,16 @@ class TableUpdate(NamedTuple):
     clock: Tensor | None = None
     blocks: Sequence[TableBlock] = ()
     is_stochastic: bool = False
+    cached: CachedRows | None = None
+
+    def find_rows(self, lookups: LookupInput) -> LookupInput:
+        """The look-ups by rows of the larger tables, where tables are caches: their gradients are added up so."""
+        if self.cached is None:
+            return lookups
+        rows, slots = self.cached
+        numbers = zip(lookups.rows, slots, strict=True)
+        whole = tuple(here if of_table is None else len(of_table) for here, of_table in numbers)
+        return lookups._replace(indices=rows, rows=whole)
 
     def addresses(self, tables: int) -> list[tuple[int, int]]:
         """Return the addresses of each table's two states; 0 for one that the optimizer does not have."""
@@ -145,6 +168,23 @@ class StagedGradients(NamedTuple):
     config: BackwardConfig
     kind: Hashable
     permit: Tensor | None = None
+
+
+class SortedLookups(NamedTuple):
+    """Lookups that were sorted on a stream of their own, without gradients. ready: on a GPU, the sort's end."""
+
+    staged: StagedGradients
+    ready: "torch.cuda.Event | None"
+
+    def take(self) -> StagedGradients:
+        """What was sorted, for the current stream."""
+        if self.ready is not None:
+            current = torch.cuda.current_stream(self.staged.uniques.device)
+            current.wait_event(self.ready)
+            for tensor in (*self.staged.segments, self.staged.uniques):
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(current)
+        return self.staged
 
 
 class _Staging(NamedTuple):
@@ -217,12 +257,13 @@ def stage_gradients(
     *,
     permit: Tensor | None = None,
     need: int = AGREED,
+    ahead: SortedLookups | None = None,
 ) -> StagedGradients | None:
     """Push grad [batch / world, width] to the tables' owners; concurrently fill `zeros` and sort this rank's lookups.
 
     firsts: see `sort_lookups`. permit: the permit of the look-up; default: the placement's last. need: the bits of it
-    without which nothing is pushed, and later stored. Returns None where this rank has no lookups, and so has only
-    pushed.
+    without which nothing is pushed, and later stored. ahead: what `sort_ahead` has returned. Returns None where this
+    rank has no lookups, and so has only pushed.
     """
     if placement.batch == 0 or placement.width == 0:
         fill_zeros(zeros)
@@ -251,10 +292,46 @@ def stage_gradients(
     staged = None
     if lookups.dims and lookups.indices.numel():
         # The forward pass has already reported errors in the input, so the errors recorded by this sort are not read.
-        staged = sort_lookups(lookups, placement, own, config, index_errors, firsts)
+        if ahead is None:
+            staged = sort_lookups(lookups, placement, own, config, index_errors, firsts)
+        else:
+            staged = ahead.take()._replace(gradients=own)
         staged = staged._replace(permit=permit)
     tiles.join_copies(channel)
     return staged
+
+
+def sort_ahead(
+    lookups: LookupInput, placement: EmbeddingPlacement, group: str, firsts: tuple[int, ...]
+) -> SortedLookups | None:
+    """Sort this rank's lookups for `stage_gradients` on a stream of their own, after the current one's work so far.
+
+    None where there are none, and while a CUDA graph is captured, which may have no backward pass to join the stream.
+    """
+    device = lookups.offsets.device
+    if not (lookups.dims and lookups.indices.numel() and placement.batch) or find_capture(device) is not None:
+        return None
+    config = choose_backward_config(round_up_to_power(max(lookups.dims)) * placement.dtype.itemsize, device)
+    errors = find_known(
+        group, device, ("embedding sort", placement), lambda: IndexErrors(placement.rank, device)
+    )  # not read
+    width = placement.widths[placement.rank]
+    like = torch.empty(0, width, dtype=placement.dtype, device=device)
+    if device.type == "cpu":
+        return SortedLookups(sort_lookups(lookups, placement, like, config, errors, firsts), None)
+    side = _sort_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        staged = sort_lookups(lookups, placement, like, config, errors, firsts)
+    for tensor in lookups[:3]:
+        if tensor is not None:
+            tensor.record_stream(side)
+    return SortedLookups(staged, side.record_event())
+
+
+@functools.cache
+def _sort_stream(device: torch.device) -> "torch.cuda.Stream":
+    return torch.cuda.Stream(device)
 
 
 def _allocate(group: str, device: torch.device, size: int) -> tiles.BlockChannel:
@@ -413,14 +490,17 @@ def reduce_rows(
     parts = zip(addresses, staged.bases[:-1], dims, strict=True)
     action, settings, corrections, clock, failed = "store", None, None, None, None
     if step is None:
-        words = tuple((*part, last, 0, 0, 0, 0) for part, last in zip(parts, lasts, strict=True))
+        words = tuple((*part, last, 0, 0, 0, 0, 0) for part, last in zip(parts, lasts, strict=True))
         meta, places = copy_to_device(words, device), tuple[int, ...]()
     else:
         action, settings, corrections = step.optimizer, step.settings, _correct_means(step)
         clock = step.clock if step.is_stochastic else None
         states = step.addresses(len(dims))
         blocks = step.blocks or [TableBlock(place) for place in range(len(dims))]
-        words = tuple((*part, *both, *block) for part, both, block in zip(parts, states, blocks, strict=True))
+        slots = [None] * len(dims) if step.cached is None else step.cached.slots
+        found = [0 if of_table is None else of_table.data_ptr() for of_table in slots]
+        described = zip(parts, states, blocks, found, strict=True)
+        words = tuple((*part, *both, *block, address) for part, both, block, address in described)
         meta, failed = cache_on_device(words, device), failures.failure_flag(device)
         # Memory that is allocated for a call begins at a multiple of 16 bytes; tables may have any address.
         places = tuple(address // itemsize for address in addresses)
@@ -428,7 +508,8 @@ def reduce_rows(
             places += tuple(address // 4 for both in states for address in both)
     multiple = common_multiple((*dims, *places), itemsize)
     by_table = settings is not None and settings.dim() == 2
-    target = _describe_target(tuple(dims), multiple, action, by_number, by_table, device)
+    is_cached = step is not None and step.cached is not None
+    target = _describe_target(tuple(dims), multiple, action, by_number, by_table, is_cached, device)
     hold_for_replays(target.tables_of)
     target = target._replace(
         meta=meta, settings=settings, corrections=corrections, clock=clock, failed=failed, permit=staged.permit
@@ -436,7 +517,7 @@ def reduce_rows(
     block = target.block.value
     cuts = (segments.total - 1) // config.limit
     partials = torch.empty((cuts + 2) * 2 * block, dtype=torch.float32, device=device)
-    constants = action, by_number, by_table, block, target.multiple.value
+    constants = action, by_number, by_table, block, target.multiple.value, is_cached
     pointers = settings, corrections, clock, staged.permit
     kinds = staged.kind, gradients.dtype, tuple(map(tiles.kind_of, pointers)), constants
     arguments = segments, target, gradients, partials, config.limit
@@ -455,10 +536,16 @@ def reduce_rows(
 
 @functools.lru_cache(maxsize=64)
 def _describe_target(
-    dims: tuple[int, ...], multiple: int, action: str, by_number: bool, by_table: bool, device: torch.device
+    dims: tuple[int, ...],
+    multiple: int,
+    action: str,
+    by_number: bool,
+    by_table: bool,
+    is_cached: bool,
+    device: torch.device,
 ) -> Target:
     """Make a target without addresses and settings."""
-    constants = (action, by_number, by_table, round_up_to_power(max(dims)), multiple)
+    constants = (action, by_number, by_table, round_up_to_power(max(dims)), multiple, is_cached)
     tables_of = _find_tables_of(dims, device)
     return Target(None, tables_of, None, None, None, None, None, *(tl.constexpr(value) for value in constants))
 
@@ -508,6 +595,7 @@ def update_tables(
     group: str,
     tables: TableSet,
     step: TableUpdate,
+    ahead: SortedLookups | None = None,
 ) -> None:
     """Make an optimizer's step on the rows that were looked up; all ranks call it. See `embedding_all_to_all_update`.
 
@@ -519,7 +607,7 @@ def update_tables(
             raise ValueError(
                 f"embedding_all_to_all_update: tables {first} and {place} are one table, so they have one state"
             )
-    staged = stage_gradients(grad, lookups, placement, group, firsts=firsts)
+    staged = stage_gradients(grad, step.find_rows(lookups), placement, group, firsts=firsts, ahead=ahead)
     if staged is not None:
         reduce_rows(staged, lookups.dims, tables.addresses, [0] * len(firsts), step)
     if step.clock is not None:

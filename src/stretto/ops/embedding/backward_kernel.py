@@ -47,7 +47,7 @@ QUANTUM = tl.constexpr(4)
 ACTIONS = ("store", "sgd", "adagrad", "full-adagrad", "adam")
 """What `reduce_chunks` does with a row's sum: store a gradient, or make a step of an optimizer on the table's row."""
 
-TARGET_META = tl.constexpr(8)  # words of `Target.meta` for each table
+TARGET_META = tl.constexpr(9)  # words of `Target.meta` for each table
 SETTINGS = tl.constexpr(6)  # numbers of `Target.settings` for each table
 
 
@@ -87,17 +87,19 @@ class Segments(NamedTuple):
 class Target(NamedTuple):
     """Kernel argument: where the segments' sums go.
 
-    meta: int64 [tables, 8]: address, first key, dim, address of the table's state (fp32 [rows], or [rows, dim] unless
-    it is adagrad's; with by_number instead the number of the table's first segment), address of its second state, and
-    what of which table it is: number, first row, first column. tables_of: int32, the table of each QUANTUM of columns.
-    settings: fp32 [2], learning rate and epsilon, or [tables, 6]: also weight decay, the largest norm of a row's
-    gradient, and how fast adam's means forget (1 - beta). corrections: fp32 [tables, 2], 1 - beta ** steps, for adam.
-    clock: int64 [2], steps before this one and the seed of stochastic rounding, or None to round to the nearest.
-    failed: int32 [1], the process's failure flag, for optimizers: while it is set, nothing is updated. permit: int32
-    [1], 0 for a look-up that ranks did not make together, whose backward pass stores and updates nothing; or None.
-    Compiled in: action, one of `ACTIONS`; by_number: a target's rows are segments (sparse gradients), not the table's
-    rows; by_table: settings are [tables, 6]; block, the power of two that holds every dim; multiple, which divides
-    every dim and every address (in elements), also those of states [rows, dim].
+    meta: int64 [tables, 9]: address, first key, dim, address of the table's state (fp32 [rows], or [rows, dim]
+    unless it is adagrad's; with by_number instead the number of the table's first segment), address of its second
+    state, what of which table it is: number, first row, first column, and the address of its `CachedRows.slots`, or
+    0. tables_of: int32, the table of each QUANTUM of columns. settings: fp32 [2], learning rate and epsilon, or
+    [tables, 6]: also weight decay, the largest norm of a row's gradient, and how fast adam's means forget (1 -
+    beta). corrections: fp32 [tables, 2], 1 - beta ** steps, for adam. clock: int64 [2], steps before this one and
+    the seed of stochastic rounding, or None to round to the nearest. failed: int32 [1], the process's failure flag,
+    for optimizers: while it is set, nothing is updated. permit: int32 [1], 0 for a look-up that ranks did not make
+    together, whose backward pass stores and updates nothing; or None.
+    Compiled in: action, one of `ACTIONS`; by_number: a target's rows are segments (sparse gradients), not the
+    table's rows; by_table: settings are [tables, 6]; is_cached: some tables are caches, whose rows are found by
+    slots; block, the power of two that holds every dim; multiple, which divides every dim and every address (in
+    elements), also those of states [rows, dim].
     """
 
     meta: Any
@@ -112,6 +114,7 @@ class Target(NamedTuple):
     by_table: Any
     block: Any
     multiple: Any
+    is_cached: Any
 
 
 @triton.jit
@@ -284,8 +287,8 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
         key = tl.load(segments.keys + start, mask=segment_mask, other=0)
         begins = tl.load(segments.keys + start - 1, mask=segment_mask & (start > 0), other=-1) != key
         ends = tl.load(segments.keys + end, mask=segment_mask & (end < segments.total), other=-1) != key
-        row, pointers, column_mask, state, dim = _locate(target, staging, table, key, number, segment_mask)
-        held, first, second = _read(target, pointers, column_mask, row, table, state, dim, segment_mask)
+        row, slot, pointers, column_mask, state, dim = _locate(target, staging, table, key, number, segment_mask)
+        held, first, second = _read(target, pointers, column_mask, slot, table, state, dim, segment_mask)
         total = tl.zeros((CHUNKS, target.block), tl.float32)
         at = start[:, None] + steps[None, :]
         place = tl.load(segments.places + at, mask=at < end[:, None], other=0)
@@ -303,7 +306,7 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
             place = next_place
         whole = segment_mask & begins & ends
         mask = column_mask & whole[:, None]
-        _apply(target, pointers, mask, row, table, state, dim, held, first, second, total, whole)
+        _apply(target, pointers, mask, (row, slot), table, state, dim, held, first, second, total, whole)
         part = tl.where(start % LIMIT == 0, start // LIMIT * 2 + 1, end // LIMIT * 2)
         pointers = partials + (part * target.block)[:, None] + columns[None, :]
         tl.store(pointers, total, mask=(segment_mask & ((begins & ends) == 0))[:, None])
@@ -339,11 +342,13 @@ def combine_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, ROW
         number = tl.zeros((1,), tl.int32)
         if target.by_number:
             number = tl.load(segments.numbers + _find_chunk(segments, one))
-        row, pointers, mask, state, dim = _locate(
+        row, slot, pointers, mask, state, dim = _locate(
             target, staging, table, tl.load(segments.keys + one), number, segment_mask
         )
-        held, first, second = _read(target, pointers, mask, row, table, state, dim, segment_mask)
-        _apply(target, pointers, mask, row, table, state, dim, held, first, second, total[None, :], segment_mask)
+        held, first, second = _read(target, pointers, mask, slot, table, state, dim, segment_mask)
+        _apply(
+            target, pointers, mask, (row, slot), table, state, dim, held, first, second, total[None, :], segment_mask
+        )
 
 
 @triton.jit
@@ -361,7 +366,8 @@ def _find_chunk(segments, lookup):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _locate(target, staging, table, key, number, segment_mask):  # type: ignore[no-untyped-def]
-    """Return, for segments' targets: row, pointers to it [segments, block], their mask, fourth word of meta, dim."""
+    """Return, for segments' targets: row, where it is (its slot, if the table is a cache), pointers to it [segments,
+    block], their mask, fourth word of meta, dim."""
     words = target.meta + table * TARGET_META
     dim = tl.multiple_of(tl.load(words + 2, mask=segment_mask, other=0), target.multiple)
     row = key.to(tl.int64) - tl.load(words + 1, mask=segment_mask, other=0)
@@ -373,8 +379,13 @@ def _locate(target, staging, table, key, number, segment_mask):  # type: ignore[
     alignment: tl.constexpr = target.multiple * staging.dtype.element_ty.primitive_bitwidth // 8
     base = tl.multiple_of(tl.load(words, mask=segment_mask, other=0), alignment).to(staging.dtype)
     base = tl.multiple_of(base, alignment)
-    offset = tl.multiple_of(row * dim, target.multiple)
-    return row, (base + offset)[:, None] + columns[None, :], mask, last, dim
+    slot = row
+    if target.is_cached:
+        slots = tl.load(words + 8, mask=segment_mask, other=0)
+        here = tl.load(slots.to(tl.pointer_type(tl.int32)) + row, mask=segment_mask & (slots != 0), other=0)
+        slot = tl.where(slots != 0, tl.maximum(here, 1).to(tl.int64) - 1, row)
+    offset = tl.multiple_of(slot * dim, target.multiple)
+    return row, slot, (base + offset)[:, None] + columns[None, :], mask, last, dim
 
 
 @triton.jit
@@ -392,7 +403,7 @@ def _find_second(target, table, segment_mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _read(target, pointers, mask, row, table, state, dim, segment_mask):  # type: ignore[no-untyped-def]
+def _read(target, pointers, mask, slot, table, state, dim, segment_mask):  # type: ignore[no-untyped-def]
     """Return what the target's rows and their states [rows, dim] hold, in fp32; zeros for what the action does not
     take."""
     held = tl.zeros(pointers.shape, tl.float32)
@@ -401,19 +412,21 @@ def _read(target, pointers, mask, row, table, state, dim, segment_mask):  # type
     if target.action != "store":
         held = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     if (target.action == "full-adagrad") | (target.action == "adam"):
-        first = tl.load(_point_at_states(target, state, row, dim), mask=mask, other=0.0)
+        first = tl.load(_point_at_states(target, state, slot, dim), mask=mask, other=0.0)
     if target.action == "adam":
         address = _find_second(target, table, segment_mask)
-        second = tl.load(_point_at_states(target, address, row, dim), mask=mask, other=0.0)
+        second = tl.load(_point_at_states(target, address, slot, dim), mask=mask, other=0.0)
     return held, first, second
 
 
 @triton.jit
-def _apply(target, pointers, mask, row, table, state, dim, held, first, second, total, segment_mask):  # type: ignore[no-untyped-def]
+def _apply(target, pointers, mask, places, table, state, dim, held, first, second, total, segment_mask):  # type: ignore[no-untyped-def]
     """Store segments' sums, fp32 [segments, block], or make a step of an optimizer on their rows.
 
-    state: the address of the table's state; held, first, second: what `_read` returned.
+    places: row and slot, as `_locate` returned them: states are at the slot, random bits are the row's. state: the
+    address of the table's state; held, first, second: what `_read` returned.
     """
+    row, slot = places
     if target.permit is not None:
         agrees = tl.load(target.permit) != 0
         mask = mask & agrees
@@ -437,21 +450,21 @@ def _apply(target, pointers, mask, row, table, state, dim, held, first, second, 
         if target.action != "sgd":
             epsilon = tl.load(settings + 1, mask=segment_mask, other=0.0)[:, None]
         if target.action == "adagrad":
-            squares_at = state.to(tl.pointer_type(tl.float32)) + row
+            squares_at = state.to(tl.pointer_type(tl.float32)) + slot
             squares = tl.sum(tl.where(mask, total * total, 0.0), 1) / tl.maximum(dim, 1).to(tl.float32)
             squares += tl.load(squares_at, mask=segment_mask, other=0.0)
             tl.store(squares_at, squares, mask=segment_mask)
             step = _divide(step, tl.sqrt_rn(squares)[:, None] + epsilon)
         if target.action == "full-adagrad":
             first += total * total
-            tl.store(_point_at_states(target, state, row, dim), first, mask=mask)
+            tl.store(_point_at_states(target, state, slot, dim), first, mask=mask)
             step = _divide(step, tl.sqrt_rn(first) + epsilon)
         if target.action == "adam":
             first += (total - first) * tl.load(settings + 4, mask=segment_mask, other=0.0)[:, None]
             second += (total * total - second) * tl.load(settings + 5, mask=segment_mask, other=0.0)[:, None]
-            tl.store(_point_at_states(target, state, row, dim), first, mask=mask)
+            tl.store(_point_at_states(target, state, slot, dim), first, mask=mask)
             address = _find_second(target, table, segment_mask)
-            tl.store(_point_at_states(target, address, row, dim), second, mask=mask)
+            tl.store(_point_at_states(target, address, slot, dim), second, mask=mask)
             corrections = target.corrections + table * 2
             rate = tl.load(settings, mask=segment_mask, other=0.0) / tl.load(corrections, mask=segment_mask, other=1.0)
             root = tl.sqrt_rn(tl.load(corrections + 1, mask=segment_mask, other=1.0))

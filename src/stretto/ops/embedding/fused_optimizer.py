@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.ops.embedding.backward import LookupInput, TableBlock, TableUpdate, update_tables
+from stretto.ops.embedding.backward import (
+    LookupInput,
+    SortedLookups,
+    TableBlock,
+    TableUpdate,
+    sort_ahead,
+    update_tables,
+)
 from stretto.ops.embedding.backward_kernel import SETTINGS
 from stretto.ops.embedding.operator import agree_on_placement, embedding_all_to_all, find_placement_again
 from stretto.ops.embedding.placement import require_input
@@ -40,11 +47,12 @@ def embedding_all_to_all_update(
     mode: str = "sum",
     batch: int | None = None,
     name: str = "",
+    ahead: SortedLookups | None = None,
 ) -> None:
     """Make an optimizer's step on the rows that `embedding_all_to_all` has looked up, without making their gradients.
 
     grad: [global batch / world, sum of all ranks' dims], of the output. indices to name: as in the forward call, which
-    has checked them. update: the optimizer.
+    has checked them. update: the optimizer. ahead: these lookups, if they were sorted already.
     Sums and updates are fp32, then rounded to the table's dtype. A table may be given several times, for several
     features: a row gets one step, of all its lookups.
 
@@ -68,7 +76,9 @@ def embedding_all_to_all_update(
     require_step(update, known.rows, known.dims, known.dtype, device)
     if traces:
         detached = [table.detach() for table in tables]
-        optimizer, settings, states, clock, blocks, is_stochastic = update
+        if update.cached is not None:
+            raise ValueError(f"{_OPERATOR}: caches are not updated under torch.compile: leave them out of its graphs")
+        optimizer, settings, states, clock, blocks, is_stochastic, _ = update
         rest = list(chain.from_iterable(blocks)), is_stochastic, mode, count, name, group_name
         torch.ops.stretto.embedding_all_to_all_update(
             grad, indices, offsets, detached, list(states), settings, clock, weights, optimizer, *rest
@@ -77,7 +87,7 @@ def embedding_all_to_all_update(
     lookups = LookupInput(indices, offsets, weights, mode, known.rows, known.dims)
     placement = find_placement_again(group_name, device, known.dims, dtype, count, name)
     with torch.no_grad():
-        update_tables(grad, lookups, placement, group_name, known, update)
+        update_tables(grad, lookups, placement, group_name, known, update, ahead)
     torch.autograd.graph.increment_version([*tables, *update.states])
 
 
@@ -172,6 +182,8 @@ def require_step(
         raise ValueError(f"{_OPERATOR}: the clock is int64 [2] on {device}: steps and seed; not {_describe(clock)}")
     if step.is_stochastic and dtype == torch.float32:
         raise ValueError(f"{_OPERATOR}: fp32 tables are not rounded: leave is_stochastic out")
+    if step.cached is not None and len(step.cached.slots) != len(rows):
+        raise ValueError(f"{_OPERATOR}: there are {len(step.cached.slots)} slots of {len(rows)} tables: one for each")
     if step.blocks and len(step.blocks) != len(rows):
         raise ValueError(f"{_OPERATOR}: there are {len(step.blocks)} blocks of {len(rows)} tables: give one for each")
 
@@ -217,12 +229,22 @@ class _LookUpAndUpdate(torch.autograd.Function):
     ) -> Tensor:
         ctx.tables, ctx.group, ctx.update = tables, group, update
         ctx.options = {key: value for key, value in options.items() if key in ("mode", "batch", "name")}
-        ctx.save_for_backward(indices, offsets, options.get("weights"))
-        return embedding_all_to_all(indices, offsets, list(tables), group, **options)
+        weights, name, mode = options.get("weights"), options.get("name", ""), options.get("mode", "sum")
+        ctx.save_for_backward(indices, offsets, weights)
+        pooled = embedding_all_to_all(indices, offsets, list(tables), group, **options)
+        ctx.ahead = None
+        if not is_traced(indices, offsets, weights, *tables):
+            group_name, device, known = find_name(group), offsets.device, find_tables(tables, offsets.device)
+            batch = len(pooled) * dist.get_world_size(group)
+            placement = find_placement_again(group_name, device, known.dims, pooled.dtype, batch, name)
+            lookups = LookupInput(indices, offsets, weights, mode, known.rows, known.dims)
+            ctx.ahead = sort_ahead(update.find_rows(lookups), placement, group_name, known.firsts)
+        return pooled
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         indices, offsets, weights = ctx.saved_tensors
-        options = ctx.options | {"update": ctx.update, "weights": weights}
+        options = ctx.options | {"update": ctx.update, "weights": weights, "ahead": ctx.ahead}
+        ctx.ahead = None
         embedding_all_to_all_update(gradients[0], indices, offsets, list(ctx.tables), ctx.group, **options)
         return (None,) * 7

@@ -12,6 +12,7 @@ from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.gradient_buckets import local_gradient
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import layout_of
+from stretto.suggestions import require_type
 
 
 @torch.no_grad()
@@ -30,6 +31,7 @@ def clip_grad_norm_(
     RuntimeError, on all ranks, if the norm is not finite; the host then waits for the device. ValueError for a max_norm
     that is not positive.
     """
+    require_type(grid, Grid, "grid")
     if max_norm is not None:
         _check_max_norm(max_norm)
     with_gradient = _with_gradient(parameters)
@@ -78,6 +80,7 @@ def gradient_norm(parameters: Tensor | Iterable[Tensor], grid: Grid, norm_type: 
     counted once, whatever the grid: a shard's powers are divided by the number of its replicas, and summed over all
     ranks in fp64. The host never waits for the device.
     """
+    require_type(grid, Grid, "grid")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}, but must be positive: 2, say, or math.inf")
     with_gradient = _with_gradient(parameters)

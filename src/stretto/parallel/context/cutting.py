@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 from stretto.ops.attention import list_chunks
 from stretto.ops.attention.plan import Layout
 from stretto.parallel.grid import Grid
+from stretto.suggestions import require_type
 
 Values = TypeVar("Values")
 
@@ -32,6 +33,7 @@ def cut_sequences(
     Raises ValueError for lengths that the ranks cannot divide, with the nearest that they can, for other layouts, and
     for one that no model on the grid has.
     """
+    require_type(grid, Grid, "grid")
     used = sorted(grid.context_layouts)
     if layout is None and len(used) > 1:
         raise ValueError(f"cut_sequences: models on this grid have both layouts, {' and '.join(used)}: choose one")

@@ -11,6 +11,7 @@ from stretto.ops.moe import ReplicaPlacement
 from stretto.ops.moe.replicas import hold_replicas, place_replicas, return_gradients
 from stretto.parallel.comm.collectives import all_reduce, collective
 from stretto.parallel.comm.kept_outputs import run_once
+from stretto.suggestions import require_type
 
 
 class ExpertReplicas:
@@ -78,6 +79,7 @@ def balance_experts(model: nn.Module, replicas: int = 1) -> Mapping[str, float]:
     Returns, of each module, the load of the busiest rank over the mean with these replicas, for the measured loads.
     ValueError for fewer than 0 replicas, and for experts with biases.
     """
+    require_type(model, nn.Module, "model")
     if type(replicas) is not int or replicas < 0:
         raise ValueError(f"balance_experts: a rank holds 0 or more replicas, not {replicas!r}")
     found: dict[str, ExpertReplicas] = {}

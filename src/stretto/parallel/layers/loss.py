@@ -20,6 +20,7 @@ from stretto.parallel.layers.embedding import check_ids
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.norm import statistics_dtype
 from stretto.parallel.layers.sharded_module import gather_features
+from stretto.suggestions import require_type
 
 
 class ParallelHead(ParallelLinear):
@@ -237,6 +238,8 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
     every rank, and its gradients are final: for losses of your own, use it in place of `.mean()`. Raises ValueError if
     the grid has models that sum gradients and others that average them (`parallelize(gradients=...)`).
     """
+    require_type(grid, Grid, "grid")
+    require_type(total, Tensor, "total")
     if len(grid.gradients) > 1 and grid.size(LOSS) > 1:
         raise ValueError(
             "mean_over_batch: this grid has models whose gradients are summed and others whose gradients are averaged: "

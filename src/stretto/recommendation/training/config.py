@@ -126,6 +126,9 @@ class DLRMRunConfig(RunOptions):
     implementation: Literal["auto", "kernel", "library"] = option(
         "auto", "look-up and exchange: `kernel` is fused, `library` is PyTorch, `auto` is the kernel where it can run"
     )
+    cuda_graph: bool = option(
+        False, "replay each step as one CUDA graph, once its indices are exchanged; for bags of fixed sizes"
+    )
 
 
 class DLRMTrainConfig(JobConfig):
@@ -186,6 +189,17 @@ def _contradictions(config: DLRMTrainConfig) -> list[str]:
             "train.on_nonfinite is 'skip', but a DLRM's tables are updated in the backward pass, before it is known "
             "that a step is to be skipped; train.on_nonfinite='stop' would do"
         )
+    if run.cuda_graph:
+        reasons = {
+            "data.jagged is true, so that steps differ in size; data.jagged=false": data.jagged,
+            "train.sharding is 'auto', which may cut tables by rows; train.sharding='table'": run.sharding == "auto",
+            "PyTorch's functions wait for the GPU; train.implementation='kernel'": run.implementation == "library",
+        }
+        problems += [
+            f"train.cuda_graph is on, but {reason} or train.cuda_graph=false would do"
+            for reason, is_so in reasons.items()
+            if is_so
+        ]
     if data.format == "criteo" and not data.path:
         problems.append("data.path is missing: name Criteo's files, or take data.format='synthetic'")
     for name in ("path", "evaluation_path"):

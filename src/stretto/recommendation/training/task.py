@@ -3,8 +3,9 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from stretto.parallel import Grid
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.recommendation import DLRM, ShardedTables, distribute_tables
 from stretto.recommendation.data import BatchPrefetcher, ClickBatch
+from stretto.recommendation.index_exchange import IndexExchange, begin_exchange, on_stream, side_stream
+from stretto.recommendation.pooled_exchange import TableLookups
 from stretto.recommendation.table_planner import plan_tables
 from stretto.recommendation.table_state import table_state
 from stretto.recommendation.training.config import DLRMTrainConfig, describe, sizes_of, table_options
@@ -28,6 +31,22 @@ from stretto.train.data import Sampler, rank_rows
 from stretto.train.optimizer import build_optimizer
 from stretto.train.step_executor import StepFunctions, build_executor
 from stretto.train.task import Evaluation, TrainTask
+
+
+class _SentBatch(NamedTuple):
+    """A batch whose indices are on their way."""
+
+    dense: Tensor
+    labels: Tensor
+    exchange: IndexExchange
+
+    def receive(self) -> tuple[Tensor, Tensor, TableLookups]:
+        """Dense features, labels, and look-ups, for the current stream."""
+        lookups = self.exchange.wait()
+        for tensor in (self.dense, self.labels):
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return self.dense, self.labels, lookups
 
 
 class DLRMTask(TrainTask):
@@ -71,13 +90,27 @@ class DLRMTask(TrainTask):
             weight_decay=options.table_weight_decay,
             max_norm=options.table_clip or math.inf,
         )
-        self._executor = build_executor(StepFunctions(self.model, self._compute_loss, self._update))
+        self._ahead: tuple[int, _SentBatch] | None = None  # the next step's
+        self._executor = build_executor(
+            StepFunctions(self.model, self._compute_loss, self._update), cuda_graph=options.cuda_graph
+        )
 
     def step(self, step: int, lr: float) -> tuple[Tensor, Tensor]:
-        """Run a step. The norm that it returns is of the MLPs' gradient."""
+        """Run a step. The norm that it returns is of the MLPs' gradient.
+
+        While the device runs it, the indices of the next one are exchanged on a stream of their own. A rank's errors of
+        data are raised by all ranks, at their own step.
+        """
         options = self.config.train
         note("data", step)
-        batch = self._to_device(self._prefetcher.read(step))
+        expected, self._ahead = self._ahead, None
+        sent = expected[1] if expected is not None and expected[0] == step else self._send(step)
+        if step < options.steps:
+            self._ahead = step + 1, self._send(step + 1)
+        dense, labels, self._lookups = sent.receive()
+        batch = dense, self._lookups.indices, self._lookups.offsets, labels
+        if options.cuda_graph and self._ahead is not None:  # a replay's collectives come first, or last
+            self._ahead[1].exchange.issue()
         note("step", step)
         self.before_update()  # the backward pass may update the tables
         self.table_optimizer.set_lr(options.table_lr * lr / options.lr)
@@ -153,8 +186,12 @@ class DLRMTask(TrainTask):
         self._executor.close()
 
     def _compute_loss(self, dense: Tensor, indices: Tensor, offsets: Tensor, labels: Tensor) -> Tensor:
-        """This rank's part of the mean loss over the global batch."""
-        return self.model(dense, indices, offsets, labels=labels, num_samples=self.config.train.batch)
+        """This rank's part of the mean loss over the global batch. indices, offsets: of the step's look-ups."""
+        lookups = replace(self._lookups, indices=indices, offsets=offsets)
+        loss = self.model(dense, lookups, None, labels=labels, num_samples=self.config.train.batch)
+        if self._ahead is not None:  # before the collectives of the backward pass
+            self._ahead[1].exchange.issue()
+        return loss
 
     def _update(self, lr: float | Tensor, loss: Tensor) -> Tensor:
         gradients = [parameter.grad for parameter in self.mlps.parameters() if parameter.grad is not None]
@@ -166,6 +203,19 @@ class DLRMTask(TrainTask):
         """This rank's part of the training state: all of the MLPs, and its own tables, or its parts of them."""
         assert isinstance(self.model.tables, ShardedTables)
         return training_state(self.mlps, self.optimizer) | table_state(self.model.tables)
+
+    def _send(self, step: int) -> "_SentBatch":
+        """Read a step's batch, and begin to exchange its indices. A batch that cannot be read is refused."""
+        tables, stream = self.model.tables, side_stream(self.grid.device)
+        assert isinstance(tables, ShardedTables)
+        nothing = torch.zeros(1)
+        dense, indices, offsets, labels, refused = nothing, nothing.long()[:0], nothing.long(), nothing, None
+        with on_stream(stream):
+            try:
+                dense, indices, offsets, labels = self._to_device(self._prefetcher.read(step))
+            except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must learn of it)
+                refused = error
+            return _SentBatch(dense, labels, begin_exchange(tables, indices, offsets, refused))
 
     def _read_step(self, step: int) -> ClickBatch:
         """Read this rank's samples of a step's batch."""

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab embedding-figures`: figures 11, 12 and 13 of Punniyamurthy et al., and section 4.3, of our look-up.
+
+    occupancy   (figure 11) programs on each multiprocessor
+    slice       (figure 12) samples of a slice, after which its rank is signalled
+    order       (figure 13) slices for other ranks first, and rank 0's first on every rank; how far ranks' times differ
+    launches    (4.3) one persistent kernel; one kernel with a program for each slice; such a kernel for each table
+
+Figure 10 is `stretto bench embedding`. Figure 9, when each program stores and waits, is not drawn: kernels do not note
+times.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lab.harness import Bench, column
+from lab.pictures import describe_origin, group
+from stretto import ops
+from stretto.bench.embedding.run import make_batch
+from stretto.bench.embedding.settings import LookupShape, LookupShapes
+from stretto.bench.harness import run_ranks
+from stretto.bench.settings import Needs, Option, Ranks, Repeats, WarmUp
+from stretto.ops.embedding.forward import find_launch_config, look_up_and_send
+from stretto.ops.embedding.launch_config import LaunchConfig
+from stretto.ops.embedding.table_set import find_tables
+from stretto.parallel import Grid
+
+STUDIES = ("occupancy", "slice", "order", "launches")
+_MANY = 1 << 16  # programs on a multiprocessor: more than there are slices, so that each has a program of its own
+
+
+@dataclass(frozen=True)
+class FiguresSetting:
+    """Settings of `python -m lab embedding-figures`."""
+
+    case: Annotated[str, Option("BATCHxTABLESxDIMxPOOLING, tables of each rank.")] = "1024x256x256x70"
+    rows: Annotated[int, Option("Rows of each table.", least=1)] = 10_000
+    studies: Annotated[tuple[str, ...], Option(f"{', '.join(STUDIES)}, with commas.")] = STUDIES
+    ranks: Ranks = None
+    warm_up: WarmUp = 3
+    repeats: Repeats = 10
+
+    def __post_init__(self) -> None:
+        for study in self.studies:
+            if study not in STUDIES:
+                raise ValueError(f"there is no study {study!r}: there are {', '.join(STUDIES)}")
+        LookupShape.parse(self.case)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to launch the look-up."""
+
+    study: str = column("study")
+    what: str = column("launched")
+    milliseconds: float = column("slowest rank (ms)", "{:.3f}")
+    relative: float = column("of the default", "{:.2f}")
+    skew: float = column("ranks differ by", "{:.1%}")
+
+
+def measure_figures(setting: FiguresSetting, ranks: int) -> list[dict[str, Any]]:
+    """The job of each rank; returns the rows."""
+    device = Grid(data=ranks, device=None if torch.cuda.is_available() else "cpu").device
+    case = LookupShape.parse(setting.case)
+    batch = make_batch(case, LookupShapes(rows=setting.rows), device)
+    tables, placement = find_tables(batch.tables, device), batch.placement
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    default = find_launch_config(placement, len(batch.tables), batch.indices.numel(), device)
+
+    def look_up(config: LaunchConfig) -> Tensor:
+        return look_up_and_send(batch.indices, batch.offsets, tables, None, placement, name, "sum", config=config)
+
+    alone = replace(placement, dims=tuple((case.dim,) for _ in range(ranks)))
+    each = [find_tables([table], device) for table in batch.tables]
+
+    def look_up_each() -> None:
+        for number, table in enumerate(each):
+            offsets = batch.offsets[number * placement.batch : (number + 1) * placement.batch + 1]
+            config = default._replace(programs=_MANY)
+            look_up_and_send(batch.indices, offsets, table, None, alone, name, "sum", config=config)
+
+    usual = _time(lambda: look_up(default), setting, device)
+    rows = []
+    for study in setting.studies:
+        for what, run in _list_runs(study, default, look_up, look_up_each):
+            seconds = _time(run, setting, device)
+            rows.append(
+                {
+                    "study": study,
+                    "what": what,
+                    "milliseconds": max(seconds) * 1e3,
+                    "relative": max(seconds) / max(usual),
+                    "skew": max(seconds) / min(seconds) - 1,
+                }
+            )
+    ops.check_indices()
+    return rows
+
+
+def _list_runs(
+    study: str, default: LaunchConfig, look_up: Callable[[LaunchConfig], Tensor], look_up_each: Callable[[], None]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The launches of a study, by name."""
+    changed: dict[str, LaunchConfig] = {}
+    match study:
+        case "occupancy":
+            for programs in (1, 2, 4, 8, 16, 32):
+                changed[f"{programs} a multiprocessor"] = default._replace(programs=programs)
+        case "slice":
+            for size in (4, 8, 16, 32, 64, 128, 256):
+                if size >= default.bags:
+                    changed[f"{size} samples"] = default._replace(slice=size)
+        case "order":
+            changed |= {order: default._replace(order=order) for order in ("remote_first", "oblivious")}
+        case _:
+            changed |= {"persistent": default, "a program a slice": default._replace(programs=_MANY)}
+    for what, config in changed.items():
+        yield what, partial(look_up, config)
+    if study == "launches":
+        yield "a kernel a table", look_up_each
+
+
+def _time(run: Callable[[], Any], setting: FiguresSetting, device: torch.device) -> list[float]:
+    """Median seconds of each rank, whose calls begin together."""
+    for _ in range(setting.warm_up):
+        run()
+    seconds = []
+    for _ in range(setting.repeats):
+        dist.barrier()
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - began)
+    found: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(found, statistics.median(seconds))
+    return found
+
+
+def plot_figures(data: dict[str, Any], picture: Path) -> None:
+    """Draw a panel of bars for each study."""
+    from lab.style import drawing, name_bars
+    from stretto.report.style import STRETTO
+
+    studies = group(data["rows"], "study")
+    with drawing(picture, 8, 1.9 * len(studies)) as drawn:
+        for panel, (study, rows) in zip(drawn.panels(len(studies), 1)[:, 0], studies.items(), strict=True):
+            bars = panel.barh(range(len(rows)), [row["milliseconds"] for row in rows[::-1]], 0.7, **STRETTO.bar)
+            drawn.label_bars(panel, bars, [f"{row['milliseconds']:.3f}" for row in rows[::-1]])
+            name_bars(panel, range(len(rows)), [row["what"] for row in rows[::-1]])
+            panel.set_xlabel(f"{study}: ms")
+        drawn.title = f"The fused look-up, launched in other ways: {data['setting']['case']}"
+        drawn.subtitle = describe_origin(data)
+        drawn.caption = "Slices, orders and programs of Punniyamurthy et al., figures 11 to 13, and section 4.3."
+
+
+BENCH = Bench(
+    "embedding-figures",
+    "The fused look-up with other occupancies, slices, orders and launches (Punniyamurthy et al., figures 11 to 13).",
+    FiguresSetting,
+    lambda setting: run_ranks(setting.ranks, measure_figures, setting, setting.ranks, trains=False),
+    Row,
+    title=lambda setting: f"Fused look-up, {setting.case}, {setting.ranks} ranks",
+    plot=plot_figures,
+    needs=Needs.RANKS,
+)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies chosen rows of one tensor to chosen rows of another; on GPUs either may be in pinned host memory."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.ops.embedding.launch_config import count_multiprocessors, round_up_to_power
+from stretto.tiles.launches import launch_kernel
+
+_BLOCK = 1024  # numbers that a program moves at once
+_PROGRAMS = 4  # on each multiprocessor: enough bytes in flight for a host link, and room for other kernels
+
+
+@triton.jit
+def move_tiles(source, target, rows, places, count, dim, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """target[places[i]] = source[rows[i]] for i < count, of contiguous [*, dim]; places differ from each other.
+
+    No signals and no waits: the launch is in order with what wrote the source and what will read the target on its
+    stream. A row in host memory is read or written once, in pieces as wide as a warp.
+    """
+    columns = tl.arange(0, BLOCK)
+    for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        at = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = at < count
+        there = tl.load(rows + at, mask=mask, other=0).to(tl.int64) * dim
+        here = tl.load(places + at, mask=mask, other=0).to(tl.int64) * dim
+        for start in range(0, dim, BLOCK):
+            column = start + columns
+            known = mask[:, None] & (column < dim)[None, :]
+            values = tl.load(source + (there[:, None] + column[None, :]), mask=known)
+            tl.store(target + (here[:, None] + column[None, :]), values, mask=known)
+
+
+def move_rows(source: Tensor, target: Tensor, rows: Tensor, places: Tensor) -> None:
+    """target[places] = source[rows], of [*, dim] or [*] of one dtype; rows, places: int64 [count], on the GPU if any.
+
+    On a GPU its kernel reads and writes pinned host memory itself: the host neither waits nor copies.
+    """
+    dim = source[0].numel()
+    block = min(round_up_to_power(dim), _BLOCK)
+    tile = max(_BLOCK // block, 1)
+    programs = max(min(-(-len(rows) // tile), _PROGRAMS * count_multiprocessors(rows.device)), 1)
+    launch_kernel(move_tiles, programs, source, target, rows, places, len(rows), dim, tile, block, num_warps=4)
