@@ -99,7 +99,7 @@ class EmbeddingCase(StressCase):
             self._grads.append(grad[local].to(look_up.dtype).contiguous())
             self._gradients.append(self._sum_gradients(entry, grad))
         self._updated: list[list[Tensor]] = []
-        if look_up.action not in ("sgd", "forward", "dense", "sparse", "put", "alone"):
+        if look_up.action not in ("sgd", "forward", "dense", "sparse", "alone"):
             self._updated = [self._update_alone(gradients) for gradients in self._gradients]
 
     def _dims(self, peer: int) -> tuple[int, ...]:

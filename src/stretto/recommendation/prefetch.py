@@ -26,8 +26,7 @@ def prefetch_embeddings(
     and give the same numbers. Collective: all ranks iterate over equally many batches of this rank's samples, on its
     device. features: takes a batch and returns the KeyedJaggedTensor that all collections are given; or a dict of such
     functions by the collections' names in the model, which may leave some out; default: the only one in the batch,
-    which is one itself, or a tuple, list, dict or object that has one. On a GPU the exchange runs on a stream of its
-    own.
+    which is one itself, or a tuple, list, dict or object that has one. A GPU exchanges on a stream of its own.
 
     Errors come as without this function: what `batches` raises at its batch's turn, where the other ranks raise a
     ValueError, too; of bad ids at the call of the collection. Raises ValueError for a model without such collections,

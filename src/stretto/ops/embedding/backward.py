@@ -315,8 +315,7 @@ def sort_ahead(
     errors = find_known(
         group, device, ("embedding sort", placement), lambda: IndexErrors(placement.rank, device)
     )  # not read
-    width = placement.widths[placement.rank]
-    like = torch.empty(0, width, dtype=placement.dtype, device=device)
+    like = torch.empty(0, placement.widths[placement.rank], dtype=placement.dtype, device=device)
     if device.type == "cpu":
         return SortedLookups(sort_lookups(lookups, placement, like, config, errors, firsts), None)
     side = _sort_stream(device)
