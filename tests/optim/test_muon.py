@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.models import GPT
 from stretto.optim import Muon, RowParts, hidden_matrices
-from stretto.optim.matrix_owners import Exchange
+from stretto.optim.matrix_owners import MatrixExchange
 from stretto.optim.muon import NewtonSchulz
 from stretto.parallel import Grid, gather, no_sync, parallelize
 from stretto.train.optimizer import find_row_parts
@@ -270,7 +270,7 @@ def watch_a_step(sizes, scale):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stretto.optim.matrix_owners._ROUND", 100)
         run = Overlapped(sizes)
-        listener, start = run.optimizer._overlap.exchange, Exchange._start
+        listener, start = run.optimizer._overlap.exchange, MatrixExchange._start
 
         def note_start(exchange):
             sent.append(len(listener._final) if torch._C._current_graph_task_id() != -1 else None)
@@ -278,7 +278,7 @@ def watch_a_step(sizes, scale):
 
         run.backward()
         run.step(scale=scale)
-        patch.setattr(Exchange, "_start", note_start)
+        patch.setattr(MatrixExchange, "_start", note_start)
         run.backward()
         run.step(scale=scale)
         for number, block in enumerate(run.model.blocks):

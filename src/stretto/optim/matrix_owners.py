@@ -58,7 +58,7 @@ class MatrixOwners:
 
     layouts: of parameters [a, b], and of [e, a, b], whose e matrices are owned one by one. grid: theirs. group: of the
     stage's ranks (None: the grid's own). last_first: the last parameters are in the first round. Owners are balanced by
-    the cost of Newton-Schulz iterations. Collective over the stage's ranks, as an `Exchange` is; all give the same
+    the cost of Newton-Schulz iterations. Collective over the stage's ranks, as a `MatrixExchange` is; all give
     layouts in one order.
     """
 
@@ -87,7 +87,7 @@ class MatrixOwners:
         return [matrix for matrix in matrices if matrix.owner == self.rank]
 
 
-class Exchange:
+class MatrixExchange:
     """One pass of all matrices through their owners: shards are sent, and results come back, round by round.
 
     shard_of: this rank's shard of a parameter, of `dtype`; asked for when its first round starts. function: (matrix

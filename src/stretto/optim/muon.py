@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor
 from stretto.axes import STAGE_AXES
 from stretto.memory import failures
 from stretto.optim.adamw import AdamW, call, local
-from stretto.optim.matrix_owners import Exchange, MatrixOwners
+from stretto.optim.matrix_owners import MatrixExchange, MatrixOwners
 from stretto.optim.muon_overlap import BackwardExchange, LateUpdates, settle
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layout import ParameterLayout, has_layout, layout_of
 from stretto.parallel.state import require_state
+from stretto.suggestions import require_type
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 DEFAULT_MOMENTUM = 0.95
@@ -74,6 +75,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     score, classifier or qa_outputs. Weights of three dims are those under "experts", whose biases [e, a] are left out,
     as are decays A_log [a, b] of state-space models.
     """
+    require_type(model, nn.Module, "model")
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
     others = {
@@ -370,7 +372,7 @@ class Muon(AdamW):
 
     def _begin(
         self, numbers: tuple[int, ...], shard_of: Callable[[int], Tensor], *, last_first: bool = False
-    ) -> Exchange:
+    ) -> MatrixExchange:
         """Make the exchange of these matrices. Collective for others than before."""
         matrices = [self._matrices[number] for number in numbers]
         dtype = _sent_dtype(matrices)
@@ -381,7 +383,7 @@ class Muon(AdamW):
             layouts = [matrix.layout or ParameterLayout(matrix.shape, ()) for matrix in matrices]
             group = None if self._overlap is None else self._overlap.group
             self._owners[key] = MatrixOwners(layouts, self.grid, group, last_first=last_first)
-        return Exchange(
+        return MatrixExchange(
             self._owners[key],
             lambda place: shard_of(place).to(dtype),
             lambda whole, place: self._orthogonalize(whole, matrices[place]),

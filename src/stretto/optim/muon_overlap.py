@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stretto.optim.matrix_owners import Exchange
+from stretto.optim.matrix_owners import MatrixExchange
 from stretto.parallel.layout import TensorOnGrid
 
 _SAMPLES = 64
@@ -39,7 +39,7 @@ class BackwardExchange:
         self,
         parameters: Sequence[nn.Parameter],
         read: Sequence[nn.Parameter],
-        begin: Callable[[tuple[int, ...], Callable[[int], Tensor]], Exchange],
+        begin: Callable[[tuple[int, ...], Callable[[int], Tensor]], MatrixExchange],
         direction: Callable[[int, Tensor | None], Tensor],
     ) -> None:
         self.is_on = False
@@ -47,7 +47,7 @@ class BackwardExchange:
         self._begin, self._direction = begin, direction
         self._number_of = {parameter: number for number, parameter in enumerate(parameters)}
         self._numbers: tuple[int, ...] = ()
-        self._exchange: Exchange | None = None
+        self._exchange: MatrixExchange | None = None
         self._is_open = self._is_stale = False
         self._final: set[int] = set()  # places in `_numbers`
         self._samples: dict[int, Tensor] = {}  # of the gradients that were sent, by numbers
@@ -86,7 +86,7 @@ class BackwardExchange:
         if self._is_open:
             self.drop()
 
-    def take(self, numbers: tuple[int, ...], gradients: Sequence[Tensor | None] | None) -> Exchange | None:
+    def take(self, numbers: tuple[int, ...], gradients: Sequence[Tensor | None] | None) -> MatrixExchange | None:
         """Return the exchange of these matrices, if the last backward pass has made one, which is forgotten.
 
         gradients: this rank's, as the step uses them; None if it uses others. RuntimeError (on a GPU: a kernel fails)
@@ -111,7 +111,7 @@ class BackwardExchange:
                 raise RuntimeError(_CHANGED)
         return exchange
 
-    def _open(self) -> Exchange | None:
+    def _open(self) -> MatrixExchange | None:
         """The exchange of the running pass; None if nothing is trained."""
         if not self._is_open:
             self.drop()
@@ -139,7 +139,7 @@ class LateUpdates:
     """
 
     def __init__(
-        self, exchange: Exchange, apply: Callable[[int, Tensor], None], parameters: Sequence[nn.Parameter]
+        self, exchange: MatrixExchange, apply: Callable[[int, Tensor], None], parameters: Sequence[nn.Parameter]
     ) -> None:
         self._exchange, self._apply = exchange, apply
         self._settled = 0
