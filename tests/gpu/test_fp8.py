@@ -16,52 +16,69 @@ from stretto.parallel import Grid, parallelize
 from tests.gpu.test_operators import Run
 
 DIMS = ((-2, -1), (-1,), (-2,))
+SHAPES = ((1000, 1048), (4096, 1024), (16, 64, 48), (1, 16))
+"""Of matrices that are cast: each kind of size has kernels of its own, which take most of the time to compile."""
+SAMPLED: list[tuple[Any, torch.dtype, Any]] = [
+    ((1000, 1048), E4M3, DIMS[0]),
+    ((1000, 1048), E5M2, DIMS[1]),
+    ((1000, 1048), E4M3, DIMS[2]),
+]
+SAMPLED += [((4096, 1024), E5M2, DIMS[0]), ((16, 64, 48), E4M3, DIMS[1]), ((1, 16), E4M3, DIMS[2])]
+EVERYTHING = [(shape, dtype, dims) for shape in SHAPES for dtype in (E4M3, E5M2) for dims in DIMS]
 
 
-def cast_everywhere() -> list[str]:
-    """Where a GPU's kernels have other bits than torch's operators on a CPU, or products other numbers."""
+def cast_both_ways(cases: list[tuple[Any, torch.dtype, Any]]) -> list[str]:
+    """Where a GPU's kernels have other bits than torch's operators on a CPU."""
     torch.manual_seed(0)
     wrong = []
-    for shape in ((4096, 1024), (1000, 1048), (16, 64, 48), (1, 16)):
+    for shape, dtype, dims in cases:
         x = torch.randn(shape).bfloat16() * 3
-        for dtype in (E4M3, E5M2):
-            for dims in DIMS:
-                found = []
-                for device in ("cpu", "cuda"):
-                    there = x.to(device)
-                    scale = find_scale(find_largest(there, dims), dtype, is_power_of_two=len(dims) == 1)
-                    casts = cast_scaled(there, scale, scale, dtype)
-                    again = find_scale(find_largest(casts[0], (-2,), scale), dtype, is_power_of_two=True)
-                    casts += cast_scaled(casts[0], None, again, dtype, scale=scale)[1:]
-                    found.append([each.cpu().view(torch.uint8) for each in (scale, again, *casts)])
-                if not all(torch.equal(one, other) for one, other in zip(*found, strict=True)):
-                    wrong.append(f"{shape} {dtype} {dims}")
-    for m, n, k in ((512, 768, 1024), (16, 16, 16), (100, 48, 4096)):
-        left, right = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
-        for dims, kinds in (((-2, -1), (E5M2, E4M3)), ((-2, -1), (E4M3, E5M2)), ((-1,), (E4M3, E4M3))):
-            for dtype in (torch.bfloat16, torch.float32):
-                expected = _multiply(left, right, dims, kinds, dtype).float()
-                there = _multiply(left.cuda(), right.cuda(), dims, kinds, dtype).cpu().float()
-                far = (expected - there).norm() / expected.norm()
-                if not far < 4e-3:
-                    wrong.append(f"{m} x {n} x {k} {dims} {kinds} {dtype}: {far}")
+        found = []
+        for device in ("cpu", "cuda"):
+            there = x.to(device)
+            scale = find_scale(find_largest(there, dims), dtype, is_power_of_two=len(dims) == 1)
+            casts = cast_scaled(there, scale, scale, dtype)
+            again = find_scale(find_largest(casts[0], (-2,), scale), dtype, is_power_of_two=True)
+            casts += cast_scaled(casts[0], None, again, dtype, scale=scale)[1:]
+            found.append([each.cpu().view(torch.uint8) for each in (scale, again, *casts)])
+        if not all(torch.equal(one, other) for one, other in zip(*found, strict=True)):
+            wrong.append(f"{shape} {dtype} {dims}")
     return wrong
 
 
-def _multiply(left: Tensor, right: Tensor, dims: Any, kinds: Any, dtype: torch.dtype) -> Tensor:
+def multiply_both_ways() -> list[str]:
+    """Where products on a GPU have other numbers than on a CPU; scales may begin at any fp32 number of a tensor."""
+    torch.manual_seed(0)
+    wrong = []
+    for m, n, k in ((512, 768, 1024), (1024, 512, 512), (16, 16, 16), (100, 48, 4096), (1, 16, 32), (7, 1040, 48)):
+        left, right = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+        for dims, kinds in (((-2, -1), (E4M3, E4M3)), ((-2, -1), (E5M2, E4M3)), ((-1,), (E4M3, E4M3))):
+            for dtype in (torch.bfloat16, torch.float32):
+                expected = _multiply(left, right, dims, kinds, dtype, 0).float()
+                for first in range(3):
+                    there = _multiply(left.cuda(), right.cuda(), dims, kinds, dtype, first).cpu().float()
+                    far = (expected - there).norm() / expected.norm()
+                    if not far < 4e-3:
+                        wrong.append(f"{m} x {n} x {k} {dims} {kinds} {dtype}, scales at {first}: {far}")
+    return wrong
+
+
+def _multiply(left: Tensor, right: Tensor, dims: Any, kinds: Any, dtype: torch.dtype, first: int) -> Tensor:
     operands = []
     for x, kind in zip((left, right), kinds, strict=True):
         scale = find_scale(find_largest(x, dims), kind, is_power_of_two=len(dims) == 1)
-        operands.append(ScaledMatrix(cast_scaled(x, scale, None, kind)[0], scale))
-    return multiply(*operands, dtype, is_fast=False)
+        data = cast_scaled(x, scale, None, kind)[0]
+        scale = torch.cat([scale.new_zeros(first), scale.flatten()])[first:].view(scale.shape)
+        operands.append(ScaledMatrix(data, scale))
+    return multiply(*operands, dtype, is_fast=first == 1)
 
 
-def gather_gradients() -> list[str]:
+def gather_gradients(implementations: list[str]) -> list[str]:
     """Where products of gathered fp8 rows, e5m2 among them, or the rows themselves are not right."""
     world, wrong = dist.get_world_size(), []
     Grid(data=world, device="cuda")
     torch.manual_seed(dist.get_rank())
-    for implementation in ("library", "kernel", "auto"):
+    for implementation in implementations:
         for dtype in (E4M3, E5M2):
             x, weight = torch.randn(256, 512, device="cuda").to(dtype), torch.randn(384, 512, device="cuda").to(E4M3)
             scales = torch.full((1,), 0.5, device="cuda"), torch.full((1,), 2.0, device="cuda")
@@ -78,9 +95,15 @@ def gather_gradients() -> list[str]:
     return wrong
 
 
-def train(sizes: dict[str, int], options: dict[str, Any], compiles: bool) -> list[float]:
-    """Losses of a few steps; each rank of a batch has the same rows."""
+EXPERTS = {"num_experts": 4, "expert_ffn": 256, "balance": "none", "moe_layers": (1,)}
+Case = tuple[dict[str, int], dict[str, Any]]
+
+
+def train(sizes: dict[str, int], given: dict[str, Any]) -> list[float]:
+    """Losses of a few steps; each rank of a batch has the same rows, of which there are no multiple of 16."""
     torch.manual_seed(1)
+    options = dict(given)
+    compiles = options.pop("compiles", False)
     config = GPTConfig(
         layers=3, hidden=512, heads=8, kv_heads=4, ffn=1024, vocab=512, max_seq_len=256, positions="rotary",
         activation="swiglu", norm="rmsnorm", bias=False, tie_embeddings=False, **options.pop("model", {}),
@@ -89,9 +112,9 @@ def train(sizes: dict[str, int], options: dict[str, Any], compiles: bool) -> lis
     model = parallelize(GPT(config), grid, dtype=torch.bfloat16, sharded_loss=False, **options)
     run = torch.compile(model) if compiles else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    text = torch.randint(512, (4, 257), generator=torch.Generator().manual_seed(3)).cuda()
+    text = torch.randint(512, (4, 251), generator=torch.Generator().manual_seed(3)).cuda()
     losses = []
-    for _ in range(8):
+    for _ in range(4):
         loss = F.cross_entropy(run(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten())
         loss.backward()
         optimizer.step()
@@ -100,29 +123,65 @@ def train(sizes: dict[str, int], options: dict[str, Any], compiles: bool) -> lis
     return losses
 
 
+def train_all(cases: list[Case]) -> list[list[float]]:
+    return [train(*case) for case in cases]
+
+
+def compare_with_bf16(run_ranks: Run, world: int, cases: list[Case]) -> None:
+    """Each case's losses are near, and not, those of bf16 of the same model on ranks that have parts of weights."""
+    models: list[Any] = [None, EXPERTS]
+    plain: list[Case] = [({"z": world}, {} if model is None else {"model": model}) for model in models]
+    used = [case for case, model in zip(plain, models, strict=True) if any(c[1].get("model") == model for c in cases)]
+    (found, *_) = run_ranks(world, train_all, [*used, *cases], timeout=150)
+    expected = {"model" in options: losses for (_, options), losses in zip(used, found, strict=False)}
+    for (sizes, options), losses in zip(cases, found[len(used) :], strict=True):
+        of_bf16 = expected["model" in options]
+        assert losses == pytest.approx(of_bf16, rel=0.01), (sizes, options)
+        assert losses != of_bf16, (sizes, options)
+
+
 @pytest.mark.ranks(1, own=(1,), among=(1,))
-def test_casts_have_the_bits_of_a_cpu_and_products_its_numbers(run_ranks: Run, world: int) -> None:
-    assert run_ranks(world, cast_everywhere) == [[]]
+def test_products_have_the_numbers_of_a_cpu_wherever_scales_begin(run_ranks: Run, world: int) -> None:
+    assert run_ranks(world, multiply_both_ways) == [[]]
+
+
+@pytest.mark.ranks(1, own=(1,), among=(1,))
+@pytest.mark.parametrize("cases", [SAMPLED, pytest.param(EVERYTHING, marks=pytest.mark.exhaustive)], ids=["few", "all"])
+def test_casts_have_the_bits_of_a_cpu(run_ranks: Run, world: int, cases: Any) -> None:
+    assert run_ranks(world, cast_both_ways, cases) == [[]]
 
 
 @pytest.mark.ranks(2, own=(2, 4), among=(2,))
-def test_gathered_products_take_gradients_in_e5m2(run_ranks: Run, world: int) -> None:
-    assert run_ranks(world, gather_gradients) == [[]] * world
+@pytest.mark.parametrize(
+    "implementations", [["library", "kernel"], pytest.param(["auto"], marks=pytest.mark.exhaustive)], ids="-".join
+)
+def test_gathered_products_take_gradients_in_e5m2(run_ranks: Run, world: int, implementations: list[str]) -> None:
+    assert run_ranks(world, gather_gradients, implementations) == [[]] * world
 
 
-EXPERTS = {"num_experts": 4, "expert_ffn": 256, "balance": "none", "moe_layers": (1,)}
+@pytest.mark.ranks(2, own=(2, 4), among=(2,))
+def test_losses_are_near_those_of_bf16(run_ranks: Run, world: int) -> None:
+    z, x, sharded = {"z": world}, {"x": world}, {"shard_sequence": True}
+    cases: list[Case] = [(z, {"fp8": "tensorwise"}), (z, {"fp8": "rowwise"}), (x, {"fp8": "tensorwise"})]
+    cases += [(x, sharded | {"fp8": "tensorwise"}), (x, sharded | {"fp8": "rowwise"})]
+    cases += [(z, {"reshard": "after_forward", "fp8": "tensorwise"}), (z, {"model": EXPERTS, "fp8": "rowwise"})]
+    compare_with_bf16(run_ranks, world, cases)
 
 
+@pytest.mark.ranks(1, own=(1,), among=(1,))
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_compiled_model_on_one_rank_has_losses_near_those_of_bf16(run_ranks: Run, world: int, recipe: str) -> None:
+    """Its products are traced, and its casts fused."""
+    compare_with_bf16(run_ranks, world, [({"z": world}, {"fp8": recipe, "compiles": True})])
+
+
+@pytest.mark.exhaustive
 @pytest.mark.ranks(2, own=(1, 2, 4), among=(2,))
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-def test_losses_are_near_those_of_bf16(run_ranks: Run, world: int, recipe: str, compiles: bool) -> None:
-    """The last case has experts."""
-    cases: list[tuple[dict[str, int], dict[str, Any]]] = [({"z": world}, {}), ({"x": world}, {})]
-    cases += [({"x": world}, {"shard_sequence": True})] * (world > 1)
-    cases += [({"z": world}, {"reshard": "after_forward"}), ({"z": world}, {"model": EXPERTS})]
-    for sizes, options in cases:
-        (expected, *_) = run_ranks(world, train, sizes, dict(options), False)
-        (found, *_) = run_ranks(world, train, sizes, options | {"fp8": recipe}, compiles)
-        assert found == pytest.approx(expected, rel=0.01), (sizes, options)
-        assert found != expected
+def test_losses_of_each_grid_are_near_those_of_bf16(run_ranks: Run, world: int, recipe: str, compiles: bool) -> None:
+    z, x = {"z": world}, {"x": world}
+    cases: list[Case] = [(z, {}), (x, {}), (z, {"reshard": "after_forward"}), (z, {"model": EXPERTS})]
+    cases += [(x, {"shard_sequence": True})] * (world > 1)
+    wanted = {"fp8": recipe, "compiles": compiles}
+    compare_with_bf16(run_ranks, world, [(sizes, options | wanted) for sizes, options in cases])

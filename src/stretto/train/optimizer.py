@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 from stretto.huggingface.fused_weights import fused_matrices
 from stretto.models import GPTConfig
 from stretto.optim import AdamW
+from stretto.optim.averages import AVERAGE, move_averages
 from stretto.optim.guard import skipping_after_failure
 from stretto.optim.muon import DEFAULT_MOMENTUM, Muon, RowParts, hidden_matrices
 from stretto.parallel.grid import Grid
@@ -25,8 +26,6 @@ from stretto.parallel.sharded_parameter import ParameterShard
 from stretto.train.config.options import RunOptions, Schedule
 
 logger = logging.getLogger(__name__)
-
-AVERAGE = "average"  # the key of a parameter's moving average in its state
 
 
 class ShardOptimizer:
@@ -126,12 +125,7 @@ class ShardOptimizer:
             self.inner.state[shard][AVERAGE] = weight
         if shards and self.average is not None:
             averages, weights = [self.inner.state[shard][AVERAGE] for shard in shards], [s.detach() for s in shards]
-            if skip is None:
-                torch._foreach_lerp_(averages, weights, 1 - self.average)
-            else:
-                share = torch.where(skip, 0.0, 1 - self.average)
-                for average, weight in zip(averages, weights, strict=True):
-                    average.lerp_(weight, share.to(average.dtype))
+            move_averages(averages, weights, self.average, skip)
         self._drop_gradients()
 
     @contextmanager

@@ -18,6 +18,7 @@ from stretto.execution import Fp8Recipe
 from stretto.ops.fp8_casts import E4M3, ScaledMatrix, cast_scaled, multiply
 from stretto.ops.moe import ReplicaPlacement
 from stretto.ops.moe.grouped.matmul import clear_padding
+from stretto.ops.scaled import align_scales
 from stretto.parallel.experts.products import ExpertProduct
 from stretto.parallel.fp8.matrix import COMPUTE, ScaledOperand
 
@@ -64,8 +65,8 @@ def _multiply_groups(x: ScaledMatrix, weight: ScaledMatrix, offsets: Tensor, *, 
     experts, out, _ = weight.data.shape
     n = x.data.shape[0]
     if x.data.is_cuda and torch.cuda.get_device_capability(x.data.device) == (9, 0) and n:
-        columns = weight.scale.expand(experts, out, 1).reshape(experts, out).contiguous()
-        rows = x.scale.reshape(-1).contiguous()
+        columns = align_scales(weight.scale.expand(experts, out, 1).reshape(experts, out))
+        rows = align_scales(x.scale.reshape(-1))
         found: Tensor = torch._scaled_grouped_mm(
             x.data, weight.data.mT, rows, columns, offs=offsets[1:], out_dtype=COMPUTE, use_fast_accum=is_fast
         )

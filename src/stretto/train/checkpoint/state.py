@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.memory import PeerError, exchange, failures, group_timeout
 from stretto.models import GPT, GPTConfig
+from stretto.optim.averages import AVERAGE
 from stretto.optim.sparse import Masks, WeightMask
 from stretto.parallel.layout import layout_of, place_on
 from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
@@ -47,7 +48,7 @@ from stretto.train.checkpoint.storage import (
 from stretto.train.checkpoint.torch_format import fit_to_model, read_index
 from stretto.train.checkpoint.writing import CheckpointWriter, bytes_on_disk, write_checkpoint
 from stretto.train.observe.metrics import DivergenceError
-from stretto.train.optimizer import AVERAGE, ShardOptimizer, local_shard
+from stretto.train.optimizer import ShardOptimizer, local_shard
 from stretto.train.stored_optimizer import StoredOptimizer
 
 
