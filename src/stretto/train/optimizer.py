@@ -16,9 +16,10 @@ from torch.optim import SGD, Optimizer
 from stretto.huggingface.fused_weights import fused_matrices
 from stretto.models import GPTConfig
 from stretto.optim import AdamW
-from stretto.optim.averages import AVERAGE, move_averages
+from stretto.optim.averages import move_averages
 from stretto.optim.guard import skipping_after_failure
 from stretto.optim.muon import DEFAULT_MOMENTUM, Muon, RowParts, hidden_matrices
+from stretto.optim.state.updates import AVERAGE
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import ParameterLayout, check_is_sharded, has_layout, layout_of
 from stretto.parallel.low_precision_weights import share_copy

@@ -7,7 +7,8 @@ The store (`stretto.optim.state`) knows flat tensors alone; here are the model, 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from stretto.execution import BUCKET_ALIGNMENT, StateOptions, StepPlace
 from stretto.memory import failures
 from stretto.memory.pinned import allocate_pinned
+from stretto.optim.averages import AveragedUpdate
 from stretto.optim.sparse import Masks, SparseIndex
 from stretto.optim.sparse.weights import SparseWeights
 from stretto.optim.state.layout import StateLayout
@@ -27,6 +29,7 @@ from stretto.optim.state.loss_scale import LossScale, LossScaleOptions
 from stretto.optim.state.residence import DeviceResidence, HostResidence, HostStepResidence, StateResidence
 from stretto.optim.state.store import Communicator, OptimizerStateStore, StoredParameter, state_slots
 from stretto.optim.state.updates import (
+    AVERAGE,
     MASTER,
     TILE,
     AdamWUpdate,
@@ -59,7 +62,8 @@ class StoredOptimizer:
     now, become the fp32 weights of the store. Gradients are written to the store, and `.grad` of parameters remains
     None. Frozen parameters are converted, too. make: `adamw_update`, `sgd_update`, or `tiled_update` of any elementwise
     optimizer. masks: what is left of pruned parameters (`stretto.train.pruning`); the store holds nothing else of them,
-    and all weights are dense tensors of their own, with zeros.
+    and all weights are dense tensors of their own, with zeros. average: decay of the fp32 weights' moving averages,
+    which are state, too; None keeps none.
 
     Raises ValueError for parameters that are not fp32, or that are not of a model that `parallelize` has returned.
     """
@@ -78,8 +82,9 @@ class StoredOptimizer:
         loss_scale: LossScaleOptions | None = None,
         skips_nonfinite: bool = False,
         masks: Masks | None = None,
+        average: float | None = None,
     ) -> None:
-        self.name, self.dtype = name, dtype
+        self.name, self.dtype, self.average = name, dtype, average
         options = options or StateOptions("host")
         state = require_state(model, "StoredOptimizer")
         self._reducer = reducer = state.gradient_reducer
@@ -93,6 +98,8 @@ class StoredOptimizer:
                 )
         self._numbers = {name: number for number, name in enumerate(self.parameters)}
         self._model, self._grid, self._weight_decay = model, grid, weight_decay
+        if average is not None:
+            make = partial(_make_averaged, make, average)
         self.options = choose_step_place(options, make, dtype, grid)
         self.loss_scale = None if loss_scale is None else LossScale(loss_scale, grid.device)
         self._build = partial(
@@ -221,12 +228,35 @@ class StoredOptimizer:
                     "update the old numbers: make the optimizer afterwards"
                 )
         norm = self.store.step(lr, loss)
+        self._note_written()
+        return norm
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the model compute with the averages, where there are any. It takes the memory of one more copy of the
+        weights that it computes with. Collective for pruned weights that z shards."""
+        weights, before = self.store.weights, list[Tensor]()
+        if self.average is not None:
+            before = [weights.read(number).clone() for number in range(len(self.parameters))]
+            self._compute_with([self.store.slots(number)[AVERAGE] for number in range(len(self.parameters))])
+        try:
+            yield
+        finally:
+            self._compute_with(before)
+
+    @torch.no_grad()
+    def _compute_with(self, values: Sequence[Tensor]) -> None:
+        for number, value in enumerate(values):
+            self.store.weights.write(number, value.flatten().to(self._grid.device, self.dtype))
+        self._note_written()
+
+    def _note_written(self) -> None:
+        """After the store has written the weights."""
         if self._pruned is not None:
             for name, parameter in self.parameters.items():
                 self._pruned.write_rows(name, local_shard(parameter))
         # Kernels of the store do not count versions, which show that gathered weights are stale.
         torch.autograd.graph.increment_version(list(self.parameters.values()))
-        return norm
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step, which drops its own: for a backward pass that is not to count."""
@@ -301,6 +331,10 @@ class StoredOptimizer:
     def set_scalars(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
         """Set the entries of parameters' states other than `slots`: 0-dim tensors by name and key."""
         self.store.set_scalars({self._numbers[name]: own for name, own in scalars.items()})
+
+
+def _make_averaged(make: MakeUpdate, decay: float, on_host: bool) -> Update:
+    return AveragedUpdate(make(on_host), decay)
 
 
 def build_store(
@@ -443,6 +477,7 @@ def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig, masks: 
         loss_scale=LossScaleOptions(run.loss_scale, run.loss_scale_steps) if run.dtype == "fp16" else None,
         skips_nonfinite=run.skips_nonfinite,
         masks=masks,
+        average=run.ema,
     )
 
 
