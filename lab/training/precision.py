@@ -75,6 +75,7 @@ def configure(model: str, name: str, setting: PrecisionSetting, out: Path) -> Tr
 def plot_precisions(data: dict[str, Any], picture: Path) -> None:
     """Draw a column a model: the losses of all its runs over steps, and below how far each is from bf16's."""
     import numpy as np
+    from matplotlib.ticker import MaxNLocator
 
     from lab.style import drawing
     from stretto.report.loss_plot import running_mean
@@ -91,7 +92,8 @@ def plot_precisions(data: dict[str, Any], picture: Path) -> None:
                 above.plot(steps, mean, color=colour, ls=dashes, lw=5.0 if name == BF16 else 1.4, label=name)
                 if name != BF16:
                     below.plot(steps, 100 * (mean / base - 1), color=colour, ls=dashes, lw=1.4)
-            below.axhspan(-0.5, 0.5, color=SKY, alpha=0.3, lw=0)
+            below.axhspan(-0.5, 0.5, color=SKY, alpha=0.2, lw=0)
+            below.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 5, 10]))
             above.set(title=model)
             below.set(xlabel="step")
         panels[0, 0].set_ylabel("loss (nats a byte)")

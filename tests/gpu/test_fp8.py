@@ -13,6 +13,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.ops.fp8_casts import E4M3, E5M2, ScaledMatrix, cast_scaled, find_largest, find_scale, multiply
 from stretto.ops.scaled import all_gather_scaled_matmul_gathered
 from stretto.parallel import Grid, parallelize
+from stretto.parallel.fp8.experts import multiply_columns
 from tests.gpu.test_operators import Run
 
 DIMS = ((-2, -1), (-1,), (-2,))
@@ -60,6 +61,22 @@ def multiply_both_ways() -> list[str]:
                     far = (expected - there).norm() / expected.norm()
                     if not far < 4e-3:
                         wrong.append(f"{m} x {n} x {k} {dims} {kinds} {dtype}, scales at {first}: {far}")
+    return wrong
+
+
+def differentiate_experts() -> list[str]:
+    """Where weights' gradients of experts, of any number of tokens each, have other numbers than on a CPU."""
+    torch.manual_seed(0)
+    wrong = []
+    for counts, out, inputs in (((100, 0, 64, 1, 333), 512, 256), ((0, 0), 32, 48), ((2000, 48), 1536, 2048)):
+        offsets = torch.tensor([0, *counts]).cumsum(0).int()
+        left, right = torch.randn(sum(counts) + 9, out).bfloat16(), torch.randn(sum(counts) + 9, inputs).bfloat16()
+        expected = multiply_columns(left, right, offsets).float()
+        there = multiply_columns(left.cuda(), right.cuda(), offsets.cuda()).cpu().float()
+        for expert in range(len(counts)):
+            far = (expected[expert] - there[expert]).norm() / expected[expert].norm().clamp(min=1)
+            if not far < 4e-3:
+                wrong.append(f"{counts}, {out} x {inputs}, {expert}: {far}")
     return wrong
 
 
@@ -143,6 +160,11 @@ def compare_with_bf16(run_ranks: Run, world: int, cases: list[Case]) -> None:
 @pytest.mark.ranks(1, own=(1,), among=(1,))
 def test_products_have_the_numbers_of_a_cpu_wherever_scales_begin(run_ranks: Run, world: int) -> None:
     assert run_ranks(world, multiply_both_ways) == [[]]
+
+
+@pytest.mark.ranks(1, own=(1,), among=(1,))
+def test_experts_weight_gradients_have_the_numbers_of_a_cpu(run_ranks: Run, world: int) -> None:
+    assert run_ranks(world, differentiate_experts) == [[]]
 
 
 @pytest.mark.ranks(1, own=(1,), among=(1,))

@@ -62,20 +62,24 @@ class Fp8ExpertProduct(ExpertProduct):
     def differentiate_weights(
         self, left: Tensor, right: Tensor, offsets: Tensor, tokens: Tensor | None, room: int
     ) -> Tensor:
-        right = take_rows(right, tokens)
-        if _takes_groups(left):
-            places = place_groups(offsets)
-            a, b = (cast_groups(each, offsets, places) for each in (left, right))
-            found: Tensor = torch._scaled_grouped_mm(
-                a.data, b.data.t(), a.scale, b.scale, offs=places[1:], out_dtype=COMPUTE, use_fast_accum=False
-            )
-            return found
-        found = torch.zeros(offsets.shape[0] - 1, left.shape[1], right.shape[1], dtype=COMPUTE, device=left.device)
-        for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
-            if end > begin:
-                a, b = (ScaledOperand(each[begin:end], "rowwise", E4M3).columns for each in (left, right))
-                found[expert] = multiply(a, b, COMPUTE, is_fast=False)
-        return found
+        return multiply_columns(left, take_rows(right, tokens), offsets)
+
+
+def multiply_columns(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """Each expert's left [its rows, b].T @ right [its rows, a] in fp8: [experts, b, a]; zeros without rows."""
+    if _takes_groups(left):
+        places = place_groups(offsets)
+        a, b = (cast_groups(each, offsets, places) for each in (left, right))
+        product: Tensor = torch._scaled_grouped_mm(
+            a.data, b.data.t(), a.scale, b.scale, offs=places[1:], out_dtype=COMPUTE, use_fast_accum=False
+        )
+        return product
+    found = torch.zeros(offsets.shape[0] - 1, left.shape[1], right.shape[1], dtype=COMPUTE, device=left.device)
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        if end > begin:
+            a, b = (ScaledOperand(each[begin:end], "rowwise", E4M3).columns for each in (left, right))
+            found[expert] = multiply(a, b, COMPUTE, is_fast=False)
+    return found
 
 
 def _takes_groups(rows: Tensor) -> bool:
