@@ -12,7 +12,7 @@ from stretto.optim.averages import move_averages
 
 @pytest.mark.parametrize("failed", [None, torch.tensor([0]), torch.tensor([7])], ids=["no flag", "flag", "failed"])
 def test_a_step_that_changes_nothing_leaves_averages_in_bits(failed: torch.Tensor | None) -> None:
-    averages = [torch.randn(5), torch.randn(3, 4)]
+    averages = [torch.randn(5), torch.randn(3, 4), torch.randn(())]
     before = [each.clone() for each in averages]
     with mock.patch.object(failures, "find_flag", return_value=failed):
         spoilt = [torch.full_like(each, torch.nan) for each in averages]

@@ -19,14 +19,14 @@ def move_averages(averages: list[Tensor], weights: list[Tensor], decay: float, s
     if not averages:
         return
     failed = failures.find_flag(averages[0].device)
-    if failed is not None:
-        skip = failed != 0 if skip is None else (failed != 0) | (skip != 0)
-    if skip is None:
+    flags = [(flag != 0).reshape(()) for flag in (skip, failed) if flag is not None]
+    if not flags:
         torch._foreach_lerp_(averages, weights, 1 - decay)
         return
+    is_kept = torch.stack(flags).any()
     for average, weight in zip(averages, weights, strict=True):
         # Not by a share of 0, which would make NaN of a weight that is not finite.
-        average.lerp_(torch.where(skip != 0, average, weight), 1 - decay)
+        average.lerp_(torch.where(is_kept, average, weight), 1 - decay)
 
 
 class AveragedUpdate(Update):

@@ -75,7 +75,7 @@ def multiply_columns(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
         )
         return product
     found = torch.zeros(offsets.shape[0] - 1, left.shape[1], right.shape[1], dtype=COMPUTE, device=left.device)
-    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist() if left.shape[0] else ())):
         if end > begin:
             a, b = (ScaledOperand(each[begin:end], "rowwise", E4M3).columns for each in (left, right))
             found[expert] = multiply(a, b, COMPUTE, is_fast=False)
