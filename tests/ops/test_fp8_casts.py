@@ -52,6 +52,21 @@ def compare_kernels() -> list[str]:
     return wrong
 
 
+def compare_scales() -> list[str]:
+    """Where scales by the kernel have other bits: of any magnitudes, and of those that are none."""
+    largest = torch.cat([torch.logspace(-44, 38, 3000), torch.tensor([0.0, 448.0, 449.0, torch.inf, torch.nan])])
+    wrong = []
+    for dtype in (E4M3, E5M2):
+        for is_power in (False, True):
+            expected = find_scale(largest, dtype, is_power_of_two=is_power)
+            with mock.patch.object(fp8_casts, "_suits_kernel", return_value=True):
+                found = find_scale(largest, dtype, is_power_of_two=is_power)
+            differs = found.view(torch.int32) != expected.view(torch.int32)
+            wrong += [f"{dtype} {is_power} {value}" for value in largest[differs & ~expected.isnan()].tolist()]
+            wrong += [f"{dtype} {is_power}: NaN is lost"] * (not torch.equal(found.isnan(), expected.isnan()))
+    return wrong
+
+
 def compare_groups() -> list[str]:
     """Where groups of rows, some of them empty, are cast otherwise than each by itself; rows of padding are not."""
     torch.manual_seed(0)
@@ -81,6 +96,7 @@ def compare_groups() -> list[str]:
 def test_kernels_have_the_bits_of_torchs_operators(interpret: Callable[..., list[Any]]) -> None:
     assert interpret(1, compare_kernels) == [[]]
     assert interpret(1, compare_groups) == [[]]
+    assert interpret(1, compare_scales) == [[]]
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

@@ -332,7 +332,8 @@ class CastCase(StressCase):
         ends = [0, 7 * entry + 3, 7 * entry + 3, len(x) - 1]
         offsets = torch.tensor(ends, dtype=torch.int32, device=x.device)
         places = fp8_casts.place_groups(offsets)
-        data, scale = fp8_casts.cast_groups(x, offsets, places)
+        with mock.patch.object(fp8_casts, "_suits_kernel", return_value=True):
+            data, scale = fp8_casts.cast_groups(x, offsets, places)
         checks, begin = [], 0
         for number, (first, last) in enumerate(pairwise(ends)):
             own = x[first:last].float()
