@@ -55,10 +55,10 @@ def test_a_graph_whose_replays_would_hang_is_not_captured(run_ranks: Callable[..
     run_ranks(world, capture_where_segments_grow)
 
 
-def train_captured(*, writes_copies: bool, shards_sequence: bool) -> list[float]:
+def train_captured(*, axis: str, writes_copies: bool, shards_sequence: bool) -> list[float]:
     """Losses of steps as a graph's replays, between which the weights are changed by hand, and of a last plain pass."""
     world = dist.get_world_size()
-    grid = Grid(x=world, device="cuda")
+    grid = Grid(**{axis: world}, device="cuda")
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, hidden=256, heads=4, vocab=512, max_seq_len=64))
     model = parallelize(model, grid, dtype=torch.bfloat16, shard_sequence=shards_sequence)
@@ -81,16 +81,17 @@ def train_captured(*, writes_copies: bool, shards_sequence: bool) -> list[float]
         losses.append(model(tokens, tokens))
     copies = [weight.low_precision_weight for weight in model.parameters() if weight.low_precision_weight is not None]
     assert len(copies) > 0
-    assert all((copy._kept is not None) == writes_copies for copy in copies)
+    if axis == "x":  # over z copies are where weights are sent from
+        assert all((copy._kept is not None) == writes_copies for copy in copies)
     results = [float(loss) for loss in losses]
     step.close()
     return results
 
 
 def compare_copies() -> None:
-    for shards_sequence in (False, True):
+    for axis, shards_sequence in (("x", False), ("x", True), ("z", False)):
         plain, written = (
-            train_captured(writes_copies=writes, shards_sequence=shards_sequence) for writes in (False, True)
+            train_captured(axis=axis, writes_copies=writes, shards_sequence=shards_sequence) for writes in (False, True)
         )
         assert written == plain
 
@@ -129,3 +130,39 @@ def test_weights_that_the_optimizer_casts_are_those_that_a_forward_pass_would(
     run_ranks: Callable[..., list[Any]], world: int
 ) -> None:
     run_ranks(world, compare_copies)
+
+
+def replay_after_workspaces_were_freed() -> None:
+    """Steps of products that need cuBLAS's workspaces, forward and backward, as Inductor's own graphs leave them."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16384, 64, device=device, dtype=torch.bfloat16)  # few columns and a long sum: split over it
+    given = torch.randn(8, 16384, device=device, dtype=torch.bfloat16)
+
+    def compute(x: Tensor) -> tuple[Tensor, ...]:
+        layer.zero_grad()
+        y = layer(x)
+        y.float().square().sum().backward()
+        assert layer.weight.grad is not None
+        return y.detach(), layer.weight.grad
+
+    step = CapturedStep(compute)
+    results = [[one.clone() for one in step(given)] for _ in range(5)]
+    torch._C._cuda_clearCublasWorkspaces()
+    others = [torch.zeros(1 << 20, dtype=torch.int32, device=device) for _ in range(64)]  # take what was freed
+    torch.cuda.synchronize()
+    results.append([one.clone() for one in step(given)])
+    torch.cuda.synchronize()
+    assert not any(one.any().item() for one in others)
+    for found in results[1:]:
+        assert all(map(torch.equal, found, results[0]))
+    del others
+    torch.cuda.empty_cache()
+    step(given)
+    torch.cuda.synchronize()
+    step.close()
+
+
+@pytest.mark.ranks(1, own=(1,), among=(1,))
+def test_replays_use_workspaces_of_their_own(run_ranks: Callable[..., list[Any]], world: int) -> None:
+    run_ranks(world, replay_after_workspaces_were_freed)

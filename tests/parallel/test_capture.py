@@ -31,7 +31,8 @@ def replay_after_changes() -> None:
     cuda = {"is_available": lambda: True, "stream": lambda _: nullcontext()}
     cuda |= {"graph": lambda *_, **__: nullcontext(), "is_current_stream_capturing": lambda: False}
     fakes = {name: mock.MagicMock() for name in ("Stream", "current_stream", "CUDAGraph", "synchronize")} | cuda
-    with mock.patch.multiple(torch.cuda, **fakes), mock.patch.object(failures, "check"):
+    clears = mock.patch.object(torch._C, "_cuda_clearCublasWorkspaces", create=True)
+    with mock.patch.multiple(torch.cuda, **fakes), mock.patch.object(failures, "check"), clears:
         captured = CapturedStep(step, warm_up=1)
         for _ in range(3):
             captured()

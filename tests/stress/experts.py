@@ -20,9 +20,12 @@ _LOSS = tuple(f"ops.cross_entropy.{name}" for name in ("reduce_rows", "different
 _ROTARY = tuple(f"ops.rotary.{name}" for name in ("split_heads", "join_heads", "turn_heads"))
 _NORM = tuple(f"ops.rms_norm.{name}" for name in ("normalize_rows", "differentiate_norm"))
 _CASTS = tuple(
-    f"ops.fp8_casts.{name}" for name in ("measure_tiles", "cast_tiles", "measure_groups", "cast_group_tiles")
+    f"ops.fp8_casts.{name}"
+    for name in ("measure_tiles", "cast_tiles", "find_scales", "measure_groups", "cast_group_tiles")
 )
-_GATES = tuple(f"ops.moe.activation.{name}" for name in ("gate_by_silu", "differentiate_silu_gate"))
+_GATES = tuple(
+    f"ops.moe.activation.{name}" for name in ("gate_by_silu", "differentiate_silu_gate", "differentiate_weighed_rows")
+)
 
 
 class CopiesCase(StressCase):
@@ -75,7 +78,7 @@ class CopiesCase(StressCase):
 
 
 class GatedCase(StressCase):
-    """Gated SiLU and its gradient, which must be right, and have the same bits each time."""
+    """Gated SiLU, weighed or not, and its gradients, which must be right, and have the same bits each time."""
 
     entries = ENTRIES
 
@@ -85,27 +88,35 @@ class GatedCase(StressCase):
             (
                 (team.integers((shape[0], 2 * shape[1]), "x", entry, team.rank, low=-9, high=9) / 4).bfloat16(),
                 team.integers(shape, "grad", entry, team.rank, low=-9, high=9).bfloat16(),
+                team.integers((shape[0],), "factors", entry, team.rank, low=-9, high=9).float() / 4,
             )
             for entry in range(ENTRIES)
         ]
         self._expected = [self._run(entry) for entry in range(ENTRIES)]
-        for (x, grad), found in zip(self._calls, self._expected, strict=True):
-            wide = x.double().requires_grad_()
+        for (x, grad, factors), found in zip(self._calls, self._expected, strict=True):
+            wide, factor = x.double().requires_grad_(), factors.double()[:, None].requires_grad_()
             gate, up = wide.chunk(2, 1)
             out = gate * gate.sigmoid() * up
-            (of_x,) = torch.autograd.grad(out, wide, grad.double())
-            for one, right in zip(found, (out.detach(), of_x) * 2, strict=True):
-                if not torch.allclose(one.double(), right, rtol=2**-8, atol=1e-4):
+            (of_x,) = torch.autograd.grad(out, wide, grad.double(), retain_graph=True)
+            weighed = out * factor
+            of_weighed = torch.autograd.grad(weighed, (wide, factor), grad.double())
+            rights = out.detach(), of_x, out.detach(), of_x, of_weighed[0], weighed.detach(), of_weighed[1][:, 0]
+            terms = float((out * grad.double()).abs().sum(1).max())
+            for one, right in zip(found, rights, strict=True):
+                if not torch.allclose(one.double(), right, rtol=2**-7, atol=terms / 256 if right.dim() == 1 else 1e-4):
                     raise AssertionError("the kernels of gated SiLU compute something else")
 
     def _run(self, entry: int) -> tuple[Tensor, ...]:
         from stretto.ops.moe import activation
 
-        x, grad = self._calls[entry]
+        x, grad, factors = self._calls[entry]
         gate, up = x.chunk(2, 1)
         of_both = torch.cat(activation.differentiate_swiglu(gate, up, grad), 1)
-        product = activation.multiply_by_silu(gate, up)
-        return activation.gate_on_gpu(x), activation.gate_gradient_on_gpu(x, grad), product, of_both
+        product, weighed = (
+            activation.multiply_by_silu(gate, up),
+            activation.differentiate_weighed_by_kernel(x, grad, factors),
+        )
+        return activation.gate_on_gpu(x), activation.gate_gradient_on_gpu(x, grad), product, of_both, *weighed
 
     def call(self, entry: int) -> Sequence[Check]:
         """Enqueue the call with input number `entry`, and pair its results with the expected ones."""

@@ -156,6 +156,10 @@ def launch_sort(name: str) -> Launch:
 
 
 def launch_gates(name: str) -> Launch:
+    if name == "differentiate_weighed_rows":
+        halves, weighed = [FLOATS.bfloat16() for _ in range(5)], FLOATS.bfloat16()
+        arguments = *halves[:3], FLOATS, *halves[3:], weighed, FLOATS.clone(), 8192, 4096, 1024
+        return Launch(activation.differentiate_weighed_rows, arguments, {"enable_fp_fusion": False})
     halves = [FLOATS.bfloat16() for _ in range(5 if name == "differentiate_silu_gate" else 3)]
     return Launch(getattr(activation, name), (*halves, 8192, 4096, 1024), {})
 
@@ -282,7 +286,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     **{
         f"ops.moe.{module}.{name}": lambda launch=launch, name=name: launch(name)
         for module, launch, names in (
-            ("activation", launch_gates, ("gate_by_silu", "differentiate_silu_gate")),
+            ("activation", launch_gates, ("gate_by_silu", "differentiate_silu_gate", "differentiate_weighed_rows")),
             ("permutation", launch_copies, ("sum_rows", "spread_rows", "multiply_rows")),
             ("grouped.kernels", launch_grouped, ("multiply_groups", "sum_outer_products")),
             ("grouped.tile_order", launch_in_order, ("fill_tile_tables", "await_all_channels")),

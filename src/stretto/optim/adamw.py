@@ -21,9 +21,10 @@ class AdamW(torch.optim.AdamW):
     (`stretto.optim.guard`).
 
     writes_copies: the kernel also writes the weights of a parallelized model's linears in the compute dtype, so that
-    the next forward pass need not cast them. These copies take memory between steps: 2 bytes per parameter in bf16.
-    Only for weights that z does not shard and that are kept gathered for the backward pass (`parallelize`), and not in
-    CUDA graphs other than `CapturedStep`'s. Passes without gradients cast weights as they are. For others a weight that
+    the next forward pass need not cast them. Of weights that copy engines gather over z they are written where they
+    are sent from; of those that z does not shard they take memory between steps: 2 bytes per parameter in bf16. Only
+    for weights that are kept gathered for the backward pass (`parallelize`), and not in CUDA graphs other than
+    `CapturedStep`'s. Passes without gradients cast weights as they are. For others a weight that
     was changed is cast again if torch counts the change or an optimizer made it. Through `.data`, the local tensor of a
     detached DTensor, NumPy, custom kernels or torch._foreach functions of DTensors it is neither: call
     torch.autograd.graph.increment_version(weight) then, or training continues with the old weight until the next step.

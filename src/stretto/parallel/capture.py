@@ -111,6 +111,7 @@ class CapturedStep:
         with (
             _explaining_failures(self._stream),
             _keeping_garbage(),
+            _owning_workspaces(),
             _noting_models() as models,
             capturing_weights() as weights,
             torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
@@ -191,6 +192,20 @@ def _keeping_garbage() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _owning_workspaces() -> Iterator[None]:
+    """Have cuBLAS take its workspaces from the graph's memory, where nobody can free them under its replays.
+
+    A workspace that a warm-up left belongs to torch, which frees it when Inductor records graphs of its own
+    (`torch.compile(mode="reduce-overhead")`, transformers' `generate`); replays would then write to others' memory.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _require_replayable() -> None:

@@ -34,14 +34,20 @@ class LowPrecisionWeight:
 
     def take(self, parameter: Tensor) -> Tensor:
         """The shard in the dtype: the copy, or a new cast. Do not write to it."""
-        if not self.is_current(parameter):
+        if not self.holds(parameter):
             return local(parameter).to(self.dtype)
-        if _is_captured(parameter):
-            if not _captures:  # a graph whose replays are not tracked may run after the parameter was changed
-                return local(parameter).to(self.dtype)
-            _captures[-1].taken[self] = parameter
         assert self._kept is not None
         return self._kept
+
+    def holds(self, parameter: Tensor) -> bool:
+        """True if the copy is of the parameter's present state; notes for a captured graph that it reads the copy."""
+        if not self.is_current(parameter):
+            return False
+        if _is_captured(parameter):
+            if not _captures:  # a graph whose replays are not tracked may run after the parameter was changed
+                return False
+            _captures[-1].taken[self] = parameter
+        return True
 
     def open(self, parameter: Tensor) -> Tensor | None:
         """The tensor into which an optimizer writes the whole shard, along with the parameter; it calls `close` then.
@@ -99,6 +105,36 @@ class LowPrecisionWeight:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return LowPrecisionWeight, (self.dtype,)  # a copied parameter gets its own, empty copy
+
+
+class PlacedWeight(LowPrecisionWeight):
+    """A copy in memory of its owner's, such as this rank's part of a gathered weight.
+
+    note_write: called before an optimizer writes it.
+    """
+
+    def __init__(self, place: Tensor, note_write: Callable[[], None]) -> None:
+        super().__init__(place.dtype)
+        self._kept: Tensor | None = place
+        self._note_write = note_write
+
+    def open(self, parameter: Tensor) -> Tensor | None:
+        """As of `LowPrecisionWeight`; None too if the parameter has another shape now, or none of the place's dtype."""
+        _watch_optimizers()
+        self.expect_write(parameter)
+        place = self._kept
+        if self._is_outrun or place is None or place.shape != local(parameter).shape:
+            return None
+        self._note_write()
+        return place
+
+    def withdraw(self) -> None:
+        """Take the place back: the copy is valid no more, and no optimizer writes it."""
+        self.forget()
+        self._kept = None
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return type(None), ()  # a copied parameter has no such place
 
 
 class LowPrecisionShard:

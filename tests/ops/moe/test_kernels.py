@@ -176,6 +176,38 @@ def test_gated_silu_and_its_gradient_are_rounded_once(interpret):
     interpret(1, gate)
 
 
+def weigh():
+    """The largest error of each result of weighed rows, plain and gated, in units of its rounding, by the kernel."""
+    for (tokens, _, inner), dtype, width in product([*SIZES, (2, 1, 1030)], DTYPES, (1, 2)):
+        rows, grad = draw(SEED, tokens, width * inner).to(dtype) * 2, draw(SEED + 1, tokens, inner).to(dtype)
+        factors = draw(SEED + 2, tokens).to(permutation.sum_dtype(dtype))
+        with by_kernels()[1]:
+            found = activation.differentiate_weighed(rows, grad, factors)
+        assert [one.dtype for one in found] == [dtype, dtype, factors.dtype]
+        wide, factor = rows.double().requires_grad_(), factors.double().requires_grad_()
+        values = silu(wide[:, :inner]) * wide[:, inner:] if width == 2 and inner else wide
+        weighed = values * factor[:, None]
+        expected = torch.autograd.grad(weighed, (wide, factor), grad.double())
+        given = grad.double().abs()
+        sizes = (
+            expected[0].abs() + 3 * (given * factors.abs()[:, None]).repeat(1, width) * wide.abs().roll(inner, 1),
+            weighed.abs(),
+            (given * values.abs()).sum(1),
+        )
+        for one, right, size in zip(found, (expected[0], weighed, expected[1]), sizes, strict=True):
+            assert (
+                (one.double() - right).abs() <= 4 * torch.finfo(dtype).eps * size + 1e-7 * (dtype.itemsize == 2)
+            ).all()
+        plain = activation.differentiate_weighed(rows, grad, factors)  # by torch's operators
+        if width == 1:
+            assert torch.equal(found.of_rows, plain.of_rows)
+            assert torch.equal(found.weighed, plain.weighed)
+
+
+def test_weighed_rows_are_differentiated_in_one_pass(interpret):
+    interpret(1, weigh)
+
+
 def exchange_by_kernels(max_rows):
     """`find_differences` of an exchange, and how often each operator was called."""
     names = ("sum_on_gpu", "spread_on_gpu", "multiply_on_gpu", "weigh_and_multiply_on_gpu")

@@ -189,7 +189,7 @@ def return_in_parts():
 
     everyones = places.send_weights(weights)
     side = mock.MagicMock()
-    divides = {"_LEAST_COLUMNS": 16, "_LEAST_NUMBERS": 0, "SideStream": lambda _: side}
+    divides = {"_LEAST_COLUMNS": 16, "_LEAST_NUMBERS": 0, "_LEAST_OF_PART": 1, "SideStream": lambda _: side}
     with mock.patch.object(module_of_places, "grouped_matmul", product):
         whole = places.multiply_and_give_back(lambda: rows, weight, everyones)
         with mock.patch.multiple(module_of_places, **divides), mock.patch.object(Places, "room", 22):

@@ -166,7 +166,7 @@ def change_before_backward() -> str:
 def test_a_parameter_overwritten_before_the_backward_pass_is_named(interpret):
     for message in interpret(2, change_before_backward):
         assert "a parameter of" in message
-        assert "was changed, and a forward pass run with it" in message
+        assert "was changed, and written over by a forward pass" in message
 
 
 def checkpoint_later(by_copies: bool) -> list[Tensor]:

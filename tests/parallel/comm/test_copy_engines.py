@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Overlap, checkpoint_activations, gather_once, no_sync, parallelize
-from stretto.parallel.comm import copy_engine_gather, copy_engine_scatter, weight_gathering
+from stretto.parallel.comm import copy_engine_gather, copy_engine_scatter, gradient_reducer, weight_gathering
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, CopyEngineGatherer
 from stretto.parallel.comm.copy_engine_scatter import MAX_STARTED, CopyEngineReduceScatter, ScatterRing
@@ -178,6 +178,32 @@ def note_what_starts() -> str:
     return found
 
 
+def note_sums() -> str:
+    """What a backward pass does with gradients whose ring is small: comes with one, begins to send it, sums one."""
+    setup, events = Setup(1, 2, is_pushed=True), []
+    reducer, scatter = gradient_reducer.GradientReducer, copy_engine_scatter.CopyEngineReduceScatter
+    come, start, finish = reducer.reduce_scatter_gradient, scatter.start, scatter.finish
+
+    def note(event: str, function: Any, *arguments: Any, **options: Any) -> Any:
+        events.append(event)
+        return function(*arguments, **options)
+
+    with (
+        mock.patch.object(copy_engine_scatter, "SCATTER_RING_BYTES", 1),
+        mock.patch.object(reducer, "reduce_scatter_gradient", lambda *each, **how: note("g", come, *each, **how)),
+        mock.patch.object(scatter, "start", lambda *each: note("s", start, *each)),
+        mock.patch.object(scatter, "finish", lambda *each: note("f", finish, *each)),
+    ):
+        setup.loss().backward()
+    return "".join(events)
+
+
+def test_room_is_made_before_the_next_gradient_needs_it(interpret):
+    for events in interpret(2, note_sums):
+        assert "sf" in events  # the ring is full at times
+        assert not re.search("gf+s", events)
+
+
 def test_a_pass_begins_with_the_embedding_and_the_first_weights_and_copies_the_others_under_these(interpret):
     assert interpret(2, note_what_starts) == ["gcccc" + "ttt" + "ccccc" + "tttttt"] * 2
 
@@ -195,6 +221,64 @@ def hold_two_graphs(is_pushed: bool) -> list[torch.Tensor]:
 def test_two_passes_may_be_alive_at_once(interpret):
     for ours, other in zip(*(interpret(2, hold_two_graphs, way) for way in (True, False)), strict=True):
         assert all(map(torch.equal, ours, other))
+
+
+def write_copies(writes: bool) -> dict[str, Any]:
+    """Steps of an optimizer that writes what copy engines send, and what the passes cast all the same."""
+    setup, casts = Setup(1, 2, is_pushed=True, dtype=torch.bfloat16), []
+    real = torch._foreach_copy_
+
+    def note(into: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        casts.append(len(shards))
+        real(into, shards)
+
+    def step(rate: float) -> None:
+        with torch.no_grad():
+            for parameter in setup.model.parameters():
+                copy = parameter.low_precision_weight if writes else None
+                written = None if copy is None else copy.open(parameter)
+                shard = parameter.to_local()
+                shard.sub_(parameter.grad.to_local(), alpha=rate)
+                torch.autograd.graph.increment_version(parameter)
+                if written is not None:
+                    written.copy_(shard)
+                    copy.close(parameter)
+                parameter.grad = None
+
+    losses, counts = [], []
+    with mock.patch.object(torch, "_foreach_copy_", note):
+        for number in range(5):
+            casts.clear()
+            loss = setup.loss()
+            counts.append(sum(casts))
+            losses.append(float(loss))
+            loss.backward()
+            if number < 4:
+                step(0.1)
+            if number == 2:  # by somebody else: every copy is cast again
+                with torch.no_grad():
+                    for parameter in setup.model.parameters():
+                        parameter.mul_(0.9)
+        pushed = setup.pushed
+        assert pushed is not None
+        late = setup.loss()
+        if writes:
+            for parameter in setup.model.parameters():
+                if parameter.low_precision_weight is not None:
+                    parameter.low_precision_weight.open(parameter)
+            with pytest.raises(RuntimeError, match="written over by a forward pass or an optimizer's copy"):
+                late.backward()
+        pushed.stop()
+        for parameter in setup.model.parameters():
+            assert parameter.low_precision_weight is None or parameter.low_precision_weight.open(parameter) is None
+    return {"losses": losses, "casts": counts, "shards": setup.shards()}
+
+
+def test_an_optimizer_writes_weights_where_they_are_sent_from(interpret):
+    for ours, plain in zip(*(interpret(2, write_copies, writes) for writes in (True, False)), strict=True):
+        assert ours["losses"] == plain["losses"]
+        assert all(map(torch.equal, ours["shards"], plain["shards"]))
+        assert (ours["casts"], plain["casts"]) == ([WEIGHTS, 0, 0, WEIGHTS, 0], [WEIGHTS] * 5)
 
 
 def change_before_backward() -> str:

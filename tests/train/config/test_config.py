@@ -215,7 +215,6 @@ def test_features_of_gpus_raise_on_a_cpu(option: str) -> None:
     [
         ("train.dtype=fp32", "train.dtype is 'fp32', in which the weights are kept"),
         ("train.optimizer=sgd", "train.optimizer is 'sgd', and only adamw writes them"),
-        ("grid.z=2", "grid.z is 2, and there are copies only of weights that z does not cut"),
         ("train.reshard=after_forward", "train.reshard is 'after_forward'"),
     ],
 )

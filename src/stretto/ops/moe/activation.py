@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated activations of experts: activation(gate) * up, by one kernel for SiLU on GPUs."""
+"""Gated activations of experts: activation(gate) * up, by one kernel for SiLU on GPUs, and rows' weights behind it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from stretto.tiles.launches import launch_cached
 
 Activation = str | Callable[[Tensor], Tensor]
 
+_ROW_BLOCK = 1024  # columns of a row that a program has at once
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -106,6 +107,86 @@ def differentiate_silu_gate(  # type: ignore[no-untyped-def]
     tl.store(of_ups + row * stride + at, (of_out * (gate * share)).to(of_ups.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def differentiate_weighed_rows(  # type: ignore[no-untyped-def]
+    first, second, grad, factors, of_first, of_second, weighed, products, stride, columns, BLOCK: tl.constexpr
+):
+    """The gradients of rows [n, columns] times factors [n], for a gradient [n, columns] of the weighed rows.
+
+    The rows are `first`, or if `second` is no None silu(first) * second, rounded as `gate_by_silu` does. weighed: the
+    rows times their factors; products: those of rows and grad, summed, the gradient of factors; of_first, of_second:
+    the gradients of first and second. stride: from a row of first, second and their gradients to the next. All is
+    rounded where separate passes would round it. A program has one row. Bytes: with `second`, 3 * columns numbers a row
+    are read and 3 * columns written, else 2 and 2. Synchronization: none: programs own their rows.
+    """
+    dtype = tl.float64 if first.dtype.element_ty == tl.float64 else tl.float32
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(factors + row).to(dtype)
+    total = tl.zeros([BLOCK], dtype)
+    for begin in range(0, columns, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        mask = at < columns
+        value = tl.load(first + row * stride + at, mask=mask, other=0.0).to(dtype)
+        given = tl.load(grad + row * columns + at, mask=mask, other=0.0).to(dtype)
+        scaled = (given * factor).to(grad.dtype.element_ty).to(dtype)
+        if second is None:
+            tl.store(of_first + row * stride + at, scaled.to(of_first.dtype.element_ty), mask=mask)
+        else:
+            up = tl.load(second + row * stride + at, mask=mask, other=0.0).to(dtype)
+            share = 1 / (1 + tl.exp(-value))
+            of_gate = scaled * up * (share * (1 + value * (1 - share)))
+            tl.store(of_first + row * stride + at, of_gate.to(of_first.dtype.element_ty), mask=mask)
+            of_up = scaled * (value * share)
+            tl.store(of_second + row * stride + at, of_up.to(of_second.dtype.element_ty), mask=mask)
+            value = (value / (1 + tl.exp(-value)) * up).to(weighed.dtype.element_ty).to(dtype)
+        tl.store(weighed + row * columns + at, (value * factor).to(weighed.dtype.element_ty), mask=mask)
+        total += value * given
+    tl.store(products + row, tl.sum(total, axis=0))
+
+
+class WeighedGradients(NamedTuple):
+    """of_rows: the gradient of rows, or of their gate and up [n, 2 * F]. weighed: [n, F], the rows times their factors.
+
+    products: [n], the gradient of the factors, of `sum_dtype`.
+    """
+
+    of_rows: Tensor
+    weighed: Tensor
+    products: Tensor
+
+
+def differentiate_weighed(rows: Tensor, grad: Tensor, factors: Tensor) -> WeighedGradients:
+    """The gradients of rows [n, F] times factors [n], for a gradient [n, F]; it has no gradient itself.
+
+    rows of twice as many columns as grad are gates, then ups: the rows are silu(gate) * up then. On GPUs it is one
+    pass over memory, where torch's operators would be ten. factors: of `sum_dtype`.
+    """
+    if suits_kernel(rows):
+        return differentiate_weighed_by_kernel(rows, grad, factors)
+    is_gated = rows.shape[1] != grad.shape[1]
+    values = gated_activation(rows) if is_gated else rows
+    wide, factors = values.to(factors.dtype), factors[:, None]
+    of_values = (grad.to(factors.dtype) * factors).to(grad.dtype)
+    return WeighedGradients(
+        differentiate_silu(rows, of_values) if is_gated else of_values,
+        (wide * factors).to(values.dtype),
+        (grad.to(factors.dtype) * wide).sum(1),
+    )
+
+
+def differentiate_weighed_by_kernel(rows: Tensor, grad: Tensor, factors: Tensor) -> WeighedGradients:
+    """`differentiate_weighed` of tensors that the kernel takes."""
+    rows, grad, (n, columns) = rows.contiguous(), grad.contiguous(), grad.shape
+    of_rows, weighed, products = torch.empty_like(rows), torch.empty_like(grad), torch.empty_like(factors)
+    halves, of_halves = ((one, None) if one.shape == grad.shape else one.chunk(2, 1) for one in (rows, of_rows))
+    if n:
+        block = max(min(triton.next_power_of_2(columns), _ROW_BLOCK), 16)
+        arguments = *halves, grad, factors.contiguous(), *of_halves, weighed, products, rows.shape[1], columns
+        with torch.cuda.device_of(rows):
+            launch_cached(differentiate_weighed_rows, n, *arguments, BLOCK=block, num_warps=4, enable_fp_fusion=False)
+    return WeighedGradients(of_rows, weighed, products)
+
+
 def multiply_by_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up of two CUDA tensors of one shape and dtype, as `gated_activation` computes it."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -142,6 +223,8 @@ def _launch(kernel: Any, result: Tensor, *arguments: Tensor | int) -> None:
     n, columns = result.shape
     if result.numel():
         block, warps = choose_block(columns)
+        if block < columns and warps == 1:  # too few loads would be in flight: a multiprocessor runs 32 programs
+            block, warps = 2 * block, 2
         with torch.cuda.device_of(result):
             launch_cached(kernel, n * triton.cdiv(columns, block), *arguments, columns, BLOCK=block, num_warps=warps)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.collectives.schedule import Schedule
+from stretto.ops.moe.activation import differentiate_weighed
 from stretto.ops.moe.call_route import check_call
 from stretto.ops.moe.exchange import (
     Dispatched,
@@ -179,19 +180,21 @@ class _ProductCombine(torch.autograd.Function):
         _, needs_weight, needs_weights, *_ = ctx.needs_input_grad
         grad, arrivals = places.start(grad.contiguous(), keeps=False)
         numbers, dtype = index.places().to(torch.int32), sum_dtype(rows.dtype)
-        of_rows = multiply_arriving(grad, weight.transpose(1, 2), index.offsets, numbers, arrivals).to(dtype)
+        of_rows = multiply_arriving(grad, weight.transpose(1, 2), index.offsets, numbers, arrivals)
         if arrivals is not None:
             arrivals.wait()
-        grad_weight = grad_weights = None
         if not len(index.positions):  # no rank has sent a token here
             grad_weights = places.give_back(weights.to(dtype)).to(ctx.weights_dtype) if needs_weights else None
             return torch.zeros_like(rows), torch.zeros_like(weight), grad_weights, None, None
-        factors = weights.reshape(-1).index_select(0, index.slots).to(dtype)[:, None]
-        if needs_weight:
-            weighed = (rows.to(dtype) * factors).to(rows.dtype)
-            grad_weight = grouped_weight_gradient(take_rows(grad, numbers), weighed, index.offsets)
+        factors = weights.reshape(-1).index_select(0, index.slots).to(dtype)
+        found = differentiate_weighed(rows, of_rows, factors)
+        grad_weight = grad_weights = None
+        tokens = take_rows(grad, numbers) if needs_weight else None  # what arrived, which the next call overwrites
         if needs_weights:
-            products = (of_rows * rows.to(dtype)).sum(1).index_select(0, index.positions.reshape(-1))
-            products = products.view_as(weights).masked_fill(~index.is_here, 0)
-            grad_weights = places.give_back(products).to(ctx.weights_dtype)
-        return (of_rows * factors).to(rows.dtype), grad_weight, grad_weights, None, None
+            products = found.products.index_select(0, index.positions.reshape(-1))
+            finish = places.start_back(products.view_as(weights).masked_fill(~index.is_here, 0))
+        if tokens is not None:
+            grad_weight = grouped_weight_gradient(tokens, found.weighed, index.offsets)
+        if needs_weights:
+            grad_weights = finish().to(ctx.weights_dtype)
+        return found.of_rows, grad_weight, grad_weights, None, None

@@ -16,6 +16,7 @@ from torch import Tensor
 from stretto.ops.moe.activation import (
     Activation,
     differentiate_silu,
+    differentiate_weighed,
     find_activation,
     gated_activation,
     is_silu,
@@ -206,13 +207,9 @@ def _differentiate_gate(
                 found = kernels.differentiate_gate(config, grad, down, offsets, inner, tokens, factors, arrivals)
             return found.inner, found.activated, None if found.products is None else found.products.sum(0)
     of_gated = compute_product(grad, down.transpose(1, 2), offsets, tokens, implementation, arrivals)
-    gated = gated_activation(inner)
-    products = None
     if factors is not None:
-        products = (of_gated.to(factors.dtype) * gated.to(factors.dtype)).sum(1)
-        of_gated = (of_gated.to(factors.dtype) * factors[:, None]).to(of_gated.dtype)
-    of_inner = differentiate_silu(inner, of_gated)
-    return of_inner, gated if factors is None else (gated * factors[:, None]).to(gated.dtype), products
+        return differentiate_weighed(inner, of_gated, factors)
+    return differentiate_silu(inner, of_gated), gated_activation(inner), None
 
 
 def _fake(

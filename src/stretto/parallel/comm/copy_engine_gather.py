@@ -23,7 +23,8 @@ from stretto.memory.copy_engine import find_handle
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import collective
 from stretto.parallel.comm.weight_gathering import GatheredWeight, GatherSource, WeightGatherer, WeightToGather
-from stretto.parallel.layout import Version, local, version_of
+from stretto.parallel.layout import TensorOnGrid, Version, local, version_of
+from stretto.parallel.low_precision_weights import PlacedWeight
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
@@ -38,8 +39,9 @@ CAST_AT_ONCE = 8
 class _Place:
     """Where a weight is gathered: the whole of it, this rank's part, and that part's place at each other rank.
 
-    version: of the shard that was cast last. scale: of it, in fp8. is_left: this pass has yet to copy it. awaited_on:
-    the streams that have waited for this pass's rows.
+    version: of the shard that the last pass copied, None once an optimizer has written `own` since. scale: of it, in
+    fp8. is_left: this pass has yet to copy it. awaited_on: the streams that have waited for this pass's rows. copy: of
+    a weight that is cast, `own` for an optimizer that writes it (`parallel.low_precision_weights`).
     """
 
     number: int
@@ -50,6 +52,11 @@ class _Place:
     scale: Tensor | None = None
     is_left: bool = False
     awaited_on: set[int] = field(default_factory=set)
+    copy: PlacedWeight | None = None
+
+    def note_write(self) -> None:
+        """Own rows are about to be written."""
+        self.version = None
 
 
 class CopyEngineAllGather:
@@ -123,10 +130,13 @@ class CopyEngineAllGather:
         for number, keys in enumerate(_batches(ordered)):
             parameters = [self._weights[key].parameter for key in keys]
             places = [self._places[key] for key in keys]
-            plain = [number for number, key in enumerate(keys) if self._weights[key].scaling is None]
-            if plain:
-                shards = [local(parameters[number]) for number in plain]
-                torch._foreach_copy_([places[number].own for number in plain], shards)
+            stale = [
+                (place.own, local(parameter))
+                for key, parameter, place in zip(keys, parameters, places, strict=True)
+                if self._weights[key].scaling is None and not (place.copy is not None and place.copy.holds(parameter))
+            ]
+            if stale:
+                torch._foreach_copy_([own for own, _ in stale], [shard for _, shard in stale])
             for key, place in zip(keys, places, strict=True):
                 if (scaling := self._weights[key].scaling) is not None:
                     _, place.scale = scaling.cast(scaling.parameter, place.own)
@@ -170,8 +180,7 @@ class CopyEngineAllGather:
     def stop(self) -> None:
         """From now on copy only between `begin_step` and `end_step`, and free the memory."""
         self.end()
-        self._places.clear()
-        self._channel = None
+        self._clear()
         self._is_stopped, self._is_wasted, self._is_copied = True, False, False
 
     def take(self, key: object, version: Version | None, *, in_backward: bool) -> Tensor | None:
@@ -234,8 +243,7 @@ class CopyEngineAllGather:
                 "the first forward pass allocates memory that all ranks share, which a CUDA graph cannot hold: run a "
                 "step before the graph is captured"
             )
-        self._places.clear()
-        self._channel = None  # freed before more is allocated
+        self._clear()  # before more is allocated
         world, rank = self.group.size(), self.group.rank()
         offsets, size = [], 0
         for _, rows, shape, dtype in layout:
@@ -253,9 +261,24 @@ class CopyEngineAllGather:
                 for peer in range(world)
                 if peer != rank
             }
-            self._places[key] = _Place(number, whole[:rows], whole[mine].data, there)
+            self._places[key] = place = _Place(number, whole[:rows], whole[mine].data, there)
+            self._lend(self._weights[key], place)
         self._layout, self._channel = layout, channel
         return channel
+
+    def _lend(self, weight: WeightToGather, place: _Place) -> None:
+        """Let an optimizer write the weight's part where it is sent from, if it is cast there."""
+        parameter = weight.parameter
+        if weight.scaling is None and isinstance(parameter, TensorOnGrid) and parameter.dtype != place.own.dtype:
+            parameter.low_precision_weight = place.copy = PlacedWeight(place.own, place.note_write)
+
+    def _clear(self) -> None:
+        """Free the memory, and take back what optimizers write."""
+        for place in self._places.values():
+            if place.copy is not None:
+                place.copy.withdraw()
+        self._places.clear()
+        self._channel = None
 
     def _describe(self) -> list[Any]:
         """Of each weight its key, rows, and this rank's shape and dtype."""

@@ -55,6 +55,10 @@ class ScatterRing:
         """True if the ring has no room for the gradient, in `dtype`, until earlier ones of this pass are summed."""
         return self._scatter is not None and self._scatter.is_full(gradient, dtype.itemsize)
 
+    def has_room(self) -> bool:
+        """True if the ring has room for the largest gradient, and so for any, before another one is summed."""
+        return self._scatter is None or self._scatter.has_room()
+
     def start(self, gradient: Tensor, local_rows: int, dtype: torch.dtype, factor: float = 1.0) -> Pending:
         """Start a reduce-scatter: by copy engines, or through the process group where they do not take the gradient.
 
@@ -116,11 +120,16 @@ class CopyEngineReduceScatter:
     def is_full(self, gradient: Tensor, element: int) -> bool:
         """True if `start` takes this gradient, of `element` bytes a number, only once earlier ones have been summed."""
         size = self._size(gradient, element)
-        if not self._outstanding or size > self._part or not self._is_alone():
-            return False
+        return size <= self._part and self._is_alone() and not self.has_room(size)
+
+    def has_room(self, size: int | None = None) -> bool:
+        """True if parts of so many bytes, by default of the largest gradient, can begin before another sum."""
+        if not self._outstanding:
+            return True
+        size = self._part if size is None else size
         begin = self._find_place(size)
         in_use = list(self._pieces)[-len(self._outstanding) :]
-        return len(in_use) == MAX_STARTED or any(_overlap(piece, (begin, begin + size)) for piece in in_use)
+        return len(in_use) < MAX_STARTED and not any(_overlap(piece, (begin, begin + size)) for piece in in_use)
 
     def _is_alone(self) -> bool:
         return not self._outstanding or self._task == torch._C._current_graph_task_id()

@@ -286,6 +286,9 @@ class GradientReducer:
             self._settle_one(current, parameter, mine)
             return
         self._add_scatter(current, [(parameter, pending)])
+        # For the next one already, which begins once all ranks have room for it: none may wait for a slower one's sum.
+        while current.scatters and self.ring is not None and not self.ring.has_room():
+            self._settle(current, current.scatters.popleft())
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Take a gradient of this rank's shard, in place of autograd's accumulation."""

@@ -456,8 +456,9 @@ class BlockShard:
             tensor, rows = saved
             if self.gatherer.was_overwritten(rows.weight, rows.version):
                 raise RuntimeError(
-                    f"a parameter of {self.name} was changed, and a forward pass run with it, before the backward pass "
-                    "of an earlier one: take that first, or parallelize with overlap=Overlap(copy_engines=False)"
+                    f"a parameter of {self.name} was changed, and written over by a forward pass or an optimizer's "
+                    "copy, before the backward pass of an earlier one: take that first, or parallelize with "
+                    "overlap=Overlap(copy_engines=False)"
                 )
             return tensor
 

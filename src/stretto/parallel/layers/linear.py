@@ -353,8 +353,9 @@ class LinearPlan:
             return self.shard.gather(parameter)
         if self.shard.was_overwritten(version):
             raise RuntimeError(
-                f"the weight of {self.name} was changed, and a forward pass run with it, before the backward pass of "
-                "an earlier one: take that first, or parallelize with overlap=Overlap(copy_engines=False)"
+                f"the weight of {self.name} was changed, and written over by a forward pass or an optimizer's copy, "
+                "before the backward pass of an earlier one: take that first, or parallelize with "
+                "overlap=Overlap(copy_engines=False)"
             )
         return GatheredWeight(kept, scale=scale)
 

@@ -142,7 +142,7 @@ class RunConfig(RunOptions):
         False, "replay each step as one CUDA graph; faster where steps are so short that the host limits the GPU"
     )
     writes_copies: bool = option(
-        False, "adamw on GPUs also writes each weight in bf16, for the next step; 2 more bytes per parameter"
+        False, "adamw on GPUs also writes each weight in bf16, for the next step; 2 more bytes per parameter if z=1"
     )
     optimizer_state: Literal["fp32", "device", "host"] = option(
         "fp32", "`fp32`: parameters, gradients and optimizer state are fp32, on the device; `device`: weights and "

@@ -183,11 +183,10 @@ def _contradictions_of_mixture(config: "TrainConfig") -> list[str]:
 
 def _contradictions_of_copies(config: "TrainConfig") -> list[str]:
     """Check that train.writes_copies has weights to write. Returns a message for each reason why it has none."""
-    grid, run = config.grid, config.train
+    run = config.train
     reasons = {
         f"train.dtype is {run.dtype!r}, in which the weights are kept": run.dtype not in ("bf16", "fp8"),
         f"train.optimizer is {run.optimizer!r}, and only adamw writes them": run.optimizer != "adamw",
-        f"grid.z is {grid.z}, and there are copies only of weights that z does not cut": grid.z > 1,
         "train.reshard is 'after_forward', so that no weight stays from one pass to another": (
             run.reshard == "after_forward"
         ),
