@@ -61,9 +61,9 @@ class StoredOptimizer:
     The model's fp32 parameters become views of one flat tensor of weights in `dtype`; their values, as they are
     now, become the fp32 weights of the store. Gradients are written to the store, and `.grad` of parameters remains
     None. Frozen parameters are converted, too. make: `adamw_update`, `sgd_update`, or `tiled_update` of any elementwise
-    optimizer. masks: what is left of pruned parameters (`stretto.train.pruning`); the store holds nothing else of them,
-    and all weights are dense tensors of their own, with zeros. average: decay of the fp32 weights' moving averages,
-    which are state, too; None keeps none.
+    optimizer; or `averaged_update` of one of these. masks: what is left of pruned parameters
+    (`stretto.train.pruning`); the store holds nothing else of them, and all weights are dense tensors of their own,
+    with zeros.
 
     Raises ValueError for parameters that are not fp32, or that are not of a model that `parallelize` has returned.
     """
@@ -82,9 +82,8 @@ class StoredOptimizer:
         loss_scale: LossScaleOptions | None = None,
         skips_nonfinite: bool = False,
         masks: Masks | None = None,
-        average: float | None = None,
     ) -> None:
-        self.name, self.dtype, self.average = name, dtype, average
+        self.name, self.dtype = name, dtype
         options = options or StateOptions("host")
         state = require_state(model, "StoredOptimizer")
         self._reducer = reducer = state.gradient_reducer
@@ -98,8 +97,6 @@ class StoredOptimizer:
                 )
         self._numbers = {name: number for number, name in enumerate(self.parameters)}
         self._model, self._grid, self._weight_decay = model, grid, weight_decay
-        if average is not None:
-            make = partial(_make_averaged, make, average)
         self.options = choose_step_place(options, make, dtype, grid)
         self.loss_scale = None if loss_scale is None else LossScale(loss_scale, grid.device)
         self._build = partial(
@@ -231,12 +228,17 @@ class StoredOptimizer:
         self._note_written()
         return norm
 
+    @property
+    def has_averages(self) -> bool:
+        """True if moving averages of the fp32 weights are state, too (`averaged_update`)."""
+        return AVERAGE in self.store.update.slots
+
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Have the model compute with the averages, where there are any. It takes the memory of one more copy of the
         weights that it computes with. Collective for pruned weights that z shards."""
         weights, before = self.store.weights, list[Tensor]()
-        if self.average is not None:
+        if self.has_averages:
             before = [weights.read(number).clone() for number in range(len(self.parameters))]
             self._compute_with([self.store.slots(number)[AVERAGE] for number in range(len(self.parameters))])
         try:
@@ -333,10 +335,6 @@ class StoredOptimizer:
         self.store.set_scalars({self._numbers[name]: own for name, own in scalars.items()})
 
 
-def _make_averaged(make: MakeUpdate, decay: float, on_host: bool) -> Update:
-    return AveragedUpdate(make(on_host), decay)
-
-
 def build_store(
     parameters: Sequence[StoredParameter],
     make: MakeUpdate,
@@ -419,6 +417,11 @@ def tiled_update(make: MakeOptimizer, *, tile: int | None = None) -> MakeUpdate:
     return lambda on_host: TiledUpdate(make, slots, tile=min(tile or HOST_TILE, HOST_TILE) if on_host else tile)
 
 
+def averaged_update(make: MakeUpdate, decay: float) -> MakeUpdate:
+    """The same steps, after which each fp32 weight moves its average: `average += (1 - decay) * (weight - average)`."""
+    return lambda on_host: AveragedUpdate(make(on_host), decay)
+
+
 _TRIED_BUCKETS = 6  # on which the two places of a step are compared
 
 
@@ -468,7 +471,7 @@ def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig, masks: 
     return StoredOptimizer(
         model,
         grid,
-        make,
+        make if run.ema is None else averaged_update(make, run.ema),
         name=run.optimizer,
         weight_decay=run.weight_decay,
         clip=run.clip,
@@ -477,7 +480,6 @@ def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig, masks: 
         loss_scale=LossScaleOptions(run.loss_scale, run.loss_scale_steps) if run.dtype == "fp16" else None,
         skips_nonfinite=run.skips_nonfinite,
         masks=masks,
-        average=run.ema,
     )
 
 

@@ -321,7 +321,7 @@ def load_optimizer_state(
     state, scalars = dict[str, ShardedState](), dict[str, dict[str, Tensor]]()
     for full_name, entry in metadata.tensors.items():
         name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
-        is_dropped = key == AVERAGE and optimizer.average is None
+        is_dropped = key == AVERAGE and not optimizer.has_averages
         if not full_name.startswith("optimizer.") or name in other_stages or is_dropped:
             if optimizer.masks is not None and full_name.startswith("optimizer.") and entry.shape:
                 load_state(path, metadata, {})  # which other stages read
